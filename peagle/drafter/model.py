@@ -1,0 +1,164 @@
+"""The drafter's network: one Llama-like block with switches serves P-EAGLE and EAGLE-3.
+
+Rows are flat, [R, ...]: no batch axis. The model knows nothing of caches or masks; whoever runs it passes `attend`,
+which receives a layer's q [R, heads, head_dim], k and v [R, kv_heads, head_dim] and returns [R, heads, head_dim].
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from peagle.drafter.config import DrafterConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Rope = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig, width: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q, kv, bias = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(width, q, bias=bias)
+        self.k_proj = nn.Linear(width, kv, bias=bias)
+        self.v_proj = nn.Linear(width, kv, bias=bias)
+        self.o_proj = nn.Linear(q, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(layer, rotate(q, rope), rotate(k, rope), v).flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        d, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, inner, bias=False)
+        self.up_proj = nn.Linear(d, inner, bias=False)
+        self.down_proj = nn.Linear(inner, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Layer 0 is EAGLE-3's fused layer: its attention reads cat[norm(embedding), norm(hidden)], width 2d.
+
+    The others are plain pre-norm Llama layers over the hidden state.
+    """
+
+    def __init__(self, config: DrafterConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.norm_before_residual = config.norm_before_residual
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(d, eps)
+        self.hidden_norm = nn.RMSNorm(d, eps) if layer == 0 else None
+        self.self_attn = Attention(config, 2 * d if layer == 0 else d)
+        self.post_attention_layernorm = nn.RMSNorm(d, eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, hidden: Tensor, embeds: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        if self.hidden_norm is not None:
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            x = torch.cat([self.input_layernorm(embeds), normed], -1)
+        else:
+            residual, x = hidden, self.input_layernorm(hidden)
+        hidden = residual + self.self_attn(x, rope, self.layer, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Drafter(nn.Module):
+    """Embeddings and lm_head rows are the target's where they are frozen (shared, not copied): see `adopt`."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        d, eps, taps = config.hidden_size, config.rms_norm_eps, config.num_taps
+        wide = taps * config.target_hidden_size
+        self.input_norm = nn.RMSNorm(wide, eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(taps)) if config.fc_norm else None
+        )
+        self.fc = nn.Linear(wide, d, bias=False)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
+        self.norm = nn.RMSNorm(d, eps)
+        parallel = config.method == "p-eagle"
+        self.mask_hidden = nn.Parameter(torch.randn(wide)) if parallel else None
+        self.mask_embedding = nn.Parameter(torch.randn(d) * 0.02) if parallel else None
+        self.rope = self.rope_for(config)
+        self.embed_tokens: Tensor  # [vocab_size, d]
+        self.lm_head: Tensor  # [draft_vocab_size, d]
+        self.target_ids: Tensor | None  # [draft_vocab_size]: draft id -> target id; None: the same
+        for name in ("embed_tokens", "lm_head", "target_ids"):
+            self.register_buffer(name, None, persistent=False)
+
+    @staticmethod
+    def rope_for(config: DrafterConfig) -> LlamaRotaryEmbedding:
+        sizes = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads, "head_dim": config.head_dim}
+        longest = config.max_position_embeddings
+        return LlamaRotaryEmbedding(
+            LlamaConfig(**sizes, max_position_embeddings=longest, rope_parameters=dict(config.rope))
+        )
+
+    def fuse(self, g: Tensor) -> Tensor:
+        """g [R, taps * d_target] -> hidden [R, d]."""
+        if self.input_norm is not None:
+            g = self.input_norm(g)
+        if self.fc_norm is not None:
+            chunks = g.chunk(self.config.num_taps, -1)
+            g = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        return self.fc(g)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        embeds = embedding(ids, self.embed_tokens)
+        if self.mask_embedding is None:
+            return embeds
+        return torch.where((ids == self.config.mask_token_id)[:, None], self.mask_embedding, embeds)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden to feed back), [R, d] each."""
+        cos, sin = self.rope(hidden, positions[None])
+        rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, head_dim]
+        for block in self.layers:
+            hidden = block(hidden, embeds, rope, attend)
+        normed = self.norm(hidden)
+        return normed, normed if self.config.norm_output else hidden
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[R, draft_vocab_size]"""
+        return linear(normed, self.lm_head)
+
+    def best(self, normed: Tensor) -> Tensor:
+        """The most likely target id of each row, [R]."""
+        ids = self.logits(normed).argmax(-1)
+        return ids if self.target_ids is None else self.target_ids[ids]
+
+    def adopt(self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None) -> None:
+        """Takes the target's tensors (or a checkpoint's own). `target_ids` prunes the vocabulary."""
+        config = self.config
+        if config.pruned and target_ids is not None and len(lm_head) == config.vocab_size:
+            lm_head = lm_head[target_ids]
+        assert embed_tokens.shape == (config.vocab_size, config.hidden_size), embed_tokens.shape
+        assert lm_head.shape == (config.draft_vocab_size, config.hidden_size), lm_head.shape
+        assert (target_ids is not None) == config.pruned
+        self.embed_tokens, self.lm_head, self.target_ids = embed_tokens, lm_head, target_ids
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding of x [R, heads, head_dim], rotate-half convention."""
+    cos, sin = rope
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Cache-free: every row sees itself and the rows before it."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+

@@ -1,0 +1,55 @@
+"""The user's cache folder, and files that appear whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def home() -> Path:
+    """`PEAGLE_HOME`, else `$XDG_CACHE_HOME/peagle`, else `~/.cache/peagle`."""
+    if chosen := os.environ.get("PEAGLE_HOME"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "peagle"
+
+
+@contextmanager
+def publish_folder(final: Path) -> Iterator[Path]:
+    """A staging folder beside `final` that takes its place when the block ends without an error."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        for file in staging.rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+        replace_folder(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def replace_folder(new: Path, final: Path) -> None:
+    """Moves `new` to `final`; what lay there steps aside first and comes back if the move fails."""
+    if not final.exists():
+        new.rename(final)
+        return
+    aside = final.with_name(f".{final.name}.old.{os.getpid()}")
+    final.rename(aside)
+    try:
+        new.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Written beside and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)

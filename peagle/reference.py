@@ -1,0 +1,60 @@
+"""The definition of right: speculative decoding without a cache, a page long and slow.
+
+Everything is recomputed from the tokens in every step, and the drafter's rows are written down one by one as the table
+says (rows.py has a worked example). The target has consumed x_0..x_{n-1}, x_n is the newest token:
+
+    row j = 0..n-1      emb(x_{j+1})   g_j           position j        row n-1 predicts draft 1
+    row n-1+i, i >= 1   emb(mask)      mask_hidden   position n-1+i    predicts draft i+1   (P-EAGLE)
+                        emb(draft i)   own output                                           (EAGLE-3)
+"""
+
+import torch
+from torch import Tensor
+
+from peagle.core import Sampling, Step
+from peagle.drafter import Drafter
+from peagle.drafter.model import causal_attend
+from peagle.sampling import choose, uniforms
+from peagle.target import Target
+
+
+@torch.inference_mode()
+def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
+    """The k drafts after ids = x_0..x_n, given g = g_0..g_{n-1}."""
+    rows, hidden = ids[1:], drafter.fuse(g)
+    if drafter.config.method == "p-eagle":
+        assert drafter.mask_hidden is not None and drafter.config.mask_token_id is not None
+        rows = torch.cat([rows, rows.new_full((k - 1,), drafter.config.mask_token_id)])
+        hidden = torch.cat([hidden, drafter.fuse(drafter.mask_hidden.expand(k - 1, -1))])
+        return drafter.best(run(drafter, rows, hidden)[0][-k:])
+    for _ in range(k):
+        normed, feedback = run(drafter, rows, hidden)
+        rows = torch.cat([rows, drafter.best(normed[-1:])])
+        hidden = torch.cat([hidden, feedback[-1:]])
+    return rows[-k:]
+
+
+def run(drafter: Drafter, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(len(rows), device=rows.device)
+    return drafter(drafter.embed(rows), hidden, positions, causal_attend)
+
+
+def decode(
+    target: Target, drafter: Drafter | None, prompt: list[int], k: int, max_tokens: int, sampling: Sampling
+) -> list[Step]:
+    """Steps of at least max_tokens tokens in all; no stop tokens."""
+    noise = uniforms(sampling.seed, max_tokens + k + 1)
+    ids = torch.tensor(prompt, device=target.device)
+    steps = [Step(tuple(choose(target.forward(ids).logits[-1:], sampling, noise[:1]).tolist()))]
+    done = 1
+    while done < max_tokens:
+        ids = torch.cat([ids, ids.new_tensor(steps[-1].tokens)])
+        drafts = propose(drafter, target.forward(ids[:-1]).hidden, ids, k) if drafter else ids[:0]
+        logits = target.forward(torch.cat([ids, drafts])).logits[-len(drafts) - 1 :]
+        tokens = choose(logits, sampling, noise[done : done + len(logits)]).tolist()
+        kept = 0
+        while kept < len(drafts) and tokens[kept] == drafts[kept]:
+            kept += 1
+        steps.append(Step(tuple(tokens[: kept + 1]), len(drafts), kept))
+        done += kept + 1
+    return steps
