@@ -45,6 +45,11 @@ class DrafterConfig:
             raise UserError(f"mask token id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.aux_layer_ids is not None and len(self.aux_layer_ids) != self.num_taps:
             raise UserError(f"{len(self.aux_layer_ids)} aux layer ids, but fc takes {self.num_taps} taps")
+        if self.aux_layer_ids is not None and list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
+            raise UserError(
+                f"aux layer ids {list(self.aux_layer_ids)} must rise without repeats:"
+                " vLLM taps each layer once, in the order of the layers. Give them with aux_layer_ids"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
 

@@ -147,7 +147,7 @@ class Drafter(nn.Module):
         assert embed_tokens.shape == (config.vocab_size, config.hidden_size), embed_tokens.shape
         assert lm_head.shape == (config.draft_vocab_size, config.hidden_size), lm_head.shape
         assert (target_ids is not None) == config.pruned
-        self.embed_tokens, self.lm_head, self.target_ids = embed_tokens, lm_head, target_ids
+        self.embed_tokens, self.lm_head, self.target_ids = embed_tokens.detach(), lm_head.detach(), target_ids
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -1,0 +1,78 @@
+"""Our own format: only what differs from the target.
+
+config.json holds every field of DrafterConfig; model.safetensors the drafter's own tensors. Frozen embeddings and lm_head
+rows stay with the target, a pruned vocabulary is `target_ids`, a learned mask embedding one row.
+"""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.model import Drafter
+from peagle.errors import UserError, nearest
+from peagle.home import publish_folder, write_json
+from peagle.target import Target
+
+FORMAT = "peagle"
+VERSION = 1
+
+
+def is_compact(raw: dict[str, Any]) -> bool:
+    return raw.get("format") == FORMAT
+
+
+def save(drafter: Drafter, folder: Path, target: Target, dtype: torch.dtype | None = None) -> None:
+    """Writes the folder whole or not at all. `dtype`: what floating-point tensors are stored in."""
+    tensors = dict(drafter.state_dict())
+    if not _equal(drafter.embed_tokens, target.embedding):
+        tensors["embed_tokens.weight"] = drafter.embed_tokens
+    rows = target.lm_head if drafter.target_ids is None else target.lm_head[drafter.target_ids]
+    if not _equal(drafter.lm_head, rows):
+        tensors["lm_head.weight"] = drafter.lm_head
+    if drafter.target_ids is not None:
+        tensors["target_ids"] = drafter.target_ids.int()
+    stored = {
+        name: t.detach().to("cpu", dtype if dtype and t.is_floating_point() else None).contiguous()
+        for name, t in tensors.items()
+    }
+    with publish_folder(folder) as staging:
+        save_file(stored, staging / "model.safetensors", metadata={"format": "pt"})
+        write_json(staging / "config.json", {"format": FORMAT, "format_version": VERSION} | asdict(drafter.config))
+
+
+def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
+    if raw.get("format_version") != VERSION:
+        raise UserError(f"this drafter has format version {raw.get('format_version')}, we read {VERSION}: update peagle")
+    given = {key: value for key, value in raw.items() if key not in ("format", "format_version")}
+    known = [f.name for f in fields(DrafterConfig)]
+    for key in given:
+        if key not in known:
+            raise UserError(f"unknown key {key!r} in the drafter's config.json.{nearest(key, known)}")
+    if given.get("aux_layer_ids") is not None:
+        given["aux_layer_ids"] = tuple(given["aux_layer_ids"])
+    try:
+        return DrafterConfig(**given)
+    except TypeError as error:
+        raise UserError(f"the drafter's config.json is incomplete: {error}") from error
+
+
+def complete(config: DrafterConfig, tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+    """Adds what the target holds: embeddings and lm_head rows."""
+    ids = tensors.get("target_ids")
+    added = dict(tensors)
+    if ids is not None:
+        added["target_ids"] = ids = ids.long()
+    if "embed_tokens.weight" not in added:
+        added["embed_tokens.weight"] = target.embedding
+    if "lm_head.weight" not in added:
+        added["lm_head.weight"] = target.lm_head if ids is None else target.lm_head[ids.to(target.device)]
+    return added
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and torch.equal(a, b.to(a.dtype)))
