@@ -53,6 +53,7 @@ class RollbackCache(Cache):
         """Keeps the first `length` positions."""
         assert 0 <= length <= self.length, f"cannot roll back from {self.length} to {length}"
         for layer in self.layers:
+            assert isinstance(layer, RollbackLayer)
             layer.length = length
 
 

@@ -19,10 +19,11 @@ def catalog() -> dict[str, Pair]:
 
 
 def find(name: str) -> Pair:
-    """The pair of that name, or a pair made of a local folder that holds a target."""
+    """The pair of that name or hub id, or a pair made of a local folder that holds a target."""
     pairs = catalog()
-    if name in pairs:
-        return pairs[name]
+    for pair in pairs.values():
+        if name in (pair.name, pair.target.hub):
+            return pair
     if (Path(name).expanduser() / "config.json").is_file():
         return Pair(name, TargetSource(order=("folder",), folder=Path(name).expanduser()), drafters={})
     raise UserError(
@@ -63,6 +64,4 @@ def _drafter(entry: dict[str, Any]) -> DrafterSource:
     entry = dict(entry)
     folder = entry.pop("folder", None)
     ids = entry.pop("aux_layer_ids", None)
-    return DrafterSource(
-        folder=HERE / folder if folder else None, aux_layer_ids=tuple(ids) if ids else None, **entry
-    )
+    return DrafterSource(folder=HERE / folder if folder else None, aux_layer_ids=tuple(ids) if ids else None, **entry)

@@ -1,8 +1,9 @@
 """The step loop for one request: prefill -> draft -> verify -> accept, as a stream of steps.
 
-With positions 0..n-1 consumed and x_n the newest token, one step drafts d_1..d_K, lets the target consume x_n, d_1..d_K
-in one pass, and reads its own tokens t_0..t_K there. The longest prefix with d_i == t_{i-1} is kept (a tokens), then t_a
-follows as the bonus; the target's cache is rolled back to n + 1 + a. Without a proposer K is 0: plain decoding.
+With positions 0..n-1 consumed and x_n the newest token, one step drafts d_1..d_K, lets the target consume x_n,
+d_1..d_K in one pass, and reads its own tokens t_0..t_K there. The longest prefix with d_i == t_{i-1} is kept (a
+tokens), then t_a follows as the bonus; the target's cache is rolled back to n + 1 + a. Without a proposer K is 0:
+plain decoding.
 """
 
 from collections.abc import Iterator

@@ -3,6 +3,7 @@
 import json
 import platform
 import time
+from contextlib import suppress
 
 import torch
 from torch.nn.functional import linear
@@ -34,10 +35,8 @@ def _fast_on_cpu() -> torch.dtype:
         known = {}
     if key not in known:
         known[key] = measure()
-        try:
+        with suppress(OSError):  # a read-only home: measured again next time
             write_json(path, known)
-        except OSError:
-            pass  # a read-only home: measured again next time
     times = known[key]
     return torch.bfloat16 if times["bfloat16"] * WORTH < times["float32"] else torch.float32
 

@@ -1,8 +1,8 @@
 """The row layout: which rows the drafter runs after a verification, for a ragged batch of requests.
 
 The target has just consumed the tokens `ids` of a request at consecutive positions; the last `rejected` of them do not
-count. `next_ids` holds the newest token of each request, not consumed yet. Ids shift by one, hidden states and positions
-do not, and K drafts need K-1 mask rows:
+count. `next_ids` holds the newest token of each request, not consumed yet. Ids shift by one, hidden states and
+positions do not, and K drafts need K-1 mask rows:
 
     K=3, ids 10 11 12 13 at positions 5..8, one rejected, next token 100, mask M:
 

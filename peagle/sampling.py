@@ -1,9 +1,9 @@
 """Which token the target says at each row, and how many drafts agree with it.
 
-The acceptance rule, for greedy and for sampling alike: take the target's own token at every row, keep the drafts as long
-as they equal it, and emit the target's token at the first row where they do not. With temperature this *is* rejection
-sampling with a one-hot proposal: draft x is kept with probability p(x), and given that it is not, the token is
-distributed as p without x, renormalised.
+The acceptance rule, for greedy and for sampling alike: take the target's own token at every row, keep the drafts as
+long as they equal it, and emit the target's token at the first row where they do not. With temperature this *is*
+rejection sampling with a one-hot proposal: draft x is kept with probability p(x), and given that it is not, the token
+is distributed as p without x, renormalised.
 
 One uniform number belongs to each position of the answer, whatever K or method: a seed gives the same answer with and
 without speculation.
@@ -32,7 +32,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         chain.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0:
         chain.append(MinPLogitsWarper(sampling.min_p))
-    return chain(torch.empty(0), logits.float()).softmax(-1)
+    return chain(torch.empty(0), logits.float()).softmax(-1)  # type: ignore[arg-type]  # Tensors are fine
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """The target: any transformers causal LM, with taps on the residual stream.
 
-Tap `l` is the un-normed residual stream *entering* decoder layer `l` (transformers' `hidden_states[l]`, vLLM's aux layer
-id `l`), taken by a hook in the forward pass that computes the logits: no second pass, no other layer's states kept.
+Tap `l` is the un-normed residual stream *entering* decoder layer `l` (transformers' `hidden_states[l]`, vLLM's aux
+layer id `l`), taken by a hook in the forward pass that computes the logits: no second pass, no other layer kept.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from peagle.cache import RollbackCache
 from peagle.errors import UserError
@@ -123,10 +123,10 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, name: str = "", r
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"no target in {folder}: config.json is missing. Give a folder that `peagle pull` made")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
-        AutoConfig.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, use_safetensors=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None

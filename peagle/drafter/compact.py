@@ -1,7 +1,7 @@
 """Our own format: only what differs from the target.
 
-config.json holds every field of DrafterConfig; model.safetensors the drafter's own tensors. Frozen embeddings and lm_head
-rows stay with the target, a pruned vocabulary is `target_ids`, a learned mask embedding one row.
+config.json holds every field of DrafterConfig; model.safetensors the drafter's own tensors. Frozen embeddings and
+lm_head rows stay with the target, a pruned vocabulary is `target_ids`, a learned mask embedding one row.
 """
 
 from dataclasses import asdict, fields
@@ -47,7 +47,9 @@ def save(drafter: Drafter, folder: Path, target: Target, dtype: torch.dtype | No
 
 def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
     if raw.get("format_version") != VERSION:
-        raise UserError(f"this drafter has format version {raw.get('format_version')}, we read {VERSION}: update peagle")
+        raise UserError(
+            f"this drafter has format version {raw.get('format_version')}, we read {VERSION}: update peagle"
+        )
     given = {key: value for key, value in raw.items() if key not in ("format", "format_version")}
     known = [f.name for f in fields(DrafterConfig)]
     for key in given:

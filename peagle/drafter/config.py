@@ -40,7 +40,9 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         if self.method == "p-eagle" and self.mask_token_id is None:
-            raise UserError("a p-eagle drafter needs a mask token id: set mask_token_id (ptd_token_id in vLLM's format)")
+            raise UserError(
+                "a p-eagle drafter needs a mask token id: set mask_token_id (ptd_token_id in vLLM's format)"
+            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(f"mask token id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.aux_layer_ids is not None and len(self.aux_layer_ids) != self.num_taps:

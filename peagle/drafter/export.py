@@ -39,7 +39,9 @@ def export(
         write_json(staging / "config.json", raw)
         same, total = same_drafts(deepcopy(drafter).to(dtype), checkpoint.load(staging, None), min(k, 8))
         if same != total:
-            raise UserError(f"the exported drafter drafts differently ({same} of {total} drafts equal): nothing written")
+            raise UserError(
+                f"the exported drafter drafts differently ({same} of {total} drafts equal): nothing written"
+            )
 
 
 def complete_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:
@@ -57,9 +59,7 @@ def same_drafts(one: Drafter, other: Drafter, k: int, contexts: int = 8) -> tupl
         n = 2 + 3 * i
         ids = torch.randint(config.vocab_size, (n + 1,), generator=generator)
         g = torch.randn(n, config.num_taps * config.target_hidden_size, generator=generator)
-        drafts = [
-            reference.propose(d, g.to(d.fc.weight), ids.to(d.fc.weight.device), k).cpu() for d in (one, other)
-        ]
+        drafts = [reference.propose(d, g.to(d.fc.weight), ids.to(d.fc.weight.device), k).cpu() for d in (one, other)]
         same += int((drafts[0] == drafts[1]).sum())
     return same, contexts * k
 
@@ -69,7 +69,5 @@ def vllm_command(folder: Path, to: ExportFormat, drafter: Drafter, k: int, targe
     if to == "speculators":
         return f"vllm serve {folder}"
     parallel = "true" if drafter.config.method == "p-eagle" else "false"
-    spec = (
-        f'{{"method":"eagle3","model":"{folder}","num_speculative_tokens":{k},"parallel_drafting":{parallel}}}'
-    )
+    spec = f'{{"method":"eagle3","model":"{folder}","num_speculative_tokens":{k},"parallel_drafting":{parallel}}}'
     return f"vllm serve {target} --speculative-config '{spec}'"

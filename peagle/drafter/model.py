@@ -100,11 +100,14 @@ class Drafter(nn.Module):
 
     @staticmethod
     def rope_for(config: DrafterConfig) -> LlamaRotaryEmbedding:
-        sizes = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads, "head_dim": config.head_dim}
-        longest = config.max_position_embeddings
-        return LlamaRotaryEmbedding(
-            LlamaConfig(**sizes, max_position_embeddings=longest, rope_parameters=dict(config.rope))
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope),
         )
+        return LlamaRotaryEmbedding(llama)
 
     def fuse(self, g: Tensor) -> Tensor:
         """g [R, taps * d_target] -> hidden [R, d]."""
@@ -117,9 +120,9 @@ class Drafter(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         embeds = embedding(ids, self.embed_tokens)
-        if self.mask_embedding is None:
+        if self.mask_embedding is None or self.config.mask_token_id is None:
             return embeds
-        return torch.where((ids == self.config.mask_token_id)[:, None], self.mask_embedding, embeds)
+        return torch.where(ids.eq(self.config.mask_token_id)[:, None], self.mask_embedding, embeds)
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden to feed back), [R, d] each."""
@@ -161,4 +164,3 @@ def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Cache-free: every row sees itself and the rows before it."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-

@@ -53,7 +53,9 @@ def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfi
     layer = raw.get("transformer_layer_config") or {}
     if method is None or layer.get("model_type", "llama") != "llama":
         shape = layer.get("model_type", "llama")
-        raise UserError(f"a speculators checkpoint of kind {kind!r} with {shape} layers: only peagle and eagle3 on llama")
+        raise UserError(
+            f"a speculators checkpoint of kind {kind!r} with {shape} layers: only peagle and eagle3 on llama"
+        )
     outer = {key: raw[key] for key in ("draft_vocab_size", "target_hidden_size") if raw.get(key) is not None}
     ids = {"eagle_aux_hidden_state_layer_ids": raw.get("eagle_aux_hidden_state_layer_ids")}
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}

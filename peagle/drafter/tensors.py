@@ -64,7 +64,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}
+                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} cannot be read ({error}): copy or write the checkpoint again") from error
     return tensors

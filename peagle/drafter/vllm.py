@@ -36,7 +36,7 @@ def config_to_json(config: DrafterConfig, k: int, dtype: torch.dtype) -> dict[st
 def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfig:
     mask = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
     method: Method = "eagle3" if mask is None else "p-eagle"
-    switches = {switch: bool(raw.get(switch, False)) for switch in SWITCHES}
+    switches: dict[str, Any] = {switch: bool(raw.get(switch, False)) for switch in SWITCHES}
     switches["norm_before_fc"] |= bool((raw.get("eagle_config") or {}).get("norm_before_fc", False))
     return DrafterConfig(
         method=method,

@@ -1,0 +1,25 @@
+"""P-EAGLE, parallel speculative decoding: the same tokens, sooner.
+
+>>> import peagle
+>>> pair = peagle.load("smollm2-135m")
+>>> print(pair.generate("Why is the sky blue?", k=7).text)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LoadedPair", "UserError", "load"]
+
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.loaded import LoadedPair, load
+
+
+def __getattr__(name: str) -> Any:
+    """torch and transformers are imported when they are first needed, so that `peagle --help` is quick."""
+    if name in ("load", "LoadedPair"):
+        from peagle import loaded
+
+        return getattr(loaded, name)
+    raise AttributeError(f"module 'peagle' has no attribute {name!r}")

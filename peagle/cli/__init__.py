@@ -1,0 +1,54 @@
+"""The command line. One file a command; torch is imported only by those that need it."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from peagle import __version__
+from peagle.errors import UserError
+
+out = Console()
+err = Console(stderr=True)
+
+
+class Commands(TyperGroup):
+    """A user's mistake is one line and exit code 2, never a traceback."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return ["pairs", "pull", "generate", "demo", "export", "check"]
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt:
+            err.print("interrupted; what was finished is kept")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+)
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"peagle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Parallel speculative decoding: a drafter guesses K tokens in one pass, the target checks them in one pass,
+    and the answer is the target's own, token by token."""
+
+
+from peagle.cli import check, demo, export, generate, pairs, pull  # noqa: E402, F401

@@ -1,0 +1,86 @@
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from peagle.catalog import DEFAULT_PAIR, catalog
+from peagle.cli import app, err
+from peagle.cli.options import Device, Drafter, Dtype, Json, K, MaxTokens, Method, Target
+from peagle.core import Sampling, check_k, parse_method
+from peagle.errors import UserError
+
+
+@app.command()
+def generate(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[PAIR] PROMPT", help="A pair, and the prompt (- reads stdin).")
+    ],
+    method: Method = None,
+    k: K = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    target: Target = None,
+    drafter: Drafter = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt, and tell how many drafts were accepted on the way.
+
+    Example: peagle generate smollm2-135m "Write a haiku about rain." --method p-eagle -k 7 --json
+    """
+    pair, prompt = pair_and_prompt(words)
+    Sampling(temperature, top_p, top_k, min_p, seed)  # refused before anything is loaded
+    check_k(1 if k is None else k)
+    parse_method(method or "none")
+    from peagle.loaded import load
+    from peagle.pull.progress import shown, silent
+
+    if as_json:
+        loaded = load(pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=silent)
+    else:
+        with shown(err) as progress:
+            loaded = load(pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress)
+    answer = loaded.generate(
+        prompt,
+        k=k,
+        method=method,
+        max_tokens=max_tokens,
+        raw=raw,
+        on_text=None if as_json else lambda text: print(text, end="", flush=True),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+    if as_json:
+        print(json.dumps(answer.as_dict(), ensure_ascii=False))
+        return
+    print()
+    err.print(
+        f"[dim]{answer.method} K={answer.k}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
+        f" acceptance length {answer.acceptance_length:.2f}, {answer.tokens_per_second:.1f} tokens/s,"
+        f" {answer.dtype}, {answer.finish_reason}[/]",
+        highlight=False,
+    )
+    if not answer.trained:
+        err.print(f"[yellow]the {answer.method} drafter of this pair is untrained: its drafts are noise[/]")
+
+
+def pair_and_prompt(words: list[str]) -> tuple[str, str]:
+    if len(words) > 2:
+        raise UserError("give a pair and one prompt: put the prompt in quotes")
+    if len(words) == 1 and words[0] in catalog():
+        raise UserError(f"{words[0]!r} is a pair: add a prompt in quotes")
+    pair, prompt = words if len(words) == 2 else (DEFAULT_PAIR, words[0])
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if not prompt.strip():
+        raise UserError("the prompt is empty")
+    return pair, prompt

