@@ -35,6 +35,7 @@ class Target:
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.aux_layer_ids: tuple[int, ...] = ()
+        self.fixed_rows = 0  # exact mode: every pass after the prefill has this many rows (see exact.py)
 
     @property
     def config(self) -> Any:
@@ -92,16 +93,16 @@ class Target:
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: RollbackCache | None = None, keep: int = 0) -> TargetOutput:
         """ids [rows] continue what the cache holds; logits of the last `keep` rows (0: of all)."""
-        out = self.model(
-            input_ids=ids[None],
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=keep,
-        )
-        taps = [self._taps[i][0] for i in self.aux_layer_ids]
+        rows = len(ids)
+        if self.fixed_rows and cache is not None and cache.length:
+            ids, keep = pad(ids, self.fixed_rows), 0
+        out = self.model(input_ids=ids[None], past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
+        if cache is not None:
+            cache.rollback(cache.length - len(ids) + rows)
+        taps = [self._taps[i][0, :rows] for i in self.aux_layer_ids]
         self._taps.clear()
-        hidden = torch.cat(taps, -1) if taps else out.logits.new_empty(len(ids), 0)
-        return TargetOutput(out.logits[0], hidden)
+        hidden = torch.cat(taps, -1) if taps else out.logits.new_empty(rows, 0)
+        return TargetOutput(out.logits[0, :rows], hidden)
 
     def _keep(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,6 +134,11 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, name: str = "", r
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"cannot load the target in {folder}: {str(error).splitlines()[0]}") from error
     return Target(model.to(device), tokenizer, name or str(folder), revision)
+
+
+def pad(ids: Tensor, rows: int) -> Tensor:
+    assert len(ids) <= rows, f"{len(ids)} rows do not fit into {rows}"
+    return torch.cat([ids, ids.new_zeros(rows - len(ids))])
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -19,6 +19,9 @@ Drafter = Annotated[
 Target = Annotated[
     str | None, typer.Option("--target", help="A target: a folder, a pair's name or a hub id.", show_default=False)
 ]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="Bit-equal with and without drafts, even at near ties in bfloat16; slower.")
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (what is fast here, measured), float32, bfloat16 or float16.")

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils import disable_progress_bars
 
 from peagle.core import Pair
 from peagle.errors import UserError
@@ -19,6 +20,7 @@ def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
     repo, revision = pair.target.hub, pair.target.revision
     assert repo is not None
     partial = home() / "downloads" / f"{pair.name}.hub"
+    disable_progress_bars()  # we draw our own
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=20)
         wanted = [s for s in info.siblings or [] if any(Path(s.rfilename).match(p) for p in FILES)]

@@ -16,54 +16,64 @@ class Case:
     method: Method
     k: int
     to: ExportFormat = "vllm"
-    architecture: Architecture = "llama"
     num_layers: int = 1
+    architecture: Architecture = "llama"
+    sizes: dict[str, Any] = field(default_factory=dict)  # what differs from parity_models.SIZES
     draft_vocab: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
     switches: dict[str, bool] = field(default_factory=dict)
     own_tables: bool = False  # embeddings and lm_head of the drafter's own, not the target's
     prompts: tuple[int, ...] = (5, 17, 2, 40)  # a length each
     max_tokens: tuple[int, ...] = (30, 20, 40, 24)
-    shared_prefix: int = 0  # the first tokens that all prompts longer than this have in common
+    shared_prefix: int = 0  # the longer prompts start with the same tokens, this many
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-# A queue: five requests for three places, so that prompts are read while others decode and rows change owner.
+# Five requests for three places: prompts are read while others decode, and rows of the batch change owner.
 QUEUE: dict[str, Any] = {"prompts": (9, 3, 30, 21, 14), "max_tokens": (16, 37, 20, 25, 30), "engine": {"max_num_seqs": 3}}
 
-# Prompts read in pieces of 24 tokens, and blocks of 32 positions taken from the prefix cache: the drafter's context
-# then comes from several passes, and from an earlier request.
-CHUNKS: dict[str, Any] = {
+# Two blocks of the drafter's context come from an earlier request.
+PREFIX: dict[str, Any] = {
     "prompts": (90, 75, 13, 110),
     "max_tokens": (24, 24, 40, 24),
     "shared_prefix": 70,
-    "engine": {"max_num_seqs": 2, "block_size": 32, "max_num_batched_tokens": 24},
+    "engine": {"max_num_seqs": 2, "block_size": 32},
 }
+
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+BOTH_NORMS = {"norm_before_residual": True, "norm_before_fc": True}
+FIVE = (0, 2, 4, 5, 7)  # 0: the embeddings themselves
 
 CASES = [
     Case("p-eagle native, pruned", "p-eagle", 3, num_layers=4, draft_vocab=11),
-    Case("p-eagle native, full vocabulary", "p-eagle", 7, num_layers=4),
-    Case("p-eagle native, queue, K=1", "p-eagle", 1, num_layers=2, **QUEUE),
-    Case("p-eagle speculators, served alone", "p-eagle", 3, "speculators", num_layers=4, draft_vocab=11),
+    Case("p-eagle native, full vocabulary", "p-eagle", 7, num_layers=4, sizes={"rope_parameters": LLAMA3_ROPE}),
+    Case("p-eagle native, queue of 5 for 3 places", "p-eagle", 1, num_layers=2, **QUEUE),
+    Case("p-eagle speculators, served alone", "p-eagle", 3, "speculators", 4, draft_vocab=11),
     Case("eagle3 native", "eagle3", 3),
-    Case("eagle3 native, queue, K=7", "eagle3", 7, draft_vocab=11, **QUEUE),
+    Case("eagle3 native, queue of 5 for 3 places", "eagle3", 7, draft_vocab=11, **QUEUE),
     Case("eagle3 speculators, served alone", "eagle3", 3, "speculators", switches={"norm_before_residual": True}),
-    Case(
-        "p-eagle native, 5 taps, norms, own tables",
-        "p-eagle",
-        3,
-        num_layers=2,
-        aux_layer_ids=(1, 2, 4, 5, 7),
-        switches={"norm_before_residual": True, "norm_before_fc": True},
-        own_tables=True,
-    ),
-    Case("p-eagle native, chunks, prefix cache", "p-eagle", 7, num_layers=4, draft_vocab=11, **CHUNKS),
-    Case("p-eagle native, Qwen3 target", "p-eagle", 7, architecture="qwen3", num_layers=4),
-    Case(
-        "eagle3 native, Qwen2 target, fc_norm, norm_output",
-        "eagle3",
-        3,
-        architecture="qwen2",
-        switches={"fc_norm": True, "norm_output": True},
-    ),
+    Case("p-eagle native, 5 taps, norms, own tables", "p-eagle", 3, "vllm", 2, aux_layer_ids=FIVE, switches=BOTH_NORMS, own_tables=True),
+    Case("p-eagle native, prefix cache", "p-eagle", 7, num_layers=4, draft_vocab=11, **PREFIX),
+    Case("p-eagle native, Qwen3, wide heads", "p-eagle", 7, "vllm", 4, "qwen3", {"head_dim": 64}),
+    Case("eagle3 native, Qwen2, tied, fc_norm, norm_output", "eagle3", 3, "vllm", 1, "qwen2", {"tie_word_embeddings": True}, switches={"fc_norm": True, "norm_output": True}),
+]
+
+# What peagle's export gets wrong for vLLM 0.32.0 today.
+BROKEN = [
+    Case("p-eagle speculators, 5 taps", "p-eagle", 3, "speculators", 2, aux_layer_ids=FIVE),
+    Case("p-eagle native, attention bias", "p-eagle", 3, num_layers=2, switches={"attention_bias": True}),
+]
+
+# Prompts read in pieces of about 30 tokens, others decoding beside them.
+CHUNKED = [
+    Case(f"{method} native, prompts in pieces", method, 3, num_layers=layers, prompts=(90, 40, 110), max_tokens=(24, 40, 24),
+         engine={"max_num_seqs": 2, "max_num_batched_tokens": 40, "enable_prefix_caching": False})
+    for method, layers in METHODS
 ]

@@ -30,41 +30,45 @@ COUNTERS = {
 }
 
 
-def watch_drafter(prompts: list[list[int]]) -> list[list[Json]]:
-    """From now on every request's passes: the tokens the target gave, and the drafts that follow them.
+def watch_drafter(prompts: list[list[int]]) -> list[Json]:
+    """From now on, for each request: its passes (the target's tokens, the drafts made after them), and the positions
+    where its prompt was cut into pieces.
 
     The rows of a batch move as requests come and go, so each is looked up by its prompt; hence prompts must differ.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     assert len({tuple(prompt) for prompt in prompts}) == len(prompts), "two equal prompts cannot be told apart"
-    passes: list[list[Json]] = [[] for _ in prompts]
+    seen: list[Json] = [{"passes": [], "chunk_ends": []} for _ in prompts]
     original = GPUModelRunner.propose_draft_token_ids
 
-    def watched(runner: Any, scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = original(runner, scheduler_output, sampled, *args, **kwargs)
-        unfinished = runner.discard_request_mask.gpu.tolist()  # rows whose prompt is not read to its end yet
-        for row, request in enumerate(runner.input_batch.req_ids):
-            if unfinished[row]:
+    def watched(runner: Any, scheduled: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        drafts = original(runner, scheduled, sampled, *args, **kwargs)
+        unread = runner.discard_request_mask.gpu.tolist()  # rows whose prompt goes on: no token, no use for drafts
+        for row, request in enumerate(batch.req_ids):
+            record = seen[prompts.index(list(runner.requests[request].prompt_token_ids))]
+            if unread[row]:
+                end = batch.num_computed_tokens_cpu[row] + scheduled.num_scheduled_tokens[request]
+                record["chunk_ends"].append(int(end))
                 continue
             tokens = [token for token in sampled[row].tolist() if token >= 0]  # -1: rejected
-            seen = passes[prompts.index(list(runner.requests[request].prompt_token_ids))]
-            seen.append({"tokens": tokens, "drafts": drafts[row].tolist()})
+            record["passes"].append({"tokens": tokens, "drafts": drafts[row].tolist()})
         return drafts
 
     GPUModelRunner.propose_draft_token_ids = watched  # type: ignore[method-assign]
-    return passes
+    return seen
 
 
 def counters(llm: Any) -> Json:
     found = {COUNTERS[metric.name]: metric for metric in llm.get_metrics() if metric.name in COUNTERS}
-    return {name: getattr(metric, "values", None) or metric.value for name, metric in found.items()}
+    return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in found.items()}
 
 
 def main(job_file: str, result_file: str) -> None:
     job: Json = json.loads(Path(job_file).read_text())
     prompts: list[list[int]] = job["prompts"]
-    passes = watch_drafter(prompts)
+    seen = watch_drafter(prompts)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -75,8 +79,9 @@ def main(job_file: str, result_file: str) -> None:
         for limit in job["max_tokens"]
     ]
     answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    outputs = [list(answer.outputs[0].token_ids) for answer in answers]
-    Path(result_file).write_text(json.dumps({"outputs": outputs, "passes": passes, "counters": counters(llm)}))
+    for record, answer in zip(seen, answers, strict=True):
+        record["output"] = list(answer.outputs[0].token_ids)
+    Path(result_file).write_text(json.dumps({"requests": seen, "counters": counters(llm)}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+# Two commands from a fresh clone: `make demo` and `make test`. Each sets up .venv itself.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+VLLM := .venv-vllm
+WORKERS ?= 2
+
+.PHONY: help demo test lint types test-slow test-vllm clean
+.DEFAULT_GOAL := help
+
+help: ## Show what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(READY) ## Pull the default pair, decode three prompts with every method, compare
+	$(BIN)/peagle demo
+
+test: lint types ## Lint, type-check and test
+	$(BIN)/pytest -n $(WORKERS)
+
+lint: $(READY) ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## Check types
+	$(BIN)/mypy
+
+test-slow: $(READY) ## The long proof on the real target: 20 prompts x 128 tokens, every road
+	$(BIN)/pytest -m slow -n $(WORKERS)
+
+$(VLLM)/.ready: tests/vllm/requirements.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --no-deps -r tests/vllm/requirements.txt
+	touch $@
+
+test-vllm: $(READY) $(VLLM)/.ready ## Every proposal against vLLM's own, in an environment of its own (10 minutes)
+	PEAGLE_REAL_TARGET=$$($(BIN)/peagle pull --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["folder"])') \
+	PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
+
+clean: ## Remove both environments
+	rm -rf .venv $(VLLM)

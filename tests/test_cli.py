@@ -1,0 +1,151 @@
+"""The command line on a tiny pair: answers, JSON, and exit code 2 with one line for every mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from peagle.cli import app
+from peagle.drafter import compact
+from tests.conftest import MASK, make_drafter, make_target
+
+COMMANDS = ["pairs", "pull", "generate", "demo", "export", "check"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target folder with a word tokenizer and a chat template, and a drafter beside it."""
+    root = tmp_path_factory.mktemp("tiny")
+    target = make_target()
+    target.model.save_pretrained(root / "target")
+    vocab = {f"w{i}": i for i in range(94) if i != MASK} | {"<user>": 94, "<unk>": 95}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="w1")
+    tokenizer.chat_template = "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(root / "target")
+    target.name = str(root / "target")
+    compact.save(make_drafter(target, "p-eagle", 2), root / "p-eagle", target)
+    compact.save(make_drafter(target, "eagle3", 1), root / "eagle3", target)
+    other = make_target(hidden_size=64)
+    compact.save(make_drafter(other, "p-eagle", 1), root / "misfit", other)
+    return root
+
+
+def run(*args: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output + result.stderr + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
+
+
+def generate(tiny: Path, *args: object) -> dict:
+    out = run("generate", tiny / "target", "w6 w9 w30", "--json", "--dtype", "float32", "--max-tokens", 20, *args)
+    return json.loads(out)
+
+
+def test_methods_agree_and_json_is_complete(tiny: Path) -> None:
+    plain = generate(tiny, "--method", "none")
+    for method in ("p-eagle", "eagle3"):
+        answer = generate(tiny, "--method", method, "-k", 3, "--drafter", tiny / method)
+        assert answer["token_ids"] == plain["token_ids"]
+        assert answer["k"] == 3
+        assert len(answer["accepted_per_position"]) == 3
+        assert answer["acceptance_length"] >= 1
+        assert answer["tokens_per_second"] > 0
+        assert answer["num_draft_tokens"] == 3 * answer["num_drafts"]
+    assert plain["prompt_tokens"] == 4  # the template's <user> and three words
+    assert plain["acceptance_length"] == 1
+
+
+def test_raw_skips_the_template(tiny: Path) -> None:
+    assert generate(tiny, "--method", "none", "--raw")["prompt_tokens"] == 3
+
+
+def test_sampling_repeats_and_tells_its_seed(tiny: Path) -> None:
+    first = generate(tiny, "--method", "none", "--temperature", 1.5)
+    again = generate(tiny, "--drafter", tiny / "p-eagle", "--temperature", 1.5, "--seed", first["seed"])
+    assert again["token_ids"] == first["token_ids"]
+
+
+def test_export_and_check(tiny: Path, tmp_path: Path) -> None:
+    for to in ("vllm", "speculators"):
+        out = run("export", tiny / "p-eagle", tmp_path / to, "--to", to, "-k", 5, "--json")
+        answer = json.loads(out)
+        assert "serve" in answer["command"]
+        assert json.loads(run("check", tmp_path / to, "--target", tiny / "target", "--json"))["ok"]
+        assert "identical" in run("check", tmp_path / to, "--target", tiny / "target")
+    command = json.loads(run("export", tiny / "p-eagle", tmp_path / "v", "-k", 5, "--json"))["command"]
+    spec = json.loads(command.split("'")[1])
+    assert spec == {
+        "method": "eagle3",
+        "model": str(tmp_path / "v"),
+        "num_speculative_tokens": 5,
+        "parallel_drafting": True,
+    }
+
+
+def test_check_fails_with_code_2(tiny: Path, tmp_path: Path) -> None:
+    run("export", tiny / "p-eagle", tmp_path / "d")
+    config = tmp_path / "d" / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 256', '"max_position_embeddings": 32'))
+    run("check", tmp_path / "d", "--target", tiny / "target", code=2)
+
+
+MISTAKES = {
+    "unknown pair": (["generate", "smolm2-135m", "hi"], "Did you mean 'smollm2-135m'"),
+    "K below 1": (["generate", "{target}", "w1", "-k", "0"], "at least one token"),
+    "unknown method": (["generate", "{target}", "w1", "--method", "peagle"], "Did you mean 'p-eagle'"),
+    "missing drafter": (["generate", "{target}", "w1", "--drafter", "{root}/nothing"], "no such folder"),
+    "no drafter at all": (["generate", "{target}", "w1", "--method", "p-eagle"], "give one with --drafter"),
+    "drafter that does not fit": (["generate", "{target}", "w1", "--drafter", "{root}/misfit"], "hidden size 64"),
+    "prompt longer than the context": (["generate", "{target}", "w7 " * 300, "--method", "none"], "context holds 256"),
+    "empty prompt": (["generate", "{target}", " "], "empty"),
+    "only a pair": (["generate", "smollm2-135m"], "add a prompt"),
+    "bad temperature": (["generate", "{target}", "w1", "--temperature", "-2"], "temperature must be"),
+    "bad dtype": (["generate", "{target}", "w1", "--dtype", "int7"], "unknown dtype"),
+    "bad device": (["generate", "{target}", "w1", "--device", "tpu9"], "cannot be used here"),
+    "export of nothing": (["export", "{root}/nothing", "{root}/out"], "unknown pair"),
+    "export to nowhere": (["export", "{root}/p-eagle", "{root}/out", "--to", "gguf"], "use --to vllm"),
+    "check of nothing": (["check", "{root}/nothing"], "no such folder"),
+    "check against no target": (["check", "{root}/p-eagle", "--target", "nothing"], "give --target"),
+    "unknown source": (["pull", "smollm2-135m", "--source", "hubs"], "Did you mean 'hub'"),
+    "unknown pair to pull": (["pull", "nothing"], "unknown pair"),
+    "target without a template": (["generate", "{root}/bare", "w1"], "use raw=True"),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_one_line_and_code_2(tiny: Path, args: list[str], words: str) -> None:
+    bare = tiny / "bare"
+    if not bare.exists():
+        import shutil
+
+        shutil.copytree(tiny / "target", bare)
+        (bare / "chat_template.jinja").unlink(missing_ok=True)
+    filled = [arg.format(target=tiny / "target", root=tiny) for arg in args]
+    told = run(*filled, code=2)
+    assert words in told
+    assert told.count("\n") == 1
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    assert f"peagle {command}" in run(command, "--help")
+
+
+def test_pairs_as_json() -> None:
+    assert json.loads(run("pairs", "--json"))[0]["name"] == "smollm2-135m"
+
+
+def test_light_imports() -> None:
+    """`peagle --help` and `import peagle` load neither torch nor transformers, nor the server's packages."""
+    code = (
+        "import sys, peagle, peagle.cli; print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,113 @@
+"""The real default target, SmolLM2-135M-Instruct: lossless, within its memory, quick to load."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle import reference
+from peagle.core import Sampling
+from peagle.loaded import LoadedPair
+from tests.test_decode import PATTERNS, Oracle, plain, tokens_of, transformers_generate
+
+PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().splitlines()
+K = 7
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # the other worker has the other core
+
+
+def roads(real: LoadedPair, text: str, count: int, reference_count: int) -> None:
+    """transformers' generate = none = both drafters, cached and cache-free = adversarial drafters."""
+    from peagle.decode import decode
+
+    target, ids = real.target, real.encode(text)
+    target.tap(())
+    expected = transformers_generate(target, ids, count)
+    assert plain(target, ids, count) == expected
+    for right in PATTERNS.values():
+        steps = list(decode(target, Oracle(ids, expected, right), ids, K, count, Sampling()))
+        assert tokens_of(steps) == expected
+    for method in ("p-eagle", "eagle3"):
+        drafter = real.drafter(method)
+        target.tap(drafter.config.aux_layer_ids or ())
+        from peagle.proposer import proposer_for
+
+        steps = list(decode(target, proposer_for(drafter), ids, K, count, Sampling()))
+        assert tokens_of(steps) == expected
+        slow = reference.decode(target, drafter, ids, K, reference_count, Sampling())
+        assert tokens_of(slow)[:reference_count] == expected[:reference_count]
+        assert [s.accepted for s in slow[:-1]] == [s.accepted for s in steps[: len(slow) - 1]]
+
+
+@pytest.mark.parametrize("text", PROMPTS[:2])
+def test_lossless_short(real: LoadedPair, text: str) -> None:
+    roads(real, text, count=24, reference_count=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", PROMPTS)
+def test_lossless_128(real: LoadedPair, text: str) -> None:
+    roads(real, text, count=128, reference_count=128)
+
+
+def test_the_tokenizer_is_the_models_own(real: LoadedPair) -> None:
+    """What the GGUF file lost: digits one by one, the stop token, no clean-up of spaces."""
+    tokenizer = real.target.tokenizer
+    assert tokenizer.convert_ids_to_tokens(tokenizer("x = 2024")["input_ids"])[-4:] == ["2", "0", "2", "4"]
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert real.target.stop_ids == {2}
+    text = "def f(x):\n    return x ** 2  # it 's 10 , isn 't it ?\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.decode(real.encode("hi")).startswith("<|im_start|>system")
+
+
+def test_answers_make_sense(real: LoadedPair) -> None:
+    answer = real.generate("What is the capital of France?", method="none", max_tokens=32)
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+
+
+def test_two_gigabytes_and_three_seconds() -> None:
+    """In a process of its own: peak memory of load + decode, and the time from folder to weights in memory."""
+    script = """
+        import json, resource, time
+        import torch
+        from peagle.catalog import find
+        from peagle.loaded import load
+        from peagle.pull import pull
+        from peagle.target import load_target
+        folder = pull(find("smollm2-135m"))
+        start = time.perf_counter()
+        load_target(folder, torch.float32, "cpu")
+        seconds = time.perf_counter() - start
+        answer = load(dtype="float32").generate("Hello!", k=7, max_tokens=16)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(json.dumps({"seconds": seconds, "gigabytes": peak, "tokens": len(answer.token_ids)}))
+    """
+    out = subprocess.check_output([sys.executable, "-c", textwrap.dedent(script)], text=True, env=ONE_THREAD)
+    measured = json.loads(out.splitlines()[-1])
+    assert measured["gigabytes"] < 2
+    assert measured["seconds"] < 3
+    assert measured["tokens"] > 4
+
+
+def test_readme_runs() -> None:
+    """The four lines of the README, as they stand there."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    assert len(code.strip().splitlines()) <= 4
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, env=ONE_THREAD)
+    assert len(out.split()) > 5
+
+
+def test_weights_are_those_of_the_gguf_file(real: LoadedPair) -> None:
+    """bf16 throughout, tied, and no layer left at its initial value."""
+    weights = real.target.model.state_dict()
+    assert real.target.model.config.tie_word_embeddings
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, tensor.bfloat16().float()), name
+        assert tensor.std() > 0, name
