@@ -76,7 +76,10 @@ class Pair:
     def drafter(self, method: Method) -> DrafterSource:
         if method not in self.drafters:
             has = ", ".join(self.drafters) or "no drafter at all"
-            raise UserError(f"pair {self.name!r} has no {method} drafter (it has {has}): give one with --drafter DIR")
+            raise UserError(
+                f"pair {self.name!r} has no {method} drafter (it has {has}):"
+                " give one with --drafter DIR, or use --method none"
+            )
         return self.drafters[method]
 
 

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def load(
     loaded = LoadedPair(pair, load_target(folder, choose_dtype(dtype, device), device, name, found.get("revision")))
     if drafter is not None:
         given = checkpoint.load(Path(drafter).expanduser(), loaded.target, loaded.target.dtype)
-        loaded = LoadedPair(pair, loaded.target, {given.config.method: given})
+        loaded = LoadedPair(replace(pair, method=given.config.method), loaded.target, {given.config.method: given})
     return loaded
 
 

@@ -25,6 +25,11 @@ class Commands(TyperGroup):
         except UserError as error:
             err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # a full disk, a folder that may not be written
+            err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from error
         except KeyboardInterrupt:
             err.print("interrupted; what was finished is kept")
             raise typer.Exit(130) from None

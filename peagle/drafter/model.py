@@ -26,7 +26,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, q, bias=bias)
         self.k_proj = nn.Linear(width, kv, bias=bias)
         self.v_proj = nn.Linear(width, kv, bias=bias)
-        self.o_proj = nn.Linear(q, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(q, config.hidden_size, bias=bias)  # as in vLLM: the switch means all four
 
     def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))

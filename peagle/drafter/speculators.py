@@ -39,7 +39,8 @@ def config_to_json(config: DrafterConfig, k: int, dtype: torch.dtype, verifier: 
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
             "verifier": verifier,
         },
-        "transformer_layer_config": sizes_to_json(config, dtype),
+        # vLLM counts the taps by num_aux_hidden_states in here; without it, it takes 3
+        "transformer_layer_config": sizes_to_json(config, dtype) | {"num_aux_hidden_states": config.num_taps},
         "tie_word_embeddings": False,
     }
     if config.method == "p-eagle":

@@ -1,13 +1,10 @@
 """Collects the score of every case and prints the table when all have run."""
 
-from collections.abc import Iterator
-
 import pytest
-
 from parity_replay import Score
 
 HEAD = ("case", "K", "requests", "proposals", "step loop", "control", "draft tokens", "accepted", "counters", "output")
-SCORES = pytest.StashKey[dict[str, tuple[int, Score]]]()
+SCORES = pytest.StashKey[dict[str, Score]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,37 +12,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def scores(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[int, Score]]]:
-    """Case name -> K and score."""
-    yield request.config.stash[SCORES]
+def scores(request: pytest.FixtureRequest) -> dict[str, Score]:
+    """By the case's name, in the order they ran."""
+    return request.config.stash[SCORES]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    scores = config.stash[SCORES]
-    if not scores:
+    if not (scores := config.stash[SCORES]):
         return
-    rows = [HEAD, *(cells(name, k, score) for name, (k, score) in scores.items())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    terminalreporter.section("peagle against vLLM (equal / total)")
-    for row in rows:
-        first, *others = (cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        terminalreporter.write_line("  ".join([first, *others]))
+    rows = [HEAD, *(cells(name, score) for name, score in scores.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    terminalreporter.section("peagle against vLLM: equal / all")
+    for name, *others in rows:
+        line = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        terminalreporter.write_line("  ".join(line))
+    terminalreporter.write_line("control: how many would be equal with the drafter's hidden states one position late")
 
 
-def cells(name: str, k: int, score: Score) -> tuple[str, ...]:
+def cells(name: str, score: Score) -> tuple[str, ...]:
     return (
         name,
-        str(k),
+        str(score.k),
         str(score.requests),
         f"{score.equal}/{score.proposals}",
-        f"{score.cached}/{score.cached_total}",
-        f"{score.blurred}/{score.proposals}",
+        f"{score.looped}/{score.loop_total}",
+        f"{score.late}/{score.proposals}",
         str(score.draft_tokens),
         str(score.accepted),
-        word(score.counters_equal),
-        word(score.output_equal and score.passes_equal),
+        "equal" if score.counters_equal else "differ",
+        "equal" if score.output_equal else "differs",
     )
-
-
-def word(equal: bool) -> str:
-    return "equal" if equal else "DIFFERENT"

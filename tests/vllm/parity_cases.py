@@ -30,7 +30,11 @@ class Case:
 
 
 # Five requests for three places: prompts are read while others decode, and rows of the batch change owner.
-QUEUE: dict[str, Any] = {"prompts": (9, 3, 30, 21, 14), "max_tokens": (16, 37, 20, 25, 30), "engine": {"max_num_seqs": 3}}
+QUEUE: dict[str, Any] = {
+    "prompts": (9, 3, 30, 21, 14),
+    "max_tokens": (16, 37, 20, 25, 30),
+    "engine": {"max_num_seqs": 3},
+}
 
 # Two blocks of the drafter's context come from an earlier request.
 PREFIX: dict[str, Any] = {
@@ -38,6 +42,13 @@ PREFIX: dict[str, Any] = {
     "max_tokens": (24, 24, 40, 24),
     "shared_prefix": 70,
     "engine": {"max_num_seqs": 2, "block_size": 32},
+}
+
+# Prompts read in pieces of about 30 tokens, another request decoding beside them.
+PIECES: dict[str, Any] = {
+    "prompts": (90, 40, 110),
+    "max_tokens": (24, 40, 24),
+    "engine": {"max_num_seqs": 2, "max_num_batched_tokens": 40, "enable_prefix_caching": False},
 }
 
 LLAMA3_ROPE: dict[str, Any] = {
@@ -48,32 +59,40 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-BOTH_NORMS = {"norm_before_residual": True, "norm_before_fc": True}
-FIVE = (0, 2, 4, 5, 7)  # 0: the embeddings themselves
+FIVE_TAPS = (0, 2, 4, 5, 7)  # 0: the embeddings themselves
 
 CASES = [
     Case("p-eagle native, pruned", "p-eagle", 3, num_layers=4, draft_vocab=11),
-    Case("p-eagle native, full vocabulary", "p-eagle", 7, num_layers=4, sizes={"rope_parameters": LLAMA3_ROPE}),
-    Case("p-eagle native, queue of 5 for 3 places", "p-eagle", 1, num_layers=2, **QUEUE),
-    Case("p-eagle speculators, served alone", "p-eagle", 3, "speculators", 4, draft_vocab=11),
-    Case("eagle3 native", "eagle3", 3),
-    Case("eagle3 native, queue of 5 for 3 places", "eagle3", 7, draft_vocab=11, **QUEUE),
-    Case("eagle3 speculators, served alone", "eagle3", 3, "speculators", switches={"norm_before_residual": True}),
-    Case("p-eagle native, 5 taps, norms, own tables", "p-eagle", 3, "vllm", 2, aux_layer_ids=FIVE, switches=BOTH_NORMS, own_tables=True),
+    Case("p-eagle native, full, llama3 rope", "p-eagle", 7, num_layers=4, sizes={"rope_parameters": LLAMA3_ROPE}),
+    Case("p-eagle native, 5 requests for 3 places", "p-eagle", 1, num_layers=2, **QUEUE),
     Case("p-eagle native, prefix cache", "p-eagle", 7, num_layers=4, draft_vocab=11, **PREFIX),
-    Case("p-eagle native, Qwen3, wide heads", "p-eagle", 7, "vllm", 4, "qwen3", {"head_dim": 64}),
-    Case("eagle3 native, Qwen2, tied, fc_norm, norm_output", "eagle3", 3, "vllm", 1, "qwen2", {"tie_word_embeddings": True}, switches={"fc_norm": True, "norm_output": True}),
-]
-
-# What peagle's export gets wrong for vLLM 0.32.0 today.
-BROKEN = [
-    Case("p-eagle speculators, 5 taps", "p-eagle", 3, "speculators", 2, aux_layer_ids=FIVE),
+    Case("p-eagle native, Qwen3, wide heads", "p-eagle", 7, num_layers=4, architecture="qwen3", sizes={"head_dim": 64}),
+    Case(
+        "p-eagle native, 5 taps, norms, own tables",
+        "p-eagle",
+        3,
+        num_layers=2,
+        aux_layer_ids=FIVE_TAPS,
+        switches={"norm_before_residual": True, "norm_before_fc": True},
+        own_tables=True,
+    ),
     Case("p-eagle native, attention bias", "p-eagle", 3, num_layers=2, switches={"attention_bias": True}),
+    Case("p-eagle speculators, served alone", "p-eagle", 3, "speculators", num_layers=4, draft_vocab=11),
+    Case("p-eagle speculators, 5 taps", "p-eagle", 3, "speculators", num_layers=2, aux_layer_ids=FIVE_TAPS),
+    Case("eagle3 native", "eagle3", 3),
+    Case("eagle3 native, 5 requests for 3 places", "eagle3", 7, draft_vocab=11, **QUEUE),
+    Case(
+        "eagle3 native, Qwen2, tied, fc_norm, norm_output",
+        "eagle3",
+        3,
+        architecture="qwen2",
+        sizes={"tie_word_embeddings": True},
+        switches={"fc_norm": True, "norm_output": True},
+    ),
+    Case("eagle3 speculators, served alone", "eagle3", 3, "speculators", switches={"norm_before_residual": True}),
 ]
 
-# Prompts read in pieces of about 30 tokens, others decoding beside them.
-CHUNKED = [
-    Case(f"{method} native, prompts in pieces", method, 3, num_layers=layers, prompts=(90, 40, 110), max_tokens=(24, 40, 24),
-         engine={"max_num_seqs": 2, "max_num_batched_tokens": 40, "enable_prefix_caching": False})
-    for method, layers in METHODS
+IN_PIECES = [
+    Case("p-eagle native, prompts in pieces", "p-eagle", 3, num_layers=4, draft_vocab=11, **PIECES),
+    Case("eagle3 native, prompts in pieces", "eagle3", 3, **PIECES),
 ]

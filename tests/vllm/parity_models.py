@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity_cases import MASK_ID, VOCAB, Case
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from parity_cases import MASK_ID, VOCAB, Architecture, Case
 from peagle.drafter import Drafter
+from peagle.drafter.checkpoint import load
 from peagle.drafter.config import config_for
 from peagle.drafter.untrained import untrained
 from peagle.target import Target, load_target
@@ -25,15 +26,18 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},  # nobody's default: it must travel
+    "rms_norm_eps": 0.01,  # large enough to be missed when it is lost
     "initializer_range": 0.15,  # answers of a target with the usual 0.02 repeat one token
 }
 
 
-def tiny_target(folder: Path, architecture: Architecture, seed: int = 0) -> Target:
+def tiny_target(case: Case, folder: Path, seed: int = 0) -> Target:
     """Saved in fp32 and read back as any target is. Its norms and biases are random too."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **SIZES), dtype=torch.float32)
+        config = AutoConfig.for_model(case.architecture, **(SIZES | case.sizes))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 nn.init.uniform_(parameter, 0.5, 1.5)
@@ -74,6 +78,8 @@ def enliven(drafter: Drafter, generator: torch.Generator) -> None:
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             module.weight.copy_(normal(module.weight, 2 * module.in_features**-0.5))
+            if module.bias is not None:
+                module.bias.copy_(normal(module.bias, 0.5))
         elif isinstance(module, nn.RMSNorm):
             module.weight.copy_(torch.rand(module.weight.shape, generator=generator) + 0.5)
     if drafter.mask_embedding is not None and drafter.mask_hidden is not None:
@@ -90,3 +96,23 @@ def tiny_prompts(case: Case, seed: int = 2) -> list[list[int]]:
         ids = torch.randint(VOCAB, (length,), generator=generator).tolist()
         prompts.append(prefix + ids[len(prefix) :] if length > len(prefix) else ids)
     return prompts
+
+
+def real_drafter(target: Target, folder: str) -> Drafter:
+    """The one in `folder`, or four random layers with SmolLM2's taps and an id it never writes as mask."""
+    if folder:
+        return load(Path(folder), target, torch.float32)
+    config = config_for(target, "p-eagle", 4, aux_layer_ids=(2, 15, 27), mask_token_id=16)
+    drafter = untrained(config, target)
+    enliven(drafter, torch.Generator().manual_seed(1))
+    return drafter
+
+
+def real_prompts(target: Target) -> list[list[int]]:
+    questions = ("Write a Python function that reverses a string.", "Why is the sky blue?")
+    return [
+        target.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in questions
+    ]

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+from parity_run import Report, Request
 from torch import Tensor
 
-from parity_run import Pass, Report, Request
 from peagle import reference
 from peagle.core import Sampling, Step
 from peagle.decode import decode
@@ -18,42 +18,60 @@ from peagle.target import Target
 class Score:
     """What was equal, of how many."""
 
-    requests: int = 0
-    proposals: int = 0  # all of vLLM's, the last one of each request included, which nobody verified
-    equal: int = 0  # the reference's own proposal is the same, all K drafts
-    blurred: int = 0  # it would be the same with the hidden states one position late: a control, must be fewer
-    cached: int = 0  # proposals of our step loop equal to vLLM's ...
-    cached_total: int = 0  # ... which proposes nothing after the last pass
+    k: int
+    requests: int
+    proposals: int = 0  # all of vLLM's; the last one of each request, which nobody verified, too
+    equal: int = 0  # the reference proposes the same, all K drafts
+    embedded: int = 0  # it does when it embeds at chunk ends what vLLM embeds there: see vllm_ids
+    late: int = 0  # it does with the hidden states one position late: a control, must be few
+    looped: int = 0  # the step loop proposes the same ...
+    loop_total: int = 0  # ... but nothing after the last pass
     draft_tokens: int = 0
     accepted: int = 0
-    passes_equal: bool = True  # our step loop: the same tokens, drafted and accepted in every pass
+    passes_equal: bool = True  # the step loop: the same tokens, drafted and accepted in every pass
     output_equal: bool = True  # plain greedy decoding: the same tokens
     counters_equal: bool = True  # vLLM's own counters say what we counted
 
 
 def compare(target: Target, drafter: Drafter, k: int, report: Report) -> Score:
     target.tap(drafter.config.aux_layer_ids or ())
-    score = Score(requests=len(report.requests))
+    score = Score(k, len(report.requests))
     for request in report.requests:
-        replay(target, drafter, k, request, score)
-        step_loop(target, drafter, k, request, score)
+        replay(target, drafter, request, score)
+        step_loop(target, drafter, request, score)
         plain = decode(target, None, request.prompt, 0, request.max_tokens, Sampling())
         score.output_equal &= [token for step in plain for token in step.tokens] == request.output
-    score.counters_equal = report.counters.items() >= expected_counters(report, k).items()
+    count(report, score)
     return score
 
 
-def replay(target: Target, drafter: Drafter, k: int, request: Request, score: Score) -> None:
+def replay(target: Target, drafter: Drafter, request: Request, score: Score) -> None:
     """Before each of vLLM's proposals: prefix = prompt + all tokens so far, the newest of them not consumed."""
     prefix = list(request.prompt)
     for one in request.passes:
         prefix += one.tokens
         ids = torch.tensor(prefix)
         g = target.forward(ids[:-1]).hidden
+
+        def same(g: Tensor, ids: Tensor, theirs: list[int] = one.drafts) -> bool:
+            return reference.propose(drafter, g, ids, score.k).tolist() == theirs
+
         score.proposals += 1
-        score.equal += reference.propose(drafter, g, ids, k).tolist() == one.drafts
-        score.blurred += reference.propose(drafter, g.roll(1, 0), ids, k).tolist() == one.drafts
+        score.equal += same(g, ids)
+        score.embedded += same(g, vllm_ids(ids, request))
+        score.late += same(g.roll(1, 0), ids)
     assert prefix[len(request.prompt) :][: request.max_tokens] == request.output
+
+
+def vllm_ids(ids: Tensor, request: Request) -> Tensor:
+    """The ids whose embeddings vLLM 0.32.0 gives its drafter.
+
+    The row at the end of a piece of a prompt should embed the token that follows, x_{j+1}. vLLM embeds the prompt's
+    last token there (it takes the newest token it knows for the next one), and that row's KV stays as it is.
+    """
+    ids = ids.clone()
+    ids[request.chunk_ends] = request.prompt[-1]
+    return ids
 
 
 class Recorded:
@@ -69,33 +87,32 @@ class Recorded:
         return drafts
 
 
-def step_loop(target: Target, drafter: Drafter, k: int, request: Request, score: Score) -> None:
+def step_loop(target: Target, drafter: Drafter, request: Request, score: Score) -> None:
     recorded = Recorded(proposer_for(drafter))
-    steps = list(decode(target, recorded, request.prompt, k, request.max_tokens, Sampling()))
-    score.cached_total += len(request.passes) - 1
-    score.cached += sum(a == b.drafts for a, b in zip(recorded.drafts, request.passes[:-1], strict=False))
-    score.draft_tokens += sum(step.drafted for step in steps)
-    score.accepted += sum(step.accepted for step in steps)
-    score.passes_equal &= steps == steps_of(request, k)
+    steps = list(decode(target, recorded, request.prompt, score.k, request.max_tokens, Sampling()))
+    theirs = [one.drafts for one in request.passes[:-1]]
+    score.loop_total += len(theirs)
+    score.looped += sum(a == b for a, b in zip(recorded.drafts, theirs, strict=False))
+    score.passes_equal &= steps == steps_of(request, score.k)
 
 
 def steps_of(request: Request, k: int) -> list[Step]:
     """vLLM's passes as our step loop reports them: the tokens cut at max_tokens, the counts those of the whole pass."""
     steps, left = [], request.max_tokens
     for i, one in enumerate(request.passes):
-        accepted = len(one.tokens) - 1
-        steps.append(Step(tuple(one.tokens[:left]), k if i else 0, accepted))
+        steps.append(Step(tuple(one.tokens[:left]), k if i else 0, len(one.tokens) - 1))
         left -= len(one.tokens)
     return steps
 
 
-def expected_counters(report: Report, k: int) -> dict[str, int | list[int]]:
+def count(report: Report, score: Score) -> None:
     """vLLM counts verified drafts: all passes of a request but its first, which reads the prompt."""
-    verified: list[Pass] = [one for request in report.requests for one in request.passes[1:]]
-    accepted = [len(one.tokens) - 1 for one in verified]
-    return {
-        "drafts": len(verified),
-        "draft_tokens": k * len(verified),
-        "accepted": sum(accepted),
-        "accepted_per_position": [sum(count > i for count in accepted) for i in range(k)],
+    accepted = [len(one.tokens) - 1 for request in report.requests for one in request.passes[1:]]
+    score.draft_tokens, score.accepted = score.k * len(accepted), sum(accepted)
+    ours = {
+        "drafts": len(accepted),
+        "draft_tokens": score.draft_tokens,
+        "accepted": score.accepted,
+        "accepted_per_position": [sum(kept > i for kept in accepted) for i in range(score.k)],
     }
+    score.counters_equal = ours.items() <= report.counters.items()

@@ -12,12 +12,12 @@ from peagle.drafter.export import ExportFormat, export
 from peagle.target import Target
 
 WORKER = Path(__file__).parent / "worker.py"
-TIMEOUT = 300  # seconds; a tiny case takes 12 to 50, the slow ones with a cold disk
+TIMEOUT = 600  # seconds; a tiny case takes 12 to 50, the first one the longest
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One target pass of a request: the tokens it gave (accepted drafts, then one of its own), the drafts made after."""
+    """One target pass of a request: the tokens it gave (accepted drafts, one of its own), the drafts made after."""
 
     tokens: list[int]
     drafts: list[int]
@@ -29,6 +29,7 @@ class Request:
     max_tokens: int
     output: list[int]
     passes: list[Pass]
+    chunk_ends: list[int]  # where its prompt was cut into pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,8 @@ def run_vllm(work: Work, folder: Path) -> Report:
     }
     result = call_worker(job, folder)
     requests = [
-        Request(prompt, limit, output, [Pass(**one) for one in passes])
-        for prompt, limit, output, passes in zip(
-            work.prompts, work.max_tokens, result["outputs"], result["passes"], strict=True
-        )
+        Request(prompt, limit, seen["output"], [Pass(**one) for one in seen["passes"]], seen["chunk_ends"])
+        for prompt, limit, seen in zip(work.prompts, work.max_tokens, result["requests"], strict=True)
     ]
     return Report(requests, result["counters"])
 

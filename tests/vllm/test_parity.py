@@ -3,37 +3,76 @@
 Run with `make test-vllm`: needs the environment of tests/vllm/requirements.txt. About 15 s a case.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 
-# Not plain "vllm": where it is not installed, this very folder answers to that name as a namespace package.
+# Not plain "vllm": where that is not installed, this very folder answers to the name as a namespace package.
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vllm`")
 
-from parity_cases import CASES, Case
-from parity_models import tiny_drafter, tiny_prompts, tiny_target
+import torch
+from parity_cases import CASES, IN_PIECES, Case
+from parity_models import real_drafter, real_prompts, tiny_drafter, tiny_prompts, tiny_target
 from parity_replay import Score, compare
-from parity_run import Work, run_vllm
+from parity_run import Report, Work, run_vllm
+
+from peagle.target import load_target
+
+pytestmark = pytest.mark.vllm
+Scores = dict[str, Score]
+REAL_TARGET, REAL_DRAFTER = os.environ.get("PEAGLE_REAL_TARGET", ""), os.environ.get("PEAGLE_REAL_DRAFTER", "")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_vllm_does_what_peagle_does(case: Case, tmp_path: Path, scores: dict[str, tuple[int, Score]]) -> None:
-    target = tiny_target(tmp_path / "target", case.architecture)
-    drafter = tiny_drafter(case, target)
-    work = Work(target, drafter, case.k, case.to, tiny_prompts(case), list(case.max_tokens), case.engine)
-    report = run_vllm(work, tmp_path)
-    score = compare(target, drafter, case.k, report)
-    scores[case.name] = case.k, score
+def name_of(case: Case) -> str:
+    return case.name.replace(", ", "-").replace(" ", "_")
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_vllm_does_what_peagle_does(case: Case, tmp_path: Path, scores: Scores) -> None:
+    report, score = served(case, tmp_path)
+    scores[case.name] = score
     check(score)
     assert 0 < score.accepted < score.draft_tokens, "drafts must be accepted and rejected, or little is proven"
     if case.shared_prefix:
         assert report.counters["prefix_cache_hits"] > 0, "nothing came from the prefix cache"
 
 
+@pytest.mark.parametrize("case", IN_PIECES, ids=name_of)
+def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(case: Case, tmp_path: Path, scores: Scores) -> None:
+    """A gap in vLLM 0.32.0, shown to be the only difference. Mended in vLLM, this fails: then move these to CASES."""
+    report, score = served(case, tmp_path)
+    scores[case.name] = score
+    assert any(request.chunk_ends for request in report.requests), "no prompt was cut"
+    assert score.embedded == score.proposals > score.equal
+    assert score.output_equal and score.counters_equal, "drafts may differ, the answer may not"
+
+
+@pytest.mark.skipif(not REAL_TARGET, reason="PEAGLE_REAL_TARGET names no target folder")
+def test_a_real_target(tmp_path: Path, scores: Scores) -> None:
+    """fp32, whatever the weights are stored in. PEAGLE_REAL_DRAFTER: a trained drafter instead of a random one."""
+    target = load_target(Path(REAL_TARGET), torch.float32, "cpu")
+    drafter = real_drafter(target, REAL_DRAFTER)
+    prompts = real_prompts(target)
+    report = run_vllm(Work(target, drafter, 5, "vllm", prompts, [32] * len(prompts)), tmp_path)
+    score = scores[f"{Path(target.name).name}, {drafter.config.method}"] = compare(target, drafter, 5, report)
+    check(score)
+    assert score.accepted < score.draft_tokens
+    assert score.accepted > 0 or not REAL_DRAFTER, "a trained drafter of which nothing is accepted"
+
+
+def served(case: Case, folder: Path) -> tuple[Report, Score]:
+    target = tiny_target(case, folder / "target")
+    drafter = tiny_drafter(case, target)
+    work = Work(target, drafter, case.k, case.to, tiny_prompts(case), list(case.max_tokens), case.engine)
+    report = run_vllm(work, folder)
+    return report, compare(target, drafter, case.k, report)
+
+
 def check(score: Score) -> None:
     assert score.equal == score.proposals > 0
-    assert score.cached == score.cached_total
+    assert score.looped == score.loop_total > 0
     assert score.passes_equal
     assert score.output_equal
     assert score.counters_equal
-    assert score.blurred < score.proposals / 2, "the drafts hardly depend on the hidden states"
+    assert score.late < score.proposals / 2, "the drafts hardly depend on the hidden states"

@@ -2,8 +2,8 @@
 
     python worker.py job.json result.json
 
-One engine per process, because vLLM's distributed state and its CPU thread binding are per process. Nothing of peagle is
-imported here: what vLLM does must not depend on it.
+One engine per process, because vLLM's distributed state and its CPU thread binding are per process. Nothing of peagle
+is imported here: what vLLM does must not depend on it.
 """
 
 import json
@@ -56,7 +56,7 @@ def watch_drafter(prompts: list[list[int]]) -> list[Json]:
             record["passes"].append({"tokens": tokens, "drafts": drafts[row].tolist()})
         return drafts
 
-    GPUModelRunner.propose_draft_token_ids = watched  # type: ignore[method-assign]
+    GPUModelRunner.propose_draft_token_ids = watched
     return seen
 
 
