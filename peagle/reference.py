@@ -42,19 +42,20 @@ def run(drafter: Drafter, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]
 def decode(
     target: Target, drafter: Drafter | None, prompt: list[int], k: int, max_tokens: int, sampling: Sampling
 ) -> list[Step]:
-    """Steps of at least max_tokens tokens in all; no stop tokens."""
+    """Steps of at least max_tokens tokens in all; no stop tokens. Each is one target pass over everything so far."""
     noise = uniforms(sampling.seed, max_tokens + k + 1)
-    ids = torch.tensor(prompt, device=target.device)
-    steps = [Step(tuple(choose(target.forward(ids).logits[-1:], sampling, noise[:1]).tolist()))]
-    done = 1
+    ids, drafts = torch.tensor(prompt, device=target.device), torch.empty(0, dtype=torch.long, device=target.device)
+    steps: list[Step] = []
+    done = 0
     while done < max_tokens:
-        ids = torch.cat([ids, ids.new_tensor(steps[-1].tokens)])
-        drafts = propose(drafter, target.forward(ids[:-1]).hidden, ids, k) if drafter else ids[:0]
-        logits = target.forward(torch.cat([ids, drafts])).logits[-len(drafts) - 1 :]
-        tokens = choose(logits, sampling, noise[done : done + len(logits)]).tolist()
+        out = target.forward(torch.cat([ids, drafts]), keep=len(drafts) + 1)
+        tokens = choose(out.logits, sampling, noise[done : done + len(out.logits)])
         kept = 0
         while kept < len(drafts) and tokens[kept] == drafts[kept]:
             kept += 1
-        steps.append(Step(tuple(tokens[: kept + 1]), len(drafts), kept))
+        steps.append(Step(tuple(tokens[: kept + 1].tolist()), len(drafts), kept))
         done += kept + 1
+        g = out.hidden[: len(ids) + kept]  # of the tokens that stay; rejected ones leave no trace
+        ids = torch.cat([ids, tokens[: kept + 1]])
+        drafts = propose(drafter, g, ids, k) if drafter else drafts
     return steps

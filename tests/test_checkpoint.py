@@ -131,8 +131,8 @@ def test_full_vocabulary_has_no_d2t(target: Target, tmp_path: Path) -> None:
 
 
 def test_a_bf16_export_leaves_the_drafter_alone(target: Target, tmp_path: Path) -> None:
-    drafter = make_drafter(target, "p-eagle", 2)
-    export(drafter, tmp_path / "d", "speculators", 3, VERIFIER, torch.bfloat16)
+    drafter = make_drafter(target, "p-eagle", 4)
+    export(drafter, tmp_path / "d", "speculators", 8, VERIFIER, torch.bfloat16)
     assert drafter.fc.weight.dtype == torch.float32
     assert checkpoint.load(tmp_path / "d", None).fc.weight.dtype == torch.bfloat16
 

@@ -47,6 +47,14 @@ def test_frozen_tensors_are_shared_not_copied(target: Target) -> None:
     assert "embed_tokens" not in drafter.state_dict()
 
 
+def test_rope_stays_float32(target: Target) -> None:
+    """Rounded frequencies would train and draft with wrong angles, and change when the drafter is reloaded."""
+    drafter = make_drafter(target, "p-eagle", 1)
+    frequencies = drafter.rope.inv_freq.clone()
+    assert drafter.to(torch.bfloat16).rope.inv_freq.dtype == torch.float32
+    assert torch.equal(drafter.rope.inv_freq, frequencies)
+
+
 def test_a_seed_repeats_an_untrained_drafter(target: Target) -> None:
     one, two = make_drafter(target, "p-eagle", 2), make_drafter(target, "p-eagle", 2)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))

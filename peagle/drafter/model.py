@@ -109,6 +109,12 @@ class Drafter(nn.Module):
         )
         return LlamaRotaryEmbedding(llama)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
+        """`.to(...)`: RoPE's frequencies stay float32 whatever the dtype, or every angle would be off."""
+        super()._apply(fn, recurse)
+        self.rope = self.rope_for(self.config).to(self.fc.weight.device)
+        return self
+
     def fuse(self, g: Tensor) -> Tensor:
         """g [R, taps * d_target] -> hidden [R, d]."""
         if self.input_norm is not None:

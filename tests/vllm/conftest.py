@@ -3,7 +3,24 @@
 import pytest
 from parity_replay import Score
 
-HEAD = ("case", "K", "requests", "proposals", "step loop", "control", "draft tokens", "accepted", "counters", "output")
+HEAD = [
+    "case",
+    "K",
+    "requests",
+    "proposals",
+    "cut as vLLM",
+    "step loop",
+    "control",
+    "draft tokens",
+    "accepted",
+    "counters",
+    "output",
+]
+NOTES = (
+    "proposals: of the cache-free reference; step loop: of our cached loop",
+    "cut as vLLM: the reference embeds the prompt's last token where a prompt was cut into pieces, as vLLM 0.32.0 does",
+    "control: how many would be equal with the drafter's hidden states one position late",
+)
 SCORES = pytest.StashKey[dict[str, Score]]()
 
 
@@ -26,19 +43,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for name, *others in rows:
         line = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
         terminalreporter.write_line("  ".join(line))
-    terminalreporter.write_line("control: how many would be equal with the drafter's hidden states one position late")
+    for note in NOTES:
+        terminalreporter.write_line(note)
 
 
-def cells(name: str, score: Score) -> tuple[str, ...]:
-    return (
+def cells(name: str, score: Score) -> list[str]:
+    return [
         name,
         str(score.k),
         str(score.requests),
         f"{score.equal}/{score.proposals}",
+        f"{score.embedded}/{score.proposals}",
         f"{score.looped}/{score.loop_total}",
         f"{score.late}/{score.proposals}",
         str(score.draft_tokens),
         str(score.accepted),
         "equal" if score.counters_equal else "differ",
         "equal" if score.output_equal else "differs",
-    )
+    ]

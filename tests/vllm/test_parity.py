@@ -21,7 +21,8 @@ from peagle.target import load_target
 
 pytestmark = pytest.mark.vllm
 Scores = dict[str, Score]
-REAL_TARGET, REAL_DRAFTER = os.environ.get("PEAGLE_REAL_TARGET", ""), os.environ.get("PEAGLE_REAL_DRAFTER", "")
+REAL_TARGET = os.environ.get("PEAGLE_REAL_TARGET", "")
+REAL_DRAFTER = os.environ.get("PEAGLE_REAL_DRAFTER", "")
 
 
 def name_of(case: Case) -> str:
@@ -55,7 +56,7 @@ def test_a_real_target(tmp_path: Path, scores: Scores) -> None:
     drafter = real_drafter(target, REAL_DRAFTER)
     prompts = real_prompts(target)
     report = run_vllm(Work(target, drafter, 5, "vllm", prompts, [32] * len(prompts)), tmp_path)
-    score = scores[f"{Path(target.name).name}, {drafter.config.method}"] = compare(target, drafter, 5, report)
+    score = scores[f"{Path(REAL_TARGET).name}, {drafter.config.method}"] = compare(target, drafter, 5, report)
     check(score)
     assert score.accepted < score.draft_tokens
     assert score.accepted > 0 or not REAL_DRAFTER, "a trained drafter of which nothing is accepted"
