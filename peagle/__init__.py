@@ -5,12 +5,7 @@
 >>> print(pair.generate("Why is the sky blue?", k=7).text)
 """
 
-import os
 from typing import TYPE_CHECKING, Any
-
-# Threads that wait for each other by spinning bring a shared machine to a crawl: on two cores with one of them busy,
-# SmolLM2-135M decoded @SPIN@ tokens/s spinning and @SLEEP@ sleeping. Read when torch is first imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = ["LoadedPair", "UserError", "load"]

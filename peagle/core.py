@@ -138,6 +138,7 @@ class Generation:
     prefill_seconds: float
     seed: int | None = None
     dtype: str = ""
+    exact: bool = False
     trained: bool = True
 
     @property
@@ -185,5 +186,6 @@ class Generation:
             "prefill_seconds": round(self.prefill_seconds, 4),
             "seed": self.seed,
             "dtype": self.dtype,
+            "exact": self.exact,
             "trained": self.trained,
         }

@@ -58,17 +58,17 @@ class Demo:
     rows: list[Row]
 
 
-def run(loaded: LoadedPair, k: int | None, max_tokens: int, console: Console) -> Demo:
+def run(loaded: LoadedPair, k: int | None, max_tokens: int, exact: bool | None, console: Console) -> Demo:
     """Methods take turns on each prompt, so that a noisy machine hurts them alike."""
     methods: list[Method] = ["none", *loaded.pair.drafters]
     answers: dict[Method, dict[str, Generation]] = {method: {} for method in methods}
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("decoding", total=len(PROMPTS) * len(methods))
         for method in methods:  # warm up: the first pass pays for memory and threads
-            loaded.generate("Hello", k=k, method=method, max_tokens=8)
+            loaded.generate("Hello", k=k, method=method, exact=exact, max_tokens=8)
         for name, prompt in PROMPTS.items():
             for method in methods:
-                answers[method][name] = loaded.generate(prompt, k=k, method=method, max_tokens=max_tokens)
+                answers[method][name] = loaded.generate(prompt, k, method, max_tokens, exact=exact)
                 bar.advance(task)
     base = answers["none"]
     return Demo(
@@ -96,7 +96,8 @@ def show(demo: Demo, loaded: LoadedPair, console: Console) -> None:
             title = f"{name}, {row.method} K={answer.k}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps"
             console.print(Panel(coloured(answer, loaded), title=title, title_align="left"))
     first = demo.rows[0].answers["chat"]
-    console.print(f"[green]green[/]: accepted drafts; plain: the target's own tokens. {first.dtype}.")
+    how = f"{first.dtype}, exact" if first.exact else first.dtype
+    console.print(f"[green]green[/]: accepted drafts; plain: the target's own tokens. {how}.")
     table = Table("method", "tokens/s", "ratio to none", "acceptance length", "identical")
     for row in demo.rows:
         name = row.method if row.trained else f"{row.method} (untrained)"

@@ -1,10 +1,10 @@
 """Exact mode: speculation cannot change a token, not even at a near tie in bfloat16.
 
-A pass over K+1 rows is not bit-equal to K+1 passes over one row: matrix kernels sum in another order, and where two
-tokens are almost equally likely the last bit decides. In exact mode every pass after the prefill, with or without
-drafts, has the same number of rows (padded), and attention runs row by row over exactly the keys that row sees. Then a
-row's result does not depend on its place in the block or on its neighbours, and both ways of decoding compute the same
-bits. That this holds for a target on this machine is probed, not assumed.
+A pass over K+1 rows is not bit-equal to K+1 passes over one row: kernels sum in another order, and where two tokens
+are almost equally likely the last bit decides. In exact mode, with or without drafts, attention runs row by row over
+exactly the keys that row sees, and passes after the prefill are padded to a multiple of a few rows, the smallest for
+which matrix kernels treat every row alike here. Then a row's bits depend neither on its place in a block nor on its
+neighbours. That this holds for a target on this machine is probed bit by bit, not assumed.
 """
 
 import sys
@@ -19,31 +19,45 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from peagle.errors import UserError
 from peagle.target import Target
 
-GROUP = 8  # matrix kernels work on groups of rows; a full group is treated alike
+MULTIPLES = (2, 4, 8)  # never 1: a single row takes a road of its own through most matrix libraries
+BLOCKS = (8, 16)  # verify passes of K = 7 and K = 15
+PREFIX = "peagle_exact_"
 
 
-def rows_for(k: int) -> int:
-    """K + 1 rows, rounded up to full groups."""
-    return -(-(k + 1) // GROUP) * GROUP
-
-
-def set_exact(target: Target, rows: int) -> None:
-    """Fixes the rows of every pass (0: as many as there are). Refuses where the probe finds a difference."""
-    plain = target.model.config._attn_implementation.removeprefix("peagle_exact_")
-    name = f"peagle_exact_{plain}" if rows else plain
-    if (rows, name) == (target.fixed_rows, target.model.config._attn_implementation):
-        return
-    if rows and name not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(name, by_row(plain))
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[plain])
-    target.model.set_attn_implementation(name)
-    target.fixed_rows = rows
-    if rows and not probe(target, rows):
-        set_exact(target, 0)
+def set_exact(target: Target, wanted: bool | None) -> bool:
+    """Switches exact mode on or off and tells which. None: on where float32 is not used and the probe passes."""
+    on = target.dtype != torch.float32 if wanted is None else wanted
+    plain = target.model.config._attn_implementation.removeprefix(PREFIX)
+    multiple = _multiple(target, plain) if on else 1
+    _switch(target, plain, multiple or 1)
+    if multiple is None and wanted:
         raise UserError(
             f"exact mode cannot be had for {target.name!r} here: its rows depend on their neighbours"
-            " (as in mixtures of experts). Use --dtype float32 instead, where a near tie is very unlikely"
+            " (as in mixtures of experts). Use --dtype float32, where a near tie is very unlikely, and --no-exact"
         )
+    return multiple is not None and on
+
+
+def _multiple(target: Target, plain: str) -> int | None:
+    """The smallest multiple the probe accepts, found once per target; None: there is none."""
+    if target.exact_multiple == 0:
+        target.exact_multiple = None
+        for multiple in MULTIPLES:
+            _switch(target, plain, multiple)
+            if probe(target):
+                target.exact_multiple = multiple
+                break
+    return target.exact_multiple
+
+
+def _switch(target: Target, plain: str, multiple: int) -> None:
+    name = plain if multiple == 1 else f"{PREFIX}{plain}"
+    if name not in ALL_ATTENTION_FUNCTIONS and multiple > 1:
+        ALL_ATTENTION_FUNCTIONS.register(name, by_row(plain))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[plain])
+    if target.model.config._attn_implementation != name:
+        target.model.set_attn_implementation(name)
+    target.row_multiple = multiple
 
 
 def by_row(plain: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -67,16 +81,18 @@ def by_row(plain: str) -> Callable[..., tuple[Tensor, Any]]:
     return attention
 
 
-def probe(target: Target, rows: int) -> bool:
-    """Is a row's logits the same, bit by bit, in the middle of a block and as the first row of its own pass?"""
+def probe(target: Target) -> bool:
+    """Are a row's logits the same, bit by bit, in the middle of a block and as the first row of its own pass?"""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (3 * rows,), generator=generator).to(target.device)
-    context = rows + 3
-    cache = target.new_cache()
+    ids = torch.randint(target.vocab_size, (11 + max(BLOCKS),), generator=generator).to(target.device)
+    context, cache = 11, target.new_cache()
     target.forward(ids[:context], cache, keep=1)
-    block = target.forward(ids[context : context + rows], cache).logits
-    for i in range(rows):
-        cache.rollback(context + i)
-        if not torch.equal(target.forward(ids[context + i : context + i + 1], cache).logits[0], block[i]):
+    blocks = []
+    for rows in BLOCKS:
+        blocks.append(target.forward(ids[context : context + rows], cache).logits)
+        cache.rollback(context)
+    for i in range(min(BLOCKS)):
+        single = target.forward(ids[context + i : context + i + 1], cache).logits[0]
+        if not all(torch.equal(single, block[i]) for block in blocks):
             return False
     return True

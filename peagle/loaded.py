@@ -16,7 +16,7 @@ from peagle.drafter import Drafter, checkpoint
 from peagle.drafter.config import config_for
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
-from peagle.exact import rows_for, set_exact
+from peagle.exact import set_exact
 from peagle.precision import choose_dtype
 from peagle.proposer import proposer_for
 from peagle.pull import pull, receipt
@@ -67,24 +67,23 @@ class LoadedPair:
         method: str | None = None,
         max_tokens: int = 128,
         raw: bool = False,
-        exact: bool = False,
+        exact: bool | None = None,
         on_text: Callable[[str], None] | None = None,
         **sampling: Any,
     ) -> Generation:
         """The target's answer; `on_text` receives it as it grows.
 
-        `exact`: bit-equal with and without drafts, in any dtype (exact.py).
+        `exact`: bit-equal with and without drafts, in any dtype (exact.py); None: where it is needed and can be had.
         `sampling`: temperature, top_p, top_k, min_p, seed.
         """
         chosen = parse_method(method or self.pair.method)
-        wanted = check_k(self.pair.k if k is None else k)
-        k = 0 if chosen == "none" else wanted
+        k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
         settings = Sampling(**sampling)
         if not settings.greedy and settings.seed is None:
             settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
         ids = self.encode(prompt, raw)
         drafter = None if chosen == "none" else self.drafter(chosen)
-        set_exact(self.target, rows_for(wanted) if exact else 0)
+        is_exact = set_exact(self.target, exact)
         self.target.tap(drafter.config.aux_layer_ids or () if drafter else ())
         start = time.perf_counter()
         steps, prefill = self._run(drafter, ids, k, max_tokens, settings, on_text)
@@ -102,6 +101,7 @@ class LoadedPair:
             prefill_seconds=prefill,
             seed=settings.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),
+            exact=is_exact,
             trained=drafter is None or drafter.config.trained,
         )
 

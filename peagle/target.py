@@ -35,7 +35,8 @@ class Target:
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.aux_layer_ids: tuple[int, ...] = ()
-        self.fixed_rows = 0  # exact mode: every pass after the prefill has this many rows (see exact.py)
+        self.row_multiple = 1  # exact mode pads passes after the prefill to a multiple of this (see exact.py)
+        self.exact_multiple: int | None = 0  # the multiple that does; 0: not probed yet, None: there is none
 
     @property
     def config(self) -> Any:
@@ -94,8 +95,8 @@ class Target:
     def forward(self, ids: Tensor, cache: RollbackCache | None = None, keep: int = 0) -> TargetOutput:
         """ids [rows] continue what the cache holds; logits of the last `keep` rows (0: of all)."""
         rows = len(ids)
-        if self.fixed_rows and cache is not None and cache.length:
-            ids, keep = pad(ids, self.fixed_rows), 0
+        if self.row_multiple > 1 and cache is not None and cache.length:
+            ids, keep = pad(ids, self.row_multiple), 0
         out = self.model(input_ids=ids[None], past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
         if cache is not None:
             cache.rollback(cache.length - len(ids) + rows)
@@ -136,9 +137,8 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, name: str = "", r
     return Target(model.to(device), tokenizer, name or str(folder), revision)
 
 
-def pad(ids: Tensor, rows: int) -> Tensor:
-    assert len(ids) <= rows, f"{len(ids)} rows do not fit into {rows}"
-    return torch.cat([ids, ids.new_zeros(rows - len(ids))])
+def pad(ids: Tensor, multiple: int) -> Tensor:
+    return torch.cat([ids, ids.new_zeros(-len(ids) % multiple)])
 
 
 def has_tokenizer(folder: Path) -> bool:

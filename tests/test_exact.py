@@ -6,15 +6,11 @@ import torch
 from peagle.core import Sampling
 from peagle.decode import decode
 from peagle.errors import UserError
-from peagle.exact import probe, rows_for, set_exact
+from peagle.exact import probe, set_exact
 from tests.conftest import CONFIGS, make_target
 from tests.test_decode import PATTERNS, Oracle, plain, tokens_of
 
 DENSE = [name for name in CONFIGS if name not in ("qwen3-moe", "gpt-oss")]
-
-
-def test_rows_come_in_groups() -> None:
-    assert [rows_for(k) for k in (0, 1, 7, 8, 15)] == [8, 8, 8, 16, 16]
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -23,7 +19,7 @@ def test_bits_are_the_same_with_and_without_drafts(name: str, dtype: torch.dtype
     target = make_target(name)
     target.model.to(dtype)
     ids = prompt(11)
-    set_exact(target, rows_for(7))
+    assert set_exact(target, True)
     expected = plain(target, ids, 60)
     for right in PATTERNS.values():
         assert tokens_of(list(decode(target, Oracle(ids, expected, right), ids, 7, 60, Sampling()))) == expected
@@ -31,23 +27,27 @@ def test_bits_are_the_same_with_and_without_drafts(name: str, dtype: torch.dtype
 
 def test_without_it_the_bits_differ() -> None:
     """Why the mode exists: one-row passes and a block's rows are not bit-equal in general."""
-    target = make_target()
-    target.fixed_rows = 0
-    assert not probe(target, 8)
+    assert not probe(make_target())
 
 
-def test_it_can_be_switched_off_again(prompt) -> None:
+def test_default_is_where_it_is_needed(prompt) -> None:
     target = make_target()
     before = plain(target, prompt(5), 10)
-    set_exact(target, 8)
-    set_exact(target, 0)
-    assert target.model.config._attn_implementation == "sdpa"
+    assert not set_exact(target, None), "float32 does without"
+    assert set_exact(target, True)
+    assert not set_exact(target, False)
+    assert (target.model.config._attn_implementation, target.row_multiple) == ("sdpa", 1)
     assert plain(target, prompt(5), 10) == before
+    target.model.to(torch.bfloat16)
+    target.exact_multiple = 0  # probed in float32 before
+    assert set_exact(target, None)
 
 
 def test_an_impossible_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()
-    monkeypatch.setattr("peagle.exact.probe", lambda *_: False)
+    target.model.to(torch.bfloat16)
+    monkeypatch.setattr("peagle.exact.probe", lambda _: False)
     with pytest.raises(UserError, match="float32"):
-        set_exact(target, 8)
-    assert target.fixed_rows == 0
+        set_exact(target, True)
+    assert not set_exact(target, None), "asked for nothing: plain decoding"
+    assert target.row_multiple == 1

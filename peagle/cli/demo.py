@@ -2,7 +2,7 @@ import json
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli import app, err, out
-from peagle.cli.options import Device, Dtype, Json, K, MaxTokens
+from peagle.cli.options import Device, Dtype, Exact, Json, K, MaxTokens
 
 
 @app.command()
@@ -10,6 +10,7 @@ def demo(
     pair: str = DEFAULT_PAIR,
     k: K = None,
     max_tokens: MaxTokens = 96,
+    exact: Exact = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -24,7 +25,7 @@ def demo(
 
     with shown(err) as progress:
         loaded = load(pair, device=device, dtype=dtype, progress=progress)
-    runs = run(loaded, k, max_tokens, err)
+    runs = run(loaded, k, max_tokens, exact, err)
     if as_json:
         print(json.dumps([row.as_dict() for row in runs.rows], ensure_ascii=False))
     else:

@@ -24,7 +24,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0: all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)] = None,
-    exact: Exact = False,
+    exact: Exact = None,
     raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
     target: Target = None,
     drafter: Drafter = None,

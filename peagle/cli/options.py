@@ -20,7 +20,12 @@ Target = Annotated[
     str | None, typer.Option("--target", help="A target: a folder, a pair's name or a hub id.", show_default=False)
 ]
 Exact = Annotated[
-    bool, typer.Option("--exact", help="Bit-equal with and without drafts, even at near ties in bfloat16; slower.")
+    bool | None,
+    typer.Option(
+        "--exact/--no-exact",
+        help="Bit-equal with and without drafts, even at near ties. Default: where it is needed and can be had.",
+        show_default=False,
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[
