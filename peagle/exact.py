@@ -19,21 +19,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from peagle.errors import UserError
 from peagle.target import Target
 
-MULTIPLES = (2, 4, 8)  # never 1: a single row takes a road of its own through most matrix libraries
-BLOCKS = (8, 16)  # verify passes of K = 7 and K = 15
+MULTIPLES = (2, 4, 8, 16)  # never 1: a single row takes a road of its own through most matrix libraries
+BLOCKS = (8, 16)  # the verify passes of K = 7 and K = 15: what is probed is what is promised
 PREFIX = "peagle_exact_"
 
 
-def set_exact(target: Target, wanted: bool | None) -> bool:
+def set_exact(target: Target, wanted: bool | None, k: int = 0) -> bool:
     """Switches exact mode on or off and tells which. None: on where float32 is not used and the probe passes."""
-    on = target.dtype != torch.float32 if wanted is None else wanted
+    if wanted and k >= max(BLOCKS):
+        raise UserError(f"exact mode holds for K up to {max(BLOCKS) - 1}, not {k}: use a smaller -k, or --no-exact")
+    on = target.dtype != torch.float32 and k < max(BLOCKS) if wanted is None else wanted
     plain = target.model.config._attn_implementation.removeprefix(PREFIX)
     multiple = _multiple(target, plain) if on else 1
     _switch(target, plain, multiple or 1)
     if multiple is None and wanted:
         raise UserError(
             f"exact mode cannot be had for {target.name!r} here: its rows depend on their neighbours"
-            " (as in mixtures of experts). Use --dtype float32, where a near tie is very unlikely, and --no-exact"
+            " (as in mixtures of experts). Use --no-exact, with --dtype float32 where a near tie is very unlikely"
         )
     return multiple is not None and on
 
@@ -64,7 +66,13 @@ def by_row(plain: str) -> Callable[..., tuple[Tensor, Any]]:
     """transformers' attention `plain`, one query row at a time, each over the keys up to itself."""
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        live_rows: int | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         inner = ALL_ATTENTION_FUNCTIONS.get_interface(plain, own)
@@ -72,11 +80,12 @@ def by_row(plain: str) -> Callable[..., tuple[Tensor, Any]]:
         if rows == keys:  # the prefill: one and the same pass for every method
             return inner(module, query, key, value, attention_mask, **kwargs)
         out = []
-        for i in range(rows):
+        for i in range(live_rows or rows):
             end = keys - rows + i + 1
             mask = None if attention_mask is None else attention_mask[:, :, i : i + 1, :end]
             out.append(inner(module, query[:, :, i : i + 1], key[:, :, :end], value[:, :, :end], mask, **kwargs)[0])
-        return torch.cat(out, 1), None  # [1, rows, heads, head_dim]
+        padding = out[0].new_zeros(1, rows - len(out), *out[0].shape[2:])
+        return torch.cat([*out, padding], 1), None  # [1, rows, heads, head_dim]
 
     return attention
 

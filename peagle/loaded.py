@@ -83,7 +83,7 @@ class LoadedPair:
             settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
         ids = self.encode(prompt, raw)
         drafter = None if chosen == "none" else self.drafter(chosen)
-        is_exact = set_exact(self.target, exact)
+        is_exact = set_exact(self.target, exact, k)
         self.target.tap(drafter.config.aux_layer_ids or () if drafter else ())
         start = time.perf_counter()
         steps, prefill = self._run(drafter, ids, k, max_tokens, settings, on_text)

@@ -94,10 +94,12 @@ class Target:
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: RollbackCache | None = None, keep: int = 0) -> TargetOutput:
         """ids [rows] continue what the cache holds; logits of the last `keep` rows (0: of all)."""
-        rows = len(ids)
+        rows, more = len(ids), {}
         if self.row_multiple > 1 and cache is not None and cache.length:
-            ids, keep = pad(ids, self.row_multiple), 0
-        out = self.model(input_ids=ids[None], past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
+            ids, keep, more = pad(ids, self.row_multiple), 0, {"live_rows": rows}
+        out = self.model(
+            input_ids=ids[None], past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **more
+        )
         if cache is not None:
             cache.rollback(cache.length - len(ids) + rows)
         taps = [self._taps[i][0, :rows] for i in self.aux_layer_ids]

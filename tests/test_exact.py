@@ -43,6 +43,14 @@ def test_default_is_where_it_is_needed(prompt) -> None:
     assert set_exact(target, None)
 
 
+def test_what_was_not_probed_is_not_promised() -> None:
+    target = make_target()
+    target.model.to(torch.bfloat16)
+    assert not set_exact(target, None, k=16)
+    with pytest.raises(UserError, match="K up to 15"):
+        set_exact(target, True, k=16)
+
+
 def test_an_impossible_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()
     target.model.to(torch.bfloat16)
