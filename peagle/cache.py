@@ -6,7 +6,6 @@ ones too: their window is applied by the attention mask, so a rollback never nee
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -66,8 +65,3 @@ def _grown(old: Tensor, length: int, needed: int) -> Tensor:
     new = _room(old, max(needed, 2 * old.shape[-2]))
     new[:, :, :length] = old[:, :, :length]
     return new
-
-
-def causal_mask(rows: int, past: int, device: torch.device | None = None) -> Tensor:
-    """[rows, past + rows]: new row i sees everything up to itself."""
-    return torch.ones(rows, past + rows, dtype=torch.bool, device=device).tril(past)

@@ -107,7 +107,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < 1e-5  # below that, dividing by it overflows: the likeliest token takes all
 
 
 @dataclass(frozen=True, slots=True)

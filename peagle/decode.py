@@ -28,6 +28,7 @@ def decode(
 ) -> Iterator[Step]:
     """Steps until a stop token, `max_tokens`, or the end of the context. The first step is the prefill's token."""
     check_request(target, prompt, max_tokens)
+    max_tokens = min(max_tokens, target.context - len(prompt))
     noise = uniforms(sampling.seed, max_tokens + k + 1)
     cache = target.new_cache()
     ids = torch.tensor(prompt, device=target.device)
@@ -37,7 +38,7 @@ def decode(
     step = cut(tokens.tolist(), 0, 0, max_tokens, stop_ids)
     emitted, n = 1, len(prompt)
     yield step
-    while emitted < min(max_tokens, target.context - len(prompt)) and step.tokens[-1] not in stop_ids:
+    while emitted < max_tokens and step.tokens[-1] not in stop_ids:
         room = target.context - n - 1
         drafts = proposer.propose(verified, min(k, room)) if proposer and room else ids[:0]
         block = torch.cat([verified.newest, drafts])

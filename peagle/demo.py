@@ -53,12 +53,7 @@ class Row:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Demo:
-    rows: list[Row]
-
-
-def run(loaded: LoadedPair, k: int | None, max_tokens: int, exact: bool | None, console: Console) -> Demo:
+def run(loaded: LoadedPair, k: int | None, max_tokens: int, exact: bool | None, console: Console) -> list[Row]:
     """Methods take turns on each prompt, so that a noisy machine hurts them alike."""
     methods: list[Method] = ["none", *loaded.pair.drafters]
     answers: dict[Method, dict[str, Generation]] = {method: {} for method in methods}
@@ -71,35 +66,34 @@ def run(loaded: LoadedPair, k: int | None, max_tokens: int, exact: bool | None, 
                 answers[method][name] = loaded.generate(prompt, k, method, max_tokens, exact=exact)
                 bar.advance(task)
     base = answers["none"]
-    return Demo(
-        [
-            Row(
-                method=method,
-                trained=all(answer.trained for answer in mine.values()),
-                answers=mine,
-                ratio=speed(list(mine.values())) / speed(list(base.values())),
-                identical=all(mine[name].token_ids == base[name].token_ids for name in PROMPTS),
-            )
-            for method, mine in answers.items()
-        ]
-    )
+    return [
+        Row(
+            method=method,
+            trained=all(answer.trained for answer in mine.values()),
+            answers=mine,
+            ratio=speed(list(mine.values())) / max(speed(list(base.values())), 1e-9),
+            identical=all(mine[name].token_ids == base[name].token_ids for name in PROMPTS),
+        )
+        for method, mine in answers.items()
+    ]
 
 
 def speed(answers: list[Generation]) -> float:
+    """Tokens per second of decoding: prefills and the tokens they give are not counted."""
     seconds = sum(answer.seconds - answer.prefill_seconds for answer in answers)
-    return sum(len(answer.token_ids) - 1 for answer in answers) / seconds
+    return sum(len(answer.token_ids) - 1 for answer in answers) / max(seconds, 1e-9)
 
 
-def show(demo: Demo, loaded: LoadedPair, console: Console) -> None:
-    for row in demo.rows[1:]:
+def show(rows: list[Row], loaded: LoadedPair, console: Console) -> None:
+    for row in rows[1:]:
         for name, answer in row.answers.items():
             title = f"{name}, {row.method} K={answer.k}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps"
             console.print(Panel(coloured(answer, loaded), title=title, title_align="left"))
-    first = demo.rows[0].answers["chat"]
+    first = rows[0].answers["chat"]
     how = f"{first.dtype}, exact" if first.exact else first.dtype
     console.print(f"[green]green[/]: accepted drafts; plain: the target's own tokens. {how}.")
     table = Table("method", "tokens/s", "ratio to none", "acceptance length", "identical")
-    for row in demo.rows:
+    for row in rows:
         name = row.method if row.trained else f"{row.method} (untrained)"
         table.add_row(
             name,
@@ -109,7 +103,7 @@ def show(demo: Demo, loaded: LoadedPair, console: Console) -> None:
             "yes" if row.identical else "no",
         )
     console.print(table)
-    if untrained := [row.method for row in demo.rows if not row.trained]:
+    if untrained := [row.method for row in rows if not row.trained]:
         console.print(
             f"[yellow]No drafter for {' and '.join(untrained)} is trained yet: their drafts are noise, almost none is"
             " accepted, and drafting only costs time. What this shows is that the answers stay the same.[/]"
@@ -124,4 +118,4 @@ def coloured(answer: Generation, loaded: LoadedPair) -> Text:
         if not whole.endswith("\ufffd"):
             text.append(whole[len(shown) :], style="green" if accepted else "")
             shown = whole
-    return text
+    return text.append(answer.text[len(shown) :])

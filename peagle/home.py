@@ -9,12 +9,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from peagle.errors import UserError
+
+CHECKPOINT_FILES = ("config.json", "model.safetensors")
+
 
 def home() -> Path:
     """`PEAGLE_HOME`, else `$XDG_CACHE_HOME/peagle`, else `~/.cache/peagle`."""
     if chosen := os.environ.get("PEAGLE_HOME"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "peagle"
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The absolute path, if a checkpoint may be written there: nothing that is not ours to replace lies in it."""
+    path = path.expanduser().resolve()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file: give a folder")
+    foreign = [f.name for f in path.iterdir() if f.name not in CHECKPOINT_FILES] if path.exists() else []
+    if foreign:
+        raise UserError(f"{path} holds {foreign[0]!r}, which is no part of a drafter: give a new or an empty folder")
+    return path
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from peagle.catalog import DEFAULT_PAIR, find
-from peagle.core import Generation, Method, Pair, Sampling, Step, check_k, parse_method
+from peagle.core import DrafterSource, Generation, Method, Pair, Sampling, Step, check_k, parse_method
 from peagle.decode import decode
 from peagle.drafter import Drafter, checkpoint
 from peagle.drafter.config import config_for
@@ -128,6 +128,8 @@ class LoadedPair:
             if on_text and not (text := self.decode(tokens)).endswith("\ufffd"):  # half of a character waits
                 on_text(text[shown:])
                 shown = len(text)
+        if on_text and (rest := self.decode(tokens)[shown:]):
+            on_text(rest)
         return steps, prefill
 
 
@@ -143,13 +145,17 @@ def load(
     """A pair by name (pulled if need be), by a target's folder, or with another target or drafter folder."""
     pair = find(pair) if isinstance(pair, str) else pair
     device = choose_device(device)
-    folder = Path(target).expanduser() if target else pull(pair, progress=progress)
+    source = find(str(target)) if target else pair
+    folder = pull(source, progress=progress)
     found = receipt(folder) or {}
-    name = str(folder) if target else pair.target.hub or pair.name
+    name = source.target.hub or source.name
     loaded = LoadedPair(pair, load_target(folder, choose_dtype(dtype, device), device, name, found.get("revision")))
     if drafter is not None:
-        given = checkpoint.load(Path(drafter).expanduser(), loaded.target, loaded.target.dtype)
-        loaded = LoadedPair(replace(pair, method=given.config.method), loaded.target, {given.config.method: given})
+        folder = Path(drafter).expanduser()
+        given = checkpoint.load(folder, loaded.target, loaded.target.dtype)
+        method = given.config.method
+        pair = replace(pair, method=method, drafters={method: DrafterSource(folder=folder)})
+        loaded = LoadedPair(pair, loaded.target, {method: given})
     return loaded
 
 

@@ -12,6 +12,7 @@ from peagle.errors import UserError
 from peagle.home import home, write_json
 
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CANDIDATES = ("float32", "bfloat16")
 SHAPE = (1536, 576)  # one MLP projection of the default target
 ROWS = (1, 8)  # a plain step and a verify step with K = 7
 WORTH = 1.1  # float32 is the safer choice: it gives way only to a clear win
@@ -29,21 +30,20 @@ def choose_dtype(wanted: str, device: str) -> torch.dtype:
 def _fast_on_cpu() -> torch.dtype:
     path = home() / "precision.json"
     key = f"{cpu_capability()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    known: dict[str, dict[str, float]] = {}
     try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        known = {}
-    if key not in known:
-        known[key] = measure()
+        known |= json.loads(path.read_text())
+        times = {name: float(known[key][name]) for name in CANDIDATES}
+    except (OSError, ValueError, TypeError, KeyError):
+        times = measure()
         with suppress(OSError):  # a read-only home: measured again next time
-            write_json(path, known)
-    times = known[key]
+            write_json(path, known | {key: times})
     return torch.bfloat16 if times["bfloat16"] * WORTH < times["float32"] else torch.float32
 
 
 def measure(repeats: int = 60) -> dict[str, float]:
     """Microseconds for a plain and a verify step's projection, per dtype: the best of interleaved runs."""
-    best = dict.fromkeys(("float32", "bfloat16"), float("inf"))
+    best = dict.fromkeys(CANDIDATES, float("inf"))
     weights = {name: torch.randn(SHAPE).mul_(0.02).to(NAMES[name]) for name in best}
     rows = {name: [torch.randn(r, SHAPE[1]).to(NAMES[name]) for r in ROWS] for name in best}
     for _ in range(5):
@@ -57,5 +57,5 @@ def measure(repeats: int = 60) -> dict[str, float]:
 
 
 def cpu_capability() -> str:
-    """The instruction set PyTorch uses here, e.g. 'x86_64 AVX512'."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    """This machine, and the instruction set PyTorch uses on it: a home may be shared by several."""
+    return f"{platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

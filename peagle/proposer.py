@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from peagle.cache import RollbackCache, causal_mask
+from peagle.cache import RollbackCache
 from peagle.drafter import Drafter
 from peagle.drafter.model import Attend
 from peagle.rows import Rows, draft_rows
@@ -102,3 +102,8 @@ def attend_over(cache: RollbackCache) -> Attend:
         return out[0].transpose(0, 1)
 
     return attend
+
+
+def causal_mask(rows: int, past: int, device: torch.device | None = None) -> Tensor:
+    """[rows, past + rows]: new row i sees everything up to itself."""
+    return torch.ones(rows, past + rows, dtype=torch.bool, device=device).tril(past)

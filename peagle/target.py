@@ -17,6 +17,8 @@ from transformers.utils import logging
 from peagle.cache import RollbackCache
 from peagle.errors import UserError
 
+NO_LIMIT = 1 << 20  # the context of a target that does not say
+
 
 @dataclass(slots=True)
 class TargetOutput:
@@ -30,8 +32,8 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
         self.revision = revision
+        self.folder: Path | None = None  # where it was loaded from
         self.layers = decoder_layers(model)
-        self._refuse_recurrent_state()
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.aux_layer_ids: tuple[int, ...] = ()
@@ -52,7 +54,7 @@ class Target:
 
     @property
     def context(self) -> int:
-        return self.config.max_position_embeddings
+        return getattr(self.config, "max_position_embeddings", None) or NO_LIMIT
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +98,7 @@ class Target:
         """ids [rows] continue what the cache holds; logits of the last `keep` rows (0: of all)."""
         rows, more = len(ids), {}
         if self.row_multiple > 1 and cache is not None and cache.length:
-            ids, keep, more = pad(ids, self.row_multiple), 0, {"live_rows": rows}
+            ids, keep, more = self._pad(ids, cache.length), 0, {"live_rows": rows}
         out = self.model(
             input_ids=ids[None], past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **more
         )
@@ -107,18 +109,35 @@ class Target:
         hidden = torch.cat(taps, -1) if taps else out.logits.new_empty(rows, 0)
         return TargetOutput(out.logits[0, :rows], hidden)
 
+    def _pad(self, ids: Tensor, past: int) -> Tensor:
+        """To a multiple of `row_multiple`; a target with a table of positions cannot be padded beyond its end."""
+        more = -len(ids) % self.row_multiple
+        if not getattr(self.config, "rope_parameters", None):
+            more = min(more, self.context - past - len(ids))
+        return torch.cat([ids, ids.new_zeros(more)])
+
     def _keep(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._taps[layer] = args[0] if args else kwargs["hidden_states"]  # [1, rows, d]
 
         return hook
 
-    def _refuse_recurrent_state(self) -> None:
-        kinds = set(getattr(self.config, "layer_types", None) or [])
-        if odd := {kind for kind in kinds if "attention" not in kind or "linear" in kind}:
+    def require_rollback(self) -> None:
+        """Refuses a target with a state that a rollback does not undo, as recurrent layers have: tried, not guessed."""
+        ids = torch.arange(8, device=self.device) % self.vocab_size
+        try:
+            cache = self.new_cache()
+            self.forward(ids[:4], cache)
+            self.forward(ids[:3], cache)  # a block that is rejected
+            cache.rollback(4)
+            after, fresh = self.forward(ids[4:], cache).logits.float(), self.forward(ids).logits[4:].float()
+            undone = cache.length == 8 and torch.allclose(after, fresh, rtol=0.1, atol=0.05 * float(fresh.abs().max()))
+        except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError):
+            undone = False
+        if not undone:
             raise UserError(
-                f"target {self.name!r} has layers of kind {', '.join(sorted(odd))}: their state cannot be rolled back"
-                " after a rejected draft. Use a target whose layers are all attention layers."
+                f"target {self.name!r} cannot be rolled back after a rejected draft (it is no plain attention model):"
+                " use a target whose layers are all attention layers"
             )
 
 
@@ -130,17 +149,18 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, name: str = "", r
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True
-        )
+        read: Any = AutoModelForCausalLM.from_pretrained
+        model, info = read(folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"cannot load the target in {folder}: {str(error).splitlines()[0]}") from error
-    return Target(model.to(device), tokenizer, name or str(folder), revision)
-
-
-def pad(ids: Tensor, multiple: int) -> Tensor:
-    return torch.cat([ids, ids.new_zeros(-len(ids) % multiple)])
+    except Exception as error:  # transformers raises whatever the file brings up
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot load the target in {folder}: {reason}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}: get it again")
+    target = Target(model.to(device), tokenizer, name or str(folder), revision)
+    target.folder = folder.resolve()
+    target.require_rollback()
+    return target
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -52,6 +52,10 @@ TENSOR_FAULTS = {
     "unexpected": (lambda t: t.update(extra=t["fc.weight"] * 1), "extra is unexpected"),
     "mis-shaped": (lambda t: t.update({"norm.weight": t["norm.weight"][:5]}), "norm.weight has shape"),
     "mask hidden": (lambda t: t.pop("mask_hidden"), "mask_hidden is missing"),
+    "embeddings": (
+        lambda t: t.update({"embed_tokens.weight": t["embed_tokens.weight"][:3]}),
+        "embed_tokens.weight has",
+    ),
     "d2t": (lambda t: t.update(d2t=t["d2t"] + 96), "points outside"),
 }
 
@@ -88,6 +92,7 @@ def test_absent_aux_ids_are_pointed_out(target: Target, tmp_path: Path) -> None:
     aws_layout(make_drafter(target, "p-eagle", 4), tmp_path / "d")
     found = levels(check(tmp_path / "d", target))
     assert any("no aux layer ids" in text for text in found["warning"])
+    assert any("d2t beside a full vocabulary" in text for text in found["warning"])
     assert found["error"] == []
 
 

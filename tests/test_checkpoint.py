@@ -148,6 +148,11 @@ def test_a_failed_export_leaves_the_old_one(target: Target, tmp_path: Path, monk
     assert [f.name for f in tmp_path.iterdir()] == ["d"]
 
 
+def edit(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard_token": None} | changes))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -157,6 +162,10 @@ def test_a_failed_export_leaves_the_old_one(target: Target, tmp_path: Path, monk
         (lambda d: (d / "model.safetensors").unlink(), "no .safetensors file"),
         (lambda d: (d / "config.json").write_text('{"model_type": "bert"}'), "no drafter we know"),
         (lambda d: (d / "config.json").write_text('{"model_type": "llama"}'), "lacks 'hidden_size'"),
+        (lambda d: (d / "config.json").write_text("[]"), "no JSON object"),
+        (lambda d: edit(d, hidden_size="32"), "cannot be understood"),
+        (lambda d: edit(d, ptd_token_id="x"), "cannot be understood"),
+        (lambda d: edit(d, rope_scaling={"rope_type": "nonsense"}), "cannot be understood"),
     ],
 )
 def test_broken_folders(target: Target, tmp_path: Path, spoil, words: str) -> None:

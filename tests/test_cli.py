@@ -1,17 +1,24 @@
 """The command line on a tiny pair: answers, JSON, and exit code 2 with one line for every mistake."""
 
+import io
 import json
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from peagle import demo
 from peagle.cli import app
+from peagle.core import DrafterSource
 from peagle.drafter import compact
+from peagle.loaded import LoadedPair, load
 from tests.conftest import MASK, make_drafter, make_target
 
 COMMANDS = ["pairs", "pull", "generate", "demo", "export", "check"]
@@ -111,9 +118,20 @@ MISTAKES = {
     "bad dtype": (["generate", "{target}", "w1", "--dtype", "int7"], "unknown dtype"),
     "bad device": (["generate", "{target}", "w1", "--device", "tpu9"], "cannot be used here"),
     "export of nothing": (["export", "{root}/nothing", "{root}/out"], "unknown pair"),
+    "export over a file": (["export", "{root}/p-eagle", "{root}/p-eagle/config.json"], "is a file"),
+    "export over someone's work": (["export", "{root}/p-eagle", "{root}"], "no part of a drafter"),
+    "export with K below 1": (["export", "{root}/p-eagle", "{root}/out", "-k", "0"], "at least one token"),
+    "export of another method": (["export", "{root}/p-eagle", "{root}/out", "--method", "eagle3"], "drop --method"),
+    "a drafter of another method": (
+        ["generate", "{target}", "w2", "--drafter", "{root}/p-eagle", "--method", "eagle3"],
+        "it has p-eagle",
+    ),
+    "brackets": (["generate", "[/x]", "hi"], "unknown pair '[/x]'"),
+    "broken bytes": (["generate", "{target}", "a\udcffb", "--method", "none"], "not valid UTF-8"),
+    "demo of one token": (["demo", "--max-tokens", "1"], "at least two tokens"),
     "export to nowhere": (["export", "{root}/p-eagle", "{root}/out", "--to", "gguf"], "use --to vllm"),
     "check of nothing": (["check", "{root}/nothing"], "no such folder"),
-    "check against no target": (["check", "{root}/p-eagle", "--target", "nothing"], "give --target"),
+    "check against no target": (["check", "{root}/p-eagle", "--target", "nothing"], "unknown pair"),
     "unknown source": (["pull", "smollm2-135m", "--source", "hubs"], "Did you mean 'hub'"),
     "unknown pair to pull": (["pull", "nothing"], "unknown pair"),
     "target without a template": (["generate", "{root}/bare", "w1"], "use raw=True"),
@@ -138,6 +156,48 @@ def test_mistakes_are_one_line_and_code_2(tiny: Path, args: list[str], words: st
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str) -> None:
     assert f"peagle {command}" in run(command, "--help")
+
+
+def test_target_by_name_or_folder(tiny: Path) -> None:
+    out = run("generate", "smollm2-135m", "w6 w9 w30", "--target", tiny / "target", "--method", "none", "--json")
+    assert json.loads(out)["prompt_tokens"] == 4
+
+
+def test_a_huge_limit_is_no_problem(tiny: Path) -> None:
+    args = ("--max-tokens", 10**12, "--temperature", 0.7, "--seed", 1, "--method", "none", "--json")
+    assert json.loads(run("generate", tiny / "target", "w6", *args))["finish_reason"] in ("stop", "length")
+
+
+def test_loading_and_generating_needs_no_network(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("asked for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    generate(tiny, "--drafter", tiny / "p-eagle")
+
+
+def test_streamed_text_is_the_whole_answer(tiny: Path) -> None:
+    pair, pieces = load(str(tiny / "target"), dtype="float32"), []
+    answer = pair.generate("w6 w9", method="none", max_tokens=12, on_text=pieces.append)
+    assert "".join(pieces) == answer.text
+
+
+def test_demo(tiny: Path) -> None:
+    """All of it on a tiny pair: every method, the same answers, who drafted what, the warning, the table."""
+    pair = load(str(tiny / "target"), dtype="bfloat16")
+    drafters = {method: make_drafter(pair.target, method, 1) for method in ("p-eagle", "eagle3")}
+    sources = {method: DrafterSource() for method in drafters}
+    loaded = LoadedPair(replace(pair.pair, drafters=sources), pair.target, drafters)
+    rows = demo.run(loaded, 3, 16, None, Console(quiet=True))
+    assert [row.method for row in rows] == ["none", "p-eagle", "eagle3"]
+    assert all(row.identical for row in rows)
+    console = Console(record=True, width=120, file=io.StringIO())
+    demo.show(rows, loaded, console)
+    shown = console.export_text()
+    assert "p-eagle (untrained)" in shown
+    assert "acceptance length" in shown
+    assert "drafts are noise" in shown
+    assert all(demo.coloured(answer, loaded).plain == answer.text for row in rows for answer in row.answers.values())
 
 
 def test_pairs_as_json() -> None:

@@ -39,8 +39,9 @@ def test_measuring_is_quick_and_remembered(own_home: Path) -> None:
 
 
 def test_a_spoilt_memory_is_measured_again(own_home: Path) -> None:
-    (own_home / "precision.json").write_text("{")
-    assert precision.choose_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+    for content in ("{", "[]", "null", '{"x": {}}'):
+        (own_home / "precision.json").write_text(content)
+        assert precision.choose_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
 
 
 def test_words() -> None:

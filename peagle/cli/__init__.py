@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from peagle import __version__
@@ -22,13 +23,10 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except UserError as error:
-            err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from error
         except BrokenPipeError:
             raise
-        except OSError as error:  # a full disk, a folder that may not be written
-            err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        except (UserError, OSError) as error:  # OSError: a full disk, a folder that may not be written
+            err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
             err.print("interrupted; what was finished is kept")

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
+from peagle.catalog import find
 from peagle.cli import app, out
-from peagle.cli.export import pair_of
 from peagle.cli.options import Json, Target
 
 MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}
@@ -27,13 +28,13 @@ def check(
     from peagle.drafter.check import check as find_all
     from peagle.loaded import load
 
-    loaded = load(pair_of(target), dtype="float32", device="cpu") if target else None
+    loaded = load(find(target), dtype="float32", device="cpu") if target else None
     findings = find_all(folder, loaded.target if loaded else None)
     failed = any(finding.level == "error" for finding in findings)
     if as_json:
         print(json.dumps({"folder": str(folder), "ok": not failed, "findings": [asdict(f) for f in findings]}))
     else:
         for finding in findings:
-            out.print(f"{MARKS[finding.level]:>8}  {finding.text}", highlight=False, soft_wrap=True)
+            out.print(f"{MARKS[finding.level]:>8}  {escape(finding.text)}", highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(2)

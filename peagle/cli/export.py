@@ -1,14 +1,19 @@
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peagle.catalog import find
 from peagle.cli import app, out
-from peagle.cli.options import Json, K, Method, Target
-from peagle.core import Pair, check_k, parse_method
+from peagle.cli.options import Json, K, Target
+from peagle.cli.options import Method as MethodOption
+from peagle.core import Method, check_k, parse_method
 from peagle.errors import UserError
+from peagle.home import checkpoint_folder
+
+if TYPE_CHECKING:
+    from peagle.loaded import LoadedPair
 
 
 @app.command()
@@ -17,9 +22,11 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the checkpoint is written.")],
     to: Annotated[str, typer.Option("--to", help="vllm or speculators.")] = "vllm",
     target: Target = None,
-    method: Method = None,
+    method: MethodOption = None,
     k: K = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="What tensors are stored in: bfloat16, float32 or float16.")
+    ] = "bfloat16",
     verifier: Annotated[
         str | None,
         typer.Option(
@@ -37,14 +44,16 @@ def export(
     """
     if to not in ("vllm", "speculators"):
         raise UserError(f"unknown format {to!r}: use --to vllm or --to speculators")
+    check_k(1 if k is None else k)
     from peagle.drafter.export import export as write
     from peagle.drafter.export import vllm_command
     from peagle.precision import choose_dtype
 
+    checkpoint_folder(folder)  # refused before anything is loaded
+    stored_as = choose_dtype(dtype, "cpu")
     loaded, name = load_for(drafter, target, method)
     made = loaded.drafter(name)
-    k = check_k(k or loaded.pair.k)
-    stored_as = choose_dtype(dtype, "cpu")
+    k = k or loaded.pair.k
     served = {"name_or_path": verifier or served_name(loaded), "architectures": architectures(loaded)}
     write(made, folder, to, k, served, stored_as)  # type: ignore[arg-type]
     command = vllm_command(folder, to, made, k, served["name_or_path"])  # type: ignore[arg-type]
@@ -52,49 +61,40 @@ def export(
         answer = {"folder": str(folder), "format": to, "method": name, "k": k, "trained": made.config.trained}
         print(json.dumps(answer | {"command": command}))
         return
-    out.print(f"{folder}: {name} drafter in {to} format, drafts identical after reloading", highlight=False)
+    print(f"{folder}: {name} drafter in {to} format, drafts identical after reloading")
     if not made.config.trained:
         out.print("[yellow]this drafter is untrained: its drafts are noise[/]")
-    out.print(f"serve it: {command}", highlight=False, soft_wrap=True)
+    print(f"serve it: {command}")
 
 
-def load_for(drafter: str, target: str | None, method: str | None) -> tuple[Any, Any]:
+def load_for(drafter: str, target: str | None, method: str | None) -> "tuple[LoadedPair, Method]":
     """The drafter with its target in float32, so that nothing is rounded twice."""
     from peagle.drafter.checkpoint import read
     from peagle.loaded import load
 
-    if not Path(drafter).expanduser().is_dir():
+    folder = Path(drafter).expanduser()
+    if not folder.is_dir():
         pair = find(drafter)
-        loaded = load(pair, target=target_folder_of(target), dtype="float32", device="cpu")
-        return loaded, parse_method(method or pair.method)
-    config = read(Path(drafter).expanduser()).config
-    wanted = target or config.target
-    if wanted is None:
+        wanted = parse_method(method or pair.method)
+        pair.drafter(wanted)
+        return load(pair, target=target, dtype="float32", device="cpu"), wanted
+    config = read(folder).config
+    if method and parse_method(method) != config.method:
+        raise UserError(f"{drafter} holds a {config.method} drafter, not {method}: drop --method")
+    made_for = target or config.target
+    if made_for is None:
         raise UserError(f"{drafter} does not say which target it was made for: give --target")
-    loaded = load(pair_of(wanted), drafter=drafter, dtype="float32", device="cpu")
-    return loaded, config.method
+    return load(find(made_for), drafter=folder, dtype="float32", device="cpu"), config.method
 
 
-def pair_of(target: str) -> Pair:
-    try:
-        return find(target)
-    except UserError as error:
-        raise UserError(f"target {target!r} is neither a pair, a hub id of one, nor a folder: give --target") from error
+def served_name(loaded: "LoadedPair") -> str:
+    """What vLLM can find the target by: its hub id if it came from there, else the folder it was loaded from."""
+    from peagle.pull import receipt
+
+    folder = loaded.target.folder
+    assert folder is not None
+    return str(loaded.target.name if (receipt(folder) or {}).get("source") == "hub" else folder)
 
 
-def target_folder_of(target: str | None) -> Path | None:
-    from peagle.pull import pull
-
-    return pull(pair_of(target)) if target else None
-
-
-def served_name(loaded: Any) -> str:
-    from peagle.pull import pull, receipt
-
-    folder = pull(loaded.pair)
-    from_hub = (receipt(folder) or {}).get("source") == "hub"
-    return loaded.pair.target.hub if from_hub else str(folder)
-
-
-def architectures(loaded: Any) -> list[str]:
+def architectures(loaded: "LoadedPair") -> list[str]:
     return loaded.target.model.config.architectures or [type(loaded.target.model).__name__]

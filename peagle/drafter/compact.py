@@ -15,7 +15,7 @@ from torch import Tensor
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError, nearest
-from peagle.home import publish_folder, write_json
+from peagle.home import checkpoint_folder, publish_folder, write_json
 from peagle.target import Target
 
 FORMAT = "peagle"
@@ -37,10 +37,10 @@ def save(drafter: Drafter, folder: Path, target: Target, dtype: torch.dtype | No
     if drafter.target_ids is not None:
         tensors["target_ids"] = drafter.target_ids.int()
     stored = {
-        name: t.detach().to("cpu", dtype if dtype and t.is_floating_point() else None).contiguous()
+        name: t.detach().to("cpu", dtype if dtype and t.is_floating_point() else None, copy=True).contiguous()
         for name, t in tensors.items()
     }
-    with publish_folder(folder) as staging:
+    with publish_folder(checkpoint_folder(folder)) as staging:
         save_file(stored, staging / "model.safetensors", metadata={"format": "pt"})
         write_json(staging / "config.json", {"format": FORMAT, "format_version": VERSION} | asdict(drafter.config))
 
@@ -73,6 +73,8 @@ def complete(config: DrafterConfig, tensors: dict[str, Tensor], target: Target) 
         added["embed_tokens.weight"] = target.embedding
     if "lm_head.weight" not in added:
         added["lm_head.weight"] = target.lm_head if ids is None else target.lm_head[ids.to(target.device)]
+    if config.mask_token_id is not None and "mask_embedding" not in added:
+        added["mask_embedding"] = target.embedding[config.mask_token_id]
     return added
 
 

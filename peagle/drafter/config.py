@@ -100,7 +100,7 @@ def config_for(
         method=method,
         num_layers=num_layers,
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -109,7 +109,7 @@ def config_for(
         aux_layer_ids=ids,
         target_hidden_size=text.hidden_size,
         num_taps=len(ids),
-        max_position_embeddings=text.max_position_embeddings,
+        max_position_embeddings=target.context,
         rope=rope,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
         mask_token_id=mask_token_id if method == "p-eagle" else None,
@@ -121,7 +121,7 @@ def config_for(
 
 def rope_of(text_config: Any) -> dict[str, Any]:
     """transformers' rope_parameters; for a target with one set per layer type, those of its full attention."""
-    rope = dict(text_config.rope_parameters)
+    rope = dict(getattr(text_config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
     if "rope_type" not in rope:
         rope = dict(rope.get("full_attention") or next(iter(rope.values())))
     return rope

@@ -12,7 +12,7 @@ from peagle.drafter import checkpoint, speculators, vllm
 from peagle.drafter.llama import names_to_theirs
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
-from peagle.home import publish_folder, write_json
+from peagle.home import checkpoint_folder, publish_folder, write_json
 
 ExportFormat = Literal["vllm", "speculators"]
 
@@ -26,7 +26,7 @@ def export(
         raise UserError("the drafter does not say which layers it taps: load it together with its target")
     dtype = dtype or drafter.fc.weight.dtype
     if to == "vllm":
-        raw, first_layer = vllm.config_to_json(config, k, dtype), vllm.FIRST_LAYER
+        raw, first_layer = vllm.config_to_json(config, dtype), vllm.FIRST_LAYER
     else:
         raw, first_layer = speculators.config_to_json(config, k, dtype, verifier), speculators.FIRST_LAYER
     tensors = {name: t.cpu() for name, t in complete_tensors(drafter).items()}
@@ -34,7 +34,7 @@ def export(
         name: t.to(dtype if t.is_floating_point() else None, copy=True).contiguous()
         for name, t in names_to_theirs(tensors, config, first_layer).items()
     }
-    with publish_folder(folder) as staging:
+    with publish_folder(checkpoint_folder(folder)) as staging:
         save_file(theirs, staging / "model.safetensors", metadata={"format": "pt"})
         write_json(staging / "config.json", raw)
         same, total = same_drafts(deepcopy(drafter).to(dtype), checkpoint.load(staging, None), min(k, 8))

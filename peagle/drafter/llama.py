@@ -76,10 +76,13 @@ def names_to_ours(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str
     offsets = ours.pop("d2t", None)
     if offsets is not None and config.pruned:
         ours["target_ids"] = offsets + torch.arange(len(offsets))
+    elif offsets is not None and offsets.any():
+        raise UserError("d2t reorders a full vocabulary: leave it out, or set draft_vocab_size to its length")
     if config.method == "p-eagle":
         if "mask_hidden" in ours:
             ours["mask_hidden"] = ours["mask_hidden"].flatten()
-        if (table := ours.get("embed_tokens.weight")) is not None and config.mask_token_id is not None:
+        table = ours.get("embed_tokens.weight")
+        if table is not None and config.mask_token_id is not None and config.mask_token_id < len(table):
             ours["mask_embedding"] = table[config.mask_token_id].clone()
     else:
         ours.pop("mask_hidden", None)

@@ -50,9 +50,12 @@ def read_json(path: Path) -> dict:
     if not path.is_file():
         raise UserError(f"no drafter in {path.parent}: {path.name} is missing")
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}): write the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object: write the checkpoint again")
+    return content
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order vLLM
 
 
 def is_vllm(raw: dict[str, Any]) -> bool:
-    return raw.get("model_type") == "llama" and "speculators_model_type" not in raw
+    return raw.get("model_type") == "llama"
 
 
-def config_to_json(config: DrafterConfig, k: int, dtype: torch.dtype) -> dict[str, Any]:
+def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     raw = sizes_to_json(config, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,

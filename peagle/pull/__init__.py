@@ -10,7 +10,7 @@ from typing import Any
 from filelock import FileLock
 
 from peagle.core import Pair
-from peagle.errors import UserError, nearest
+from peagle.errors import ChecksumError, UserError, nearest
 from peagle.home import home, publish_folder, write_json
 from peagle.pull.progress import Progress, silent
 
@@ -28,53 +28,67 @@ def receipt(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((folder / RECEIPT).read_text())
         whole = all((folder / name).stat().st_size == size for name, size in found["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if whole else None
 
 
-def pull(pair: Pair, order: Sequence[str] | None = None, progress: Progress = silent, again: bool = False) -> Path:
+def pull(pair: Pair, wanted: Sequence[str] | None = None, progress: Progress = silent, again: bool = False) -> Path:
     """The folder of the pair's target. Touches the network only where it is not there yet."""
-    order = source_order(pair, order)
-    if "folder" in order and pair.target.folder:
-        if (pair.target.folder / "config.json").is_file():
-            return pair.target.folder
-        raise UserError(f"no target in {pair.target.folder}: config.json is missing")
+    order = source_order(pair, wanted)
+    if order[0] == "folder" and _is_target(pair.target.folder):
+        return pair.target.folder  # type: ignore[return-value]
     folder = target_folder(pair)
-    if receipt(folder) and not again:
+
+    def there() -> bool:
+        found = receipt(folder)
+        return found is not None and not again and (not wanted or found["source"] in wanted)
+
+    if order == ("folder",):
+        raise UserError(f"no target in {pair.target.folder}: config.json is missing")
+    if there():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{pair.name}.lock"):
-        if not receipt(folder) or again:
-            _fetch_first(pair, order, folder, progress)
-    return folder
+        return folder if there() else _fetch_first(pair, order, folder, progress)
 
 
 def source_order(pair: Pair, wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """`wanted` (the command line), else PEAGLE_SOURCES, else the catalogue's order."""
-    setting = os.environ.get("PEAGLE_SOURCES")
-    order = tuple(wanted or (setting.replace(" ", "").split(",") if setting else pair.target.order))
+    """`wanted` (the command line), else PEAGLE_SOURCES as far as the pair has them, else the catalogue's order."""
+    setting = os.environ.get("PEAGLE_SOURCES", "").replace(" ", "")
+    named = tuple(wanted or filter(None, setting.split(",")))
     known = ["folder", *SOURCES]
-    for name in order:
+    for name in named:
         if name not in known:
             raise UserError(f"unknown source {name!r}: use {', '.join(known)}.{nearest(name, known)}")
-    return order
+    return tuple(wanted or [name for name in named if getattr(pair.target, name)] or pair.target.order)
 
 
-def _fetch_first(pair: Pair, order: Sequence[str], folder: Path, progress: Progress) -> None:
+def _fetch_first(pair: Pair, order: Sequence[str], folder: Path, progress: Progress) -> Path:
     tried = []
     for name in order:
-        if name == "folder" or getattr(pair.target, name) is None:
+        if getattr(pair.target, name) is None:
             tried.append(f"{name}: the pair {pair.name!r} has none")
+            continue
+        if name == "folder":
+            if _is_target(pair.target.folder):
+                return pair.target.folder  # type: ignore[return-value]
+            tried.append(f"folder: no config.json in {pair.target.folder}")
             continue
         try:
             with publish_folder(folder) as staging:
                 revision = import_module(f"peagle.pull.{name}").fetch(pair, staging, progress)
                 files = {str(f.relative_to(staging)): f.stat().st_size for f in staging.rglob("*") if f.is_file()}
                 write_json(staging / RECEIPT, {"source": name, "revision": revision, "files": files})
-            return
+            return folder
+        except ChecksumError:
+            raise
         except UserError as error:
             tried.append(f"{name}: {error}")
         except OSError as error:
             tried.append(f"{name}: {error} (is the disk full? targets lie in {folder.parent}, PEAGLE_HOME moves them)")
     raise UserError(f"could not pull {pair.name!r}. Tried " + "; ".join(tried))
+
+
+def _is_target(folder: Path | None) -> bool:
+    return folder is not None and (folder / "config.json").is_file()

@@ -15,10 +15,6 @@ from peagle.pull.progress import Progress, silent
 
 def convert(gguf: Path, folder: Path, digits_split: bool = False, progress: Progress = silent) -> None:
     """Fills `folder` with model.safetensors (bf16), config.json, generation_config.json and the tokenizer."""
-    try:
-        import gguf as _  # noqa: F401
-    except ImportError as error:
-        raise UserError("reading a GGUF file needs the package gguf: pip install gguf") from error
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf.parent),
         "gguf_file": gguf.name,

