@@ -83,6 +83,8 @@ def by_row(plain: str) -> Callable[..., tuple[Tensor, Any]]:
         for i in range(live_rows or rows):
             end = keys - rows + i + 1
             mask = None if attention_mask is None else attention_mask[:, :, i : i + 1, :end]
+            if mask is not None and mask.dtype == torch.bool and mask.all():
+                mask = None  # the same numbers, without copying keys and values for every head
             out.append(inner(module, query[:, :, i : i + 1], key[:, :, :end], value[:, :, :end], mask, **kwargs)[0])
         padding = out[0].new_zeros(1, rows - len(out), *out[0].shape[2:])
         return torch.cat([*out, padding], 1), None  # [1, rows, heads, head_dim]
