@@ -27,6 +27,8 @@ Prompt = str | list[dict[str, str]] | list[int]  # a user's words, chat messages
 
 
 class LoadedPair:
+    """One generation at a time: the taps and the rows of a pass live on the target."""
+
     def __init__(self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None) -> None:
         self.pair, self.target = pair, target
         self._drafters = dict(drafters or {})
