@@ -1,7 +1,9 @@
 """Complete checkpoints for vLLM: every tensor inside, nothing left to be guessed, proven by reading it back."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import torch
@@ -65,9 +67,10 @@ def same_drafts(one: Drafter, other: Drafter, k: int, contexts: int = 8) -> tupl
 
 
 def vllm_command(folder: Path, to: ExportFormat, drafter: Drafter, k: int, target: str) -> str:
-    """How vLLM serves the export: all four keys of the speculative config, none left to be guessed."""
+    """How vLLM serves the export: all four keys, none left to be guessed, and the runner that P-EAGLE needs."""
+    parallel = drafter.config.method == "p-eagle"
+    runner = "VLLM_USE_V2_MODEL_RUNNER=0 " if parallel else ""
     if to == "speculators":
-        return f"vllm serve {folder}"
-    parallel = "true" if drafter.config.method == "p-eagle" else "false"
-    spec = f'{{"method":"eagle3","model":"{folder}","num_speculative_tokens":{k},"parallel_drafting":{parallel}}}'
-    return f"vllm serve {target} --speculative-config '{spec}'"
+        return f"{runner}vllm serve {quote(str(folder))}"
+    spec = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k, "parallel_drafting": parallel}
+    return f"{runner}vllm serve {quote(target)} --speculative-config {quote(json.dumps(spec))}"

@@ -44,7 +44,7 @@ def pull(pair: Pair, wanted: Sequence[str] | None = None, progress: Progress = s
         found = receipt(folder)
         return found is not None and not again and (not wanted or found["source"] in wanted)
 
-    if order == ("folder",):
+    if order == ("folder",) and pair.target.folder:
         raise UserError(f"no target in {pair.target.folder}: config.json is missing")
     if there():
         return folder
