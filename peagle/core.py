@@ -95,7 +95,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         rules = {
-            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            "temperature must be 0 (greedy) or more": 0 <= self.temperature < float("inf"),
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (no limit) or more": self.top_k >= 0,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,

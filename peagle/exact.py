@@ -26,16 +26,17 @@ PREFIX = "peagle_exact_"
 
 def set_exact(target: Target, wanted: bool | None, k: int = 0) -> bool:
     """Switches exact mode on or off and tells which. None: on where float32 is not used and the probe passes."""
-    if wanted and k >= max(BLOCKS):
-        raise UserError(f"exact mode holds for K up to {max(BLOCKS) - 1}, not {k}: use a smaller -k, or --no-exact")
-    on = target.dtype != torch.float32 and k < max(BLOCKS) if wanted is None else wanted
+    on = target.dtype != torch.float32 if wanted is None else wanted
     plain = target.model.config._attn_implementation.removeprefix(PREFIX)
     multiple = _multiple(target, plain) if on else 1
     _switch(target, plain, multiple or 1)
+    if on and multiple and k >= max(BLOCKS) and not _holds(target, k + 1):
+        multiple = None
+        _switch(target, plain, 1)
     if multiple is None and wanted:
         raise UserError(
-            f"exact mode cannot be had for {target.name!r} here: its rows depend on their neighbours"
-            " (as in mixtures of experts). Use --no-exact, with --dtype float32 where a near tie is very unlikely"
+            f"exact mode cannot be had for {target.name!r} with K={k} here: rows depend on their neighbours"
+            " (as in mixtures of experts). Use K up to 15, or --no-exact --dtype float32: a near tie is unlikely there"
         )
     return multiple is not None and on
 
@@ -50,6 +51,13 @@ def _multiple(target: Target, plain: str) -> int | None:
                 target.exact_multiple = multiple
                 break
     return target.exact_multiple
+
+
+def _holds(target: Target, rows: int) -> bool:
+    """Larger blocks than those every target is probed with: probed when they first come up."""
+    if rows not in target.exact_rows:
+        target.exact_rows[rows] = probe(target, (rows,))
+    return target.exact_rows[rows]
 
 
 def _switch(target: Target, plain: str, multiple: int) -> None:
@@ -92,17 +100,17 @@ def by_row(plain: str) -> Callable[..., tuple[Tensor, Any]]:
     return attention
 
 
-def probe(target: Target) -> bool:
+def probe(target: Target, sizes: tuple[int, ...] = BLOCKS) -> bool:
     """Are a row's logits the same, bit by bit, in the middle of a block and as the first row of its own pass?"""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (11 + max(BLOCKS),), generator=generator).to(target.device)
+    ids = torch.randint(target.vocab_size, (11 + max(sizes),), generator=generator).to(target.device)
     context, cache = 11, target.new_cache()
     target.forward(ids[:context], cache, keep=1)
     blocks = []
-    for rows in BLOCKS:
+    for rows in sizes:
         blocks.append(target.forward(ids[context : context + rows], cache).logits)
         cache.rollback(context)
-    for i in range(min(BLOCKS)):
+    for i in range(min(sizes)):
         single = target.forward(ids[context + i : context + i + 1], cache).logits[0]
         if not all(torch.equal(single, block[i]) for block in blocks):
             return False

@@ -45,7 +45,17 @@ def test_round_trip(drafter: Drafter, target: Target, tmp_path: Path, to: str) -
     assert read.format == to
     assert read.problems() == []
     back = checkpoint.load(folder, target)
-    for field in ("method", "aux_layer_ids", "mask_token_id", "norm_before_residual", "fc_norm", "norm_output", "rope"):
+    for field in (
+        "trained",
+        "target",
+        "method",
+        "aux_layer_ids",
+        "mask_token_id",
+        "norm_before_residual",
+        "fc_norm",
+        "norm_output",
+        "rope",
+    ):
         assert getattr(back.config, field) == getattr(drafter.config, field), field
     assert same_drafts(drafter, back, 6) == (48, 48)
     if to != "peagle":  # complete: loads without a target

@@ -43,18 +43,22 @@ def test_default_is_where_it_is_needed(prompt) -> None:
     assert set_exact(target, None)
 
 
-def test_what_was_not_probed_is_not_promised() -> None:
-    target = make_target()
+def test_large_blocks_are_probed_when_they_come_up(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
+    target, ids = make_target(), prompt(11)
     target.model.to(torch.bfloat16)
-    assert not set_exact(target, None, k=16)
-    with pytest.raises(UserError, match="K up to 15"):
-        set_exact(target, True, k=16)
+    assert set_exact(target, None, k=20)
+    expected = plain(target, ids, 60)
+    assert tokens_of(list(decode(target, Oracle(ids, expected, [True]), ids, 20, 60, Sampling()))) == expected
+    monkeypatch.setattr("peagle.exact.probe", lambda *_: False)
+    assert not set_exact(target, None, k=30)
+    with pytest.raises(UserError, match="Use K up to 15"):
+        set_exact(target, True, k=30)
 
 
 def test_an_impossible_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()
     target.model.to(torch.bfloat16)
-    monkeypatch.setattr("peagle.exact.probe", lambda _: False)
+    monkeypatch.setattr("peagle.exact.probe", lambda *_: False)
     with pytest.raises(UserError, match="float32"):
         set_exact(target, True)
     assert not set_exact(target, None), "asked for nothing: plain decoding"

@@ -29,7 +29,7 @@ class Commands(TyperGroup):
             err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
-            err.print("interrupted; what was finished is kept")
+            err.print("\ninterrupted")
             raise typer.Exit(130) from None
 
 

@@ -40,7 +40,7 @@ def export(
 ) -> None:
     """Write a complete checkpoint that vLLM serves, and prove by reading it back that its drafts are the same.
 
-    Example: peagle export smollm2-135m --to vllm exported/
+    Example: peagle export smollm2-135m exported/ --to vllm
     """
     if to not in ("vllm", "speculators"):
         raise UserError(f"unknown format {to!r}: use --to vllm or --to speculators")
@@ -54,9 +54,10 @@ def export(
     loaded, name = load_for(drafter, target, method)
     made = loaded.drafter(name)
     k = k or loaded.pair.k
-    served = {"name_or_path": verifier or served_name(loaded), "architectures": architectures(loaded)}
+    name_or_path = verifier or served_name(loaded)
+    served = {"name_or_path": name_or_path, "architectures": architectures(loaded)}
     write(made, folder, to, k, served, stored_as)  # type: ignore[arg-type]
-    command = vllm_command(folder, to, made, k, served["name_or_path"])  # type: ignore[arg-type]
+    command = vllm_command(folder.resolve(), to, made, k, name_or_path)  # type: ignore[arg-type]
     if as_json:
         answer = {"folder": str(folder), "format": to, "method": name, "k": k, "trained": made.config.trained}
         print(json.dumps(answer | {"command": command}))
@@ -65,6 +66,8 @@ def export(
     if not made.config.trained:
         out.print("[yellow]this drafter is untrained: its drafts are noise[/]")
     print(f"serve it: {command}")
+    if to == "speculators" and Path(name_or_path).is_absolute():
+        print("it names its target by a path of this machine: --verifier gives it another name")
 
 
 def load_for(drafter: str, target: str | None, method: str | None) -> "tuple[LoadedPair, Method]":
@@ -76,6 +79,8 @@ def load_for(drafter: str, target: str | None, method: str | None) -> "tuple[Loa
     if not folder.is_dir():
         pair = find(drafter)
         wanted = parse_method(method or pair.method)
+        if wanted == "none":
+            raise UserError(f"none has no drafter to export: use --method {' or '.join(pair.drafters)}")
         pair.drafter(wanted)
         return load(pair, target=target, dtype="float32", device="cpu"), wanted
     config = read(folder).config

@@ -66,8 +66,9 @@ def generate(
     err.print(
         f"[dim]{answer.method} K={answer.k}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
         f" acceptance length {answer.acceptance_length:.2f}, {answer.tokens_per_second:.1f} tokens/s,"
-        f" {answer.dtype}, {answer.finish_reason}[/]",
+        f" {answer.dtype}{', exact' if answer.exact else ''}, finished by {answer.finish_reason}[/]",
         highlight=False,
+        soft_wrap=True,
     )
     if not answer.trained:
         err.print(f"[yellow]the {answer.method} drafter of this pair is untrained: its drafts are noise[/]")

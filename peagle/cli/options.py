@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Method = Annotated[
     str | None, typer.Option("--method", help="none, eagle3 or p-eagle. Default: the pair's.", show_default=False)
 ]

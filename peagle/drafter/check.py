@@ -30,8 +30,14 @@ def check(folder: Path, target: Target | None = None, k: int = 7) -> list[Findin
     if target is not None and config.target_revision not in (None, target.revision):
         text = f"trained on revision {config.target_revision}, the target here is {target.revision}: expect less"
         findings.append(Finding("warning", text))
-    if target is not None:
-        findings += [Finding("error", f"does not fit {target.name}: {line}") for line in config.misfits(target)]
+    if not config.trained:
+        findings.append(Finding("warning", "it is untrained: its drafts are noise"))
+    if target is None:
+        text = "without --target: whether it fits, whether the mask id is free and the context are not checked"
+        findings.append(Finding("warning", text))
+    else:
+        misfits = [Finding("error", f"does not fit {target.name}: {line}") for line in config.misfits(target)]
+        findings += misfits or [Finding("ok", f"fits {target.name}")]
     if any(finding.level == "error" for finding in findings):
         return findings
     return findings + _same_after_reload(read, target, k)

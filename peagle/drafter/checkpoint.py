@@ -53,7 +53,8 @@ class Checkpoint:
 def read(folder: Path) -> Checkpoint:
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no drafter in {folder}: there is no such folder")
+        what = "it is a file, give its folder" if folder.exists() else "there is no such folder"
+        raise UserError(f"no drafter in {folder}: {what}")
     raw, tensors = read_json(folder / "config.json"), read_tensors(folder)
     try:
         found = _parse(folder, raw, tensors)

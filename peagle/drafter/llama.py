@@ -8,6 +8,8 @@ from torch import Tensor
 from peagle.drafter.config import DrafterConfig
 from peagle.errors import UserError
 
+ORIGIN = ("target", "target_revision", "k_trained", "trained")
+
 
 def sizes_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Llama's config keys. RoPE in the spelling old and new vLLM both read: rope_theta + rope_scaling."""
@@ -33,6 +35,16 @@ def sizes_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "torch_dtype": word,
         "dtype": word,
     }
+
+
+def origin_to_json(config: DrafterConfig) -> dict[str, Any]:
+    """Where a drafter comes from, in a key of our own that vLLM passes over."""
+    return {"peagle": {field: getattr(config, field) for field in ORIGIN}}
+
+
+def origin_from_json(raw: dict[str, Any]) -> dict[str, Any]:
+    told = raw.get("peagle") or {}
+    return {field: told[field] for field in ORIGIN if field in told}
 
 
 def sizes_from_json(raw: dict[str, Any], fc_inputs: int | None) -> dict[str, Any]:

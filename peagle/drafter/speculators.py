@@ -6,7 +6,7 @@ import torch
 
 from peagle.core import Method
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.llama import sizes_from_json, sizes_to_json
+from peagle.drafter.llama import origin_from_json, origin_to_json, sizes_from_json, sizes_to_json
 from peagle.errors import UserError
 
 FIRST_LAYER = "layers.0."
@@ -42,7 +42,7 @@ def config_to_json(config: DrafterConfig, k: int, dtype: torch.dtype, verifier: 
         # vLLM counts the taps by num_aux_hidden_states in here; without it, it takes 3
         "transformer_layer_config": sizes_to_json(config, dtype) | {"num_aux_hidden_states": config.num_taps},
         "tie_word_embeddings": False,
-    }
+    } | origin_to_json(config)
     if config.method == "p-eagle":
         return raw | {"mask_token_id": config.mask_token_id}
     return raw | {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
@@ -60,6 +60,7 @@ def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfi
     outer = {key: raw[key] for key in ("draft_vocab_size", "target_hidden_size") if raw.get(key) is not None}
     ids = {"eagle_aux_hidden_state_layer_ids": raw.get("eagle_aux_hidden_state_layer_ids")}
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    origin: dict[str, Any] = {"target": verifier.get("name_or_path")} | origin_from_json(raw)
     return DrafterConfig(
         method=method,
         mask_token_id=raw.get("mask_token_id") if method == "p-eagle" else None,
@@ -67,6 +68,6 @@ def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfi
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
         fc_norm=method == "eagle3" and bool(raw.get("fc_norm", False)),
         norm_output=method == "eagle3" and bool(raw.get("norm_output", False)),
-        target=verifier.get("name_or_path"),
         **sizes_from_json(layer | outer | ids, fc_inputs),
+        **origin,
     )

@@ -6,7 +6,7 @@ import torch
 
 from peagle.core import Method
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.llama import sizes_from_json, sizes_to_json
+from peagle.drafter.llama import origin_from_json, origin_to_json, sizes_from_json, sizes_to_json
 
 FIRST_LAYER = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -27,7 +27,7 @@ def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
             "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids or ()),
         },
     }
-    raw |= {switch: getattr(config, switch) for switch in SWITCHES}
+    raw |= {switch: getattr(config, switch) for switch in SWITCHES} | origin_to_json(config)
     if config.method == "p-eagle":
         raw |= {"ptd_token_id": config.mask_token_id, "pard_token": config.mask_token_id}
     return raw
@@ -43,4 +43,5 @@ def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfi
         mask_token_id=None if mask is None else int(mask),
         **switches,
         **sizes_from_json(raw, fc_inputs),
+        **origin_from_json(raw),
     )
