@@ -1,0 +1,1 @@
+"""Records on disk: JSON lines, prompts, conversations, benchmark sets."""

@@ -1,0 +1,43 @@
+"""Conversations as token ids, under the target's chat template."""
+
+from typing import Any
+
+from peagle.errors import UserError
+from peagle.target import Target
+
+Messages = list[dict[str, str]]
+
+
+def encode_prompt(target: Target, messages: Messages) -> list[int]:
+    """The ids the target answers: the template's, up to the header of the assistant's turn."""
+    return _template(target, messages, add_generation_prompt=True)["input_ids"]
+
+
+def encode_conversation(target: Target, messages: Messages) -> tuple[list[int], list[tuple[int, int]]]:
+    """All ids of a finished conversation, and the span [start, end) of each answer in them, stop token included.
+
+    An answer begins where the template's prompt for it ends and lasts up to and with the first stop token.
+    """
+    ids = _template(target, messages)["input_ids"]
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = len(encode_prompt(target, messages[:turn]))
+        if ids[:start] != encode_prompt(target, messages[:turn]):
+            raise ValueError("the template writes earlier turns otherwise than it prompted for them")
+        stop = next((i + 1 for i in range(start, len(ids)) if ids[i] in target.stop_ids), len(ids))
+        spans.append((start, stop))
+    if not spans:
+        raise ValueError("the conversation has no assistant turn")
+    return ids, spans
+
+
+def _template(target: Target, messages: Messages, **how: Any) -> Any:
+    tokenizer = target.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise UserError(f"target {target.name!r} has no chat template: training needs one")
+    try:
+        return tokenizer.apply_chat_template(messages, **how)
+    except Exception as error:  # jinja raises whatever the template's author chose
+        raise ValueError(f"the conversation does not fit the chat template: {error}") from error
