@@ -11,7 +11,7 @@ from typing import Any
 
 from peagle.errors import UserError
 
-CHECKPOINT_FILES = ("config.json", "model.safetensors")
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "curves.png")
 
 
 def home() -> Path:

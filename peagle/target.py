@@ -110,6 +110,17 @@ class Target:
         hidden = torch.cat(taps, -1) if taps else out.logits.new_empty(rows, 0)
         return TargetOutput(out.logits[0, :rows], hidden)
 
+    @torch.no_grad()
+    def features(self, ids: Tensor, **more: Any) -> TargetOutput:
+        """ids [B, L] without a cache -> g [B, L, taps * d] and the last hidden state, lm_head's input, in place of logits.
+
+        For training: no logits are computed. Documents padded on the right need no mask, for attention is causal.
+        """
+        last = self.model.get_decoder()(input_ids=ids, use_cache=False, **more).last_hidden_state
+        hidden = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)
+        self._taps.clear()
+        return TargetOutput(last, hidden)
+
     def _pad(self, ids: Tensor, past: int) -> Tensor:
         """To a multiple of `row_multiple`; a target with a table of positions cannot be padded beyond its end."""
         more = -len(ids) % self.row_multiple

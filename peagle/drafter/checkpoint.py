@@ -71,7 +71,8 @@ def read(folder: Path) -> Checkpoint:
 def _parse(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     stored = frozenset(tensors)
     if compact.is_compact(raw):
-        return Checkpoint(folder, "peagle", raw, compact.config_from_json(raw), tensors, stored)
+        config = compact.config_from_json(raw)
+        return Checkpoint(folder, "peagle", raw, config, compact.unpacked(raw, config, tensors), stored)
     fc = next((t for name, t in tensors.items() if name.endswith("fc.weight") and t.ndim == 2), None)
     width = None if fc is None else fc.shape[1]
     if speculators.is_speculators(raw):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -97,6 +98,7 @@ class Drafter(nn.Module):
         self.target_ids: Tensor | None  # [draft_vocab_size]: draft id -> target id; None: the same
         for name in ("embed_tokens", "lm_head", "target_ids"):
             self.register_buffer(name, None, persistent=False)
+        self.checkpointing = False  # in training: run a block again rather than keep its activations
 
     @staticmethod
     def rope_for(config: DrafterConfig) -> LlamaRotaryEmbedding:
@@ -135,7 +137,10 @@ class Drafter(nn.Module):
         cos, sin = self.rope(hidden, positions[None])
         rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, head_dim]
         for block in self.layers:
-            hidden = block(hidden, embeds, rope, attend)
+            if self.checkpointing and torch.is_grad_enabled():
+                hidden = checkpoint(block, hidden, embeds, rope, attend, use_reentrant=False)
+            else:
+                hidden = block(hidden, embeds, rope, attend)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
@@ -157,6 +162,12 @@ class Drafter(nn.Module):
         assert lm_head.shape == (config.draft_vocab_size, config.hidden_size), lm_head.shape
         assert (target_ids is not None) == config.pruned
         self.embed_tokens, self.lm_head, self.target_ids = embed_tokens.detach(), lm_head.detach(), target_ids
+
+    def own_embeddings(self) -> None:
+        """From now on the embedding table is a parameter of the drafter's own."""
+        table = self.embed_tokens.detach().float().clone()
+        del self.embed_tokens
+        self.embed_tokens = nn.Parameter(table)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

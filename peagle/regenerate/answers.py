@@ -1,0 +1,146 @@
+"""The answers on disk: a folder with answers.jsonl, that grows, and regenerate.json, what they were made with.
+
+One line a conversation, appended when it is over, or {"key", "dropped"} for one that came to nothing. A job that was
+killed goes on where the last whole line ends. A conversation of several documents writes them in one piece, each with
+"part": [i, n]; without all its parts it does not count.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from peagle.errors import UserError
+from peagle.home import write_json
+
+ANSWERS, SETTINGS = "answers.jsonl", "regenerate.json"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a job did; `tokens` are those of kept answers, `generated` all of them."""
+
+    answered: int = 0
+    tokens: int = 0
+    generated: int = 0
+    resumed: int = 0  # conversations an earlier run had settled
+    seconds: float = 0.0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated / self.seconds if self.seconds else 0.0
+
+    @property
+    def settled(self) -> int:
+        return self.answered + self.dropped.total()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "answered": self.answered,
+            "tokens": self.tokens,
+            "generated": self.generated,
+            "dropped": dict(self.dropped),
+            "resumed": self.resumed,
+            "seconds": round(self.seconds, 2),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+        }
+
+
+class AnswerFile:
+    """Open for one job at a time. `settled` are the keys that need no more work."""
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self.path = out / ANSWERS
+        out.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(out / ".lock", timeout=0)
+        try:
+            self.lock.acquire()
+        except Timeout as error:
+            raise UserError(f"another job writes to {out}: wait for it, or give another --out") from error
+        try:
+            check_settings(out, settings)
+            self.settled = resume(self.path)
+            self.file = self.path.open("ab")
+        except BaseException:
+            self.lock.release()
+            raise
+        self.counts = Counts()
+
+    def __enter__(self) -> "AnswerFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+        self.lock.release()
+
+    def keep(self, lines: list[dict[str, Any]]) -> None:
+        self._append(lines)
+        self.counts.answered += 1
+        self.counts.tokens += sum(end - start for line in lines for start, end in line["spans"])
+
+    def drop(self, key: str, reason: str) -> None:
+        self._append([{"key": key, "dropped": reason}])
+        self.counts.dropped[reason] += 1
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        self.file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self.file.flush()
+
+
+def check_settings(out: Path, settings: dict[str, Any]) -> None:
+    """A folder holds the answers of one target under one set of settings."""
+    path = out / SETTINGS
+    if path.is_file():
+        try:
+            before = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path} is broken: give another --out") from error
+        for name in settings:
+            if before.get(name) != settings[name]:
+                raise UserError(
+                    f"{out} was begun with {name} {before.get(name)!r}, now it is {settings[name]!r}:"
+                    " go on with the former, or give another --out"
+                )
+        return
+    if (out / ANSWERS).is_file() and (out / ANSWERS).stat().st_size:
+        raise UserError(f"{out} holds answers but no {SETTINGS}: give another --out")
+    write_json(path, settings)
+
+
+def resume(path: Path) -> set[str]:
+    """The keys of whole conversations; what follows the last of them, a torn line say, is cut off."""
+    keys: set[str] = set()
+    if not path.is_file():
+        return keys
+    whole = at = 0
+    with path.open("r+b") as file:
+        for number, line in enumerate(file, start=1):
+            at += len(line)
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                part, parts = record.get("part", (1, 1))
+                key = record["key"].removesuffix(f"#{part}") if parts > 1 else record["key"]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{path}:{number} is no answer: mend or remove that line") from error
+            if part == parts:
+                keys.add(key)
+                whole = at
+        file.truncate(whole)
+    return keys
+
+
+def cut_torn_line(path: Path) -> None:
+    """A file of lines that was being written when its writer was killed: the last line may lack its end."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            end += len(line) if line.endswith(b"\n") else 0
+        file.truncate(end)

@@ -1,0 +1,149 @@
+"""What a training run is: one flat config, read from YAML or TOML, every default visible."""
+
+import tomllib
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from peagle.core import Method
+from peagle.errors import UserError, nearest
+
+
+def doc(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"doc": text})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    target: str = doc("smollm2-135m", "a pair's name, a folder or a hub id")
+    data: str = doc("", "a folder of `peagle regenerate` or `peagle capture`, or a JSONL file of conversations")
+    out: str = doc("run", "where the run lives: checkpoints, curves, the drafter")
+    method: Method = doc("p-eagle", "p-eagle, or eagle3 (training-time test)")
+    layers: int = doc(0, "decoder layers of the drafter; 0: 4 for p-eagle, 1 for eagle3")
+    k: int = doc(10, "depths trained: row k drafts token k + 1")
+    aux_layer_ids: tuple[int, ...] = doc((), "taps; empty: (2, L // 2, L - 3)")
+    mask_token_id: int = doc(-1, "an unused vocabulary row for p-eagle; -1: the pair's, or the last row")
+    draft_vocab: int = doc(0, "the most frequent tokens of the answers; 0: the whole vocabulary")
+    train_embeddings: bool = doc(False, "train the embedding table too; it is then stored with the drafter")
+    init: str = doc("target", "target: layers 1 and up start as the target's last ones; random")
+    # what is seen
+    max_length: int = doc(2048, "longer documents are cut")
+    pack_tokens: int = doc(4096, "documents are packed into rows of so many tokens")
+    packs_per_step: int = doc(1, "packs of one optimiser step, over all processes")
+    keep: float = doc(0.8, "COD: depth k keeps this to the k-th of the rows")
+    max_anchors: int = doc(0, "at most so many random anchors of a pack get chains; 0: all")
+    segments: int = doc(1, "chains of a pack run in so many segments: less memory, the same gradients")
+    held_out: int = doc(200, "prompts kept for evaluation (a fifth at most)")
+    # what is minimised, and how
+    loss: str = doc("kl", "kl (to the target's distribution), ce (its likeliest token), mix")
+    mix: float = doc(0.5, "share of kl in mix")
+    depth_weight: float = doc(1.0, "the loss of depth k counts this to the k-th")
+    optimizer: str = doc("adamw", "adamw, or muon (for matrices, adamw for the rest)")
+    lr: float = doc(8e-4, "peak learning rate")
+    schedule: str = doc("cosine", "cosine, linear, or constant, after the warm-up")
+    warmup: float = doc(0.01, "share of the steps")
+    final_lr: float = doc(0.02, "the last learning rate, as a share of the peak")
+    weight_decay: float = doc(0.0, "")
+    beta1: float = doc(0.9, "")
+    beta2: float = doc(0.95, "")
+    clip: float = doc(1.0, "largest norm of the gradient; 0: no limit")
+    epochs: float = doc(4.0, "passes over the data")
+    steps: int = doc(0, "optimiser steps; 0: as many as the epochs take")
+    seed: int = doc(0, "of the data's order, the chains and the first weights")
+    # how it runs
+    dtype: str = doc("auto", "auto (bfloat16 on a GPU), bfloat16 or float32; weights and optimiser stay float32")
+    device: str = doc("auto", "auto, cpu or cuda")
+    compile: bool = doc(True, "torch.compile on a GPU")
+    checkpointing: bool = doc(False, "run blocks twice instead of keeping their activations")
+    parallel: str = doc("ddp", "under torchrun: ddp or fsdp")
+    log_every: int = doc(20, "steps")
+    save_every: int = doc(500, "steps")
+    eval_every: int = doc(500, "steps; 0: at the end only")
+    eval_k: int = doc(7, "K of the acceptance length shown while training")
+
+    def __post_init__(self) -> None:
+        rules = {
+            "method": (self.method in ("p-eagle", "eagle3"), "p-eagle or eagle3"),
+            "k": (self.k >= 1, "1 or more"),
+            "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
+            "keep": (0 < self.keep <= 1, "in (0, 1]"),
+            "loss": (self.loss in ("kl", "ce", "mix"), "kl, ce or mix"),
+            "mix": (0 <= self.mix <= 1, "in [0, 1]"),
+            "init": (self.init in ("target", "random"), "target or random"),
+            "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
+            "schedule": (self.schedule in ("cosine", "linear", "constant"), "cosine, linear or constant"),
+            "warmup": (0 <= self.warmup < 1, "in [0, 1)"),
+            "dtype": (self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
+            "parallel": (self.parallel in ("ddp", "fsdp"), "ddp or fsdp"),
+            "max_length": (self.max_length >= 3, "3 or more"),
+            "pack_tokens": (self.pack_tokens >= 128, "128 or more"),
+            **{name: (getattr(self, name) >= 1, "1 or more") for name in ("packs_per_step", "segments", "log_every")},
+            **{name: (getattr(self, name) > 0, "above 0") for name in ("lr", "epochs", "depth_weight")},
+        }
+        for name, (holds, wanted) in rules.items():
+            if not holds:
+                raise UserError(f"{name} is {getattr(self, name)!r}: it must be {wanted}")
+        if self.optimizer == "muon" and self.parallel == "fsdp":
+            raise UserError("muon needs whole matrices, which fsdp splits: use parallel = 'ddp' or optimizer = 'adamw'")
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers or (4 if self.method == "p-eagle" else 1)
+
+
+def read_config(path: Path | None, overrides: dict[str, Any] | None = None) -> TrainConfig:
+    """A YAML or TOML file, then `overrides` (from the command line)."""
+    given: Any = _read(Path(path).expanduser()) if path else {}
+    if not isinstance(given, dict):
+        raise UserError(f"{path} must hold keys and values: see `peagle train --print-config`")
+    known = {f.name: f for f in fields(TrainConfig)}
+    values = {}
+    for key, value in (given | (overrides or {})).items():
+        if key not in known:
+            raise UserError(f"unknown key {key!r} in {path or 'the options'}.{nearest(str(key), list(known))}")
+        values[key] = _typed(key, value, known[key].default)
+    return TrainConfig(**values)
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text()
+        return tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
+    except FileNotFoundError as error:
+        raise UserError(f"no config {path}: write one with `peagle train --print-config > {path}`") from error
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _typed(key: str, value: Any, default: Any) -> Any:
+    """The value as the type of its default; text is understood as `--set key=value` gives it."""
+    kind = type(default)
+    try:
+        if kind is bool and isinstance(value, str):
+            return {"true": True, "false": False}[value.lower()]
+        if kind is tuple:
+            parts = value.split(",") if isinstance(value, str) else value
+            return tuple(int(part) for part in parts if str(part).strip())
+        if kind in (int, float) and isinstance(value, bool) or (kind is bool and not isinstance(value, bool)):
+            raise ValueError
+        if kind is int and float(value) != int(float(value)):
+            raise ValueError
+        return kind(float(value)) if kind is int else kind(value)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{key} is {value!r}: it must be a {kind.__name__} such as {default!r}") from error
+
+
+def as_yaml(config: TrainConfig) -> str:
+    """Every key with its value and what it means."""
+    lines = []
+    for f in fields(config):
+        value = asdict(config)[f.name]
+        shown = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True)
+        shown = shown.replace("\n...", "").strip()
+        about = f.metadata.get("doc", "")
+        lines.append(f"{f.name}: {shown}" + (f"  # {about}" if about else ""))
+    return "\n".join(lines) + "\n"
+
+

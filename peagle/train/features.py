@@ -1,0 +1,85 @@
+"""Features of a pack, from the target in this process: its taps and its last hidden state at every token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from peagle.errors import UserError
+from peagle.target import Target
+from peagle.train.pack import Batch
+from peagle.train.rule import BlockMask, attention, block_mask
+
+PACKED = "peagle_packed"
+
+
+class Features:
+    """Documents as a padded batch, which any target takes; or, `packed`, flat with flex attention, compiled."""
+
+    def __init__(self, target: Target, aux_layer_ids: Sequence[int], packed: bool = False) -> None:
+        self.target, self.packed = target, packed
+        target.tap(aux_layer_ids)
+        self.softcap = float(getattr(target.config, "final_logit_softcapping", None) or 0)
+        require_plain_head(target, self.softcap)
+        if packed:
+            target.model.set_attn_implementation(register_packed())
+            for layer in target.layers:
+                layer.forward = torch.compile(layer.forward)  # one graph serves all layers; the taps stay outside
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """g [T, taps * d], last hidden state [T, d]; rows of padding hold anything."""
+        if self.packed:
+            mask = block_mask(batch.context, batch.context)
+            out = self.target.features(batch.ids[None], position_ids=batch.position[None], block_mask=mask)
+            return out.hidden[0], out.logits[0]
+        return self._padded(batch)
+
+    def _padded(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        total, width = sum(batch.lengths), max(batch.lengths)
+        ids = batch.ids.new_zeros(len(batch.lengths), width)
+        doc, position = batch.context.doc[:total], batch.position[:total]
+        ids[doc, position] = batch.ids[:total]
+        out = self.target.features(ids)
+        size = len(batch.ids)
+        g = out.hidden.new_zeros(size, out.hidden.shape[-1])
+        last = out.logits.new_zeros(size, out.logits.shape[-1])
+        g[:total], last[:total] = out.hidden[doc, position], out.logits[doc, position]
+        return g, last
+
+
+def packable(target: Target) -> bool:
+    """Plain causal attention in every layer: what the packed road computes."""
+    config = target.config
+    odd = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return not odd and not getattr(config, "attn_logit_softcapping", None) and config.model_type != "gpt_oss"
+
+
+def register_packed() -> str:
+    if PACKED not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(PACKED, _packed_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, lambda *args, **kwargs: None)
+    return PACKED
+
+
+def _packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, block_mask: BlockMask, **more: Any
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, head_dim] -> [1, T, heads, head_dim]"""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention(q, k, v, block_mask)[None], None
+
+
+@torch.no_grad()
+def require_plain_head(target: Target, softcap: float) -> None:
+    """Training reads the teacher as lm_head(last hidden state): tried, for some targets scale it."""
+    ids = torch.arange(6, device=target.device)[None] % target.vocab_size
+    logits = target.model(input_ids=ids, use_cache=False).logits.float()
+    mine = nn.functional.linear(target.features(ids).logits, target.lm_head).float()
+    mine = softcap * torch.tanh(mine / softcap) if softcap else mine
+    if not torch.allclose(mine, logits, rtol=0.05, atol=0.02 * float(logits.abs().max())):
+        raise UserError(
+            f"target {target.name!r} does more to its logits than lm_head and soft-capping: it cannot be a teacher here"
+        )

@@ -1,0 +1,91 @@
+"""The gradients of one pack: depth 0 once, chains in segments, then the backward of depth 0.
+
+A segment reads the depth-0 keys and values up to its right edge as leaves: their gradients add up over the segments
+and enter the context's backward at the end. The sum over segments is the gradient of the single pass, and no depth-0
+row is ever run twice.
+"""
+
+import torch
+from torch import Tensor
+
+from peagle.train.loss import Loss, Sums
+from peagle.train.pack import Batch, Level, Segment
+from peagle.train.passes import KeysValues, Passes
+from peagle.train.rule import mask_for
+
+
+def pack_gradients(
+    passes: Passes, batch: Batch, g: Tensor, last: Tensor, loss: Loss, scale: float, flex: bool = False
+) -> Sums:
+    """Adds the gradients of scale * (sum of the rows' losses) to the drafter's parameters.
+
+    g [T, taps * d] and last [T, d]: the target's taps and its last hidden state at every token.
+    """
+    mask = mask_for(batch.context, batch.context, flex)
+    normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
+    own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
+    rows = batch.supervised
+    gradient, sums = loss(normed.detach()[rows], last[rows + 1], torch.zeros_like(rows), scale)
+    for segment in batch.segments:
+        sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, scale, flex)
+    outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows, gradient)]
+    for x, grown in zip([feedback, *cache[0], *cache[1]], [own, *leaves[0], *leaves[1]], strict=True):
+        if grown.grad is not None:
+            outputs.append(x)
+            gradients.append(grown.grad)
+    torch.autograd.backward(outputs, gradients)
+    return sums
+
+
+def segment_gradients(
+    passes: Passes,
+    batch: Batch,
+    segment: Segment,
+    cache: KeysValues,
+    feedback: Tensor,
+    last: Tensor,
+    loss: Loss,
+    scale: float,
+    flex: bool,
+) -> Sums:
+    sums = Sums.zeros(loss.k, last.device)
+    seen, outputs, gradients = batch.context[: segment.edge], [], []
+    cache = until(cache, segment.edge)
+    for level in segment.levels:
+        seen = seen + level.rows
+        normed, feedback, cache = run_level(passes, level, feedback, cache, mask_for(level.rows, seen, flex))
+        live = level.rows[: level.live]
+        gradient = torch.zeros_like(normed)
+        gradient[: level.live], part = loss(
+            normed.detach()[: level.live], last[live.anchor + live.depth + 1], live.depth, scale
+        )
+        sums += part
+        outputs.append(normed)
+        gradients.append(gradient)
+    torch.autograd.backward(outputs, gradients)
+    return sums
+
+
+def run_level(
+    passes: Passes, level: Level, feedback: Tensor, cache: KeysValues, mask: object, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, KeysValues]:
+    """(normed, feedback, keys and values with this level's rows added)"""
+    if passes.drafter.config.method == "p-eagle":
+        return passes("parallel", level.positions, cache, mask), feedback, cache
+    ids = level.ids if ids is None else ids
+    normed, feedback, new = passes("chain", ids, feedback[level.parent], level.positions, cache, mask)
+    keys, values = (tuple(map(joined, part, more)) for part, more in zip(cache, new, strict=True))
+    return normed, feedback, (keys, values)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def until(cache: KeysValues, edge: int) -> KeysValues:
+    keys, values = (tuple(x[:edge] for x in part) for part in cache)
+    return keys, values
+
+
+def joined(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b])

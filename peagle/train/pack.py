@@ -1,0 +1,158 @@
+"""A pack: documents side by side in one row of tokens, and the batch the drafter trains on.
+
+Everything is flat and padded to lengths that repeat, so that compiled code sees few shapes. Padding is its own
+document at the end: nothing sees it, nothing is asked of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.train.chains import Chains, room_of
+from peagle.train.rule import BLOCK, RowSet
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """T tokens of several documents."""
+
+    ids: np.ndarray  # [T]
+    doc: np.ndarray  # [T] number of the document in this pack; padding has the highest
+    position: np.ndarray  # [T] within its document
+    answer: np.ndarray  # [T] bool: written by the target
+    lengths: np.ndarray  # [documents]
+
+    @property
+    def room(self) -> np.ndarray:
+        return room_of(self.doc, self.answer)
+
+
+def pack(documents: list[tuple[np.ndarray, np.ndarray]], tokens: int = 0) -> Pack:
+    """documents: (ids, answer) each. Padded with zeros to `tokens`, or else to whole blocks."""
+    lengths = np.array([len(ids) for ids, _ in documents])
+    total = int(lengths.sum())
+    size = max(tokens, total)
+    size += -size % BLOCK
+    more = size - total
+    return Pack(
+        ids=np.concatenate([*(ids for ids, _ in documents), np.zeros(more, dtype=np.int64)]).astype(np.int64),
+        doc=np.repeat(np.arange(len(documents) + 1), np.append(lengths, more)),
+        position=np.concatenate([np.arange(n) for n in [*lengths.tolist(), more]]),
+        answer=np.concatenate([*(answer for _, answer in documents), np.zeros(more, dtype=bool)]).astype(bool),
+        lengths=lengths,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Chain rows that run in one pass: all depths for P-EAGLE, one depth for EAGLE-3. Padding lies behind."""
+
+    rows: RowSet  # [R]
+    positions: Tensor  # [R] RoPE
+    ids: Tensor  # [R] the real next token (EAGLE-3 embeds it)
+    parent: Tensor  # [R] the row before in its chain: its place in the level before, or in the context
+    live: int  # the first so many rows are no padding
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    levels: tuple[Level, ...]
+    edge: int  # how many context rows its chains may see
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A pack with its sampled chains, on the device."""
+
+    ids: Tensor  # [T]
+    next_ids: Tensor  # [T] ids shifted by one: what row p embeds
+    position: Tensor  # [T]
+    lengths: tuple[int, ...]  # of the documents
+    context: RowSet  # [T] depth 0
+    supervised: Tensor  # [n] the context rows that have a loss
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows(self) -> int:
+        """Supervised rows of every depth: what the loss is divided by."""
+        return len(self.supervised) + sum(level.live for segment in self.segments for level in segment.levels)
+
+
+def batch_of(
+    packed: Pack,
+    chains: Chains,
+    by_depth: bool = False,
+    segments: int = 1,
+    device: torch.device | str = "cpu",
+    capacity: list[int] | None = None,
+) -> Batch:
+    """Chains go to the segment of anchor + 1. `by_depth`: a level a depth (EAGLE-3).
+
+    `capacity`: rows of each level, so that shapes repeat; without it a level is padded to whole blocks.
+    """
+    size = len(packed.ids)
+    put = _putter(device)
+    parts = []
+    bounds = [size * s // segments for s in range(segments + 1)]
+    for left, right in zip(bounds, bounds[1:], strict=False):
+        inside = (chains.anchor + 1 >= left) & (chains.anchor + 1 < right)
+        own = Chains(chains.anchor[inside], chains.depth[inside])
+        if len(own):
+            parts.append(Segment(_levels(packed, own, by_depth, put, capacity), min(size, right + -right % BLOCK)))
+    return Batch(
+        ids=put(packed.ids),
+        next_ids=put(np.append(packed.ids[1:], 0)),
+        position=put(packed.position),
+        lengths=tuple(packed.lengths.tolist()),
+        context=RowSet(put(packed.doc), put(np.arange(size)), put(np.zeros(size, dtype=np.int64))),
+        supervised=put(np.flatnonzero(packed.room)),
+        segments=tuple(parts),
+    )
+
+
+Put = Callable[[np.ndarray], Tensor]
+
+
+def _putter(device: torch.device | str) -> Put:
+    pinned = str(device).startswith("cuda")
+
+    def put(x: np.ndarray) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(x))
+        return host.pin_memory().to(device, non_blocking=True) if pinned else host.to(device)
+
+    return put
+
+
+def _levels(packed: Pack, chains: Chains, by_depth: bool, put: Put, capacity: list[int] | None) -> tuple[Level, ...]:
+    if not by_depth:
+        return (_level(packed, chains, np.zeros_like(chains.anchor), put, capacity[0] if capacity else 0),)
+    levels, before = [], np.arange(len(packed.ids))
+    for depth in range(1, int(chains.depth.max()) + 1):
+        at = chains.depth == depth
+        own = Chains(chains.anchor[at], chains.depth[at])
+        parent = np.searchsorted(before, own.anchor)
+        levels.append(_level(packed, own, parent, put, capacity[depth - 1] if capacity else 0))
+        before = own.anchor
+    return tuple(levels)
+
+
+def _level(packed: Pack, chains: Chains, parent: np.ndarray, put: Put, capacity: int) -> Level:
+    """Padding has a document of its own and anchors of its own: each such row sees itself alone."""
+    live, size = len(chains), len(packed.ids)
+    more = max(capacity - live, 0)
+    more += -(live + more) % BLOCK
+    doc = np.append(packed.doc[chains.anchor], np.full(more, int(packed.doc[-1]) + 1))
+    after = np.minimum(chains.anchor + chains.depth + 1, size - 1)
+    nothing = np.zeros(more, dtype=np.int64)
+    return Level(
+        rows=RowSet(
+            put(doc), put(np.append(chains.anchor, size + np.arange(more))), put(np.append(chains.depth, nothing + 1))
+        ),
+        positions=put(np.append(packed.position[chains.anchor] + chains.depth, nothing)),
+        ids=put(np.append(packed.ids[after], nothing)),
+        parent=put(np.append(parent, nothing)),
+        live=live,
+    )

@@ -1,0 +1,115 @@
+"""Which rows see which: the closed-form attention rule of training, dense and as flex attention's block mask.
+
+A row has a document, an anchor a and a depth d. Depth 0 is a position with real inputs; depth d >= 1 is the d-th
+mask row (P-EAGLE) or the d-th own step (EAGLE-3) after anchor a. Within a document, query (a_q, d_q) sees key
+(a_k, d_k) iff
+
+    (d_k == 0 and a_k <= a_q)  or  (a_k == a_q and d_k <= d_q)
+
+For one anchor this is exactly the causal pattern of inference: all real rows up to the anchor, then its own chain.
+
+    anchors 0 1 2 real, chain rows 1.1 1.2 (anchor.depth):      0  1  2  1.1  1.2
+                                                        row 2   x  x  x   .    .
+                                                        row 1.2 x  x  .   x    x
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK = 128  # flex attention's block; a block of keys is all depth 0 or all deeper
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """Rows side by side, [R] each. Anchors are indices into the pack, so they rise with the documents."""
+
+    doc: Tensor
+    anchor: Tensor
+    depth: Tensor
+
+    def __len__(self) -> int:
+        return len(self.doc)
+
+    def __add__(self, other: "RowSet") -> "RowSet":
+        return RowSet(
+            torch.cat([self.doc, other.doc]),
+            torch.cat([self.anchor, other.anchor]),
+            torch.cat([self.depth, other.depth]),
+        )
+
+    def __getitem__(self, at: slice | Tensor) -> "RowSet":
+        return RowSet(self.doc[at], self.anchor[at], self.depth[at])
+
+
+Mask = Tensor | BlockMask
+
+
+def dense_mask(q: RowSet, k: RowSet) -> Tensor:
+    """[Q, K] bool: the rule as it is written above."""
+    same = q.doc[:, None] == k.doc
+    context = (k.depth == 0) & (k.anchor <= q.anchor[:, None])
+    chain = (k.anchor == q.anchor[:, None]) & (k.depth <= q.depth[:, None])
+    return same & (context | chain)
+
+
+def block_mask(q: RowSet, k: RowSet) -> BlockMask:
+    """The same rule for flex attention. Blocks are judged by the range of their anchors and documents alone."""
+    some, full = _blocks(q, k)
+
+    def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        same = q.doc[i] == k.doc[j]
+        context = (k.depth[j] == 0) & (k.anchor[j] <= q.anchor[i])
+        chain = (k.anchor[j] == q.anchor[i]) & (k.depth[j] <= q.depth[i])
+        return same & (context | chain)
+
+    part = some & ~full
+    return BlockMask.from_kv_blocks(
+        *_listed(part), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(len(q), len(k))
+    )
+
+
+def _blocks(q: RowSet, k: RowSet) -> tuple[Tensor, Tensor]:
+    """[Q blocks, K blocks]: may any pair of rows see each other; do all pairs."""
+    (q_doc, q_anchor), (k_doc, k_anchor) = (
+        (_range(rows.doc), _range(rows.anchor)) for rows in (q, k)
+    )  # ((lowest, highest), ...) with lowest and highest [blocks]
+    k_depth = _range(k.depth)
+    docs = (k_doc[0] <= q_doc[1][:, None]) & (k_doc[1] >= q_doc[0][:, None])
+    behind = k_anchor[0] <= q_anchor[1][:, None]
+    meet = behind & (k_anchor[1] >= q_anchor[0][:, None])
+    context = k_depth[0] == 0
+    some = docs & torch.where(context, behind, meet)
+    one_doc = (q_doc[0] == q_doc[1])[:, None] & (k_doc[0] == k_doc[1]) & (q_doc[0][:, None] == k_doc[0])
+    full = one_doc & (k_depth[1] == 0) & (k_anchor[1] <= q_anchor[0][:, None])
+    return some, full
+
+
+def _range(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and highest value of each block, [blocks] each; a short last block repeats its last value."""
+    padded = torch.cat([x, x[-1:].expand(-len(x) % BLOCK)]).view(-1, BLOCK)
+    return padded.amin(1), padded.amax(1)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block has, and which: [1, 1, Q] and [1, 1, Q, K], int32."""
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """q [Q, heads, head_dim], k and v [K, kv_heads, head_dim] -> [Q, heads, head_dim]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if isinstance(mask, BlockMask):
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(out, Tensor)
+    else:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def mask_for(q: RowSet, k: RowSet, flex: bool) -> Mask:
+    return block_mask(q, k) if flex else dense_mask(q, k)

@@ -1,0 +1,59 @@
+"""The state of a run: written beside and renamed, the last two kept, so that a killed process loses only its last steps."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from peagle.errors import UserError
+from peagle.train.optimizer import Optimizers
+from peagle.train.parallel import World
+
+KEPT = 2
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False)
+
+
+def save_state(folder: Path, step: int, passes: nn.Module, optimizers: Optimizers, world: World, more: dict) -> None:
+    """`step`: how many are done. Every process takes part; the first one writes."""
+    state = {
+        "step": step,
+        "model": get_model_state_dict(passes, options=WHOLE),
+        "optimizers": [get_optimizer_state_dict(passes, one, options=WHOLE) for one in optimizers.parts],
+        **more,
+    }
+    if world.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        final = folder / f"step-{step:08d}.pt"
+        partial = folder / f".{final.name}"
+        torch.save(state, partial)
+        partial.replace(final)
+        for old in states(folder)[:-KEPT]:
+            old.unlink()
+    world.barrier()
+
+
+def load_state(folder: Path, passes: nn.Module, optimizers: Optimizers) -> dict[str, Any] | None:
+    """The newest state, put back into model and optimisers; None: there is none."""
+    if not (found := states(folder)):
+        return None
+    try:
+        state = torch.load(found[-1], map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever the broken file brings up
+        raise UserError(f"cannot read {found[-1]}: {error}. Remove it: the state before it is used then") from error
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(passes, state.pop("model"), options=whole)
+    for optimizer, kept in zip(optimizers.parts, state.pop("optimizers"), strict=True):
+        set_optimizer_state_dict(passes, optimizer, kept, options=whole)
+    return state
+
+
+def states(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*.pt"))
