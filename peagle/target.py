@@ -112,9 +112,9 @@ class Target:
 
     @torch.no_grad()
     def features(self, ids: Tensor, **more: Any) -> TargetOutput:
-        """ids [B, L] without a cache -> g [B, L, taps * d] and the last hidden state, lm_head's input, in place of logits.
+        """ids [B, L] without a cache -> g [B, L, taps * d] and, in place of logits, lm_head's input [B, L, d].
 
-        For training: no logits are computed. Documents padded on the right need no mask, for attention is causal.
+        For training, which computes logits itself. Documents padded on the right need no mask: attention is causal.
         """
         last = self.model.get_decoder()(input_ids=ids, use_cache=False, **more).last_hidden_state
         hidden = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)

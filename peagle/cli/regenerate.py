@@ -43,6 +43,9 @@ def regenerate(
     max_prompt: Annotated[int, typer.Option("--max-prompt", help="The longest prompt, history included.")] = 1024,
     limit: Annotated[int | None, typer.Option("--limit", help="So many prompts.", show_default=False)] = None,
     invent: Annotated[int, typer.Option("--invent", help="So many prompts the target writes itself.")] = 0,
+    keep_truncated: Annotated[
+        bool, typer.Option("--keep-truncated", help="Keep answers cut at --max-tokens, unless they repeat themselves.")
+    ] = False,
     slots: Annotated[str, typer.Option("--slots", help="Answers under way at once; auto: what fits.")] = "auto",
     seed: Annotated[
         int | None, typer.Option("--seed", help="Shuffles the prompts, and seeds sampling.", show_default=False)
@@ -69,6 +72,7 @@ def regenerate(
         temperatures=heats,
         seed=seed or 0,
         slots=parse_slots(slots),
+        keep_truncated=keep_truncated,
         prompts=digest(prompts) if prompts else "",
         endpoint=endpoint,
         model=model,

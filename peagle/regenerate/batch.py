@@ -46,10 +46,11 @@ class Answer:
 class BatchGenerator:
     """Owns the target while `run` is under way: nothing else may use it between two answers."""
 
-    def __init__(self, target: Target, slots: int, capacity: int, seed: int = 0) -> None:
+    def __init__(self, target: Target, slots: int, capacity: int, seed: int = 0, stop_loops: bool = True) -> None:
+        """`stop_loops`: an answer that goes round in circles is ended."""
         assert slots >= 1 and capacity >= 2
         device = target.device.type
-        self.target, self.slots, self.capacity = target, slots, capacity
+        self.target, self.slots, self.capacity, self.stop_loops = target, slots, capacity, stop_loops
         self.steps = STEPS.get(device, STEPS_ELSEWHERE)
         self.prefill_tokens = PREFILL_TOKENS.get(device, PREFILL_ELSEWHERE)
         self.step = DecodeStep(target, slots, capacity, seed)
@@ -91,7 +92,7 @@ class BatchGenerator:
             self.warm = True
 
     def _fetch(self, requests: Iterator[Request]) -> None:
-        while len(self.pending) < self.slots and (request := next(requests, None)):
+        while len(self.pending) < self.slots and (request := next(requests, None)) is not None:
             assert request.ids and request.max_tokens >= 1
             assert len(request.ids) + request.max_tokens <= self.capacity, "the slots are too short for this request"
             self.pending.append(request)
@@ -156,9 +157,9 @@ class BatchGenerator:
         for (request, ids), loops in zip(finished, looping(filled([ids for _, ids in finished])), strict=True):
             stopped = ids[-1] in self.target.stop_ids
             yield Answer(request.key, ids, "loop" if loops else "stop" if stopped else "length")
-        old = [
-            slot for slot, said in self.said.items() if said >= TOKENS
-        ]  # said: as of the last look, as the tails are
+        if not self.stop_loops:
+            return
+        old = [slot for slot, said in self.said.items() if said >= TOKENS]  # as of the last look, like the tails
         self.looped.update(np.array(old)[looping(self.tails[old])] if old else ())
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from peagle.data.chat import Messages, encode_prompt
 from peagle.errors import UserError
 from peagle.regenerate.batch import Answer
+from peagle.regenerate.loops import repetitive
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
 
@@ -26,6 +27,7 @@ class Conversation:
     """Answers that are whole are kept, whatever ends the conversation after them."""
 
     prompt: Prompt
+    keep_truncated: bool = False
     messages: Messages = field(default_factory=list)
     documents: list[Document] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)  # the prompt that is being answered
@@ -60,7 +62,8 @@ class Conversation:
         said = answer.ids[:-1] if answer.reason == "stop" else answer.ids
         text = target.tokenizer.decode(said, skip_special_tokens=True)
         self.ended = REASONS.get(answer.reason) or (None if text.strip() else "empty")
-        if self.ended:
+        kept = self.ended == "truncated" and self.keep_truncated and not repetitive(answer.ids)
+        if self.ended and not kept:
             return
         self.answers += 1
         self.messages.append({"role": "assistant", "content": text})

@@ -14,7 +14,8 @@ from peagle.target import Target
 INVENTED = "invented.jsonl"
 MAX_TOKENS = 128
 MARKER = "peagleturnmarker"
-FEWEST = 0.02  # a round of samples of which fewer are usable is given up
+ROUNDS = 3  # given up after so many rounds of samples without a new prompt
+MORE = 64  # samples of a round beyond what is missing
 
 
 def invent(
@@ -26,19 +27,32 @@ def invent(
     known = _known(path)
     header, tail = user_frame(target)
     capacity = -(-(len(header) + MAX_TOKENS) // ROUND) * ROUND
+    fruitless = 0
     while (missing := count - len(known)) > 0:
-        tries, before = missing + missing // 2 + 8, len(known)
-        generator = BatchGenerator(target, slots or auto_slots(target, capacity, tries), capacity, seed + before)
-        requests = (Request(i, header, MAX_TOKENS, 1.0) for i in range(tries))
-        with path.open("ab") as file:
-            for text in _texts(target, generator.run(requests), tail):
-                if text not in known and len(known) < count:
-                    file.write((json.dumps({"prompt": text, "source": "invented"}, ensure_ascii=False) + "\n").encode())
-                    known.add(text)
-                    progress(len(known), count, generator.made)
-        if len(known) - before < FEWEST * tries:
+        tries, before = missing + missing // 2 + MORE, len(known)
+        fits = slots or auto_slots(target, capacity, tries)
+        generator = BatchGenerator(target, fits, capacity, seed + before + fruitless)
+        answers = generator.run(Request(i, header, MAX_TOKENS, 1.0) for i in range(tries))
+        for _ in _append_new(path, _texts(target, answers, tail), known, count):
+            progress(len(known), count, generator.made)
+        fruitless = fruitless + 1 if len(known) == before else 0
+        if fruitless == ROUNDS:
             raise UserError(f"target {target.name!r} invents too few prompts ({len(known)}): use --prompts instead")
     return path
+
+
+def _append_new(path: Path, texts: Iterator[str], known: set[str], count: int) -> Iterator[str]:
+    """Each text that is not known yet goes to the file, until `count` are."""
+    with path.open("ab") as file:
+        for text in texts:
+            if text not in known:
+                record = {"prompt": text, "source": "invented"}
+                file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+                file.flush()
+                known.add(text)
+                yield text
+            if len(known) >= count:
+                return
 
 
 def _known(path: Path) -> set[str]:

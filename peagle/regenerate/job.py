@@ -32,6 +32,7 @@ class Settings:
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
     slots: int | None = None  # None: what fits
+    keep_truncated: bool = False  # answers cut at max_tokens are kept, unless they repeat themselves
     prompts: str = ""  # the digest of the prompts' file
     endpoint: str | None = None
     model: str | None = None  # the endpoint's name for the target
@@ -56,6 +57,7 @@ class Settings:
             "max_prompt": self.max_prompt,
             "temperatures": list(self.temperatures),
             "seed": self.seed,
+            "keep_truncated": self.keep_truncated,
         }
 
     def longest_prompt(self, target: Target) -> int:
@@ -96,7 +98,7 @@ def answer_all(
     capacity = min(target.context, -(-capacity // ROUND) * ROUND)
     slots = min(settings.slots or auto_slots(target, capacity, len(prompts)), len(prompts))
     generator = BatchGenerator(target, slots, capacity, settings.seed)
-    turns = Turns(target, prompts, answers, longest, settings.max_tokens)
+    turns = Turns(target, prompts, answers, longest, settings)
 
     def on_step(tokens: int) -> None:
         answers.counts.generated = tokens
@@ -116,9 +118,9 @@ class Turns:
     """The requests of all conversations: a later turn comes up when the one before it is answered."""
 
     def __init__(
-        self, target: Target, prompts: Iterable[Prompt], answers: AnswerFile, longest: int, max_tokens: int
+        self, target: Target, prompts: Iterable[Prompt], answers: AnswerFile, longest: int, settings: Settings
     ) -> None:
-        self.target, self.answers, self.longest, self.max_tokens = target, answers, longest, max_tokens
+        self.target, self.answers, self.longest, self.settings = target, answers, longest, settings
         self.fresh = iter(prompts)
         self.waiting: deque[Conversation] = deque()
 
@@ -127,11 +129,14 @@ class Turns:
 
     def __next__(self) -> Request:
         while True:
-            conversation = self.waiting.popleft() if self.waiting else Conversation(next(self.fresh))
+            conversation = self.waiting.popleft() if self.waiting else self._new()
             ids = conversation.ask(self.target, self.longest)
             if ids is not None:
-                return Request(conversation, ids, self.max_tokens, conversation.prompt.temperature)
+                return Request(conversation, ids, self.settings.max_tokens, conversation.prompt.temperature)
             self.settle(conversation)
+
+    def _new(self) -> Conversation:
+        return Conversation(next(self.fresh), self.settings.keep_truncated)
 
     def settle(self, conversation: Conversation) -> None:
         """Written down, answered or dropped."""

@@ -38,3 +38,9 @@ def filled(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 def is_looping(ids: Sequence[int]) -> bool:
     return bool(looping(filled([ids]))[0])
+
+
+def repetitive(ids: Sequence[int], gram: int = 8, share: float = 0.7) -> bool:
+    """Slow loops, which vary a little each time: too few of its runs of 8 tokens are different ones."""
+    runs = [tuple(ids[i : i + gram]) for i in range(len(ids) - gram + 1)]
+    return len(set(runs)) < share * len(runs)

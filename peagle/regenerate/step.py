@@ -121,7 +121,7 @@ class DecodeStep:
         noise = torch.empty_like(logits).exponential_(generator=self.generator).clamp_min_(TINY).log_()
         hot = (self.temperatures > 0)[:, None]
         heat = torch.where(hot, self.temperatures[:, None], 1.0)
-        return (logits / heat - noise * hot).argmax(-1)
+        return (logits / heat).sub_(noise.mul_(hot)).argmax(-1)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

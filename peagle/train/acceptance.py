@@ -24,7 +24,6 @@ from peagle.train.pack import Batch, Pack, batch_of
 from peagle.train.passes import Passes
 from peagle.train.rule import mask_for
 
-
 GROUP = 4096  # anchors that are drafted for at once
 
 

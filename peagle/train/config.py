@@ -18,7 +18,7 @@ def doc(default: Any, text: str) -> Any:
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     target: str = doc("smollm2-135m", "a pair's name, a folder or a hub id")
-    data: str = doc("", "a folder of `peagle regenerate` or `peagle capture`, or a JSONL file of conversations")
+    data: str = doc("", "folders of `peagle regenerate`, or JSONL files of conversations; several with commas")
     out: str = doc("run", "where the run lives: checkpoints, curves, the drafter")
     method: Method = doc("p-eagle", "p-eagle, or eagle3 (training-time test)")
     layers: int = doc(0, "decoder layers of the drafter; 0: 4 for p-eagle, 1 for eagle3")
@@ -55,6 +55,7 @@ class TrainConfig:
     # how it runs
     dtype: str = doc("auto", "auto (bfloat16 on a GPU), bfloat16 or float32; weights and optimiser stay float32")
     device: str = doc("auto", "auto, cpu or cuda")
+    remember: bool = doc(True, "keep the target's features on the GPU after the first epoch, if they fit")
     compile: bool = doc(True, "torch.compile on a GPU")
     checkpointing: bool = doc(False, "run blocks twice instead of keeping their activations")
     parallel: str = doc("ddp", "under torchrun: ddp or fsdp")
@@ -126,7 +127,7 @@ def _typed(key: str, value: Any, default: Any) -> Any:
         if kind is tuple:
             parts = value.split(",") if isinstance(value, str) else value
             return tuple(int(part) for part in parts if str(part).strip())
-        if kind in (int, float) and isinstance(value, bool) or (kind is bool and not isinstance(value, bool)):
+        if (kind is bool) != isinstance(value, bool):
             raise ValueError
         if kind is int and float(value) != int(float(value)):
             raise ValueError
@@ -145,5 +146,3 @@ def as_yaml(config: TrainConfig) -> str:
         about = f.metadata.get("doc", "")
         lines.append(f"{f.name}: {shown}" + (f"  # {about}" if about else ""))
     return "\n".join(lines) + "\n"
-
-

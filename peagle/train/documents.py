@@ -1,7 +1,7 @@
 """Documents to train on: token ids and which of them the target wrote; and the order in which they are packed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,14 +49,25 @@ def join(parts: list[tuple[np.ndarray, np.ndarray, str]], skipped: int = 0) -> D
     )
 
 
-def read_documents(path: Path, target: Target, max_length: int, report: Report = ignore) -> Documents:
-    """From a folder of `peagle regenerate`, or a JSONL file of conversations (`messages`, or `ids` and `spans`).
+def read_documents(paths: list[Path], target: Target, max_length: int, report: Report = ignore) -> Documents:
+    """From folders of `peagle regenerate`, or JSONL files of conversations (`messages`, or `ids` and `spans`).
 
     Longer documents are cut. A record that fits neither, or not the chat template, is reported and skipped.
     """
-    path = Path(path).expanduser()
-    file = path / "answers.jsonl" if path.is_dir() else path
-    parts, skipped = [], 0
+    parts: list[tuple[np.ndarray, np.ndarray, str]] = []
+    skipped = 0
+    for path in paths:
+        path = path.expanduser()
+        skipped += _read(path / "answers.jsonl" if path.is_dir() else path, target, max_length, report, parts)
+    if not parts:
+        names = ", ".join(map(str, paths))
+        raise UserError(f"{names}: no answer to train on ({skipped} records skipped). Run `peagle regenerate` first")
+    return join(parts, skipped)
+
+
+def _read(file: Path, target: Target, max_length: int, report: Report, parts: list) -> int:
+    """Adds the file's documents to `parts` and tells how many records gave none."""
+    skipped = 0
     for number, record in read_records(file, report):
         if "dropped" in record:
             skipped += 1
@@ -72,9 +83,7 @@ def read_documents(path: Path, target: Target, max_length: int, report: Report =
             parts.append((ids, answer, str(record.get("key", number))))
         else:
             skipped += 1
-    if not parts:
-        raise UserError(f"{file} holds no answer to train on ({skipped} records skipped): run `peagle regenerate` first")
-    return join(parts, skipped)
+    return skipped
 
 
 def document(record: dict, target: Target) -> tuple[np.ndarray, np.ndarray]:
@@ -130,4 +139,7 @@ def steps(documents: Documents, tokens: int, packs_per_step: int, seed: int) -> 
 
 
 def packed(documents: Documents, chosen: np.ndarray, tokens: int = 0) -> Pack:
-    return pack([documents[i] for i in chosen.tolist()], tokens)
+    one = pack([documents[i] for i in chosen.tolist()], tokens)
+    source = np.concatenate([np.arange(documents.starts[i], documents.starts[i + 1]) for i in chosen.tolist()])
+    padding = np.zeros(len(one.ids) - len(source), dtype=np.int64)
+    return replace(one, chosen=chosen, source=np.append(source, padding))

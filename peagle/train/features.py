@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -10,8 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.errors import UserError
 from peagle.target import Target
+from peagle.train.documents import Documents
 from peagle.train.pack import Batch
-from peagle.train.rule import BlockMask, attention, block_mask
+from peagle.train.rule import BlockMask, attention, context_mask
 
 PACKED = "peagle_packed"
 
@@ -32,7 +34,7 @@ class Features:
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """g [T, taps * d], last hidden state [T, d]; rows of padding hold anything."""
         if self.packed:
-            mask = block_mask(batch.context, batch.context)
+            mask = context_mask(batch.context)
             out = self.target.features(batch.ids[None], position_ids=batch.position[None], block_mask=mask)
             return out.hidden[0], out.logits[0]
         return self._padded(batch)
@@ -50,6 +52,45 @@ class Features:
         return g, last
 
 
+class Remembered:
+    """Features computed once per document and kept on the device: later epochs run without the target."""
+
+    def __init__(self, features: Features, documents: Documents) -> None:
+        self.features, self.softcap, self.target = features, features.softcap, features.target
+        target, tokens = features.target, len(documents.ids)
+        self.g = torch.empty(tokens, width_of(features), dtype=target.dtype, device=target.device)
+        self.last = torch.empty(tokens, target.hidden_size, dtype=target.dtype, device=target.device)
+        self.known = np.zeros(len(documents), dtype=bool)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.source is not None and batch.chosen is not None
+        if self.known[batch.chosen].all():
+            return self.g[batch.source], self.last[batch.source]
+        g, last = self.features(batch)
+        total = sum(batch.lengths)
+        self.g[batch.source[:total]], self.last[batch.source[:total]] = g[:total], last[:total]
+        self.known[batch.chosen] = True
+        return g, last
+
+
+def online(features: Features | Remembered) -> Features:
+    """Those that take documents never seen before."""
+    return features.features if isinstance(features, Remembered) else features
+
+
+def width_of(features: Features) -> int:
+    return len(features.target.aux_layer_ids) * features.target.hidden_size
+
+
+def memorable(features: Features, documents: Documents) -> bool:
+    """On a GPU with room for them, training's own needs left free."""
+    target = features.target
+    if target.device.type != "cuda":
+        return False
+    size = len(documents.ids) * (width_of(features) + target.hidden_size) * target.dtype.itemsize
+    return size < 0.88 * torch.cuda.mem_get_info(target.device)[0]
+
+
 def packable(target: Target) -> bool:
     """Plain causal attention in every layer: what the packed road computes."""
     config = target.config
@@ -65,7 +106,13 @@ def register_packed() -> str:
 
 
 def _packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, block_mask: BlockMask, **more: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    block_mask: BlockMask,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, head_dim] -> [1, T, heads, head_dim]"""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

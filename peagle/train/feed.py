@@ -87,6 +87,7 @@ class Feed:
 def _put(ready: queue.Queue, item: object, over: threading.Event) -> None:
     while not over.is_set():
         try:
-            return ready.put(item, timeout=0.2)
+            ready.put(item, timeout=0.2)
+            break
         except queue.Full:
             continue

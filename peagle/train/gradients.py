@@ -25,7 +25,7 @@ def pack_gradients(
     normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
     own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
     rows = batch.supervised
-    gradient, sums = loss(normed.detach()[rows], last[rows + 1], torch.zeros_like(rows), scale)
+    gradient, sums = loss(normed.detach()[rows], last[rows + 1], torch.zeros_like(rows, dtype=torch.int32), scale)
     for segment in batch.segments:
         sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, scale, flex)
     outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows, gradient)]

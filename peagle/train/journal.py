@@ -30,14 +30,14 @@ class Journal:
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.events = SummaryWriter(str(folder / "events"), purge_step=step)  # type: ignore[no-untyped-call]
+            self.events = SummaryWriter(str(folder / "events"), purge_step=step)
         except ImportError:  # peagle[train] brings it; the log is complete without
             pass
 
     def log(self, step: int, sums: Sums, steps: int, seconds: float, trainer: "Trainer") -> dict[str, float]:
         total = Sums(*(trainer.world.total(x.clone()) for x in (sums.loss, sums.matches, sums.rows)))
         rows = total.rows.clamp(min=1)
-        entry = {
+        entry: dict[str, Any] = {
             "step": step,
             "loss": float(total.loss.sum() / rows.sum()),
             "match": [round(x, 4) for x in (total.matches / rows).tolist()],

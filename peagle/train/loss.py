@@ -10,13 +10,14 @@ lm_head is frozen, so a chunk's gradient ends at the row's normed hidden state: 
 autograd as it is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
-CHUNK = 2048
+CHUNK = 4096
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class Loss:
         self.lm_head, self.k, self.softcap = lm_head, k, softcap
         self.mix = {"kl": 1.0, "ce": 0.0, "mix": mix}[kind]
         self.weights = depth_weight ** torch.arange(k, device=lm_head.device, dtype=torch.float32)
-        self.chunk = chunk_loss  # trainer.py compiles it on a GPU
+        self.chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = chunk_loss  # trainer.py compiles it on a GPU
 
     @torch.no_grad()
     def __call__(self, normed: Tensor, teacher: Tensor, depth: Tensor, scale: Tensor | float) -> tuple[Tensor, Sums]:
@@ -72,20 +73,19 @@ class Loss:
 
         The gradient is that of sum(weight * loss) * scale.
         """
-        sums = Sums.zeros(self.k, normed.device)
-        gradient = torch.empty_like(normed)
-        rows = len(normed)
+        rows, gradient = len(normed), torch.empty_like(normed)
+        losses, matches = (torch.empty(rows, device=normed.device) for _ in range(2))
+        weight = self.weights[depth] * scale
         for start in range(0, rows, CHUNK):
-            end = min(start + CHUNK, rows)
-            live = self.weights[depth[start:end]] * scale
-            args = [normed[start:end], teacher[start:end], live]
-            if end - start < CHUNK <= rows:  # one shape for compiled code
-                args = [torch.cat([x, x.new_zeros(CHUNK - len(x), *x.shape[1:])]) for x in args]
+            at = slice(start, min(start + CHUNK, rows))
+            args = [normed[at], teacher[at], weight[at]]
+            count = len(args[0])
+            if count < CHUNK <= rows:  # one shape for compiled code
+                args = [torch.cat([x, x.new_zeros(CHUNK - count, *x.shape[1:])]) for x in args]
             loss, match, grad = self.chunk(*args, self.lm_head, self.mix, self.softcap)
-            count = end - start
-            gradient[start:end] = grad[:count]
-            part = depth[start:end]
-            sums.loss.index_add_(0, part, (loss[:count] / live.clamp(min=1e-30)).double())
-            sums.matches.index_add_(0, part, match[:count].double())
-            sums.rows.index_add_(0, part, torch.ones_like(part, dtype=torch.float64))
+            losses[at], matches[at], gradient[at] = loss[:count], match[:count], grad[:count]
+        sums = Sums.zeros(self.k, normed.device)
+        sums.loss.index_add_(0, depth, (losses / weight.clamp(min=1e-30)).double())
+        sums.matches.index_add_(0, depth, matches.double())
+        sums.rows.index_add_(0, depth, torch.ones_like(depth, dtype=torch.float64))
         return gradient, sums

@@ -22,9 +22,7 @@ class Optimizers:
             torch.optim.AdamW(others, config.lr, betas, weight_decay=decay, fused=fused)
         ]
         if matrices:  # "match_rms_adamw": its updates have AdamW's size, so one learning rate serves both
-            self.parts.append(
-                torch.optim.Muon(matrices, config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-            )
+            self.parts.append(torch.optim.Muon(matrices, config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
 
     def step(self, step: int) -> float:
         """Updates the weights after the gradients of `step` (from 0) and forgets them; tells the rate's share."""

@@ -6,6 +6,7 @@ document at the end: nothing sees it, nothing is asked of it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,9 +22,12 @@ class Pack:
 
     ids: np.ndarray  # [T]
     doc: np.ndarray  # [T] number of the document in this pack; padding has the highest
+    start: np.ndarray  # [T] the first index of its document
     position: np.ndarray  # [T] within its document
     answer: np.ndarray  # [T] bool: written by the target
     lengths: np.ndarray  # [documents]
+    chosen: np.ndarray | None = None  # [documents] their numbers among all documents
+    source: np.ndarray | None = None  # [T] where each token lies among all documents' tokens
 
     @property
     def room(self) -> np.ndarray:
@@ -37,9 +41,11 @@ def pack(documents: list[tuple[np.ndarray, np.ndarray]], tokens: int = 0) -> Pac
     size = max(tokens, total)
     size += -size % BLOCK
     more = size - total
+    sizes = np.append(lengths, more)
     return Pack(
         ids=np.concatenate([*(ids for ids, _ in documents), np.zeros(more, dtype=np.int64)]).astype(np.int64),
-        doc=np.repeat(np.arange(len(documents) + 1), np.append(lengths, more)),
+        doc=np.repeat(np.arange(len(documents) + 1), sizes),
+        start=np.repeat(np.cumsum(sizes) - sizes, sizes),
         position=np.concatenate([np.arange(n) for n in [*lengths.tolist(), more]]),
         answer=np.concatenate([*(answer for _, answer in documents), np.zeros(more, dtype=bool)]).astype(bool),
         lengths=lengths,
@@ -71,6 +77,8 @@ class Batch:
     next_ids: Tensor  # [T] ids shifted by one: what row p embeds
     position: Tensor  # [T]
     lengths: tuple[int, ...]  # of the documents
+    chosen: np.ndarray | None  # their numbers among all documents
+    source: Tensor | None  # [T] where each token lies among all documents' tokens
     context: RowSet  # [T] depth 0
     supervised: Tensor  # [n] the context rows that have a loss
     segments: tuple[Segment, ...]
@@ -97,7 +105,7 @@ def batch_of(
     put = _putter(device)
     parts = []
     bounds = [size * s // segments for s in range(segments + 1)]
-    for left, right in zip(bounds, bounds[1:], strict=False):
+    for left, right in pairwise(bounds):
         inside = (chains.anchor + 1 >= left) & (chains.anchor + 1 < right)
         own = Chains(chains.anchor[inside], chains.depth[inside])
         if len(own):
@@ -107,7 +115,9 @@ def batch_of(
         next_ids=put(np.append(packed.ids[1:], 0)),
         position=put(packed.position),
         lengths=tuple(packed.lengths.tolist()),
-        context=RowSet(put(packed.doc), put(np.arange(size)), put(np.zeros(size, dtype=np.int64))),
+        chosen=packed.chosen,
+        source=None if packed.source is None else put(packed.source),
+        context=_rows(put, packed.doc, packed.start, np.arange(size), np.zeros(size)),
         supervised=put(np.flatnonzero(packed.room)),
         segments=tuple(parts),
     )
@@ -124,6 +134,10 @@ def _putter(device: torch.device | str) -> Put:
         return host.pin_memory().to(device, non_blocking=True) if pinned else host.to(device)
 
     return put
+
+
+def _rows(put: Put, *fields: np.ndarray) -> RowSet:
+    return RowSet(*(put(x.astype(np.int32)) for x in fields))
 
 
 def _levels(packed: Pack, chains: Chains, by_depth: bool, put: Put, capacity: list[int] | None) -> tuple[Level, ...]:
@@ -144,12 +158,15 @@ def _level(packed: Pack, chains: Chains, parent: np.ndarray, put: Put, capacity:
     live, size = len(chains), len(packed.ids)
     more = max(capacity - live, 0)
     more += -(live + more) % BLOCK
-    doc = np.append(packed.doc[chains.anchor], np.full(more, int(packed.doc[-1]) + 1))
     after = np.minimum(chains.anchor + chains.depth + 1, size - 1)
-    nothing = np.zeros(more, dtype=np.int64)
+    nothing, own = np.zeros(more, dtype=np.int64), size + np.arange(more)
     return Level(
-        rows=RowSet(
-            put(doc), put(np.append(chains.anchor, size + np.arange(more))), put(np.append(chains.depth, nothing + 1))
+        rows=_rows(
+            put,
+            np.append(packed.doc[chains.anchor], nothing + int(packed.doc[-1]) + 1),
+            np.append(packed.start[chains.anchor], own + 1),  # behind its anchor: no context
+            np.append(chains.anchor, own),
+            np.append(chains.depth, nothing + 1),
         ),
         positions=put(np.append(packed.position[chains.anchor] + chains.depth, nothing)),
         ids=put(np.append(packed.ids[after], nothing)),

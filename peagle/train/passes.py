@@ -73,7 +73,10 @@ class Passes(nn.Module):
 
     def touch(self) -> Tensor:
         """Nothing, but every parameter takes part in it: see parallel.py."""
-        return sum((parameter.sum() * 0 for parameter in self.drafter.parameters()), torch.zeros((), device=self.drafter.fc.weight.device))
+        return sum(
+            (parameter.sum() * 0 for parameter in self.drafter.parameters()),
+            torch.zeros((), device=self.drafter.fc.weight.device),
+        )
 
 
 def _with_context(cache: KeysValues, mask: Mask) -> Attend:

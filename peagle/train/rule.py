@@ -14,20 +14,24 @@ For one anchor this is exactly the causal pattern of inference: all real rows up
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+MOST_DEPTHS = 64
 BLOCK = 128  # flex attention's block; a block of keys is all depth 0 or all deeper
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Rows side by side, [R] each. Anchors are indices into the pack, so they rise with the documents."""
+    """Rows side by side, [R] int32 each. Anchors are indices into the pack, so they rise with the documents."""
 
     doc: Tensor
+    start: Tensor  # the first index of the document
     anchor: Tensor
     depth: Tensor
 
@@ -35,14 +39,14 @@ class RowSet:
         return len(self.doc)
 
     def __add__(self, other: "RowSet") -> "RowSet":
-        return RowSet(
-            torch.cat([self.doc, other.doc]),
-            torch.cat([self.anchor, other.anchor]),
-            torch.cat([self.depth, other.depth]),
-        )
+        return RowSet(*(torch.cat(pair) for pair in zip(self.fields, other.fields, strict=True)))
 
-    def __getitem__(self, at: slice | Tensor) -> "RowSet":
-        return RowSet(self.doc[at], self.anchor[at], self.depth[at])
+    def __getitem__(self, at: slice) -> "RowSet":
+        return RowSet(*(x[at] for x in self.fields))
+
+    @property
+    def fields(self) -> tuple[Tensor, ...]:
+        return (self.doc, self.start, self.anchor, self.depth)
 
 
 Mask = Tensor | BlockMask
@@ -57,19 +61,43 @@ def dense_mask(q: RowSet, k: RowSet) -> Tensor:
 
 
 def block_mask(q: RowSet, k: RowSet) -> BlockMask:
-    """The same rule for flex attention. Blocks are judged by the range of their anchors and documents alone."""
-    some, full = _blocks(q, k)
+    """The same rule for flex attention, in few loads: a key has one number, a query two intervals of them.
+
+    Key j of depth 0 (it lies at index j, its anchor) has the number j, a deeper one -1 - (64 a + d). A query sees the
+    numbers start..a_q, and those of its own chain, -1 - (64 a_q + d_q)..-1 - 64 a_q.
+    """
+    number = torch.where(k.depth == 0, k.anchor, _chain_number(k.anchor, k.depth))
+    first, last = q.start, q.anchor
+    deepest, own = _chain_number(q.anchor, q.depth), _chain_number(q.anchor, torch.zeros_like(q.depth))
 
     def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        same = q.doc[i] == k.doc[j]
-        context = (k.depth[j] == 0) & (k.anchor[j] <= q.anchor[i])
-        chain = (k.anchor[j] == q.anchor[i]) & (k.depth[j] <= q.depth[i])
-        return same & (context | chain)
+        n = number[j]
+        return ((n >= first[i]) & (n <= last[i])) | ((n >= deepest[i]) & (n <= own[i]))
 
+    some, full = _blocks(q, k)
+    return _as_block_mask(some, full, allowed, len(q), len(k))
+
+
+def context_mask(rows: RowSet) -> BlockMask:
+    """The rule among rows of depth 0, which lie at their anchors: causal within the document."""
+    first = rows.start
+
+    def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (j >= first[i])
+
+    some, full = _blocks(rows, rows)
+    return _as_block_mask(some, full, allowed, len(rows), len(rows))
+
+
+def _as_block_mask(some: Tensor, full: Tensor, allowed: Any, rows: int, keys: int) -> BlockMask:
     part = some & ~full
     return BlockMask.from_kv_blocks(
-        *_listed(part), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(len(q), len(k))
+        *_listed(part), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(rows, keys)
     )
+
+
+def _chain_number(anchor: Tensor, depth: Tensor) -> Tensor:
+    return -1 - (anchor * MOST_DEPTHS + depth)
 
 
 def _blocks(q: RowSet, k: RowSet) -> tuple[Tensor, Tensor]:
@@ -104,12 +132,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """q [Q, heads, head_dim], k and v [K, kv_heads, head_dim] -> [Q, heads, head_dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if isinstance(mask, BlockMask):
-        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-        assert isinstance(out, Tensor)
+        own = q.is_cuda and not torch.compiler.is_compiling()
+        out = (compiled_flex() if own else flex_attention)(q, k, v, block_mask=mask, enable_gqa=True)
     else:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
+@cache
+def compiled_flex() -> Any:
+    """Flex attention that is not part of compiled code must be compiled itself, or it keeps every score."""
+    return torch.compile(flex_attention)
+
+
 def mask_for(q: RowSet, k: RowSet, flex: bool) -> Mask:
-    return block_mask(q, k) if flex else dense_mask(q, k)
+    if not flex:
+        return dense_mask(q, k)
+    return context_mask(q) if q is k else block_mask(q, k)

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peagle.catalog import find
 from peagle.data.records import Report, ignore
@@ -29,7 +30,8 @@ class Material:
 def material_of(config: TrainConfig, target: Target, report: Report = ignore) -> Material:
     if not config.data:
         raise UserError("no data: give `data`, a folder of `peagle regenerate` or a JSONL file of conversations")
-    documents = read_documents(Path(config.data), target, min(config.max_length, target.context), report)
+    paths = [Path(part.strip()) for part in config.data.split(",")]
+    documents = read_documents(paths, target, min(config.max_length, target.context), report)
     train, held_out = split(documents, config.held_out, config.seed)
     ids, coverage = draft_vocabulary(train, target.vocab_size, config.draft_vocab, target.stop_ids)
     return Material(train, held_out, ids, coverage)
@@ -86,12 +88,12 @@ def begin_as_target(drafter: Drafter, target: Target) -> None:
                 own[:, source.shape[1] :] = source  # layer 0 reads [embedding, hidden]
     if drafter.fc.weight.shape == (d, drafter.config.num_taps * d):
         drafter.fc.weight[:, -d:] += torch.eye(d, device=drafter.fc.weight.device)
-    norm = getattr(target.model.get_decoder(), "norm", None)
-    if isinstance(norm, nn.Module) and getattr(norm, "weight", torch.empty(0)).shape == drafter.norm.weight.shape:
+    norm: Any = getattr(target.model.get_decoder(), "norm", None)
+    if getattr(norm, "weight", torch.empty(0)).shape == drafter.norm.weight.shape:
         drafter.norm.weight.copy_(norm.weight)
 
 
-def trained_copy(drafter: Drafter, state: dict[str, Tensor], target: Target) -> Drafter:
+def trained_copy(drafter: Drafter, state: dict[str, Any], target: Target) -> Drafter:
     """A drafter with the weights of a state, marked as trained, apart from the one in training."""
     copy = Drafter(replace(drafter.config, trained=True))
     copy.adopt(target.embedding, target.lm_head, drafter.target_ids)
@@ -100,5 +102,3 @@ def trained_copy(drafter: Drafter, state: dict[str, Tensor], target: Target) -> 
         copy.embed_tokens = own.pop("embed_tokens").to(target.dtype)
     copy.load_state_dict(own)
     return copy.to(target.device).eval().requires_grad_(False)
-
-

@@ -1,4 +1,4 @@
-"""The state of a run: written beside and renamed, the last two kept, so that a killed process loses only its last steps."""
+"""The state of a run: written beside and renamed, the last two kept. A killed process loses its last steps, no more."""
 
 from pathlib import Path
 from typing import Any

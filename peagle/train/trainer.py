@@ -16,7 +16,7 @@ from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.acceptance import acceptance, length_of
 from peagle.train.config import TrainConfig
-from peagle.train.features import Features, packable
+from peagle.train.features import Features, Remembered, memorable, online, packable
 from peagle.train.feed import Feed
 from peagle.train.gradients import pack_gradients
 from peagle.train.journal import Journal
@@ -27,13 +27,33 @@ from peagle.train.passes import Passes
 from peagle.train.setup import Material, new_drafter, trained_copy
 from peagle.train.state import WHOLE, load_state, save_state
 
-FREE = ("out", "data", "device", "compile", "log_every", "save_every", "eval_every", "eval_k", "checkpointing", "segments")
+FREE = (
+    "out",
+    "data",
+    "device",
+    "compile",
+    "remember",
+    "log_every",
+    "save_every",
+    "eval_every",
+    "eval_k",
+    "checkpointing",
+    "segments",
+)
 
 Progress = Callable[[int, int, dict[str, float]], None]  # steps done, steps in all, what is measured
 
 
 class Trainer:
-    def __init__(self, config: TrainConfig, target: Target, material: Material, world: World) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: Target,
+        material: Material,
+        world: World,
+        features: Features | Remembered | None = None,
+    ) -> None:
+        """`features`: those of another run over the same documents and taps."""
         self.config, self.target, self.material, self.world = config, target, material, world
         self.out = Path(config.out).expanduser()
         self.flex = target.device.type == "cuda"
@@ -41,8 +61,7 @@ class Trainer:
         self.drafter.checkpointing = config.checkpointing
         dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
         self.passes = Passes(self.drafter, dtype)
-        aux = self.drafter.config.aux_layer_ids or ()
-        self.features = Features(target, aux, packed=self.flex and config.compile and packable(target))
+        self.features = features or self._features()
         self.loss = Loss(
             self.drafter.lm_head, config.k, config.loss, config.mix, config.depth_weight, self.features.softcap
         )
@@ -56,6 +75,12 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0  # of training, over all resumed parts
         self.tokens = 0  # of documents, seen by the target
+
+    def _features(self) -> Features | Remembered:
+        aux = self.drafter.config.aux_layer_ids or ()
+        features = Features(self.target, aux, packed=self.flex and self.config.compile and packable(self.target))
+        documents = self.material.documents
+        return Remembered(features, documents) if self.config.remember and memorable(features, documents) else features
 
     def resume(self) -> bool:
         """Goes on where the newest state ends, if there is one."""
@@ -133,7 +158,14 @@ class Trainer:
         if not len(held) or not self.world.first or self.joined.sharded:
             return {}
         self.drafter.eval()
-        steps = acceptance(self.passes, self.features, held, [k], self.config.pack_tokens, self.flex)
+        steps = acceptance(
+            self.passes,
+            online(self.features),
+            held,
+            [k],
+            self.config.pack_tokens,
+            self.flex,
+        )
         self.drafter.train()
         journal.evaluation(self.step, k, length_of(steps[k]), steps[k])
         return steps
@@ -156,4 +188,3 @@ class Trainer:
 
     def _no_sums(self) -> Sums:
         return Sums.zeros(self.config.k, self.target.device)
-

@@ -1,0 +1,69 @@
+"""What the tests of training share: documents of a tiny target's own answers, packs, random features."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from peagle.core import Sampling
+from peagle.decode import decode
+from peagle.target import Target
+from peagle.train.chains import sample_chains
+from peagle.train.config import TrainConfig
+from peagle.train.pack import Batch, Pack, batch_of, pack
+from tests.conftest import AUX, MASK
+
+LENGTHS = ((40, 5), (1, 0), (2, 0), (70, 20), (5, 3), (3, 0))  # tokens of a document, first token of its answer
+
+
+def some_pack(lengths: tuple[tuple[int, int], ...] = LENGTHS, seed: int = 0) -> Pack:
+    rng = np.random.default_rng(seed)
+    return pack([(rng.integers(6, 96, n), np.arange(n) >= start) for n, start in lengths])
+
+
+def some_batch(
+    packed: Pack, k: int, by_depth: bool = False, segments: int = 1, keep: float = 0.8, device: str = "cpu"
+) -> Batch:
+    chains = sample_chains(packed.room, k, keep, np.random.default_rng(1))
+    return batch_of(packed, chains, by_depth, segments, device)
+
+
+def some_features(packed: Pack, d: int = 32, taps: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    size = len(packed.ids)
+    return torch.randn(size, taps * d, generator=generator), torch.randn(size, d, generator=generator)
+
+
+def write_answers(target: Target, path: Path, count: int = 60, tokens: int = 40) -> Path:
+    """Greedy answers of the target to random prompts, as `peagle regenerate` writes them."""
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for i in range(count):
+            prompt = rng.integers(6, 96, 4).tolist()
+            answer = [t for step in decode(target, None, prompt, 0, tokens, Sampling()) for t in step.tokens]
+            record = {"key": f"{i}@0", "ids": prompt + answer, "spans": [[4, 4 + len(answer)]]}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def some_config(data: Path, out: Path, **changes: object) -> TrainConfig:
+    values = {
+        "target": "tiny",
+        "data": str(data),
+        "out": str(out),
+        "layers": 1,
+        "k": 5,
+        "aux_layer_ids": AUX,
+        "mask_token_id": MASK,
+        "pack_tokens": 384,
+        "steps": 12,
+        "lr": 3e-3,
+        "held_out": 6,
+        "eval_k": 4,
+        "log_every": 1,
+        "save_every": 4,
+        "eval_every": 0,
+        "init": "random",
+    }
+    return TrainConfig(**(values | changes))  # type: ignore[arg-type]
