@@ -39,6 +39,7 @@ class Target:
         self.aux_layer_ids: tuple[int, ...] = ()
         self.row_multiple = 1  # exact mode pads passes after the prefill to a multiple of this (see exact.py)
         self.exact_multiple: int | None = 0  # the multiple that does; 0: not probed yet, None: there is none
+        self.exact_by_row = False  # attention row by row: where blocks do not do
         self.exact_rows: dict[int, bool] = {}  # larger blocks: does it hold for them too?
 
     @property

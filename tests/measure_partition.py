@@ -88,6 +88,7 @@ def main(out: Path) -> None:
     weights = torch.cuda.memory_allocated() / 1e9
     count = sum(p.numel() for p in passes.parameters()) / 1e6
     print(f"{count:.0f} M parameters, {weights:.1f} GB before the first step")
+    out.mkdir(parents=True, exist_ok=True)
     rows = []
     for length in LENGTHS:
         for segments in SEGMENTS:
@@ -97,8 +98,7 @@ def main(out: Path) -> None:
                 torch.cuda.empty_cache()
                 rows.append({"length": length, "segments": segments, "rows": 0, "seconds": 0, "gigabytes": 0})
             print(rows[-1], flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "partition.json").write_text(json.dumps(rows, indent=1))
+            (out / "partition.json").write_text(json.dumps(rows, indent=1))
     draw([row for row in rows if row["rows"]], out / "partition.png")
 
 

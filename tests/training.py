@@ -1,18 +1,26 @@
-"""What the tests of training share: documents of a tiny target's own answers, packs, random features."""
+"""What the tests of training share: documents of a tiny target's own answers, packs, random features, runs."""
 
 import json
+import tempfile
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from peagle.core import Sampling
+from peagle.core import Method, Sampling
 from peagle.decode import decode
+from peagle.drafter import Drafter, checkpoint
 from peagle.target import Target
 from peagle.train.chains import sample_chains
 from peagle.train.config import TrainConfig
+from peagle.train.journal import Journal
 from peagle.train.pack import Batch, Pack, batch_of, pack
-from tests.conftest import AUX, MASK
+from peagle.train.parallel import World
+from peagle.train.setup import material_of
+from peagle.train.trainer import Trainer
+from tests.conftest import AUX, MASK, make_target
 
 LENGTHS = ((40, 5), (1, 0), (2, 0), (70, 20), (5, 3), (3, 0))  # tokens of a document, first token of its answer
 
@@ -67,3 +75,41 @@ def some_config(data: Path, out: Path, **changes: object) -> TrainConfig:
         "init": "random",
     }
     return TrainConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def make_run(target: Target, config: TrainConfig, world: World = World()) -> Trainer:  # noqa: B008
+    return Trainer(config, target, material_of(config, target), world)
+
+
+def train(trainer: Trainer, **more: float) -> list[dict]:
+    """To the end, or where `stop_after` ends it; what the journal holds then."""
+    journal = Journal(trainer.out, trainer.step, trainer.world.first)
+    trainer.train(journal, lambda *_: None, **more)
+    return journal.entries
+
+
+@dataclass(frozen=True)
+class Trained:
+    target: Target
+    drafter: Drafter  # as it comes back from its folder
+    data: Path
+    entries: list[dict]
+
+
+@cache
+def some_answers() -> tuple[Target, Path]:
+    """A target and a folder with 40 of its answers, once per process."""
+    target, folder = make_target(), Path(tempfile.mkdtemp())
+    write_answers(target, folder / "answers.jsonl", count=40, tokens=30)
+    return target, folder
+
+
+@cache
+def trained(method: Method, draft_vocab: int = 0) -> Trained:
+    """A tiny drafter that drafts well enough for its acceptance to mean something; once per process."""
+    target, folder = some_answers()
+    data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab}"
+    how = {"method": method, "draft_vocab": draft_vocab, "layers": 2, "steps": 40, "save_every": 0}
+    trainer = make_run(target, some_config(data, out, init="target", **how))
+    entries = train(trainer)
+    return Trained(target, checkpoint.load(out / "drafter", target, torch.float32), data, entries)

@@ -18,7 +18,7 @@ class Commands(TyperGroup):
     """A user's mistake is one line and exit code 2, never a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["pairs", "pull", "generate", "demo", "evaluate", "regenerate", "train", "export", "check"]
+        return ["pairs", "pull", "generate", "demo", "evaluate", "regenerate", "capture", "train", "export", "check"]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -54,4 +54,4 @@ def main(
     and the answer is the target's own, token by token."""
 
 
-from peagle.cli import check, demo, evaluate, export, generate, pairs, pull, regenerate, train  # noqa: E402, F401
+from peagle.cli import capture, check, demo, evaluate, export, generate, pairs, pull, regenerate, train  # noqa: E402, F401

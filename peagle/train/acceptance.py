@@ -84,19 +84,19 @@ def walk(packed: Pack, anchors: np.ndarray, drafts: np.ndarray, k: int) -> list[
         newest = first
         while newest < end - 1:
             kept = accepted[newest - 1]
-            tokens = packed.ids[newest + 1 : newest + 2 + kept]
+            tokens = packed.ids[newest + 1 : min(newest + 2 + kept, end)]
             steps.append(Step(tuple(tokens.tolist()), drafted=k, accepted=kept))
             newest += kept + 1
     return steps
 
 
 def answers(packed: Pack) -> list[tuple[int, int]]:
-    """[start, end) of every answer in the pack."""
+    """[start, end) of every answer in the pack that follows a prompt."""
     marked = np.concatenate([[False], packed.answer, [False]])
     cut = np.concatenate([[True], packed.doc[1:] != packed.doc[:-1], [True]])
     starts = np.flatnonzero(marked[1:-1] & (~marked[:-2] | cut[:-1]))
     ends = np.flatnonzero(marked[1:-1] & (~marked[2:] | cut[1:])) + 1
-    return [(a, b) for a, b in zip(starts.tolist(), ends.tolist(), strict=True) if a > 0]
+    return [(a, b) for a, b in zip(starts.tolist(), ends.tolist(), strict=True) if packed.position[a] > 0]
 
 
 def acceptance(

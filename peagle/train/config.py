@@ -27,7 +27,7 @@ class TrainConfig:
     mask_token_id: int = doc(-1, "an unused vocabulary row for p-eagle; -1: the pair's, or the last row")
     draft_vocab: int = doc(0, "the most frequent tokens of the answers; 0: the whole vocabulary")
     train_embeddings: bool = doc(False, "train the embedding table too; it is then stored with the drafter")
-    init: str = doc("target", "target: layers 1 and up start as the target's last ones; random")
+    init: str = doc("target", "target: blocks start as the target's last ones; random; or the folder of a drafter to go on from")
     # what is seen
     max_length: int = doc(2048, "longer documents are cut")
     pack_tokens: int = doc(4096, "documents are packed into rows of so many tokens")
@@ -72,7 +72,6 @@ class TrainConfig:
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in ("kl", "ce", "mix"), "kl, ce or mix"),
             "mix": (0 <= self.mix <= 1, "in [0, 1]"),
-            "init": (self.init in ("target", "random"), "target or random"),
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
             "schedule": (self.schedule in ("cosine", "linear", "constant"), "cosine, linear or constant"),
             "warmup": (0 <= self.warmup < 1, "in [0, 1)"),

@@ -21,6 +21,7 @@ class Documents:
     answer: np.ndarray  # [tokens] bool
     starts: np.ndarray  # [documents + 1]
     keys: tuple[str, ...]
+    numbers: np.ndarray  # [documents] among all that were read: a subset keeps them
     skipped: int = 0  # records without a document: dropped answers, misfits
 
     def __len__(self) -> int:
@@ -35,16 +36,19 @@ class Documents:
         return int(self.answer.sum())
 
     def subset(self, chosen: np.ndarray) -> "Documents":
-        return join([(*self[i], self.keys[i]) for i in chosen], self.skipped)
+        return join([(*self[i], self.keys[i]) for i in chosen], self.skipped, self.numbers[chosen])
 
 
-def join(parts: list[tuple[np.ndarray, np.ndarray, str]], skipped: int = 0) -> Documents:
+def join(
+    parts: list[tuple[np.ndarray, np.ndarray, str]], skipped: int = 0, numbers: np.ndarray | None = None
+) -> Documents:
     lengths = [len(ids) for ids, _, _ in parts]
     return Documents(
         ids=np.concatenate([ids for ids, _, _ in parts]).astype(np.int32) if parts else np.zeros(0, np.int32),
         answer=np.concatenate([answer for _, answer, _ in parts]).astype(bool) if parts else np.zeros(0, bool),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         keys=tuple(key for _, _, key in parts),
+        numbers=np.arange(len(parts)) if numbers is None else numbers,
         skipped=skipped,
     )
 
@@ -142,4 +146,4 @@ def packed(documents: Documents, chosen: np.ndarray, tokens: int = 0) -> Pack:
     one = pack([documents[i] for i in chosen.tolist()], tokens)
     source = np.concatenate([np.arange(documents.starts[i], documents.starts[i + 1]) for i in chosen.tolist()])
     padding = np.zeros(len(one.ids) - len(source), dtype=np.int64)
-    return replace(one, chosen=chosen, source=np.append(source, padding))
+    return replace(one, chosen=documents.numbers[chosen], source=np.append(source, padding))

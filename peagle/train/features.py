@@ -1,4 +1,4 @@
-"""Features of a pack, from the target in this process: its taps and its last hidden state at every token."""
+"""Features of a pack: the target's taps and its last hidden state at every token, computed here or read back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,16 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.documents import Documents
+from peagle.train.loss import TopK
 from peagle.train.pack import Batch
 from peagle.train.rule import BlockMask, attention, context_mask
+from peagle.train.stored import StoredTarget
 
 PACKED = "peagle_packed"
+LOGITS = 1 << 26  # of top_k, that are there at once
 
 
 class Features:
@@ -60,7 +64,7 @@ class Remembered:
         target, tokens = features.target, len(documents.ids)
         self.g = torch.empty(tokens, width_of(features), dtype=target.dtype, device=target.device)
         self.last = torch.empty(tokens, target.hidden_size, dtype=target.dtype, device=target.device)
-        self.known = np.zeros(len(documents), dtype=bool)
+        self.known = np.zeros(documents.numbers.max(initial=-1) + 1, dtype=bool)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.source is not None and batch.chosen is not None
@@ -71,6 +75,36 @@ class Remembered:
         self.g[batch.source[:total]], self.last[batch.source[:total]] = g[:total], last[:total]
         self.known[batch.chosen] = True
         return g, last
+
+
+class StoredFeatures(Features):
+    """Those of a capture, of any of its documents; the teacher is a TopK."""
+
+    def __init__(self, target: StoredTarget, target_ids: Tensor | None) -> None:
+        """`target_ids`: the draft vocabulary."""
+        self.target, self.softcap, self.shards = target, 0.0, target.shards
+        self.draft_ids = torch.arange(target.vocab_size, dtype=torch.int32, device=target.device)
+        if target_ids is not None:
+            self.draft_ids.fill_(-1)
+            own = target_ids.to(target.device)
+            self.draft_ids[own] = torch.arange(len(own), dtype=torch.int32, device=target.device)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
+        """g [T, taps * d], TopK of T rows; rows of padding hold zeros."""
+        assert batch.chosen is not None
+        wanted = zip(batch.chosen.tolist(), batch.lengths, strict=True)
+        parts = zip(*(self.shards.rows(number, length) for number, length in wanted), strict=True)
+        g, logits, tokens = (self._filled(list(part), len(batch.ids)) for part in parts)
+        return g.to(self.target.dtype), TopK(logits, self.draft_ids[tokens])
+
+    def _filled(self, parts: list[Tensor], size: int) -> Tensor:
+        """[size, ...] on the device, zeros behind."""
+        device = self.target.device
+        out = torch.empty(size, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=device.type == "cuda")
+        total = sum(len(part) for part in parts)
+        torch.cat(parts, out=out[:total])
+        out[total:] = 0
+        return out.to(device, non_blocking=True)
 
 
 def online(features: Features | Remembered) -> Features:
@@ -120,11 +154,27 @@ def _packed_attention(
 
 
 @torch.no_grad()
+def top_k(last: Tensor, lm_head: Tensor, k: int, softcap: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """last [T, d] -> log-probabilities [T, k] of the likeliest tokens and their ids; few rows at a time.
+
+    Log-probabilities, because the likeliest ones are near 0, where 16 bits are fine.
+    """
+    values, ids = [], []
+    for part in last.split(max(1, LOGITS // len(lm_head))):
+        logits = linear(part, lm_head).float()
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        best = logits.topk(k)
+        values.append((best.values - logits.logsumexp(-1, keepdim=True)).clamp(min=-6e4).to(dtype).cpu())
+        ids.append(best.indices.int().cpu())
+    return torch.cat(values), torch.cat(ids)
+
+
+@torch.no_grad()
 def require_plain_head(target: Target, softcap: float) -> None:
     """Training reads the teacher as lm_head(last hidden state): tried, for some targets scale it."""
     ids = torch.arange(6, device=target.device)[None] % target.vocab_size
     logits = target.model(input_ids=ids, use_cache=False).logits.float()
-    mine = nn.functional.linear(target.features(ids).logits, target.lm_head).float()
+    mine = linear(target.features(ids).logits, target.lm_head).float()
     mine = softcap * torch.tanh(mine / softcap) if softcap else mine
     if not torch.allclose(mine, logits, rtol=0.05, atol=0.02 * float(logits.abs().max())):
         raise UserError(

@@ -6,6 +6,9 @@ For a row with weight w, teacher distribution p (the target's, over the draft vo
     ce    w * -log q[y], y = argmax p                                         w * (q - onehot(y))
     mix   m * kl + (1 - m) * ce                                               w * (q - (m p + (1 - m) onehot(y)))
 
+A captured teacher (`TopK`) knows only its likeliest tokens: p is then the softmax over those of them that lie in the
+draft vocabulary; a row that has none there counts nothing.
+
 lm_head is frozen, so a chunk's gradient ends at the row's normed hidden state: computed in the forward, handed to
 autograd as it is.
 """
@@ -39,6 +42,27 @@ class Sums:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The teacher's likeliest tokens at each row, the likeliest first."""
+
+    logits: Tensor  # [R, k], up to a constant a row
+    ids: Tensor  # [R, k] in the draft vocabulary; -1: outside
+
+    def __getitem__(self, rows: Tensor | slice) -> "TopK":
+        return TopK(self.logits[rows], self.ids[rows])
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    def padded(self, rows: int) -> "TopK":
+        return TopK(padded(self.logits, rows), padded(self.ids, rows))
+
+
+Teacher = Tensor | TopK  # last hidden states [R, d], or what a capture kept of the distributions
+
+
 def chunk_loss(
     normed: Tensor, teacher: Tensor, weight: Tensor, lm_head: Tensor, mix: float, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,6 +82,39 @@ def chunk_loss(
     return loss, logits.argmax(-1) == best, linear(gradient.to(lm_head.dtype), lm_head.T)
 
 
+def topk_loss(
+    normed: Tensor, teacher: TopK, weight: Tensor, lm_head: Tensor, mix: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """chunk_loss for a teacher that knows its likeliest tokens only."""
+    inside, ids = teacher.ids >= 0, teacher.ids.clamp(min=0).long()
+    weight = weight * inside.any(-1)
+    logits = linear(normed.to(lm_head.dtype), lm_head).float()
+    log_q = logits.log_softmax(-1)
+    log_p = teacher.logits.float().masked_fill(~inside, -1e30).log_softmax(-1)  # [C, k]
+    p = log_p.exp() * inside
+    first = inside.int().argmax(-1, keepdim=True)  # the likeliest, even where rounding made it a tie
+    best = ids.gather(-1, first)
+    kl = (p * (log_p - log_q.gather(-1, ids))).sum(-1)
+    ce = -log_q.gather(-1, best)[:, 0]
+    gradient = log_q.exp().scatter_add(-1, ids, -mix * p).scatter_add(-1, best, (mix - 1) * torch.ones_like(p[:, :1]))
+    loss = weight * (mix * kl + (1 - mix) * ce)
+    match = (logits.argmax(-1) == best[:, 0]) & inside.any(-1)
+    return loss, match, linear((weight[:, None] * gradient).to(lm_head.dtype), lm_head.T)
+
+
+def teacher_loss(
+    normed: Tensor, teacher: Teacher, weight: Tensor, lm_head: Tensor, mix: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the teacher's type; captured logits are soft-capped already."""
+    if isinstance(teacher, TopK):
+        return topk_loss(normed, teacher, weight, lm_head, mix)
+    return chunk_loss(normed, teacher, weight, lm_head, mix, softcap)
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
 class Loss:
     """The loss of a set of rows and its gradient with respect to their normed outputs."""
 
@@ -65,11 +122,11 @@ class Loss:
         self.lm_head, self.k, self.softcap = lm_head, k, softcap
         self.mix = {"kl": 1.0, "ce": 0.0, "mix": mix}[kind]
         self.weights = depth_weight ** torch.arange(k, device=lm_head.device, dtype=torch.float32)
-        self.chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = chunk_loss  # trainer.py compiles it on a GPU
+        self.chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = teacher_loss  # trainer.py compiles it on a GPU
 
     @torch.no_grad()
-    def __call__(self, normed: Tensor, teacher: Tensor, depth: Tensor, scale: Tensor | float) -> tuple[Tensor, Sums]:
-        """normed, teacher [R, d] (teacher: the target's last hidden state), depth [R] -> (gradient [R, d], sums).
+    def __call__(self, normed: Tensor, teacher: Teacher, depth: Tensor, scale: Tensor | float) -> tuple[Tensor, Sums]:
+        """normed [R, d], teacher [R, d] or TopK, depth [R] -> (gradient [R, d], sums).
 
         The gradient is that of sum(weight * loss) * scale.
         """
@@ -78,11 +135,12 @@ class Loss:
         weight = self.weights[depth] * scale
         for start in range(0, rows, CHUNK):
             at = slice(start, min(start + CHUNK, rows))
-            args = [normed[at], teacher[at], weight[at]]
-            count = len(args[0])
+            out, known, heavy = normed[at], teacher[at], weight[at]
+            count = len(out)
             if count < CHUNK <= rows:  # one shape for compiled code
-                args = [torch.cat([x, x.new_zeros(CHUNK - count, *x.shape[1:])]) for x in args]
-            loss, match, grad = self.chunk(*args, self.lm_head, self.mix, self.softcap)
+                out, heavy = padded(out, CHUNK), padded(heavy, CHUNK)
+                known = known.padded(CHUNK) if isinstance(known, TopK) else padded(known, CHUNK)
+            loss, match, grad = self.chunk(out, known, heavy, self.lm_head, self.mix, self.softcap)
             losses[at], matches[at], gradient[at] = loss[:count], match[:count], grad[:count]
         sums = Sums.zeros(self.k, normed.device)
         sums.loss.index_add_(0, depth, (losses / weight.clamp(min=1e-30)).double())

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from peagle.train.config import TrainConfig
+from peagle.train.muon import Muon
 
 
 class Optimizers:
@@ -21,8 +22,8 @@ class Optimizers:
         self.parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(others, config.lr, betas, weight_decay=decay, fused=fused)
         ]
-        if matrices:  # "match_rms_adamw": its updates have AdamW's size, so one learning rate serves both
-            self.parts.append(torch.optim.Muon(matrices, config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        if matrices:  # its updates are scaled to AdamW's size: one learning rate serves both
+            self.parts.append(Muon(matrices, config.lr, weight_decay=decay))
 
     def step(self, step: int) -> float:
         """Updates the weights after the gradients of `step` (from 0) and forgets them; tells the rate's share."""

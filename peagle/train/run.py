@@ -1,4 +1,4 @@
-"""A run from its config: target, documents, plan, training. What `peagle train` and `make-drafter` call."""
+"""A run from its config: target or capture, documents, plan, training. What `peagle train` and `make-drafter` call."""
 
 import math
 from collections.abc import Callable
@@ -9,12 +9,15 @@ from peagle.data.records import Report, ignore
 from peagle.drafter import compact
 from peagle.errors import UserError
 from peagle.loaded import choose_device, load
+from peagle.precision import choose_dtype
 from peagle.target import Target
 from peagle.train.config import TrainConfig, as_yaml
+from peagle.train.features import StoredFeatures
 from peagle.train.journal import Journal
 from peagle.train.parallel import start
 from peagle.train.plan import Plan, plan_of
-from peagle.train.setup import Material, material_of, new_drafter
+from peagle.train.setup import Material, capture_in, fitted, material_of, new_drafter
+from peagle.train.stored import StoredTarget
 from peagle.train.trainer import Progress, Trainer
 
 
@@ -23,7 +26,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, report: Report = ignore, like: "Run | None" = None) -> None:
         """`like`: a run over the same data, whose target, documents and features serve this one too."""
-        self.config = config
+        self.config = config = fitted(config)
         self.target: Target
         self.material: Material
         self.trainer: Trainer
@@ -31,6 +34,8 @@ class Run:
         self.target = like.target if like else load_teacher(config, device)
         self.material = like.material if like else material_of(config, self.target, report)
         features = like.trainer.features if like else None
+        if isinstance(self.target, StoredTarget):
+            features = features or StoredFeatures(self.target, self.material.target_ids)
         self.trainer = Trainer(config, self.target, self.material, self.world, features)
 
     def plan(self) -> Plan:
@@ -57,15 +62,18 @@ class Run:
 
 
 def load_teacher(config: TrainConfig, device: str) -> Target:
-    """bfloat16 on a GPU; on a CPU float32, which is as fast there and exact."""
+    """bfloat16 on a GPU; on a CPU float32, which is as fast there and exact. From a capture, what it kept."""
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    if folder := capture_in(config.data):
+        return StoredTarget(folder, choose_dtype(dtype, device), device)
     return load(config.target, device=device, dtype=dtype).target
 
 
 def dry_run(config: TrainConfig) -> Path:
     """An untrained checkpoint of the sizes a run would have; no data is needed for a whole vocabulary."""
+    config = fitted(config)
     target = load_teacher(config, choose_device(config.device))
     ids = material_of(config, target).target_ids if config.draft_vocab and config.data else None
     if config.draft_vocab and ids is None:

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.catalog import find
+from peagle.catalog import DEFAULT_PAIR, find
 from peagle.data.records import Report, ignore
-from peagle.drafter import Drafter
+from peagle.drafter import Drafter, checkpoint
 from peagle.drafter.config import config_for
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
 from peagle.target import Target, default_aux_layer_ids
 from peagle.train.config import TrainConfig
 from peagle.train.documents import Documents, read_documents, split
+from peagle.train.stored import CAPTURE, TARGET, StoredTarget, read_told
 from peagle.train.vocabulary import draft_vocabulary
 
 
@@ -30,11 +31,50 @@ class Material:
 def material_of(config: TrainConfig, target: Target, report: Report = ignore) -> Material:
     if not config.data:
         raise UserError("no data: give `data`, a folder of `peagle regenerate` or a JSONL file of conversations")
-    paths = [Path(part.strip()) for part in config.data.split(",")]
-    documents = read_documents(paths, target, min(config.max_length, target.context), report)
+    length = min(config.max_length, target.context)
+    if isinstance(target, StoredTarget):
+        documents = target.shards.documents(length)
+    else:
+        paths = [Path(part.strip()) for part in config.data.split(",")]
+        documents = read_documents(paths, target, length, report)
     train, held_out = split(documents, config.held_out, config.seed)
     ids, coverage = draft_vocabulary(train, target.vocab_size, config.draft_vocab, target.stop_ids)
     return Material(train, held_out, ids, coverage)
+
+
+def capture_in(data: str) -> Path | None:
+    """The folder of a capture, where `data` names one."""
+    paths = [Path(part.strip()).expanduser() for part in data.split(",") if part.strip()]
+    found = [path for path in paths if (path / CAPTURE).is_file()]
+    if found and len(paths) > 1:
+        raise UserError(
+            f"{found[0]} is a capture, which is trained from alone: give it as the only `data`,"
+            " or capture all data folders into one (`peagle capture --data A,B`)"
+        )
+    return found[0] if found else None
+
+
+def fitted(config: TrainConfig) -> TrainConfig:
+    """The config with what a capture decides, if its data is one: the target, the taps."""
+    folder = capture_in(config.data)
+    if folder is None:
+        return config
+    told, ids = read_told(folder / TARGET), tuple(read_told(folder / CAPTURE)["aux_layer_ids"])
+    if config.aux_layer_ids not in ((), ids):
+        raise UserError(f"aux_layer_ids are {config.aux_layer_ids}, but {folder} holds those of {ids}: use these")
+    if config.target not in (DEFAULT_PAIR, told["name"]) and hub_name(config.target) != told["name"]:
+        raise UserError(f"{folder} was captured from {told['name']}, not from {config.target}: set target to that")
+    if config.init == "target" and config.num_layers > (kept := told["blocks"]):
+        raise UserError(f"{folder} holds the target's last {kept} blocks, layers is {config.num_layers}: init=random")
+    return replace(config, target=told["name"], aux_layer_ids=ids)
+
+
+def hub_name(target: str) -> str:
+    try:
+        pair = find(target)
+    except UserError:
+        return target
+    return pair.target.hub or pair.name
 
 
 def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) -> Drafter:
@@ -54,6 +94,8 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
     drafter.adopt(target.embedding, target.lm_head, ids)  # the target's own tensors, in its dtype
     if config.init == "target":
         begin_as_target(drafter, target)
+    elif config.init != "random":
+        begin_as(drafter, Path(config.init), target)
     if config.train_embeddings:
         drafter.own_embeddings()
     return drafter.train().requires_grad_(True)
@@ -64,9 +106,17 @@ def mask_id_of(config: TrainConfig, target: Target) -> int | None:
         return None
     if config.mask_token_id >= 0:
         return config.mask_token_id
-    source = find(config.target).drafters.get("p-eagle")
-    known = source.mask_token_id if source else None
+    known = target.mask_token_id if isinstance(target, StoredTarget) else pair_mask_id(config.target)
     return target.vocab_size - 1 if known is None else known
+
+
+def pair_mask_id(pair: str) -> int | None:
+    """None: no pair of ours."""
+    try:
+        source = find(pair).drafters.get("p-eagle")
+    except UserError:
+        return None
+    return source.mask_token_id if source else None
 
 
 @torch.no_grad()
@@ -91,6 +141,17 @@ def begin_as_target(drafter: Drafter, target: Target) -> None:
     norm: Any = getattr(target.model.get_decoder(), "norm", None)
     if getattr(norm, "weight", torch.empty(0)).shape == drafter.norm.weight.shape:
         drafter.norm.weight.copy_(norm.weight)
+
+
+def begin_as(drafter: Drafter, folder: Path, target: Target) -> None:
+    """The weights of an earlier drafter of the same shape; its draft vocabulary may have been another."""
+    earlier = checkpoint.load(folder.expanduser(), target, torch.float32)
+    same = ("method", "num_layers", "hidden_size", "aux_layer_ids", "mask_token_id", "intermediate_size")
+    for name in same:
+        mine, theirs = getattr(drafter.config, name), getattr(earlier.config, name)
+        if mine != theirs:
+            raise UserError(f"cannot begin as {folder}: its {name} is {theirs}, this run's is {mine}")
+    drafter.load_state_dict(earlier.state_dict())
 
 
 def trained_copy(drafter: Drafter, state: dict[str, Any], target: Target) -> Drafter:
