@@ -23,7 +23,7 @@ from peagle.target import Target
 from peagle.train import run
 from peagle.train.capture import NO_CHAINS, Capture, Settings
 from peagle.train.config import TrainConfig
-from peagle.train.documents import Documents, packed, read_documents, split
+from peagle.train.documents import Documents, join, packed, read_documents, split
 from peagle.train.features import Features, StoredFeatures, top_k
 from peagle.train.loss import Loss, TopK, chunk_loss, topk_loss
 from peagle.train.pack import batch_of
@@ -177,6 +177,16 @@ def test_stored_target_stands_for_any(name: str, tied: bool, tmp_path: Path) -> 
     assert len(stored.layers) == len(target.layers)
     with pytest.raises(UserError, match="not the target"):
         stored.features(torch.zeros(1, 4))
+
+
+def test_the_last_blocks_keep_their_order(tmp_path: Path) -> None:
+    target = make_target(num_hidden_layers=12)
+    documents = join([(np.arange(6, 20), np.arange(14) > 3, "a@0")])
+    stored = StoredTarget(captured(target, documents, tmp_path, SMALL), torch.float32, "cpu")
+    for mine, theirs in zip(stored.layers[-4:], target.layers[-4:], strict=True):
+        own = dict(mine.named_parameters())
+        assert all(torch.equal(own[name], weight) for name, weight in theirs.named_parameters())
+    assert sum(p.numel() for p in stored.model.parameters()) == 2 * 96 * 32
 
 
 def train(config: TrainConfig, target: Target, monkeypatch, online: bool) -> list[dict]:

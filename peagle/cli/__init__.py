@@ -10,6 +10,8 @@ from typer.core import TyperGroup
 from peagle import __version__
 from peagle.errors import UserError
 
+TRAINING = ["make-drafter", "regenerate", "capture", "train"]
+
 out = Console()
 err = Console(stderr=True)
 
@@ -18,7 +20,7 @@ class Commands(TyperGroup):
     """A user's mistake is one line and exit code 2, never a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["pairs", "pull", "generate", "demo", "evaluate", "regenerate", "capture", "train", "export", "check"]
+        return ["pairs", "pull", "generate", "demo", "evaluate", *TRAINING, "export", "check"]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -54,4 +56,16 @@ def main(
     and the answer is the target's own, token by token."""
 
 
-from peagle.cli import capture, check, demo, evaluate, export, generate, pairs, pull, regenerate, train  # noqa: E402, F401
+from peagle.cli import (  # noqa: E402
+    capture,  # noqa: F401
+    check,  # noqa: F401
+    demo,  # noqa: F401
+    evaluate,  # noqa: F401
+    export,  # noqa: F401
+    generate,  # noqa: F401
+    make_drafter,  # noqa: F401
+    pairs,  # noqa: F401
+    pull,  # noqa: F401
+    regenerate,  # noqa: F401
+    train,  # noqa: F401
+)

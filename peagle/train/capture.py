@@ -34,7 +34,7 @@ PACK = 4096  # tokens that run through the target at once
 SPARE = 1.05  # of the size that must be free
 NO_CHAINS = Chains(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
-Progress = Callable[[int, int, int], None]  # tokens done, tokens in all, tokens done
+Progress = Callable[[int, int, int], None]  # tokens done, tokens in all, tokens done in this run
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,12 @@ class Capture:
         check_aux_layer_ids(self.aux, len(target.layers))
         if not 1 <= settings.top_k <= target.vocab_size:
             raise UserError(f"--top-k is {settings.top_k}: use 1 to {target.vocab_size}, the target's vocabulary")
-        self.parts = self._parts()
+        room = max(1, settings.shard_bytes // self.bytes_per_token)
+        self.parts = list(in_order(documents, room))  # the document numbers of each shard
         check_told(self.out, self.told())
         self.missing = [i for i, part in enumerate(self.parts) if not self._there(i, len(part))]
         lengths = np.diff(documents.starts)
-        self.tokens = int(sum(lengths[part].sum() for part in (self.parts[i] for i in self.missing)))
+        self.tokens = sum(int(lengths[self.parts[i]].sum()) for i in self.missing)  # still to be captured
 
     def told(self) -> dict[str, Any]:
         """What the files depend on: a capture is resumed only with the same."""
@@ -135,11 +136,6 @@ class Capture:
             about = {"first": int(self.parts[i][0]), "keys": documents.keys}
             write_tensors(self.out / shard_name(i), tensors, about)
 
-    def _parts(self) -> list[np.ndarray]:
-        """The document numbers of each shard: as many as fill it."""
-        room = max(1, self.settings.shard_bytes // self.bytes_per_token)
-        return list(in_order(self.documents, room))
-
     def _there(self, i: int, count: int) -> bool:
         file = self.out / shard_name(i)
         return file.is_file() and len(read_shard(file)[0]["starts"]) == count + 1
@@ -170,8 +166,9 @@ def write_tensors(final: Path, tensors: dict[str, Tensor], about: dict[str, Any]
     """Written beside and renamed."""
     partial = final.with_name(f".{final.name}.{os.getpid()}")
     try:
-        tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(tensors, partial, metadata={"about": json.dumps(about)})
+        stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        save_file(stored, partial, metadata={"about": json.dumps(about)})  # one entry: their order is not kept
+        partial.chmod(0o644)
         partial.replace(final)
     finally:
         partial.unlink(missing_ok=True)

@@ -15,6 +15,9 @@ def doc(default: Any, text: str) -> Any:
     return field(default=default, metadata={"doc": text})
 
 
+NOT_NEGATIVE = ("draft_vocab", "max_anchors", "held_out", "steps", "seed", "clip", "final_lr", "weight_decay")
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     target: str = doc("smollm2-135m", "a pair's name, a folder or a hub id")
@@ -27,7 +30,9 @@ class TrainConfig:
     mask_token_id: int = doc(-1, "an unused vocabulary row for p-eagle; -1: the pair's, or the last row")
     draft_vocab: int = doc(0, "the most frequent tokens of the answers; 0: the whole vocabulary")
     train_embeddings: bool = doc(False, "train the embedding table too; it is then stored with the drafter")
-    init: str = doc("target", "target: blocks start as the target's last ones; random; or the folder of a drafter to go on from")
+    init: str = doc(
+        "target", "target: blocks start as the target's last ones; random; or the folder of a drafter to go on from"
+    )
     # what is seen
     max_length: int = doc(2048, "longer documents are cut")
     pack_tokens: int = doc(4096, "documents are packed into rows of so many tokens")
@@ -37,11 +42,11 @@ class TrainConfig:
     segments: int = doc(1, "chains of a pack run in so many segments: less memory, the same gradients")
     held_out: int = doc(200, "prompts kept for evaluation (a fifth at most)")
     # what is minimised, and how
-    loss: str = doc("kl", "kl (to the target's distribution), ce (its likeliest token), mix")
+    loss: str = doc("mix", "kl (to the target's distribution), ce (its likeliest token), mix")
     mix: float = doc(0.5, "share of kl in mix")
     depth_weight: float = doc(1.0, "the loss of depth k counts this to the k-th")
-    optimizer: str = doc("adamw", "adamw, or muon (for matrices, adamw for the rest)")
-    lr: float = doc(8e-4, "peak learning rate")
+    optimizer: str = doc("muon", "muon (for matrices, adamw for the rest), or adamw")
+    lr: float = doc(3e-3, "peak learning rate; for adamw alone a third of it")
     schedule: str = doc("cosine", "cosine, linear, or constant, after the warm-up")
     warmup: float = doc(0.01, "share of the steps")
     final_lr: float = doc(0.02, "the last learning rate, as a share of the peak")
@@ -67,7 +72,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         rules = {
             "method": (self.method in ("p-eagle", "eagle3"), "p-eagle or eagle3"),
-            "k": (self.k >= 1, "1 or more"),
+            **{name: (1 <= getattr(self, name) <= 64, "in 1..64") for name in ("k", "eval_k")},  # rule.py: MOST_DEPTHS
             "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in ("kl", "ce", "mix"), "kl, ce or mix"),
@@ -81,6 +86,7 @@ class TrainConfig:
             "pack_tokens": (self.pack_tokens >= 128, "128 or more"),
             **{name: (getattr(self, name) >= 1, "1 or more") for name in ("packs_per_step", "segments", "log_every")},
             **{name: (getattr(self, name) > 0, "above 0") for name in ("lr", "epochs", "depth_weight")},
+            **{name: (getattr(self, name) >= 0, "0 or more") for name in NOT_NEGATIVE},
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
@@ -113,7 +119,7 @@ def _read(path: Path) -> Any:
         return tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
     except FileNotFoundError as error:
         raise UserError(f"no config {path}: write one with `peagle train --print-config > {path}`") from error
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
@@ -125,13 +131,13 @@ def _typed(key: str, value: Any, default: Any) -> Any:
             return {"true": True, "false": False}[value.lower()]
         if kind is tuple:
             parts = value.split(",") if isinstance(value, str) else value
-            return tuple(int(part) for part in parts if str(part).strip())
-        if (kind is bool) != isinstance(value, bool):
+            return tuple(int(str(part)) for part in parts if str(part).strip())
+        if (kind is bool) != isinstance(value, bool) or (kind is str and not isinstance(value, str | int | float)):
             raise ValueError
         if kind is int and float(value) != int(float(value)):
             raise ValueError
         return kind(float(value)) if kind is int else kind(value)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise UserError(f"{key} is {value!r}: it must be a {kind.__name__} such as {default!r}") from error
 
 

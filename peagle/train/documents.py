@@ -78,7 +78,7 @@ def _read(file: Path, target: Target, max_length: int, report: Report, parts: li
             continue
         try:
             ids, answer = document(record, target)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             report(f"{file}:{number}: skipped, {error}")
             skipped += 1
             continue

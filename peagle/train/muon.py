@@ -10,8 +10,11 @@ from torch import Tensor
 class Muon(torch.optim.Muon):
     """Its state is that of torch.optim.Muon. Learning rates are scaled to AdamW's (0.2 * sqrt of the longer side)."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, adjust_lr_fn="match_rms_adamw", **kwargs)
+
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -22,7 +25,7 @@ class Muon(torch.optim.Muon):
                 self._update(parameters, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)

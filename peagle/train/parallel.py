@@ -33,6 +33,10 @@ class World:
             dist.all_reduce(x)
         return x
 
+    def number(self, x: float, device: torch.device) -> float:
+        """The sum over all processes of a number; `device`: where their backend sums."""
+        return x if self.size == 1 else float(self.total(torch.tensor(x, dtype=torch.float64, device=device)))
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -63,13 +67,15 @@ class Joined:
             fully_shard(passes, reshard_after_forward=False)
             self._collect(False)
         elif world.size > 1:
-            self.wrapped = DistributedDataParallel(passes)
+            self.wrapped = DistributedDataParallel(passes, broadcast_buffers=False)  # they are the target's tables
 
     def sync(self) -> None:
         if self.world.size == 1:
             return
         if self.sharded:
             self._collect(True)
+            for module in (self.passes, *self.passes.drafter.layers):  # a process without a pack has not yet
+                module.unshard()  # type: ignore[operator]
         self.wrapped("touch").backward()
         if self.sharded:
             self._collect(False)

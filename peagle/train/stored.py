@@ -78,9 +78,10 @@ class Head(nn.Module):
         self.embed = module_of({"weight": tensors.pop("embed_tokens.weight").to(device, dtype)})
         output = tensors.pop("lm_head.weight", None)
         self.output = self.embed if output is None else module_of({"weight": output.to(device, dtype)})
-        rest = module_of(tensors)
+        rest: Any = module_of(tensors)
         self._decoder = [rest]  # in a list: no parameters of this module
-        self.last_blocks = list(getattr(rest, "layers", nn.Module()).children())
+        blocks = dict(rest.layers.named_children())
+        self.last_blocks = [blocks[i] for i in sorted(blocks, key=int)]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed

@@ -84,9 +84,13 @@ class Trainer:
 
     def resume(self) -> bool:
         """Goes on where the newest state ends, if there is one."""
-        state = load_state(self.out / "state", self.passes, self.optimizers)
+        state = load_state(self.out / "state", self.passes, self.optimizers, self._require_same)
         if state is None:
             return False
+        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        return True
+
+    def _require_same(self, state: dict[str, Any]) -> None:
         mine = asdict(self.config)
         for key, value in state["config"].items():
             value = tuple(value) if isinstance(value, list) else value
@@ -95,8 +99,6 @@ class Trainer:
                     f"the run in {self.out} was started with {key} = {value!r}, now it is {mine.get(key)!r}:"
                     " put it back, or give another `out`"
                 )
-        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        return True
 
     def train(self, journal: Journal, progress: Progress, stop_after: float = math.inf) -> bool:
         """Until the last step, or for `stop_after` seconds; tells whether it came to the end."""
@@ -105,10 +107,10 @@ class Trainer:
         for batches in self.feed(self.step, self.total):
             part = self._step(batches)
             sums += part
-            losses.append(part.loss.sum())
+            losses.append(part.loss.sum() + 0 * self.norm)  # a gradient that is no number counts too
             self.step += 1
             self.tokens += sum(sum(batch.lengths) for batch in batches)
-            late = time.perf_counter() - begin > stop_after
+            late = self._late(begin, stop_after)
             last = self.step == self.total
             save = last or late or self._due(self.config.save_every)
             if save or self._due(self.config.log_every):
@@ -127,10 +129,17 @@ class Trainer:
         self.save_drafter()
         return True
 
+    def _late(self, begin: float, stop_after: float) -> bool:
+        """All processes stop together, or those that go on would wait for ever."""
+        if math.isinf(stop_after):
+            return False
+        late = time.perf_counter() - begin > stop_after
+        return self.world.number(float(late), self.target.device) > 0
+
     def _step(self, batches: list[Any]) -> Sums:
         """Gradients of all packs, the optimiser's step; the loss of each row counts alike wherever it is computed."""
-        rows = self.world.total(torch.tensor(float(sum(batch.rows for batch in batches))))
-        scale = self.world.size / max(float(rows), 1.0)
+        rows = self.world.number(float(sum(batch.rows for batch in batches)), self.target.device)
+        scale = self.world.size / max(rows, 1.0)
         sums = self._no_sums()
         for batch in batches:
             g, last = self.features(batch)
@@ -141,7 +150,7 @@ class Trainer:
         return sums
 
     def _check(self, losses: list[torch.Tensor]) -> None:
-        """A loss that is no number ends the run; the last state is older than it."""
+        """A loss (or a gradient) that is no number ends the run; the last state is older than it."""
         values = self.world.total(torch.stack(losses).clone()).tolist() if losses else []
         for i, value in enumerate(values):
             if not math.isfinite(value):

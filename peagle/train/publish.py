@@ -1,0 +1,75 @@
+"""From a finished run to a folder one can ship: int8 where that costs nothing, with its card and curves."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.core import Step
+from peagle.drafter import Drafter, checkpoint, compact
+from peagle.home import publish_folder
+from peagle.train.acceptance import acceptance, length_of
+from peagle.train.card import card
+from peagle.train.features import online
+from peagle.train.passes import Passes
+from peagle.train.run import Run
+
+COST = 0.01  # int8 may cost this share of the acceptance length
+
+
+def publish(run: Run, commands: list[str]) -> tuple[Path, float]:
+    """OUT/published, and the acceptance length of what lies in it, on the held-out answers."""
+    trainer, target = run.trainer, run.target
+    source, folder = trainer.out / "drafter", trainer.out / "published"
+    whole = checkpoint.load(source, target, torch.float32)
+    k = run.config.eval_k
+    before = held_out_length(run, whole)
+    with publish_folder(folder) as staging:
+        compact.save(whole, staging, target, torch.bfloat16, int8=True)
+        small = checkpoint.load(staging, target, torch.float32)
+        after = held_out_length(run, small)
+        cheap = after >= (1 - COST) * before
+        if not cheap:
+            shutil.copytree(source, staging, dirs_exist_ok=True)
+        kept, stored = (after, "int8 rows") if cheap else (before, "bfloat16")
+        told = measured(run) | {
+            f"acceptance length on held-out answers, K={k}": kept,
+            "stored as": f"{stored} (bfloat16 {before:.3f}, int8 {after:.3f})",
+        }
+        (staging / "README.md").write_text(card(whole.config, run.config, told, commands=commands))
+        if (trainer.out / "curves.png").is_file():
+            shutil.copy(trainer.out / "curves.png", staging)
+    return folder, kept
+
+
+def held_out_length(run: Run, drafter: Drafter) -> float:
+    """1.0 where nothing is held out."""
+    trainer, k = run.trainer, run.config.eval_k
+    if not len(run.material.held_out):
+        return 1.0
+    passes = Passes(drafter, trainer.passes.dtype)
+    if trainer.flex:
+        passes.compile()
+    steps: dict[int, list[Step]] = acceptance(
+        passes, online(trainer.features), run.material.held_out, [k], run.config.pack_tokens, trainer.flex
+    )
+    return length_of(steps[k])
+
+
+def measured(run: Run) -> dict[str, Any]:
+    """What the card tells of the run."""
+    documents, trainer = run.material.documents, run.trainer
+    return {
+        "documents": len(documents),
+        "answer tokens": documents.answer_tokens,
+        "draft vocabulary covers": f"{run.material.coverage:.2%} of them",
+        "steps": trainer.step,
+        "tokens the target has seen": trainer.tokens,
+        "minutes of training": trainer.seconds / 60,
+        "device": device_name(trainer.target.device),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

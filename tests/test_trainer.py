@@ -1,0 +1,252 @@
+"""A run: it learns, goes on where it was stopped to the bit, and stops with a word where it must."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.core import Method
+from peagle.drafter import checkpoint
+from peagle.errors import UserError
+from peagle.train.config import TrainConfig
+from peagle.train.journal import Journal
+from peagle.train.state import states
+from peagle.train.trainer import Trainer
+from tests.training import make_run, some_answers, some_config, train
+
+QUICK = {"pack_tokens": 128, "k": 3, "steps": 8, "eval_k": 2, "held_out": 2, "save_every": 3}
+
+
+def config_in(folder: Path, **changes: object) -> TrainConfig:
+    return some_config(some_answers()[1] / "answers.jsonl", folder / "run", **(QUICK | changes))
+
+
+def start(config: TrainConfig) -> Trainer:
+    return make_run(some_answers()[0], config)
+
+
+def losses(entries: list[dict]) -> list[float]:
+    return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Spoilt:
+    """Features as they are, but NaN at one call."""
+
+    def __init__(self, trainer: Trainer, at: int) -> None:
+        self.plain, self.calls, self.at, self.target = trainer.features, 0, at, trainer.target
+
+    def __call__(self, batch: Any) -> Any:
+        g, last = self.plain(batch)
+        self.calls += 1
+        return (g * float("nan") if self.calls == self.at else g), last
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_it_learns(method: Method, tmp_path):
+    """The loss falls, and what is served with it, the acceptance length on prompts never seen, rises."""
+    config = config_in(tmp_path, method=method, pack_tokens=384, k=4, steps=40, lr=1e-2, eval_k=3, held_out=6)
+    trainer = start(config)
+    trainer.evaluate(Journal(trainer.out))
+    entries = train(trainer)
+    lengths = [entry["acceptance_length"] for entry in entries if "k" in entry]
+    assert np.mean(losses(entries)[-5:]) < 0.4 * np.mean(losses(entries)[:5])
+    assert len(lengths) == 2 and lengths[1] > lengths[0] + 0.3
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
+    """Stopped after every step of the first three, then killed at the sixth: as if nothing had happened."""
+    how = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
+    whole = start(config_in(tmp_path / "whole", **how))
+    straight = train(whole)
+    config = config_in(tmp_path / "parts", **how)
+    for step in range(3):
+        trainer = start(config)
+        assert trainer.resume() == (step > 0) and trainer.step == step
+        train(trainer, stop_after=0)
+    trainer = start(config)
+    trainer.resume()
+    batches = trainer.feed.batches
+    trainer.feed.batches = lambda step, packs: 1 / 0 if step == 5 else batches(step, packs)  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        train(trainer)
+    trainer = start(config)
+    assert trainer.resume() and trainer.step == 3, "of the steps since the last state nothing is left"
+    entries = train(trainer)
+    assert losses(entries) == losses(straight) and len(losses(entries)) == 8
+    assert_same(weights(trainer), weights(whole))
+    one, two = (checkpoint.read(t.out / "drafter").tensors for t in (trainer, whole))
+    assert_same(one, two)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    train(start(config_in(tmp_path)))
+    trainer = start(config_in(tmp_path))
+    assert trainer.resume() and trainer.step == 8
+    before = weights(trainer)
+    assert trainer.train(Journal(trainer.out, trainer.step), lambda *_: pytest.fail("a step")) is True
+    assert_same(weights(trainer), before)
+
+
+CHANGES = {"lr": 0.5, "layers": 2, "draft_vocab": 40, "optimizer": "muon", "k": 4, "seed": 1, "method": "eagle3"}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_another_config_is_refused_by_name(key: str, tmp_path):
+    train(start(config_in(tmp_path, steps=2)))
+    trainer = start(config_in(tmp_path, steps=2, **{key: CHANGES[key]}))
+    with pytest.raises(UserError, match=f"was started with {key} = "):
+        trainer.resume()
+
+
+def test_what_changes_no_result_may_change(tmp_path):
+    whole = start(config_in(tmp_path / "whole"))
+    train(whole)
+    train(start(config_in(tmp_path)), stop_after=0)
+    free = {"segments": 2, "checkpointing": True, "log_every": 2, "eval_k": 1, "save_every": 0, "eval_every": 5}
+    trainer = start(config_in(tmp_path, **free))
+    assert trainer.resume()
+    train(trainer)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(trainer)[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_loss_that_is_no_number_stops(log_every: int, tmp_path):
+    trainer = start(config_in(tmp_path, log_every=log_every))
+    trainer.features = Spoilt(trainer, at=5)  # type: ignore[assignment]
+    key = trainer.feed.keys(4)[0]
+    with pytest.raises(UserError, match=rf"the loss of step 4 is nan: stopped.*{key}"):
+        train(trainer)
+    assert [path.name for path in states(trainer.out / "state")] == ["step-00000003.pt"]
+    again = start(config_in(tmp_path, log_every=log_every))
+    assert again.resume() and again.step == 3
+    assert all(weight.isfinite().all() for weight in weights(again).values())
+
+
+def test_a_gradient_that_is_no_number_is_not_saved(tmp_path):
+    """The loss is still finite then, the weights no longer."""
+    trainer = start(config_in(tmp_path))
+    trainer.drafter.fc.weight.register_hook(lambda grad: grad * float("nan") if trainer.step == 2 else grad)
+    with pytest.raises(UserError, match="the loss of step 2 is nan"):
+        train(trainer)
+    assert states(trainer.out / "state") == []
+
+
+def test_two_states_are_kept(tmp_path):
+    trainer = start(config_in(tmp_path, save_every=2))
+    train(trainer)
+    folder = trainer.out / "state"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006.pt", "step-00000008.pt"]
+
+
+@pytest.mark.parametrize("torn", [b"", b"no state at all", None])
+def test_an_unreadable_state(torn: bytes | None, tmp_path):
+    trainer = start(config_in(tmp_path, save_every=2))
+    train(trainer)
+    newest = states(trainer.out / "state")[-1]
+    newest.write_bytes(newest.read_bytes()[:-1000] if torn is None else torn)
+    again = start(config_in(tmp_path, save_every=2))
+    with pytest.raises(UserError, match=rf"cannot read .*{newest.name}.*Remove it"):
+        again.resume()
+    newest.unlink()
+    assert again.resume() and again.step == 6
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")])
+def test_a_full_disk_leaves_the_old_state(error: Exception, tmp_path, monkeypatch):
+    trainer = start(config_in(tmp_path, steps=6))
+    plain = torch.save
+
+    def full(state: dict, path: Path) -> None:
+        if state["step"] == 3:
+            return plain(state, path)
+        path.write_bytes(b"the beginning")
+        raise error
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"cannot write .*step-00000006.*step-00000003"):
+        train(trainer)
+    assert [path.name for path in (trainer.out / "state").iterdir()] == ["step-00000003.pt"], "no half file either"
+    again = start(config_in(tmp_path, steps=6))
+    assert again.resume() and again.step == 3
+
+
+def test_the_journal_forgets_what_is_run_again(tmp_path):
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "acceptance_length": 1.5, "k": 2}]
+    text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "loss": 1.0}])
+    (tmp_path / "log.jsonl").write_text(text + '{"step": 4, "lo')
+    assert Journal(tmp_path, step=2).entries == lines
+    assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()] == lines
+    assert Journal(tmp_path / "other", active=False).entries == [] and not (tmp_path / "other").exists()
+
+
+def test_log_curves_and_events(tmp_path):
+    seen: list[tuple[int, int]] = []
+    trainer = start(config_in(tmp_path, eval_every=4, log_every=2))
+    journal = Journal(trainer.out)
+    assert trainer.train(journal, lambda done, total, measured: seen.append((done, total)))
+    lines = [json.loads(line) for line in (trainer.out / "log.jsonl").read_text().splitlines()]
+    logs, evaluations = ([line for line in lines if key in line] for key in ("loss", "acceptance_length"))
+    assert seen == [(step, 8) for step in (2, 3, 4, 6, 8)] == [(line["step"], 8) for line in logs]
+    assert [line["step"] for line in evaluations] == [4, 8]
+    assert all(len(line["match"]) == len(line["loss_per_depth"]) == 3 for line in logs)
+    assert logs[-1]["tokens"] == trainer.tokens > 0 and logs[-1]["lr"] < logs[1]["lr"]
+    assert (trainer.out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trainer.out / "events"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss")] == [2, 3, 4, 6, 8]
+    assert [e.step for e in events.Scalars("acceptance_length")] == [4, 8]
+
+
+def test_trained_embeddings_are_stored(tmp_path):
+    target, _ = some_answers()
+    before = target.embedding.clone()
+    trainer = start(config_in(tmp_path, train_embeddings=True))
+    train(trainer)
+    assert torch.equal(target.embedding, before), "the target's own table stays as it was"
+    drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
+    moved = (trainer.drafter.embed_tokens.detach() - before).abs().amax(1)
+    assert moved.max() > 1e-3
+    torch.testing.assert_close(drafter.embed_tokens, trainer.drafter.embed_tokens.detach(), rtol=0.01, atol=1e-4)
+    assert "embed_tokens.weight" in checkpoint.read(trainer.out / "drafter").stored
+    plain = start(config_in(tmp_path / "plain", steps=1))
+    train(plain)
+    assert "embed_tokens.weight" not in checkpoint.read(plain.out / "drafter").stored
+
+
+def test_going_on_from_a_drafter(tmp_path):
+    first = start(config_in(tmp_path))
+    train(first)
+    folder = shutil.copytree(first.out / "drafter", tmp_path / "first")
+    second = start(config_in(tmp_path / "more", init=str(folder), steps=2))
+    for name, weight in weights(second).items():
+        torch.testing.assert_close(weight, weights(first)[name].bfloat16().float(), rtol=0, atol=0)
+    entries = train(second)
+    assert losses(entries)[0] < 1.5 * losses(entries)[1] and second.step == 2
+    with pytest.raises(UserError, match="cannot begin as .*num_layers"):
+        start(config_in(tmp_path / "other", init=str(folder), layers=2))
+
+
+@pytest.mark.parametrize("more", [{"max_anchors": 30}, {"max_anchors": 30, "method": "eagle3"}, {"k": 1, "eval_k": 1}])
+def test_other_ways_to_run(more: dict, tmp_path):
+    """Fixed shapes; only one depth."""
+    trainer = start(config_in(tmp_path, **more))
+    entries = train(trainer)
+    assert losses(entries)[-1] < losses(entries)[0] and trainer.step == 8
