@@ -16,6 +16,7 @@ from peagle.drafter.config import DrafterConfig
 from peagle.train.chains import sample_chains
 from peagle.train.gradients import pack_gradients
 from peagle.train.loss import Loss
+from peagle.train.move import flat
 from peagle.train.pack import batch_of, pack
 from peagle.train.passes import Passes
 
@@ -52,7 +53,7 @@ def drafter_8b(layers: int = 4, device: str = "cuda") -> Drafter:
 def measure(passes: Passes, length: int, segments: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     one = pack([(rng.integers(0, VOCAB, length), np.arange(length) >= 64)])
-    batch = batch_of(one, sample_chains(one.room, K, 0.8, rng), False, segments, "cuda")
+    batch = flat(batch_of(one, sample_chains(one.room, K, 0.8, rng), False, segments, flex=True)).to("cuda")
     g = torch.randn(length, 3 * 4096, device="cuda", dtype=torch.bfloat16)
     last = torch.randn(length, 4096, device="cuda", dtype=torch.bfloat16)
     loss = Loss(passes.drafter.lm_head, K, "kl", 1.0, 1.0, 0.0)

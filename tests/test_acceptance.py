@@ -60,7 +60,7 @@ def assert_equal_steps(mine: list[Step], loops: list[list[Step]]) -> None:
         own, at = mine[at : at + len(steps)], at + len(steps)
         assert own[:-1] == steps[:-1]
         assert [s.tokens for s in own] == [s.tokens for s in steps]
-        assert not steps or own[-1].accepted <= steps[-1].accepted and own[-1].drafted == steps[-1].drafted
+        assert not steps or (own[-1].accepted <= steps[-1].accepted and own[-1].drafted == steps[-1].drafted)
     assert at == len(mine)
 
 

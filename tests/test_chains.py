@@ -116,7 +116,7 @@ def rows(batch: Batch) -> list[tuple[int, int]]:
 @settings(max_examples=60, deadline=None)
 @given(masks, st.integers(1, 7), st.booleans(), st.sampled_from([1, 2, 3, 8]), st.integers(0, 99))
 def test_segments_partition_the_chains(answers, k, by_depth, segments, seed):
-    packed = packed_of(answers)
+    packed = packed_of(answers * 8)  # several blocks long
     chains = sample_chains(packed.room, k, 0.8, np.random.default_rng(seed))
     batch = batch_of(packed, chains, by_depth, segments)
     assert sorted(rows(batch)) == pairs(chains) and batch.rows == len(chains) + np.count_nonzero(packed.room)
@@ -149,6 +149,7 @@ def test_what_a_level_holds(answers, k, by_depth, segments, room):
                 before = own
             sees = dense_mask(level.rows, batch.context + level.rows)[level.live :, :]
             assert sees.sum(1).eq(1).all(), "a row of padding sees itself alone"
+            assert (level.rows.start > level.rows.anchor)[level.live :].all(), "for flex attention, too"
 
 
 def test_the_batch_shifts_ids_by_one():

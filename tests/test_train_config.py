@@ -50,7 +50,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
     path = written(tmp_path / "a.yaml", "learning_rate: 1\n")
     with pytest.raises(UserError, match=r"unknown key 'learning_rate' in .*a\.yaml"):
         read_config(path)
-    with pytest.raises(UserError, match="unknown key 'pack_token' in the options.*'pack_tokens'"):
+    with pytest.raises(UserError, match=r"unknown key 'pack_token' in the options.*'pack_tokens'"):
         read_config(None, {"pack_token": "4096"})
 
 
@@ -121,7 +121,7 @@ def test_wrong_values(wrong: dict):
 
 
 def test_muon_needs_whole_matrices():
-    with pytest.raises(UserError, match="muon needs whole matrices.*ddp"):
+    with pytest.raises(UserError, match=r"muon needs whole matrices.*ddp"):
         TrainConfig(optimizer="muon", parallel="fsdp")
 
 

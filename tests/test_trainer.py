@@ -1,13 +1,16 @@
 """A run: it learns, goes on where it was stopped to the bit, and stops with a word where it must."""
 
+import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from peagle.core import Method
 from peagle.drafter import checkpoint
@@ -33,24 +36,27 @@ def losses(entries: list[dict]) -> list[float]:
     return [entry["loss"] for entry in entries if "loss" in entry]
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
 
 
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-class Spoilt:
-    """Features as they are, but NaN at one call."""
+def spoil(trainer: Trainer, call: int, do: Callable[[Tensor], Tensor]) -> None:
+    """Features as they are, but what `do` makes of them at one call (from 1)."""
+    plain, calls = trainer.features, itertools.count(1)
 
-    def __init__(self, trainer: Trainer, at: int) -> None:
-        self.plain, self.calls, self.at, self.target = trainer.features, 0, at, trainer.target
+    def features(batch: Any) -> Any:
+        g, last = plain(batch)
+        return (do(g) if next(calls) == call else g), last
 
-    def __call__(self, batch: Any) -> Any:
-        g, last = self.plain(batch)
-        self.calls += 1
-        return (g * float("nan") if self.calls == self.at else g), last
+    trainer.features = features  # type: ignore[assignment]
+
+
+def killed(g: Tensor) -> Tensor:
+    raise InterruptedError
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
@@ -79,9 +85,8 @@ def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
         train(trainer, stop_after=0)
     trainer = start(config)
     trainer.resume()
-    batches = trainer.feed.batches
-    trainer.feed.batches = lambda step, packs: 1 / 0 if step == 5 else batches(step, packs)  # type: ignore[assignment]
-    with pytest.raises(ZeroDivisionError):
+    spoil(trainer, 2 * 2 + 2, killed)  # in the second pack of the sixth step
+    with pytest.raises(InterruptedError):
         train(trainer)
     trainer = start(config)
     assert trainer.resume() and trainer.step == 3, "of the steps since the last state nothing is left"
@@ -127,7 +132,7 @@ def test_what_changes_no_result_may_change(tmp_path):
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_a_loss_that_is_no_number_stops(log_every: int, tmp_path):
     trainer = start(config_in(tmp_path, log_every=log_every))
-    trainer.features = Spoilt(trainer, at=5)  # type: ignore[assignment]
+    spoil(trainer, 5, lambda g: g * float("nan"))
     key = trainer.feed.keys(4)[0]
     with pytest.raises(UserError, match=rf"the loss of step 4 is nan: stopped.*{key}"):
         train(trainer)
@@ -240,7 +245,7 @@ def test_going_on_from_a_drafter(tmp_path):
         torch.testing.assert_close(weight, weights(first)[name].bfloat16().float(), rtol=0, atol=0)
     entries = train(second)
     assert losses(entries)[0] < 1.5 * losses(entries)[1] and second.step == 2
-    with pytest.raises(UserError, match="cannot begin as .*num_layers"):
+    with pytest.raises(UserError, match=r"cannot begin as .*num_layers"):
         start(config_in(tmp_path / "other", init=str(folder), layers=2))
 
 

@@ -16,6 +16,7 @@ from peagle.target import Target
 from peagle.train.chains import sample_chains
 from peagle.train.config import TrainConfig
 from peagle.train.journal import Journal
+from peagle.train.move import flat
 from peagle.train.pack import Batch, Pack, batch_of, pack
 from peagle.train.parallel import World
 from peagle.train.setup import material_of
@@ -34,7 +35,7 @@ def some_batch(
     packed: Pack, k: int, by_depth: bool = False, segments: int = 1, keep: float = 0.8, device: str = "cpu"
 ) -> Batch:
     chains = sample_chains(packed.room, k, keep, np.random.default_rng(1))
-    return batch_of(packed, chains, by_depth, segments, device)
+    return flat(batch_of(packed, chains, by_depth, segments)).to(device)
 
 
 def some_features(packed: Pack, d: int = 32, taps: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +67,8 @@ def some_config(data: Path, out: Path, **changes: object) -> TrainConfig:
         "mask_token_id": MASK,
         "pack_tokens": 384,
         "steps": 12,
+        "loss": "kl",
+        "optimizer": "adamw",
         "lr": 3e-3,
         "held_out": 6,
         "eval_k": 4,

@@ -20,6 +20,7 @@ from peagle.train.documents import Documents
 from peagle.train.documents import packed as packed_documents
 from peagle.train.features import Features
 from peagle.train.gradients import run_level
+from peagle.train.move import flat
 from peagle.train.pack import Batch, Pack, batch_of
 from peagle.train.passes import Passes
 from peagle.train.rule import mask_for
@@ -39,9 +40,10 @@ def draft_everywhere(
     context, drafts = None, []
     for start in range(0, len(anchors), max(group, 1)):
         own = anchors[start : start + group]
-        batch = batch_of(packed, full_chains(own, k), by_depth, 1, features.target.device, capacity)
+        batch = batch_of(packed, full_chains(own, k), by_depth, capacity=capacity, flex=flex)
+        batch = flat(batch).to(features.target.device)
         if context is None:
-            mask = mask_for(batch.context, batch.context, flex)
+            mask = mask_for(batch.context, batch.context, flex, batch.blocks)
             context = passes("context", batch.next_ids, features(batch)[0], batch.position, mask)
         drafts.append(_drafts(passes, batch, context, own, flex).cpu().numpy())
     return anchors, np.concatenate(drafts) if drafts else np.zeros((0, k), dtype=np.int64)
@@ -56,7 +58,8 @@ def _drafts(passes: Passes, batch: Batch, context: Any, anchors: np.ndarray, fle
     for level in batch.segments[0].levels if batch.segments else ():
         seen = seen + level.rows
         ids = pad(drafts[-1], len(level.rows)) if by_depth else None
-        out, feedback, cache = run_level(passes, level, feedback, cache, mask_for(level.rows, seen, flex), ids)
+        mask = mask_for(level.rows, seen, flex, level.blocks)
+        out, feedback, cache = run_level(passes, level, feedback, cache, mask, ids)
         own = best(passes.drafter, out[: level.live])
         drafts += [own] if by_depth else own.view(len(anchors), -1).unbind(1)
     return torch.stack(drafts, 1)

@@ -26,6 +26,7 @@ from peagle.train.acceptance import in_order
 from peagle.train.chains import Chains
 from peagle.train.documents import Documents, packed
 from peagle.train.features import Features, packable, top_k
+from peagle.train.move import flat
 from peagle.train.pack import batch_of
 from peagle.train.setup import pair_mask_id
 from peagle.train.stored import CAPTURE, HEAD, TARGET, VERSION, about_target, head_of, read_shard, read_told, shard_name
@@ -151,7 +152,7 @@ def shard_of(
     logits, tokens = torch.empty(size, k, dtype=narrow), torch.empty(size, k, dtype=torch.int32)
     done = 0
     for chosen in in_order(documents, PACK):
-        batch = batch_of(packed(documents, chosen, PACK), NO_CHAINS, device=target.device)
+        batch = flat(batch_of(packed(documents, chosen, PACK), NO_CHAINS)).to(target.device)
         taps, last = features(batch)
         total = sum(batch.lengths)
         at, done = slice(done, done + total), done + total

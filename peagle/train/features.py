@@ -38,7 +38,7 @@ class Features:
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """g [T, taps * d], last hidden state [T, d]; rows of padding hold anything."""
         if self.packed:
-            mask = context_mask(batch.context)
+            mask = context_mask(batch.context, batch.blocks)
             out = self.target.features(batch.ids[None], position_ids=batch.position[None], block_mask=mask)
             return out.hidden[0], out.logits[0]
         return self._padded(batch)

@@ -1,53 +1,47 @@
-"""Batches, prepared ahead in a thread: step after step, the same for the same seed whatever was run before."""
+"""Batches, prepared ahead: step after step, the same for the same seed whatever was run before."""
 
-import queue
-import threading
 from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
+from torch.utils.data import DataLoader, Dataset
 
 from peagle.train.chains import most_rows, sample_chains
 from peagle.train.config import TrainConfig
 from peagle.train.documents import Documents, packed, steps
+from peagle.train.move import Flat, flat
 from peagle.train.pack import Batch, batch_of
 from peagle.train.parallel import World
 
-AHEAD = 4
+WORKERS, AHEAD = 4, 4  # beside a GPU: processes, batches each
 
 
-class Feed:
+class Feed(Dataset[list[Flat]]):
+    """Item i: this process's batches of step `first` + i, not on the device yet."""
+
     def __init__(self, documents: Documents, config: TrainConfig, world: World, device: str) -> None:
         self.documents, self.config, self.world, self.device = documents, config, world, device
+        self.flex = device.startswith("cuda")
+        self.first = 0
+        self.packs: list[list[np.ndarray]] = []
 
     def __call__(self, first: int, last: int) -> Iterator[list[Batch]]:
-        """This process's batches of the steps first..last - 1."""
-        ready: queue.Queue = queue.Queue(AHEAD)
-        over = threading.Event()
+        """The batches of the steps first..last - 1, on the device."""
+        self.first, self.packs = first, list(islice(self._steps(), first, last))
+        ahead = {"num_workers": WORKERS, "prefetch_factor": AHEAD} if self.flex else {}
+        for batches in DataLoader(self, batch_size=None, shuffle=False, collate_fn=_same, **ahead):  # type: ignore
+            yield [batch.to(self.device) for batch in batches]
 
-        def work() -> None:
-            try:
-                for step, packs in enumerate(islice(self._steps(), first, last), start=first):
-                    _put(ready, self.batches(step, packs), over)
-            except BaseException as error:  # handed to whoever waits for the batch
-                _put(ready, error, over)
+    def __len__(self) -> int:
+        return len(self.packs)
 
-        threading.Thread(target=work, daemon=True).start()
-        try:
-            for _ in range(first, last):
-                batches = ready.get()
-                if isinstance(batches, BaseException):
-                    raise batches
-                yield batches
-        finally:
-            over.set()
-
-    def batches(self, step: int, packs: list[np.ndarray]) -> list[Batch]:
+    def __getitem__(self, i: int) -> list[Flat]:
         """Chains depend on the seed, the step and the pack's number alone."""
         out = []
-        for number, chosen in enumerate(packs):
+        for number, chosen in enumerate(self.packs[i]):
             if number % self.world.size == self.world.rank:
-                out.append(self.batch(chosen, np.random.default_rng([self.config.seed, step, number])))
+                rng = np.random.default_rng([self.config.seed, self.first + i, number])
+                out.append(flat(self.batch(chosen, rng)))
         return out
 
     def batch(self, chosen: np.ndarray, rng: np.random.Generator) -> Batch:
@@ -55,7 +49,7 @@ class Feed:
         one = packed(self.documents, chosen, config.pack_tokens)
         chains = sample_chains(one.room, config.k, config.keep, rng, config.max_anchors)
         by_depth = config.method != "p-eagle"
-        return batch_of(one, chains, by_depth, config.segments, self.device, self.capacity())
+        return batch_of(one, chains, by_depth, config.segments, self.capacity(), self.flex)
 
     def capacity(self) -> list[int] | None:
         """Fixed shapes where the number of anchors is capped and nothing is split."""
@@ -84,10 +78,5 @@ class Feed:
         return steps(self.documents, config.pack_tokens, config.packs_per_step, config.seed)
 
 
-def _put(ready: queue.Queue, item: object, over: threading.Event) -> None:
-    while not over.is_set():
-        try:
-            ready.put(item, timeout=0.2)
-            break
-        except queue.Full:
-            continue
+def _same(batches: list[Flat]) -> list[Flat]:
+    return batches

@@ -21,14 +21,14 @@ def pack_gradients(
 
     g [T, taps * d] and last [T, d]: the target's taps and its last hidden state at every token.
     """
-    mask = mask_for(batch.context, batch.context, flex)
+    mask = mask_for(batch.context, batch.context, flex, batch.blocks)
     normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
     own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
     rows = batch.supervised
-    gradient, sums = loss(normed.detach()[rows], last[rows + 1], torch.zeros_like(rows, dtype=torch.int32), scale)
+    gradient, sums = loss(normed.detach()[rows], last[rows + 1], torch.zeros_like(rows), scale)
     for segment in batch.segments:
         sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, scale, flex)
-    outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows, gradient)]
+    outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows.long(), gradient)]
     for x, grown in zip([feedback, *cache[0], *cache[1]], [own, *leaves[0], *leaves[1]], strict=True):
         if grown.grad is not None:
             outputs.append(x)
@@ -53,7 +53,8 @@ def segment_gradients(
     cache = until(cache, segment.edge)
     for level in segment.levels:
         seen = seen + level.rows
-        normed, feedback, cache = run_level(passes, level, feedback, cache, mask_for(level.rows, seen, flex))
+        mask = mask_for(level.rows, seen, flex, level.blocks)
+        normed, feedback, cache = run_level(passes, level, feedback, cache, mask)
         live = level.rows[: level.live]
         gradient = torch.zeros_like(normed)
         gradient[: level.live], part = loss(

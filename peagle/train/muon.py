@@ -10,8 +10,8 @@ from torch import Tensor
 class Muon(torch.optim.Muon):
     """Its state is that of torch.optim.Muon. Learning rates are scaled to AdamW's (0.2 * sqrt of the longer side)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, adjust_lr_fn="match_rms_adamw", **kwargs)
+    def __init__(self, params: Any, lr: float, **kwargs: Any) -> None:
+        super().__init__(params, lr, adjust_lr_fn="match_rms_adamw", **kwargs)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -4,8 +4,8 @@ Everything is flat and padded to lengths that repeat, so that compiled code sees
 document at the end: nothing sees it, nothing is asked of it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.train.chains import Chains, room_of
-from peagle.train.rule import BLOCK, RowSet
+from peagle.train.rule import BLOCK, Blocks, RowSet, blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Level:
     ids: Tensor  # [R] the real next token (EAGLE-3 embeds it)
     parent: Tensor  # [R] the row before in its chain: its place in the level before, or in the context
     live: int  # the first so many rows are no padding
+    blocks: Blocks | None = None  # of its attention, for flex
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A pack with its sampled chains, on the device."""
+    """A pack with its sampled chains. Tensors are int32."""
 
     ids: Tensor  # [T]
     next_ids: Tensor  # [T] ids shifted by one: what row p embeds
@@ -82,6 +83,7 @@ class Batch:
     context: RowSet  # [T] depth 0
     supervised: Tensor  # [n] the context rows that have a loss
     segments: tuple[Segment, ...]
+    blocks: Blocks | None = None  # of the context's attention, for flex
 
     @property
     def rows(self) -> int:
@@ -94,66 +96,65 @@ def batch_of(
     chains: Chains,
     by_depth: bool = False,
     segments: int = 1,
-    device: torch.device | str = "cpu",
     capacity: list[int] | None = None,
+    flex: bool = False,
 ) -> Batch:
     """Chains go to the segment of anchor + 1. `by_depth`: a level a depth (EAGLE-3).
 
     `capacity`: rows of each level, so that shapes repeat; without it a level is padded to whole blocks.
     """
     size = len(packed.ids)
-    put = _putter(device)
+    context = _rows(packed.doc, packed.start, np.arange(size), np.zeros(size))
     parts = []
-    bounds = [size * s // segments for s in range(segments + 1)]
-    for left, right in pairwise(bounds):
+    for left, right in pairwise([size * s // segments for s in range(segments + 1)]):
         inside = (chains.anchor + 1 >= left) & (chains.anchor + 1 < right)
         own = Chains(chains.anchor[inside], chains.depth[inside])
         if len(own):
-            parts.append(Segment(_levels(packed, own, by_depth, put, capacity), min(size, right + -right % BLOCK)))
+            edge = min(size, right + -right % BLOCK)
+            levels = _levels(packed, own, by_depth, capacity)
+            parts.append(Segment(tuple(_with_blocks(levels, context[:edge])) if flex else levels, edge))
     return Batch(
-        ids=put(packed.ids),
-        next_ids=put(np.append(packed.ids[1:], 0)),
-        position=put(packed.position),
+        ids=_int(packed.ids),
+        next_ids=_int(np.append(packed.ids[1:], 0)),
+        position=_int(packed.position),
         lengths=tuple(packed.lengths.tolist()),
         chosen=packed.chosen,
-        source=None if packed.source is None else put(packed.source),
-        context=_rows(put, packed.doc, packed.start, np.arange(size), np.zeros(size)),
-        supervised=put(np.flatnonzero(packed.room)),
+        source=None if packed.source is None else _int(packed.source),
+        context=context,
+        supervised=_int(np.flatnonzero(packed.room)),
         segments=tuple(parts),
+        blocks=blocks_of(context, context) if flex else None,
     )
 
 
-Put = Callable[[np.ndarray], Tensor]
+def _int(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(x.astype(np.int32))
 
 
-def _putter(device: torch.device | str) -> Put:
-    pinned = str(device).startswith("cuda")
-
-    def put(x: np.ndarray) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(x))
-        return host.pin_memory().to(device, non_blocking=True) if pinned else host.to(device)
-
-    return put
+def _rows(*fields: np.ndarray) -> RowSet:
+    return RowSet(*map(_int, fields))
 
 
-def _rows(put: Put, *fields: np.ndarray) -> RowSet:
-    return RowSet(*(put(x.astype(np.int32)) for x in fields))
+def _with_blocks(levels: tuple[Level, ...], seen: RowSet) -> Iterator[Level]:
+    for level in levels:
+        seen = seen + level.rows
+        yield replace(level, blocks=blocks_of(level.rows, seen))
 
 
-def _levels(packed: Pack, chains: Chains, by_depth: bool, put: Put, capacity: list[int] | None) -> tuple[Level, ...]:
+def _levels(packed: Pack, chains: Chains, by_depth: bool, capacity: list[int] | None) -> tuple[Level, ...]:
     if not by_depth:
-        return (_level(packed, chains, np.zeros_like(chains.anchor), put, capacity[0] if capacity else 0),)
+        return (_level(packed, chains, np.zeros_like(chains.anchor), capacity[0] if capacity else 0),)
     levels, before = [], np.arange(len(packed.ids))
     for depth in range(1, int(chains.depth.max()) + 1):
         at = chains.depth == depth
         own = Chains(chains.anchor[at], chains.depth[at])
         parent = np.searchsorted(before, own.anchor)
-        levels.append(_level(packed, own, parent, put, capacity[depth - 1] if capacity else 0))
+        levels.append(_level(packed, own, parent, capacity[depth - 1] if capacity else 0))
         before = own.anchor
     return tuple(levels)
 
 
-def _level(packed: Pack, chains: Chains, parent: np.ndarray, put: Put, capacity: int) -> Level:
+def _level(packed: Pack, chains: Chains, parent: np.ndarray, capacity: int) -> Level:
     """Padding has a document of its own and anchors of its own: each such row sees itself alone."""
     live, size = len(chains), len(packed.ids)
     more = max(capacity - live, 0)
@@ -162,14 +163,13 @@ def _level(packed: Pack, chains: Chains, parent: np.ndarray, put: Put, capacity:
     nothing, own = np.zeros(more, dtype=np.int64), size + np.arange(more)
     return Level(
         rows=_rows(
-            put,
             np.append(packed.doc[chains.anchor], nothing + int(packed.doc[-1]) + 1),
             np.append(packed.start[chains.anchor], own + 1),  # behind its anchor: no context
             np.append(chains.anchor, own),
             np.append(chains.depth, nothing + 1),
         ),
-        positions=put(np.append(packed.position[chains.anchor] + chains.depth, nothing)),
-        ids=put(np.append(packed.ids[after], nothing)),
-        parent=put(np.append(parent, nothing)),
+        positions=_int(np.append(packed.position[chains.anchor] + chains.depth, nothing)),
+        ids=_int(np.append(packed.ids[after], nothing)),
+        parent=_int(np.append(parent, nothing)),
         live=live,
     )

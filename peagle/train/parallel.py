@@ -67,7 +67,8 @@ class Joined:
             fully_shard(passes, reshard_after_forward=False)
             self._collect(False)
         elif world.size > 1:
-            self.wrapped = DistributedDataParallel(passes, broadcast_buffers=False)  # they are the target's tables
+            self.wrapped = DistributedDataParallel(passes)
+            self.wrapped.broadcast_buffers = False  # they are the target's tables, equal everywhere, and large
 
     def sync(self) -> None:
         if self.world.size == 1:
@@ -75,7 +76,7 @@ class Joined:
         if self.sharded:
             self._collect(True)
             for module in (self.passes, *self.passes.drafter.layers):  # a process without a pack has not yet
-                module.unshard()  # type: ignore[operator]
+                module.unshard()
         self.wrapped("touch").backward()
         if self.sharded:
             self._collect(False)

@@ -60,7 +60,25 @@ def dense_mask(q: RowSet, k: RowSet) -> Tensor:
     return same & (context | chain)
 
 
-def block_mask(q: RowSet, k: RowSet) -> BlockMask:
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Which blocks hold pairs that see each other, in flex attention's lists, int32: partly and fully, by query block
+    (for the forward) and by key block (for the backward). [Q blocks] and [Q blocks, K blocks], or turned round."""
+
+    part: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
+    part_by_key: tuple[Tensor, Tensor]
+    full_by_key: tuple[Tensor, Tensor]
+
+
+def blocks_of(q: RowSet, k: RowSet) -> Blocks:
+    """Many small operations: done ahead on the host, beside the GPU's work."""
+    some, full = _blocks(q, k)
+    part = some & ~full
+    return Blocks(_listed(part), _listed(full), _listed(part.T), _listed(full.T))
+
+
+def block_mask(q: RowSet, k: RowSet, blocks: Blocks | None = None) -> BlockMask:
     """The same rule for flex attention, in few loads: a key has one number, a query two intervals of them.
 
     Key j of depth 0 (it lies at index j, its anchor) has the number j, a deeper one -1 - (64 a + d). A query sees the
@@ -74,26 +92,25 @@ def block_mask(q: RowSet, k: RowSet) -> BlockMask:
         n = number[j]
         return ((n >= first[i]) & (n <= last[i])) | ((n >= deepest[i]) & (n <= own[i]))
 
-    some, full = _blocks(q, k)
-    return _as_block_mask(some, full, allowed, len(q), len(k))
+    return _as_block_mask(blocks or blocks_of(q, k), allowed, len(q), len(k))
 
 
-def context_mask(rows: RowSet) -> BlockMask:
+def context_mask(rows: RowSet, blocks: Blocks | None = None) -> BlockMask:
     """The rule among rows of depth 0, which lie at their anchors: causal within the document."""
     first = rows.start
 
     def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (j >= first[i])
 
-    some, full = _blocks(rows, rows)
-    return _as_block_mask(some, full, allowed, len(rows), len(rows))
+    return _as_block_mask(blocks or blocks_of(rows, rows), allowed, len(rows), len(rows))
 
 
-def _as_block_mask(some: Tensor, full: Tensor, allowed: Any, rows: int, keys: int) -> BlockMask:
-    part = some & ~full
-    return BlockMask.from_kv_blocks(
-        *_listed(part), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(rows, keys)
+def _as_block_mask(blocks: Blocks, allowed: Any, rows: int, keys: int) -> BlockMask:
+    kv, full, q, full_q = (
+        (count[None, None], which[None, None])  # one batch, one head
+        for count, which in (blocks.part, blocks.full, blocks.part_by_key, blocks.full_by_key)
     )
+    return BlockMask((rows, keys), *kv, *full, *q, *full_q, (BLOCK, BLOCK), allowed)
 
 
 def _chain_number(anchor: Tensor, depth: Tensor) -> Tensor:
@@ -123,9 +140,9 @@ def _range(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and which: [1, 1, Q] and [1, 1, Q, K], int32."""
+    """How many key blocks each query block has, and which, first: [Q] and [Q, K], int32."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+    return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -145,7 +162,7 @@ def compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def mask_for(q: RowSet, k: RowSet, flex: bool) -> Mask:
+def mask_for(q: RowSet, k: RowSet, flex: bool, blocks: Blocks | None = None) -> Mask:
     if not flex:
         return dense_mask(q, k)
-    return context_mask(q) if q is k else block_mask(q, k)
+    return context_mask(q, blocks) if q is k else block_mask(q, k, blocks)
