@@ -189,7 +189,8 @@ def test_no_gradient_crosses_documents():
     both = pack(documents)
     g, last = some_features(both)
     whole = _full(drafter, both, g, last)
-    parts = [_full(drafter, pack([d]), *_cut(g, last, at)) for d, at in zip(documents, (0, 40), strict=True)]
+    cuts = [(g, last), (g.roll(-40, 0), last.roll(-40, 0))]
+    parts = [_full(drafter, pack([document]), *cut) for document, cut in zip(documents, cuts, strict=True)]
     assert_same({name: parts[0][name] + parts[1][name] for name in whole}, whole)
 
 
@@ -199,7 +200,3 @@ def _full(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor) -> Gradients:
     batch = batch_of(packed, sample_chains(packed.room, K, 1.0, np.random.default_rng(0)))
     pack_gradients(Passes(drafter), batch, g, last, Loss(drafter.lm_head, K, *OPTIONS["kl"]), 1.0)
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}
-
-
-def _cut(g: Tensor, last: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    return g.roll(-start, 0), last.roll(-start, 0)
