@@ -39,7 +39,7 @@ $(VLLM)/.ready: tests/vllm/requirements.txt
 
 test-vllm: $(READY) $(VLLM)/.ready ## Every proposal against vLLM's own, in an environment of its own (10 minutes)
 	PEAGLE_REAL_TARGET=$$($(BIN)/peagle pull --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["folder"])') \
-	PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
+	PEAGLE_REAL_DRAFTER=peagle/drafters/smollm2-135m/p-eagle PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
 
 clean: ## Remove both environments
 	rm -rf .venv $(VLLM)

@@ -161,6 +161,9 @@ def test_trained_embeddings_are_stored(tmp_path):
     assert moved.max() > 1e-3
     torch.testing.assert_close(drafter.embed_tokens, trainer.drafter.embed_tokens.detach(), rtol=0.01, atol=1e-4)
     assert "embed_tokens.weight" in checkpoint.read(trainer.out / "drafter").stored
+    folder = shutil.copytree(trainer.out / "drafter", tmp_path / "learned")
+    again = start(config_in(tmp_path / "again", init=str(folder), steps=1))
+    assert torch.equal(again.drafter.embed_tokens, drafter.embed_tokens), "going on from it keeps what it learned"
     plain = start(config_in(tmp_path / "plain", steps=1))
     train(plain)
     assert "embed_tokens.weight" not in checkpoint.read(plain.out / "drafter").stored

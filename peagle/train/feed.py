@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from peagle.train.chains import most_rows, sample_chains
 from peagle.train.config import TrainConfig
-from peagle.train.documents import Documents, packed, steps
+from peagle.train.documents import Documents, epoch_order, packed, steps
 from peagle.train.move import Flat, flat
 from peagle.train.pack import Batch, batch_of
 from peagle.train.parallel import World
@@ -70,8 +70,8 @@ class Feed(Dataset[list[Flat]]):
         return [self.documents.keys[i] for chosen in packs for i in chosen.tolist()]
 
     def steps_per_epoch(self) -> float:
-        tokens = len(self.documents.ids) / self.config.pack_tokens
-        return max(1.0, tokens / self.config.packs_per_step)
+        packs = epoch_order(self.documents, self.config.pack_tokens, self.config.seed, 0)
+        return len(packs) / self.config.packs_per_step
 
     def _steps(self) -> Iterator[list[np.ndarray]]:
         config = self.config

@@ -1,9 +1,12 @@
 """A run from its config: target or capture, documents, plan, training. What `peagle train` and `make-drafter` call."""
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from peagle.data.records import Report, ignore
 from peagle.drafter import compact
@@ -45,7 +48,7 @@ class Run:
         )
 
     def train(self, progress: Progress, say: Callable[[str], None], stop_after: float = math.inf) -> bool:
-        """Starts or resumes; True when the last step is done. Ctrl-C keeps the steps done so far."""
+        """Starts or resumes; True when the last step is done. The first Ctrl-C ends it after the step under way."""
         trainer, out = self.trainer, self.trainer.out
         if trainer.resume():
             say(f"resuming {out} after step {trainer.step} of {trainer.total}")
@@ -53,12 +56,27 @@ class Run:
         if self.world.first:
             out.mkdir(parents=True, exist_ok=True)
             (out / "config.yaml").write_text(as_yaml(self.config))
-        try:
+        with ended_by_interrupt(trainer):
             return trainer.train(journal, progress, stop_after)
-        except KeyboardInterrupt:
-            with suppress(OSError):
-                trainer.save()
-            raise
+
+
+@contextmanager
+def ended_by_interrupt(trainer: Trainer) -> Iterator[None]:
+    """The first Ctrl-C lets the step finish and its state be saved; the second is one as ever."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(*args: Any) -> None:
+        trainer.stopping = True
+        signal.signal(signal.SIGINT, before)
+
+    own = threading.current_thread() is threading.main_thread()
+    if own:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        if own:
+            signal.signal(signal.SIGINT, before)
 
 
 def load_teacher(config: TrainConfig, device: str) -> Target:

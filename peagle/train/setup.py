@@ -152,12 +152,13 @@ def begin_as(drafter: Drafter, folder: Path, target: Target) -> None:
         if mine != theirs:
             raise UserError(f"cannot begin as {folder}: its {name} is {theirs}, this run's is {mine}")
     drafter.load_state_dict(earlier.state_dict())
+    drafter.embed_tokens = earlier.embed_tokens.to(target.dtype)  # the target's, or the ones it had learned
 
 
 def trained_copy(drafter: Drafter, state: dict[str, Any], target: Target) -> Drafter:
     """A drafter with the weights of a state, marked as trained, apart from the one in training."""
     copy = Drafter(replace(drafter.config, trained=True))
-    copy.adopt(target.embedding, target.lm_head, drafter.target_ids)
+    copy.adopt(drafter.embed_tokens, target.lm_head, drafter.target_ids)
     own = {name.removeprefix("drafter."): tensor for name, tensor in state.items()}
     if "embed_tokens" in own:
         copy.embed_tokens = own.pop("embed_tokens").to(target.dtype)

@@ -72,6 +72,7 @@ class Trainer:
         if self.flex and config.compile and not self.joined.sharded:
             self.passes.compile()
             self.loss.chunk = torch.compile(self.loss.chunk)
+        self.stopping = False  # set from outside: save after this step and return
         self.step = 0
         self.seconds = 0.0  # of training, over all resumed parts
         self.tokens = 0  # of documents, seen by the target
@@ -101,7 +102,7 @@ class Trainer:
                 )
 
     def train(self, journal: Journal, progress: Progress, stop_after: float = math.inf) -> bool:
-        """Until the last step, or for `stop_after` seconds; tells whether it came to the end."""
+        """Until the last step, for `stop_after` seconds, or until `stopping`; tells whether it came to the end."""
         begin = time.perf_counter()
         since, sums, losses = begin, self._no_sums(), []
         for batches in self.feed(self.step, self.total):
@@ -109,7 +110,8 @@ class Trainer:
             sums += part
             losses.append(part.loss.sum() + 0 * self.norm)  # a gradient that is no number counts too
             self.step += 1
-            self.tokens += sum(sum(batch.lengths) for batch in batches)
+            seen = sum(sum(batch.lengths) for batch in batches)
+            self.tokens += int(self.world.number(float(seen), self.target.device))
             late = self._late(begin, stop_after)
             last = self.step == self.total
             save = last or late or self._due(self.config.save_every)
@@ -131,9 +133,7 @@ class Trainer:
 
     def _late(self, begin: float, stop_after: float) -> bool:
         """All processes stop together, or those that go on would wait for ever."""
-        if math.isinf(stop_after):
-            return False
-        late = time.perf_counter() - begin > stop_after
+        late = self.stopping or time.perf_counter() - begin > stop_after
         return self.world.number(float(late), self.target.device) > 0
 
     def _step(self, batches: list[Any]) -> Sums:
