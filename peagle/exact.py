@@ -33,7 +33,7 @@ BY_ROW = "by_row_"
 def set_exact(target: Target, wanted: bool | None, k: int = 0) -> bool:
     """Switches exact mode on or off and tells which. None: on where float32 is not used and the probe passes."""
     on = target.dtype != torch.float32 if wanted is None else wanted
-    plain = target.model.config._attn_implementation.removeprefix(PREFIX).removeprefix(BY_ROW)
+    plain = plain_name(target.model.config._attn_implementation)
     multiple = _multiple(target, plain) if on else 1
     _switch(target, plain, multiple or 1, target.exact_by_row)
     if on and multiple and k >= max(BLOCKS) and not _holds(target, k + 1):
@@ -45,6 +45,11 @@ def set_exact(target: Target, wanted: bool | None, k: int = 0) -> bool:
             " (as in mixtures of experts). Use K up to 15, or --no-exact --dtype float32: a near tie is unlikely there"
         )
     return multiple is not None and on
+
+
+def plain_name(implementation: str) -> str:
+    """transformers' name of the attention that exact mode runs."""
+    return implementation.removeprefix(PREFIX).removeprefix(BY_ROW)
 
 
 def _multiple(target: Target, plain: str) -> int | None:

@@ -62,6 +62,17 @@ def replace_folder(new: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """safetensors' own errors are no OSErrors: a full disk is one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata or {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path.name}: {error}") from error
+
+
 def write_json(path: Path, content: Any) -> None:
     """Written beside and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,18 +5,22 @@ drafts behind the end of an answer do not count as accepted, and below float32 a
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peagle.data.bench import Task
 from peagle.data.records import ignore
+from peagle.drafter import Drafter
+from peagle.errors import UserError
 from peagle.evaluate import Advance, Evaluation, SetResult, Settings, summarise
+from peagle.target import Target
 from peagle.train.acceptance import acceptance
 from peagle.train.answered import answer_tasks
 from peagle.train.documents import Documents
 from peagle.train.features import Features, packable
 from peagle.train.passes import Passes
+from peagle.train.rule import MOST_DEPTHS
 
 if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
@@ -30,32 +34,39 @@ def jump(
 ) -> Evaluation:
     """As evaluate.evaluate, without decoding."""
     drafter, target = loaded.drafter(settings.method), loaded.target
-    answers: dict[tuple[str, float], Documents] = {}
+    if max(settings.ks) > MOST_DEPTHS:
+        raise UserError(f"--jump drafts at most {MOST_DEPTHS} tokens: use a smaller -k, or leave it out")
+    answers: dict[tuple[str, float], tuple[Documents, int]] = {}
     for name, tasks in sets.items():
         for temperature in settings.temperatures:
             answers[name, temperature] = answer_tasks(target, tasks, settings.max_tokens, temperature, settings.seed)
             advance(f"{name} T={temperature:g} answered")
-    cuda = target.device.type == "cuda"
-    features = Features(target, drafter.config.aux_layer_ids or (), packed=cuda and packable(target))
-    passes = Passes(drafter)
-    if cuda:
-        passes.compile()
     results: list[SetResult] = []
-    for (name, temperature), documents in answers.items():
-        start = time.perf_counter()
-        steps = acceptance(
-            passes, features, documents, settings.ks, TOKENS.get(target.device.type, TOKENS_ELSEWHERE), cuda
-        )
-        results += [
-            replace(
-                summarise(steps[k], k),
-                set=name,
-                temperature=temperature,
-                tasks=len(sets[name]),
-                seconds=time.perf_counter() - start,
-            )
-            for k in settings.ks
-        ]
+    walk = Walk(drafter, target)
+    for (name, temperature), (documents, skipped) in answers.items():
+        told = {"set": name, "temperature": temperature, "tasks": len(sets[name]), "skipped": skipped}
+        results += walk(documents, settings.ks, told)
         advance(f"{name} T={temperature:g} drafted")
+    walk.features.release()
     dtype = str(target.dtype).removeprefix("torch.")
     return Evaluation(loaded.pair.name, target.name or "", dtype, drafter.config.trained, settings, tuple(results))
+
+
+class Walk:
+    """Drafts along known answers, on a GPU with flex attention and compiled."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.cuda = target.device.type == "cuda"
+        self.tokens = TOKENS.get(target.device.type, TOKENS_ELSEWHERE)
+        self.features = Features(target, drafter.config.aux_layer_ids or (), self.cuda and packable(target))
+        self.passes = Passes(drafter)
+        if self.cuda:
+            self.passes.compile()
+
+    def __call__(self, documents: Documents, ks: Sequence[int], told: dict[str, Any]) -> list[SetResult]:
+        """A result for each K; an answer's first token, the prefill's, is counted with the others."""
+        start = time.perf_counter()
+        steps = acceptance(self.passes, self.features, documents, ks, self.tokens, self.cuda)
+        spent = time.perf_counter() - start
+        found = {k: summarise(steps[k], k) for k in ks}
+        return [replace(one, tokens=one.tokens + len(documents), seconds=spent, **told) for one in found.values()]

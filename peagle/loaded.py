@@ -60,7 +60,10 @@ class LoadedPair:
         if not tokenizer.chat_template:
             raise UserError(f"target {self.target.name!r} has no chat template: use raw=True (--raw)")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        try:
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        except Exception as error:  # jinja raises whatever the template's author chose
+            raise UserError(f"the prompt does not fit the chat template of {self.target.name!r}: {error}") from error
 
     def generate(
         self,

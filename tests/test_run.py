@@ -60,7 +60,7 @@ def test_stopped_and_resumed(folder: Path, tmp_path: Path) -> None:
     words = options(folder, tmp_path / "out")
     assert "stopped after step 1" in train(*words, "--stop-after", "0.000001").output
     done = train(*words)
-    assert done.exit_code == 0 and "resuming" in done.output and "drafter" in done.output
+    assert done.exit_code == 0 and "resuming" in done.output and "published" in done.output
     steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6, 6]  # the last line is the evaluation's
 
@@ -80,6 +80,15 @@ def test_an_interrupt_keeps_the_steps_done(folder: Path, tmp_path: Path) -> None
     assert again.train(lambda *_: None, print) and again.trainer.step == 6
 
 
+def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path) -> None:
+    words = options(folder, tmp_path / "out")
+    train(*words, "--stop-after", "0")
+    lines = (folder / "answers.jsonl").read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(lines[1:]))
+    done = train(*options(folder, tmp_path / "out", f"data={tmp_path / 'other.jsonl'}"))
+    assert done.exit_code == 2 and "other documents" in done.output
+
+
 @pytest.mark.parametrize(
     ("word", "told"),
     [
@@ -89,6 +98,9 @@ def test_an_interrupt_keeps_the_steps_done(folder: Path, tmp_path: Path) -> None
         ("optimiser", "key=value"),
         ("target=nowhere", "unknown pair"),
         ("init=nowhere", "nowhere"),
+        ("layers=9", "8 layers"),
+        ("beta1=1", "beta1"),
+        ("epochs=inf", "epochs"),
     ],
 )
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path, word: str, told: str) -> None:

@@ -1,4 +1,3 @@
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +39,7 @@ def make_drafter(
     if prompts is None and invent < 1:
         raise UserError("nothing to learn from: give --prompts FILE, or --invent N")
     from peagle.cli.regenerate import regenerate
-    from peagle.cli.train import parse_change, report, shown
+    from peagle.cli.train import measured, parse_change, report, seconds, shown
     from peagle.loaded import load
     from peagle.train.config import read_config
     from peagle.train.make import free_cuda_bytes, recipe
@@ -68,12 +67,14 @@ def make_drafter(
     for line in run.plan().lines():
         err.print(line, highlight=False)
     with shown(quiet=False) as progress:
-        done = run.train(progress, report, (stop_after or math.inf) * 60)
+        done = run.train(progress, report, seconds(stop_after))
     if not done:
         print(f"stopped after step {run.trainer.step} of {run.trainer.total}: run again to go on")
         return
     err.print("[bold]3. measuring[/]")
+    told = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
+    told += [f"--set {change}" for change in changes or []]
     command = f"peagle make-drafter {target} --prompts PROMPTS --method {wanted} --epochs {epochs:g}"
-    folder, length = publish(run, [command])
-    print(f"{folder}: acceptance length {length:.2f} on held-out answers, K={config.eval_k}")
+    folder, length = publish(run, [" ".join([command, *told])])
+    print(f"{folder}: {measured(length, config.eval_k)}")
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")

@@ -51,11 +51,26 @@ def train(
     if plan:
         return
     with shown(quiet=not job.world.first) as progress:
-        done = job.train(progress, report, (stop_after or math.inf) * 60)
-    if job.world.first:
-        print(
-            f"{job.trainer.out / 'drafter'}" if done else f"stopped after step {job.trainer.step}: run again to go on"
-        )
+        done = job.train(progress, report, seconds(stop_after))
+    if not done:
+        print(f"stopped after step {job.trainer.step}: run again to go on")
+    elif job.world.size == 1:
+        from peagle.train.publish import publish
+
+        folder, length = publish(job, ["peagle train --config train.yaml"])
+        print(f"{folder}: {measured(length, settings.eval_k)}")
+    elif job.world.first:
+        print(f"{job.trainer.out / 'drafter'}")
+
+
+def seconds(minutes: float | None) -> float:
+    return math.inf if minutes is None else 60 * minutes
+
+
+def measured(length: float | None, k: int) -> str:
+    return (
+        "nothing was held out to measure it" if length is None else f"acceptance length {length:.2f}, held-out, K={k}"
+    )
 
 
 def parse_change(word: str) -> tuple[str, str]:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.drafter import int8 as rows
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError, nearest
-from peagle.home import checkpoint_folder, publish_folder, write_json
+from peagle.home import checkpoint_folder, publish_folder, save_tensors, write_json
 from peagle.target import Target
 
 FORMAT = "peagle"
@@ -43,17 +42,14 @@ def save(drafter: Drafter, folder: Path, target: Target, dtype: torch.dtype | No
     }
     how = {"format": FORMAT, "format_version": VERSION} | ({"weights": "int8"} if int8 else {})
     with publish_folder(checkpoint_folder(folder)) as staging:
-        save_file(
-            {name: t.contiguous() for name, t in stored.items()},
-            staging / "model.safetensors",
-            metadata={"format": "pt"},
-        )
+        save_tensors({name: t.contiguous() for name, t in stored.items()}, staging / "model.safetensors")
         write_json(staging / "config.json", how | asdict(drafter.config))
 
 
 def _own(drafter: Drafter, target: Target) -> dict[str, Tensor]:
     """What the target does not have, on the CPU."""
     tensors = dict(drafter.state_dict())
+    tensors.pop("embed_tokens", None)  # a parameter while it is trained
     if not _equal(drafter.embed_tokens, target.embedding):
         tensors["embed_tokens.weight"] = drafter.embed_tokens
     rows = target.lm_head if drafter.target_ids is None else target.lm_head[drafter.target_ids]

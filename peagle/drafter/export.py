@@ -7,14 +7,13 @@ from shlex import quote
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 
 from peagle import reference
 from peagle.drafter import checkpoint, speculators, vllm
 from peagle.drafter.llama import names_to_theirs
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
-from peagle.home import checkpoint_folder, publish_folder, write_json
+from peagle.home import checkpoint_folder, publish_folder, save_tensors, write_json
 
 ExportFormat = Literal["vllm", "speculators"]
 
@@ -37,7 +36,7 @@ def export(
         for name, t in names_to_theirs(tensors, config, first_layer).items()
     }
     with publish_folder(checkpoint_folder(folder)) as staging:
-        save_file(theirs, staging / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(theirs, staging / "model.safetensors")
         write_json(staging / "config.json", raw)
         same, total = same_drafts(deepcopy(drafter).to(dtype), checkpoint.load(staging, None), min(k, 8))
         if same != total:

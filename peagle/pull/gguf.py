@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from peagle.errors import UserError
+from peagle.home import save_tensors
 from peagle.pull.progress import Progress, silent
 
 
@@ -23,7 +23,7 @@ def convert(gguf: Path, folder: Path, digits_split: bool = False, progress: Prog
     config = AutoConfig.from_pretrained(**where)
     tensors = dequantise(gguf, config, progress)
     config.tie_word_embeddings = "lm_head.weight" not in tensors
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors")
     config.save_pretrained(folder)
     GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id).save_pretrained(folder)
     save_tokenizer(AutoTokenizer.from_pretrained(**where), config, folder, digits_split)

@@ -4,6 +4,7 @@ Each slot answers one request; when it is done, the next request takes its place
 meanwhile finished slots idle, and the device never waits for the host.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -179,3 +180,10 @@ def auto_slots(target: Target, capacity: int, requests: int) -> int:
     cached = 2 * len(target.layers) * heads * size * capacity * target.dtype.itemsize
     free, _ = torch.cuda.mem_get_info(target.device)
     return max(1, min(wanted, int(free * MEMORY) // (cached + target.vocab_size * LOGIT_BYTES)))
+
+
+def free_memory() -> None:
+    """What a generator held goes back to the device: its cache and target refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ from peagle.data.chat import Messages, encode_conversation, encode_prompt
 from peagle.errors import UserError
 from peagle.regenerate.answers import AnswerFile
 from peagle.regenerate.job import Progress, Settings
+from peagle.regenerate.loops import is_looping, repetitive
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
 
@@ -84,10 +85,20 @@ class Endpoint:
             if ended := self._misfit(asked):
                 return messages, ended
             text, reason = await self.ask(asked, prompt.temperature)
-            if reason == "length" or not text.strip():
-                return messages, "truncated" if reason == "length" else "empty"
+            if ended := self._unfit(text, reason):
+                return messages, ended
             messages = [*asked, {"role": "assistant", "content": text}]
         return messages, None
+
+    def _unfit(self, text: str, reason: str) -> str | None:
+        """Why an answer is dropped, if it is: as those the target gives here."""
+        ids = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not text.strip():
+            return "empty"
+        if is_looping(ids):
+            return "looping"
+        kept = self.settings.keep_truncated and not repetitive(ids)
+        return "truncated" if reason == "length" and not kept else None
 
     def _misfit(self, messages: Messages) -> str | None:
         try:

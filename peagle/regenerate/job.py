@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from peagle.errors import UserError
 from peagle.regenerate.answers import AnswerFile, Counts
-from peagle.regenerate.batch import BatchGenerator, Request, auto_slots
+from peagle.regenerate.batch import BatchGenerator, Request, auto_slots, free_memory
 from peagle.regenerate.conversation import Conversation
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
@@ -112,6 +112,8 @@ def answer_all(
         else:
             turns.waiting.append(conversation)
     on_step(generator.made)
+    del generator
+    free_memory()
 
 
 class Turns:

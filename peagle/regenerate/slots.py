@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.errors import UserError
-from peagle.exact import PREFIX as EXACT
+from peagle.exact import plain_name
 from peagle.target import Target
 
 PREFIX = "peagle_slots_"
@@ -75,7 +75,7 @@ class SlotCache(Cache):
 def slot_attention(target: Target) -> Iterator[None]:
     """While the block runs, the target reads a SlotCache; only prefills and decode steps of one may run it then."""
     before = target.model.config._attn_implementation
-    plain = before.removeprefix(EXACT)
+    plain = plain_name(before)
     name = f"{PREFIX}{plain}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(name, _attention(plain))

@@ -8,7 +8,8 @@ import numpy as np
 
 from peagle.data.bench import Task
 from peagle.data.chat import Messages, encode_prompt
-from peagle.regenerate.batch import BatchGenerator, Request, auto_slots
+from peagle.errors import UserError
+from peagle.regenerate.batch import BatchGenerator, Request, auto_slots, free_memory
 from peagle.target import Target
 from peagle.train.documents import Documents, join
 
@@ -25,16 +26,22 @@ class Talk:
         if not self.messages and self.task.system:
             self.messages.append({"role": "system", "content": self.task.system})
         self.messages.append({"role": "user", "content": self.task.turns[self.turn]})
-        return encode_prompt(target, self.messages)
+        try:
+            return encode_prompt(target, self.messages)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"task {self.task.id}: {error}") from error
 
 
 class Talks:
-    """Requests of all tasks; a second turn comes up when the first is answered."""
+    """Requests of all tasks; a second turn comes up when the first is answered. What cannot be asked is `skipped`."""
 
     def __init__(self, target: Target, tasks: Sequence[Task], max_tokens: int, temperature: float) -> None:
         self.target, self.max_tokens, self.temperature = target, max_tokens, temperature
         self.waiting = deque(Talk(task) for task in tasks)
         self.asked: dict[int, list[int]] = {}
+        self.skipped = 0  # turns
 
     def __iter__(self) -> Iterator[Request]:
         return self
@@ -47,15 +54,18 @@ class Talks:
             if room > 1:
                 self.asked[id(talk)] = ids
                 return Request(talk, ids, min(self.max_tokens, room), self.temperature)
+            self.skipped += len(talk.task.turns) - talk.turn
         raise StopIteration
 
 
 def answer_tasks(
     target: Target, tasks: Sequence[Task], max_tokens: int = 256, temperature: float = 0.0, seed: int = 0
-) -> Documents:
-    """A document for each turn of each task: its prompt and the target's answer, loops and all."""
+) -> tuple[Documents, int]:
+    """A document for each turn of each task, its prompt and the target's answer, loops and all; and how many turns did
+    not fit the context."""
     talks = Talks(target, tasks, max_tokens, temperature)
-    longest = max(len("".join(task.turns).encode()) for task in tasks) + 256  # a token has a byte at least
+    words = ["".join([task.system or "", *task.turns]) for task in tasks]
+    longest = max(len(text.encode()) for text in words) + 256  # a token has a byte at least
     turns = max(len(task.turns) for task in tasks)
     capacity = min(target.context, longest + turns * max_tokens + 64)
     slots = auto_slots(target, capacity, len(tasks))
@@ -69,4 +79,5 @@ def answer_tasks(
         talk.turn += 1
         if talk.turn < len(talk.task.turns):
             talks.waiting.append(talk)
-    return join(parts)
+    free_memory()
+    return join(parts), talks.skipped

@@ -4,7 +4,6 @@ Shards hold whole documents in their order, and which document goes where depend
 that was stopped goes on with the first shard that is missing, and ends with the same files.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.home import write_json
+from peagle.home import save_tensors, write_json
 from peagle.target import Target, check_aux_layer_ids, default_aux_layer_ids
 from peagle.train.acceptance import in_order
 from peagle.train.chains import Chains
@@ -77,7 +75,7 @@ class Capture:
             "precise": self.settings.precise,
             "documents": len(self.documents),
             "tokens": len(self.documents.ids),
-            "data": digest(self.documents),
+            "data": self.documents.digest,
             "shards": len(self.parts),
         }
 
@@ -168,18 +166,11 @@ def write_tensors(final: Path, tensors: dict[str, Tensor], about: dict[str, Any]
     partial = final.with_name(f".{final.name}.{os.getpid()}")
     try:
         stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(stored, partial, metadata={"about": json.dumps(about)})  # one entry: their order is not kept
+        save_tensors(stored, partial, {"about": json.dumps(about)})  # one entry: their order is not kept
         partial.chmod(0o644)
         partial.replace(final)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def digest(documents: Documents) -> str:
-    hashed = hashlib.sha256(json.dumps(documents.keys).encode())
-    for array in (documents.ids, documents.answer, documents.starts):
-        hashed.update(np.ascontiguousarray(array).tobytes())
-    return hashed.hexdigest()[:16]
 
 
 def check_told(out: Path, told: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What a training run is: one flat config, read from YAML or TOML, every default visible."""
 
+import math
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -21,7 +22,7 @@ NOT_NEGATIVE = ("draft_vocab", "max_anchors", "held_out", "steps", "seed", "clip
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     target: str = doc("smollm2-135m", "a pair's name, a folder or a hub id")
-    data: str = doc("", "folders of `peagle regenerate`, or JSONL files of conversations; several with commas")
+    data: str = doc("", "folders of `peagle regenerate` or JSONL files of conversations, with commas; or a capture")
     out: str = doc("run", "where the run lives: checkpoints, curves, the drafter")
     method: Method = doc("p-eagle", "p-eagle, or eagle3 (training-time test)")
     layers: int = doc(0, "decoder layers of the drafter; 0: 4 for p-eagle, 1 for eagle3")
@@ -46,7 +47,7 @@ class TrainConfig:
     mix: float = doc(0.5, "share of kl in mix")
     depth_weight: float = doc(1.0, "the loss of depth k counts this to the k-th")
     optimizer: str = doc("muon", "muon (for matrices, adamw for the rest), or adamw")
-    lr: float = doc(3e-3, "peak learning rate; for adamw alone a third of it")
+    lr: float = doc(3e-3, "peak learning rate; with adamw use about 1e-3")
     schedule: str = doc("cosine", "cosine, linear, or constant, after the warm-up")
     warmup: float = doc(0.01, "share of the steps")
     final_lr: float = doc(0.02, "the last learning rate, as a share of the peak")
@@ -63,7 +64,7 @@ class TrainConfig:
     remember: bool = doc(True, "keep the target's features on the GPU after the first epoch, if they fit")
     compile: bool = doc(True, "torch.compile on a GPU")
     checkpointing: bool = doc(False, "run blocks twice instead of keeping their activations")
-    parallel: str = doc("ddp", "under torchrun: ddp or fsdp")
+    parallel: str = doc("ddp", "under torchrun: ddp, or fsdp (with adamw; no acceptance length while training)")
     log_every: int = doc(20, "steps")
     save_every: int = doc(500, "steps")
     eval_every: int = doc(500, "steps; 0: at the end only")
@@ -79,6 +80,8 @@ class TrainConfig:
             "mix": (0 <= self.mix <= 1, "in [0, 1]"),
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
             "schedule": (self.schedule in ("cosine", "linear", "constant"), "cosine, linear or constant"),
+            **{name: (0 <= getattr(self, name) < 1, "in [0, 1)") for name in ("beta1", "beta2")},
+            **{name: (math.isfinite(getattr(self, name)), "a finite number") for name in ("lr", "epochs")},
             "warmup": (0 <= self.warmup < 1, "in [0, 1)"),
             "dtype": (self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
             "parallel": (self.parallel in ("ddp", "fsdp"), "ddp or fsdp"),

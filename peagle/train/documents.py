@@ -1,5 +1,7 @@
 """Documents to train on: token ids and which of them the target wrote; and the order in which they are packed."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +36,14 @@ class Documents:
     @property
     def answer_tokens(self) -> int:
         return int(self.answer.sum())
+
+    @property
+    def digest(self) -> str:
+        """The same documents in the same order, or not?"""
+        hashed = hashlib.sha256(json.dumps(self.keys).encode())
+        for array in (self.ids, self.answer, self.starts):
+            hashed.update(np.ascontiguousarray(array).tobytes())
+        return hashed.hexdigest()[:16]
 
     def subset(self, chosen: np.ndarray) -> "Documents":
         return join([(*self[i], self.keys[i]) for i in chosen], self.skipped, self.numbers[chosen])
@@ -78,6 +88,8 @@ def _read(file: Path, target: Target, max_length: int, report: Report, parts: li
             continue
         try:
             ids, answer = document(record, target)
+        except UserError:  # concerns every record
+            raise
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             report(f"{file}:{number}: skipped, {error}")
             skipped += 1

@@ -30,10 +30,24 @@ class Features:
         target.tap(aux_layer_ids)
         self.softcap = float(getattr(target.config, "final_logit_softcapping", None) or 0)
         require_plain_head(target, self.softcap)
+        self.before = target.model.config._attn_implementation if packed else ""
         if packed:
-            target.model.set_attn_implementation(register_packed())
-            for layer in target.layers:
-                layer.forward = torch.compile(layer.forward)  # one graph serves all layers; the taps stay outside
+            self._pack()
+
+    def _pack(self) -> None:
+        target = self.target
+        target.model.set_attn_implementation(register_packed())
+        if target.model.config._attn_implementation != PACKED:
+            raise UserError(f"the attention of target {target.name!r} cannot be exchanged: use compile = false")
+        for layer in target.layers:
+            layer.forward = torch.compile(layer.forward)  # one graph serves all layers; the taps stay outside
+
+    def release(self) -> None:
+        """The target is as it was, for whoever runs it next."""
+        if self.packed:
+            self.target.model.set_attn_implementation(self.before)
+            for layer in self.target.layers:
+                del layer.forward  # the class's own again
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """g [T, taps * d], last hidden state [T, d]; rows of padding hold anything."""
@@ -116,13 +130,13 @@ def width_of(features: Features) -> int:
     return len(features.target.aux_layer_ids) * features.target.hidden_size
 
 
-def memorable(features: Features, documents: Documents) -> bool:
-    """On a GPU with room for them, training's own needs left free."""
+def memorable(features: Features, documents: Documents, needed: float) -> bool:
+    """On a GPU with room for them beside the bytes `needed` for training."""
     target = features.target
     if target.device.type != "cuda":
         return False
     size = len(documents.ids) * (width_of(features) + target.hidden_size) * target.dtype.itemsize
-    return size < 0.88 * torch.cuda.mem_get_info(target.device)[0]
+    return size + needed < 0.95 * torch.cuda.mem_get_info(target.device)[0]
 
 
 def packable(target: Target) -> bool:
@@ -150,7 +164,7 @@ def _packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, head_dim] -> [1, T, heads, head_dim]"""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention(q, k, v, block_mask)[None], None
+    return attention(q, k, v, block_mask, more.get("scaling"))[None], None
 
 
 @torch.no_grad()

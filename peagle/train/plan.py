@@ -1,5 +1,6 @@
 """What a run will take, told before it starts: rows, floating-point operations, memory, time."""
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ class Plan:
             f"{self.parameters / 1e6:.1f} M parameters; the draft vocabulary covers {self.coverage:.2%} of the answers",
             f"{self.documents:,} documents, {self.tokens:,} tokens, {self.answer_tokens:,} of them answers",
             f"{self.steps:,} steps of about {self.rows_per_step:,} rows",
-            f"about {self.gigabytes:.1f} GB of memory of {self.free_gigabytes:.1f} free, {self.hours:.1f} hours",
+            f"about {self.gigabytes:.1f} GB of memory beside the target, of {self.free_gigabytes:.1f} free;"
+            f" {self.hours:.1f} hours",
         ]
 
 
@@ -44,10 +46,7 @@ def plan_of(
     config: TrainConfig, target: Target, drafter: Drafter, documents: Documents, steps: int, coverage: float
 ) -> Plan:
     tokens, answers = len(documents.ids), documents.answer_tokens
-    anchors = round(config.pack_tokens * answers / max(tokens, 1))
-    if config.max_anchors:
-        anchors = min(anchors, config.max_anchors)
-    chain_rows = most_rows(anchors, config.k, config.keep)
+    anchors, chain_rows = rows_of_pack(config, documents)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     flops = config.packs_per_step * _flops(config, target, drafter, anchors, chain_rows)
     device = target.device.type
@@ -59,10 +58,18 @@ def plan_of(
         coverage=coverage,
         steps=steps,
         rows_per_step=config.packs_per_step * (config.pack_tokens + chain_rows),
-        gigabytes=_bytes(config, target, drafter, parameters, chain_rows) / 1e9,
+        gigabytes=training_bytes(config, drafter, documents) / 1e9,
         free_gigabytes=_free(target.device) / 1e9,
         hours=steps * flops / (EFFICIENCY.get(device, 0.5) * matrix_speed(target)) / 3600,
     )
+
+
+def rows_of_pack(config: TrainConfig, documents: Documents) -> tuple[int, int]:
+    """(anchors, chain rows) of a pack, about."""
+    anchors = round(config.pack_tokens * documents.answer_tokens / max(len(documents.ids), 1))
+    if config.max_anchors:
+        anchors = min(anchors, config.max_anchors)
+    return anchors, most_rows(anchors, config.k, config.keep)
 
 
 def _flops(config: TrainConfig, target: Target, drafter: Drafter, anchors: int, chain_rows: int) -> float:
@@ -73,25 +80,24 @@ def _flops(config: TrainConfig, target: Target, drafter: Drafter, anchors: int, 
     return 2 * body * config.pack_tokens + 6 * own * rows + 6 * drafter.lm_head.numel() * (anchors + chain_rows)
 
 
-def _bytes(config: TrainConfig, target: Target, drafter: Drafter, parameters: int, chain_rows: int) -> float:
-    """Weights, gradients, optimiser (float32); activations of depth 0 and one segment; the target and its pass."""
-    size, c = target.dtype.itemsize, drafter.config
-    weights = sum(p.numel() * p.element_size() for p in target.model.parameters()) + 16 * parameters
+def training_bytes(config: TrainConfig, drafter: Drafter, documents: Documents) -> float:
+    """Weights, gradients, optimiser (float32); activations of depth 0 and one segment; a pass of the target."""
+    _, chain_rows = rows_of_pack(config, documents)
+    parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    size, c = drafter.lm_head.element_size(), drafter.config
     per_row = size * (14 * c.hidden_size + 4 * c.intermediate_size + 4 * c.num_heads * c.head_dim)
     if config.checkpointing:
         per_row = size * 3 * c.hidden_size
     rows = config.pack_tokens + chain_rows / config.segments
     chunk = 2048 * c.draft_vocab_size * 16
     g = config.pack_tokens * (c.num_taps + 8) * c.target_hidden_size * size
-    return weights + rows * per_row * c.num_layers + chunk + g
+    return 16 * parameters + rows * per_row * c.num_layers + chunk + g
 
 
 def _free(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:
-        import os
-
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (ValueError, OSError, AttributeError):
         return float("inf")

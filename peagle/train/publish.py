@@ -18,36 +18,36 @@ from peagle.train.run import Run
 COST = 0.01  # int8 may cost this share of the acceptance length
 
 
-def publish(run: Run, commands: list[str]) -> tuple[Path, float]:
-    """OUT/published, and the acceptance length of what lies in it, on the held-out answers."""
+def publish(run: Run, commands: list[str]) -> tuple[Path, float | None]:
+    """OUT/published, and the acceptance length of what lies in it, on the held-out answers (None: there are none)."""
     trainer, target = run.trainer, run.target
     source, folder = trainer.out / "drafter", trainer.out / "published"
     whole = checkpoint.load(source, target, torch.float32)
-    k = run.config.eval_k
     before = held_out_length(run, whole)
     with publish_folder(folder) as staging:
         compact.save(whole, staging, target, torch.bfloat16, int8=True)
-        small = checkpoint.load(staging, target, torch.float32)
-        after = held_out_length(run, small)
-        cheap = after >= (1 - COST) * before
+        after = held_out_length(run, checkpoint.load(staging, target, torch.float32))
+        cheap = before is not None and after is not None and after >= (1 - COST) * before
         if not cheap:
             shutil.copytree(source, staging, dirs_exist_ok=True)
-        kept, stored = (after, "int8 rows") if cheap else (before, "bfloat16")
-        told = measured(run) | {
-            f"acceptance length on held-out answers, K={k}": kept,
-            "stored as": f"{stored} (bfloat16 {before:.3f}, int8 {after:.3f})",
-        }
+        length = after if cheap else before
+        told = measured(run) | stored_as(cheap, before, after) | {f"acceptance length, K={run.config.eval_k}": length}
         (staging / "README.md").write_text(card(whole.config, run.config, told, commands=commands))
         if (trainer.out / "curves.png").is_file():
             shutil.copy(trainer.out / "curves.png", staging)
-    return folder, kept
+    return folder, length
 
 
-def held_out_length(run: Run, drafter: Drafter) -> float:
-    """1.0 where nothing is held out."""
+def stored_as(cheap: bool, before: float | None, after: float | None) -> dict[str, str]:
+    if before is None or after is None:
+        return {"stored as": "bfloat16", "held-out answers": "none: nothing was measured"}
+    return {"stored as": f"{'int8 rows' if cheap else 'bfloat16'} (held-out: bfloat16 {before:.3f}, int8 {after:.3f})"}
+
+
+def held_out_length(run: Run, drafter: Drafter) -> float | None:
     trainer, k = run.trainer, run.config.eval_k
     if not len(run.material.held_out):
-        return 1.0
+        return None
     passes = Passes(drafter, trainer.passes.dtype)
     if trainer.flex:
         passes.compile()

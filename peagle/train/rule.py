@@ -145,14 +145,14 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
     """q [Q, heads, head_dim], k and v [K, kv_heads, head_dim] -> [Q, heads, head_dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if isinstance(mask, BlockMask):
         own = q.is_cuda and not torch.compiler.is_compiling()
-        out = (compiled_flex() if own else flex_attention)(q, k, v, block_mask=mask, enable_gqa=True)
+        out = (compiled_flex() if own else flex_attention)(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
     else:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 

@@ -1,6 +1,6 @@
 """What a run needs before its first step: documents, a drafter to train, the teacher."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from peagle.catalog import DEFAULT_PAIR, find
 from peagle.data.records import Report, ignore
 from peagle.drafter import Drafter, checkpoint
-from peagle.drafter.config import config_for
+from peagle.drafter.config import DrafterConfig, config_for
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
 from peagle.target import Target, default_aux_layer_ids
@@ -18,6 +18,8 @@ from peagle.train.config import TrainConfig
 from peagle.train.documents import Documents, read_documents, split
 from peagle.train.stored import CAPTURE, TARGET, StoredTarget, read_told
 from peagle.train.vocabulary import draft_vocabulary
+
+MAY_DIFFER = ("draft_vocab_size", "k_trained", "trained", "target", "target_revision")  # of a drafter one begins as
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ def begin_as_target(drafter: Drafter, target: Target) -> None:
     if "gemma" in target.config.model_type:  # its norms multiply by 1 + weight
         return
     count, d = len(drafter.layers), drafter.config.hidden_size
+    if count > len(target.layers):
+        raise UserError(f"the target has {len(target.layers)} layers, the drafter {count}: use init = random")
     for block, layer in zip(drafter.layers, target.layers[-count:], strict=True):
         theirs = dict(layer.named_parameters())
         for name, own in block.named_parameters():
@@ -146,11 +150,10 @@ def begin_as_target(drafter: Drafter, target: Target) -> None:
 def begin_as(drafter: Drafter, folder: Path, target: Target) -> None:
     """The weights of an earlier drafter of the same shape; its draft vocabulary may have been another."""
     earlier = checkpoint.load(folder.expanduser(), target, torch.float32)
-    same = ("method", "num_layers", "hidden_size", "aux_layer_ids", "mask_token_id", "intermediate_size")
-    for name in same:
-        mine, theirs = getattr(drafter.config, name), getattr(earlier.config, name)
-        if mine != theirs:
-            raise UserError(f"cannot begin as {folder}: its {name} is {theirs}, this run's is {mine}")
+    for f in fields(DrafterConfig):
+        mine, theirs = getattr(drafter.config, f.name), getattr(earlier.config, f.name)
+        if f.name not in MAY_DIFFER and mine != theirs:
+            raise UserError(f"cannot begin as {folder}: its {f.name} is {theirs}, this run's is {mine}")
     drafter.load_state_dict(earlier.state_dict())
     drafter.embed_tokens = earlier.embed_tokens.to(target.dtype)  # the target's, or the ones it had learned
 

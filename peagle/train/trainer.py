@@ -24,6 +24,7 @@ from peagle.train.loss import Loss, Sums
 from peagle.train.optimizer import Optimizers
 from peagle.train.parallel import Joined, World
 from peagle.train.passes import Passes
+from peagle.train.plan import training_bytes
 from peagle.train.setup import Material, new_drafter, trained_copy
 from peagle.train.state import WHOLE, load_state, save_state
 
@@ -81,11 +82,16 @@ class Trainer:
         aux = self.drafter.config.aux_layer_ids or ()
         features = Features(self.target, aux, packed=self.flex and self.config.compile and packable(self.target))
         documents = self.material.documents
-        return Remembered(features, documents) if self.config.remember and memorable(features, documents) else features
+        needed = 1.2 * training_bytes(self.config, self.drafter, self.material.documents)
+        fits = self.config.remember and memorable(features, documents, needed)
+        return Remembered(features, documents) if fits else features
 
     def resume(self) -> bool:
         """Goes on where the newest state ends, if there is one."""
         state = load_state(self.out / "state", self.passes, self.optimizers, self._require_same)
+        step = state["step"] if state else 0
+        if self.world.number(float(step), self.target.device) != self.world.size * step:
+            raise UserError(f"not all processes find the state of step {step}: {self.out} must be a shared folder")
         if state is None:
             return False
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
@@ -100,6 +106,10 @@ class Trainer:
                     f"the run in {self.out} was started with {key} = {value!r}, now it is {mine.get(key)!r}:"
                     " put it back, or give another `out`"
                 )
+        if state["data"] != self.material.documents.digest:
+            raise UserError(
+                f"the run in {self.out} was started with other documents: put them back, or give another `out`"
+            )
 
     def train(self, journal: Journal, progress: Progress, stop_after: float = math.inf) -> bool:
         """Until the last step, for `stop_after` seconds, or until `stopping`; tells whether it came to the end."""
@@ -110,9 +120,7 @@ class Trainer:
             sums += part
             losses.append(part.loss.sum() + 0 * self.norm)  # a gradient that is no number counts too
             self.step += 1
-            seen = sum(sum(batch.lengths) for batch in batches)
-            self.tokens += int(self.world.number(float(seen), self.target.device))
-            late = self._late(begin, stop_after)
+            late = self._late(begin + stop_after)
             last = self.step == self.total
             save = last or late or self._due(self.config.save_every)
             if save or self._due(self.config.log_every):
@@ -131,9 +139,9 @@ class Trainer:
         self.save_drafter()
         return True
 
-    def _late(self, begin: float, stop_after: float) -> bool:
+    def _late(self, deadline: float) -> bool:
         """All processes stop together, or those that go on would wait for ever."""
-        late = self.stopping or time.perf_counter() - begin > stop_after
+        late = self.stopping or time.perf_counter() > deadline
         return self.world.number(float(late), self.target.device) > 0
 
     def _step(self, batches: list[Any]) -> Sums:
@@ -147,6 +155,8 @@ class Trainer:
         self.joined.sync()
         self.norm = self.joined.clip(self.config.clip)
         self.share = self.optimizers.step(self.step)
+        seen = float(sum(sum(batch.lengths) for batch in batches))
+        self.tokens += int(self.world.number(seen, self.target.device))
         return sums
 
     def _check(self, losses: list[torch.Tensor]) -> None:
@@ -157,7 +167,7 @@ class Trainer:
                 step = self.step - len(values) + i
                 keys = ", ".join(self.feed.keys(step)[:8])
                 raise UserError(
-                    f"the loss of step {step} is {value}: stopped. The last good state is kept in {self.out / 'state'};"
+                    f"the loss of step {step} is {value}: stopped. Good states are kept in {self.out / 'state'};"
                     f" look at the documents of that batch ({keys}, ...), lower lr, or use dtype = 'float32'"
                 )
 
@@ -180,7 +190,12 @@ class Trainer:
         return steps
 
     def save(self) -> None:
-        more = {"config": asdict(self.config), "seconds": self.seconds, "tokens": self.tokens}
+        more = {
+            "config": asdict(self.config),
+            "data": self.material.documents.digest,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+        }
         save_state(self.out / "state", self.step, self.passes, self.optimizers, self.world, more)
 
     def save_drafter(self) -> Path:
