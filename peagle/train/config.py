@@ -81,14 +81,13 @@ class TrainConfig:
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
             "schedule": (self.schedule in ("cosine", "linear", "constant"), "cosine, linear or constant"),
             **{name: (0 <= getattr(self, name) < 1, "in [0, 1)") for name in ("beta1", "beta2")},
-            **{name: (math.isfinite(getattr(self, name)), "a finite number") for name in ("lr", "epochs")},
             "warmup": (0 <= self.warmup < 1, "in [0, 1)"),
             "dtype": (self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
             "parallel": (self.parallel in ("ddp", "fsdp"), "ddp or fsdp"),
             "max_length": (self.max_length >= 3, "3 or more"),
             "pack_tokens": (self.pack_tokens >= 128, "128 or more"),
             **{name: (getattr(self, name) >= 1, "1 or more") for name in ("packs_per_step", "segments", "log_every")},
-            **{name: (getattr(self, name) > 0, "above 0") for name in ("lr", "epochs", "depth_weight")},
+            **{name: (0 < getattr(self, name) < math.inf, "above 0") for name in ("lr", "epochs", "depth_weight")},
             **{name: (getattr(self, name) >= 0, "0 or more") for name in NOT_NEGATIVE},
         }
         for name, (holds, wanted) in rules.items():
