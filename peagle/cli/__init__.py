@@ -16,6 +16,10 @@ out = Console()
 err = Console(stderr=True)
 
 
+def warn(line: str) -> None:
+    err.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+
+
 class Commands(TyperGroup):
     """A user's mistake is one line and exit code 2, never a traceback."""
 

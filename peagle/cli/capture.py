@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli import app, err
+from peagle.cli import app, err, warn
 from peagle.cli.options import Device, Dtype, Json
-from peagle.cli.regenerate import report, shown
+from peagle.cli.regenerate import shown
 from peagle.errors import UserError
 
 
@@ -39,7 +39,7 @@ def capture(
         raise UserError(f"--max-length is {max_length}: use 3 or more")
     loaded = load(target, device=device, dtype=dtype).target
     length = min(max_length, loaded.context)
-    documents = read_documents([Path(part.strip()) for part in data.split(",")], loaded, length, report)
+    documents = read_documents([Path(part.strip()) for part in data.split(",")], loaded, length, warn)
     job = Capture(loaded, documents, folder, Settings(top_k, taps, length))
     told = {
         "out": str(folder),

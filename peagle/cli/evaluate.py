@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli import app, err, out
+from peagle.cli import app, err, out, warn
 from peagle.cli.options import Device, Drafter, Dtype, Exact, Json, MaxTokens, Method, Target
 from peagle.core import check_k, parse_method
 from peagle.errors import UserError
@@ -101,10 +101,6 @@ def numbers(text: str, kind: Callable[[str], Number], example: str) -> tuple[Num
     except ValueError as error:
         raise UserError(f"{text!r} is no list of numbers: write it like {example}") from error
     return found
-
-
-def warn(line: str) -> None:
-    err.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
 
 
 def run(loaded: "LoadedPair", tasks: "dict[str, list[Task]]", settings: "Settings", fast: bool) -> "Evaluation":

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli import app, err
+from peagle.cli import app, err, warn
 from peagle.cli.options import Device
 from peagle.core import parse_method
 from peagle.errors import UserError
@@ -39,7 +39,7 @@ def make_drafter(
     if prompts is None and invent < 1:
         raise UserError("nothing to learn from: give --prompts FILE, or --invent N")
     from peagle.cli.regenerate import regenerate
-    from peagle.cli.train import measured, parse_change, report, seconds, shown
+    from peagle.cli.train import measured, parse_change, seconds, shown
     from peagle.loaded import load
     from peagle.train.config import read_config
     from peagle.train.make import free_cuda_bytes, recipe
@@ -63,11 +63,11 @@ def make_drafter(
         device=device,
     )
     err.print("[bold]2. training[/]")
-    run = Run(config, report)
+    run = Run(config, warn)
     for line in run.plan().lines():
         err.print(line, highlight=False)
     with shown(quiet=False) as progress:
-        done = run.train(progress, report, seconds(stop_after))
+        done = run.train(progress, warn, seconds(stop_after))
     if not done:
         print(f"stopped after step {run.trainer.step} of {run.trainer.total}: run again to go on")
         return

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli import app, err
+from peagle.cli import app, err, warn
 from peagle.cli.options import Device, Dtype, Json, MaxTokens
 from peagle.errors import UserError
 
@@ -65,7 +64,7 @@ def regenerate(
     if prompts is None and invent < 1:
         raise UserError("nothing to answer: give --prompts FILE, or --invent N")
     heats = parse_temperatures(temperature)
-    asked = read_prompts(prompts, heats, limit, seed, report) if prompts else []
+    asked = read_prompts(prompts, heats, limit, seed, warn) if prompts else []
     settings = job.Settings(
         max_tokens=max_tokens,
         max_prompt=max_prompt,
@@ -86,10 +85,6 @@ def regenerate(
         print(json.dumps({"out": str(folder)} | counts.as_dict()))
     else:
         print(summary(counts, folder))
-
-
-def report(line: str) -> None:
-    err.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
 
 
 def parse_slots(word: str) -> int | None:

@@ -3,10 +3,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from peagle.cli import app, err
+from peagle.cli import app, err, warn
 from peagle.errors import UserError
 
 
@@ -41,17 +40,17 @@ def train(
     if dry_run:
         print(f"wrote an untrained drafter to {run.dry_run(settings)}")
         return
-    job = run.Run(settings, report)
+    job = run.Run(settings, warn)
     if job.world.first:
         told = job.plan()
         for line in told.lines():
             err.print(line, highlight=False)
         if not told.fits:
-            report("that is more memory than is free: raise `segments`, set checkpointing, or lower pack_tokens")
+            warn("that is more memory than is free: raise `segments`, set checkpointing, or lower pack_tokens")
     if plan:
         return
     with shown(quiet=not job.world.first) as progress:
-        done = job.train(progress, report, seconds(stop_after))
+        done = job.train(progress, warn, seconds(stop_after))
     if not done:
         print(f"stopped after step {job.trainer.step}: run again to go on")
     elif job.world.size == 1:
@@ -78,10 +77,6 @@ def parse_change(word: str) -> tuple[str, str]:
     if not found:
         raise UserError(f"cannot read --set {word!r}: write key=value")
     return key.strip(), value.strip()
-
-
-def report(line: str) -> None:
-    err.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
 
 
 class shown:

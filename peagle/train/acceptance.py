@@ -16,7 +16,7 @@ from torch import Tensor
 from peagle.core import Step
 from peagle.drafter import Drafter
 from peagle.train.chains import full_chains
-from peagle.train.documents import Documents
+from peagle.train.documents import Documents, fill
 from peagle.train.documents import packed as packed_documents
 from peagle.train.features import Features
 from peagle.train.gradients import run_level
@@ -107,24 +107,12 @@ def acceptance(
 ) -> dict[int, list[Step]]:
     """The steps of every answer, for each K: one pass at the largest serves them all."""
     steps: dict[int, list[Step]] = {k: [] for k in ks}
-    for chosen in in_order(documents, tokens):
+    for chosen in fill(documents, np.arange(len(documents)), tokens) if len(documents) else ():
         one = packed_documents(documents, chosen, tokens)
         anchors, drafts = draft_everywhere(passes, features, one, max(ks), flex)
         for k in ks:
             steps[k] += walk(one, anchors, drafts, k)
     return steps
-
-
-def in_order(documents: Documents, tokens: int) -> Iterable[np.ndarray]:
-    """Document numbers a pack, in their own order."""
-    first, filled = 0, 0
-    for i, length in enumerate(np.diff(documents.starts).tolist()):
-        if filled and filled + length > tokens:
-            yield np.arange(first, i)
-            first, filled = i, 0
-        filled += length
-    if len(documents):
-        yield np.arange(first, len(documents))
 
 
 def length_of(steps: Iterable[Step]) -> float:

@@ -20,9 +20,8 @@ from torch import Tensor
 from peagle.errors import UserError
 from peagle.home import save_tensors, write_json
 from peagle.target import Target, check_aux_layer_ids, default_aux_layer_ids
-from peagle.train.acceptance import in_order
 from peagle.train.chains import Chains
-from peagle.train.documents import Documents, packed
+from peagle.train.documents import Documents, fill, packed
 from peagle.train.features import Features, packable, top_k
 from peagle.train.move import flat
 from peagle.train.pack import batch_of
@@ -56,7 +55,7 @@ class Capture:
         if not 1 <= settings.top_k <= target.vocab_size:
             raise UserError(f"--top-k is {settings.top_k}: use 1 to {target.vocab_size}, the target's vocabulary")
         room = max(1, settings.shard_bytes // self.bytes_per_token)
-        self.parts = list(in_order(documents, room))  # the document numbers of each shard
+        self.parts = fill(documents, np.arange(len(documents)), room)  # the document numbers of each shard
         check_told(self.out, self.told())
         self.missing = [i for i, part in enumerate(self.parts) if not self._there(i, len(part))]
         lengths = np.diff(documents.starts)
@@ -149,7 +148,7 @@ def shard_of(
     g = torch.empty(size, len(target.aux_layer_ids) * target.hidden_size, dtype=wide)
     logits, tokens = torch.empty(size, k, dtype=narrow), torch.empty(size, k, dtype=torch.int32)
     done = 0
-    for chosen in in_order(documents, PACK):
+    for chosen in fill(documents, np.arange(len(documents)), PACK):
         batch = flat(batch_of(packed(documents, chosen, PACK), NO_CHAINS)).to(target.device)
         taps, last = features(batch)
         total = sum(batch.lengths)

@@ -132,16 +132,19 @@ def split(documents: Documents, held_out: int, seed: int) -> tuple[Documents, Do
 
 
 def epoch_order(documents: Documents, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """The documents of every pack of an epoch: shuffled, then filled in that order until a pack is full."""
-    order = np.random.default_rng([seed, epoch]).permutation(len(documents))
-    lengths = np.diff(documents.starts)[order]
-    packs, first, filled = [], 0, 0
-    for i, length in enumerate(lengths.tolist()):
+    """The documents of every pack of an epoch, shuffled."""
+    return fill(documents, np.random.default_rng([seed, epoch]).permutation(len(documents)), tokens)
+
+
+def fill(documents: Documents, order: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """The document numbers `order`, cut where a pack is full."""
+    cuts, filled = [], 0
+    for i, length in enumerate(np.diff(documents.starts)[order].tolist()):
         if filled and filled + length > tokens:
-            packs.append(order[first:i])
-            first, filled = i, 0
+            cuts.append(i)
+            filled = 0
         filled += length
-    return [*packs, order[first:]]
+    return np.split(order, cuts)
 
 
 def steps(documents: Documents, tokens: int, packs_per_step: int, seed: int) -> Iterator[list[np.ndarray]]:

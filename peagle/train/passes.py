@@ -32,7 +32,8 @@ class Passes(nn.Module):
             return getattr(self, which)(*args)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The three passes, each a graph of its own."""
+        """The three passes, each a graph of its own; EAGLE-3's depths and evaluation bring shapes of their own."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for name in ("context", "parallel", "chain"):
             setattr(self, name, torch.compile(getattr(self, name), *args, **kwargs))
 
