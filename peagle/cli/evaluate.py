@@ -73,6 +73,8 @@ def evaluate(
     temperatures = numbers(temperature, float, "--temperature 0,1")
     wanted = parse_method(method or "p-eagle")
     asked = Settings(ks, temperatures, wanted, max_tokens, seed, exact)  # refused before anything is loaded
+    if fast and exact is not None:
+        raise UserError("--jump decodes nothing, so nothing can be exact: leave out one of the two")
     if to is not None and to.expanduser().is_dir():
         raise UserError(f"{to} is a folder: give --out a file")
     tasks = read_sets([word.strip() for word in sets.split(",") if word.strip()], data, limit, warn)

@@ -70,7 +70,7 @@ def make_drafter(
         done = run.train(progress, warn, seconds(stop_after))
     if not done:
         print(f"stopped after step {run.trainer.step} of {run.trainer.total}: run again to go on")
-        return
+        raise typer.Exit(130 if run.trainer.stopping else 0)
     err.print("[bold]3. measuring[/]")
     told = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
     told += [f"--set {change}" for change in changes or []]

@@ -63,6 +63,8 @@ def regenerate(
 
     if prompts is None and invent < 1:
         raise UserError("nothing to answer: give --prompts FILE, or --invent N")
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit is {limit}: ask for at least one prompt")
     heats = parse_temperatures(temperature)
     asked = read_prompts(prompts, heats, limit, seed, warn) if prompts else []
     settings = job.Settings(
@@ -122,6 +124,8 @@ def shown(what: str, quiet: bool) -> "Iterator[job.Progress]":
 
 def summary(counts: "Counts", folder: Path) -> str:
     dropped = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.most_common()) or "none"
+    if counts.dropped["truncated"]:
+        dropped += " (a larger --max-tokens or --keep-truncated keeps more)"
     return (
         f"{folder}: {counts.answered} answered ({counts.tokens:,} tokens), dropped: {dropped},"
         f" {counts.resumed} were there before; {counts.tokens_per_second:,.0f} tokens/s"

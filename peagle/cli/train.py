@@ -53,10 +53,13 @@ def train(
         done = job.train(progress, warn, seconds(stop_after))
     if not done:
         print(f"stopped after step {job.trainer.step}: run again to go on")
-    elif job.world.size == 1:
+        raise typer.Exit(130 if job.trainer.stopping else 0)
+    if job.world.size == 1:
         from peagle.train.publish import publish
 
-        folder, length = publish(job, ["peagle train --config train.yaml"])
+        folder, length = publish(
+            job, [" ".join(["peagle train --config train.yaml", *(f"--set {word}" for word in changes or [])])]
+        )
         print(f"{folder}: {measured(length, settings.eval_k)}")
     elif job.world.first:
         print(f"{job.trainer.out / 'drafter'}")

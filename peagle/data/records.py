@@ -22,7 +22,9 @@ def read_records(path: Path, report: Report = ignore, max_broken: int = MAX_BROK
     """(line number from 1, object) of every line that is a JSON object. Empty lines do not count."""
     path = Path(path).expanduser()
     if not path.is_file():
-        raise UserError(f"no file {path}: give a JSONL file (or .jsonl.gz), one record a line")
+        raise UserError(
+            f"no file {path}: give a JSONL file (or .jsonl.gz), one record a line, or a folder that has one"
+        )
     broken = found = 0
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():

@@ -140,7 +140,7 @@ def _typed(key: str, value: Any, default: Any) -> Any:
             raise ValueError
         return kind(float(value)) if kind is int else kind(value)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise UserError(f"{key} is {value!r}: it must be a {kind.__name__} such as {default!r}") from error
+        raise UserError(f"{key} is {value!r}: it must be {kind.__name__}, such as {default!r}") from error
 
 
 def as_yaml(config: TrainConfig) -> str:

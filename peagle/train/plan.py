@@ -38,7 +38,7 @@ class Plan:
             f"{self.documents:,} documents, {self.tokens:,} tokens, {self.answer_tokens:,} of them answers",
             f"{self.steps:,} steps of about {self.rows_per_step:,} rows",
             f"about {self.gigabytes:.1f} GB of memory beside the target, of {self.free_gigabytes:.1f} free;"
-            f" {self.hours:.1f} hours",
+            f" {duration(self.hours)}",
         ]
 
 
@@ -64,9 +64,14 @@ def plan_of(
     )
 
 
+def duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{max(1, round(60 * hours))} minutes"
+
+
 def rows_of_pack(config: TrainConfig, documents: Documents) -> tuple[int, int]:
     """(anchors, chain rows) of a pack, about."""
-    anchors = round(config.pack_tokens * documents.answer_tokens / max(len(documents.ids), 1))
+    filled = min(config.pack_tokens, len(documents.ids))
+    anchors = round(filled * documents.answer_tokens / max(len(documents.ids), 1))
     if config.max_anchors:
         anchors = min(anchors, config.max_anchors)
     return anchors, most_rows(anchors, config.k, config.keep)

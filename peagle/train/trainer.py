@@ -108,7 +108,8 @@ class Trainer:
                 )
         if state["data"] != self.material.documents.digest:
             raise UserError(
-                f"the run in {self.out} was started with other documents: put them back, or give another `out`"
+                f"the run in {self.out} was started with other documents: give another `out`,"
+                f" or remove {self.out / 'state'} to begin again with these"
             )
 
     def train(self, journal: Journal, progress: Progress, stop_after: float = math.inf) -> bool:
