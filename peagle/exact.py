@@ -52,6 +52,12 @@ def plain_name(implementation: str) -> str:
     return implementation.removeprefix(PREFIX).removeprefix(BY_ROW)
 
 
+def native(plain: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    """transformers' attention of that name; "eager" is the one of the module's own file."""
+    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(plain, own)
+
+
 def _multiple(target: Target, plain: str) -> int | None:
     """The smallest multiple the probe accepts, found once per target; None: there is none."""
     if target.exact_multiple == 0:
@@ -97,8 +103,7 @@ def exact_attention(plain: str, by_row: bool) -> Callable[..., tuple[Tensor, Any
         live_rows: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        implementation = ALL_ATTENTION_FUNCTIONS.get_interface(plain, own)
+        implementation = native(plain, module)
 
         def inner(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             return implementation(module, q, k, v, mask, **kwargs)[0]

@@ -19,16 +19,14 @@ from peagle.train.card import card
 from peagle.train.config import TrainConfig
 from peagle.train.make import pack_tokens, recipe
 from tests.conftest import AUX, make_drafter, make_target
-from tests.test_regenerate import make_chat_target
+from tests.test_regenerate import make_chat_target, save_chat_target
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny chat target on disk, and prompts for it."""
     path = tmp_path_factory.mktemp("make")
-    target = make_chat_target()
-    target.model.save_pretrained(path / "target")
-    target.tokenizer.save_pretrained(path / "target")
+    save_chat_target(path / "target")
     lines = [json.dumps({"turns": [f"w{3 + i % 60} w{40 + i % 50}"]}) for i in range(40)]
     (path / "prompts.jsonl").write_text("\n".join(lines))
     return path

@@ -48,6 +48,13 @@ def make_chat_target(template: str = TEMPLATE) -> Target:
     return target
 
 
+def save_chat_target(folder: Path) -> Target:
+    target = make_chat_target()
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return target
+
+
 @pytest.fixture(scope="module")
 def chat() -> Target:
     return make_chat_target()

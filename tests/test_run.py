@@ -13,7 +13,7 @@ from peagle.cli import app
 from peagle.drafter import checkpoint
 from peagle.train.config import read_config
 from peagle.train.run import Run
-from tests.test_regenerate import make_chat_target
+from tests.test_regenerate import make_chat_target, save_chat_target
 from tests.training import write_answers
 
 SMALL = "layers=1 k=4 eval_k=3 aux_layer_ids=1,3,6 mask_token_id=5 pack_tokens=256 held_out=4 log_every=1 steps=6"
@@ -22,9 +22,7 @@ SMALL = "layers=1 k=4 eval_k=3 aux_layer_ids=1,3,6 mask_token_id=5 pack_tokens=2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
-    target = make_chat_target()
-    target.model.save_pretrained(path / "target")
-    target.tokenizer.save_pretrained(path / "target")
+    target = save_chat_target(path / "target")
     write_answers(target, path / "answers.jsonl", 30, 20)
     return path
 

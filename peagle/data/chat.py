@@ -23,8 +23,9 @@ def encode_conversation(target: Target, messages: Messages) -> tuple[list[int], 
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        start = len(encode_prompt(target, messages[:turn]))
-        if ids[:start] != encode_prompt(target, messages[:turn]):
+        prompt = encode_prompt(target, messages[:turn])
+        start = len(prompt)
+        if ids[:start] != prompt:
             raise ValueError("the template writes earlier turns otherwise than it prompted for them")
         stop = next((i + 1 for i in range(start, len(ids)) if ids[i] in target.stop_ids), len(ids))
         spans.append((start, stop))

@@ -8,7 +8,6 @@ stay on the device, so that a whole step can be captured in a CUDA graph. Slidin
 window is applied when they are read.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.errors import UserError
-from peagle.exact import plain_name
+from peagle.exact import native, plain_name
 from peagle.target import Target
 
 PREFIX = "peagle_slots_"
@@ -118,9 +117,7 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
                 scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
                 return decode_attention(query[:, :, 0], key, value, slot_lengths, scale)[:, None], None
             attention_mask = decode_mask(slot_lengths, key.shape[2], kwargs.get("sliding_window"), query.dtype)
-        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        inner = ALL_ATTENTION_FUNCTIONS.get_interface(plain, own)
-        return inner(module, query, key, value, attention_mask, **kwargs)
+        return native(plain, module)(module, query, key, value, attention_mask, **kwargs)
 
     return attention
 

@@ -21,13 +21,15 @@ class Talk:
     task: Task
     messages: Messages = field(default_factory=list)
     turn: int = 0
+    asked: list[int] = field(default_factory=list)  # the prompt that is being answered
 
     def ask(self, target: Target) -> list[int]:
         if not self.messages and self.task.system:
             self.messages.append({"role": "system", "content": self.task.system})
         self.messages.append({"role": "user", "content": self.task.turns[self.turn]})
         try:
-            return encode_prompt(target, self.messages)
+            self.asked = encode_prompt(target, self.messages)
+            return self.asked
         except UserError:
             raise
         except ValueError as error:
@@ -40,7 +42,6 @@ class Talks:
     def __init__(self, target: Target, tasks: Sequence[Task], max_tokens: int, temperature: float) -> None:
         self.target, self.max_tokens, self.temperature = target, max_tokens, temperature
         self.waiting = deque(Talk(task) for task in tasks)
-        self.asked: dict[int, list[int]] = {}
         self.skipped = 0  # turns
 
     def __iter__(self) -> Iterator[Request]:
@@ -52,7 +53,6 @@ class Talks:
             ids = talk.ask(self.target)
             room = self.target.context - len(ids)
             if room > 1:
-                self.asked[id(talk)] = ids
                 return Request(talk, ids, min(self.max_tokens, room), self.temperature)
             self.skipped += len(talk.task.turns) - talk.turn
         raise StopIteration
@@ -72,7 +72,7 @@ def answer_tasks(
     parts = []
     for answer in BatchGenerator(target, slots, capacity, seed, stop_loops=False).run(talks):
         talk: Talk = answer.key
-        ids = np.array(talks.asked.pop(id(talk)) + answer.ids)
+        ids = np.array(talk.asked + answer.ids)
         parts.append((ids, np.arange(len(ids)) >= len(ids) - len(answer.ids), f"{talk.task.id}#{talk.turn}"))
         said = answer.ids[:-1] if answer.ids[-1] in target.stop_ids else answer.ids
         talk.messages.append({"role": "assistant", "content": target.tokenizer.decode(said, skip_special_tokens=True)})

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.documents import Documents
-from peagle.train.loss import TopK
+from peagle.train.loss import TopK, capped
 from peagle.train.pack import Batch
 from peagle.train.rule import BlockMask, attention, context_mask
 from peagle.train.stored import StoredTarget
@@ -175,8 +175,7 @@ def top_k(last: Tensor, lm_head: Tensor, k: int, softcap: float, dtype: torch.dt
     """
     values, ids = [], []
     for part in last.split(max(1, LOGITS // len(lm_head))):
-        logits = linear(part, lm_head).float()
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        logits = capped(linear(part, lm_head).float(), softcap)
         best = logits.topk(k)
         values.append((best.values - logits.logsumexp(-1, keepdim=True)).clamp(min=-6e4).to(dtype).cpu())
         ids.append(best.indices.int().cpu())
@@ -188,8 +187,7 @@ def require_plain_head(target: Target, softcap: float) -> None:
     """Training reads the teacher as lm_head(last hidden state): tried, for some targets scale it."""
     ids = torch.arange(6, device=target.device)[None] % target.vocab_size
     logits = target.model(input_ids=ids, use_cache=False).logits.float()
-    mine = linear(target.features(ids).logits, target.lm_head).float()
-    mine = softcap * torch.tanh(mine / softcap) if softcap else mine
+    mine = capped(linear(target.features(ids).logits, target.lm_head).float(), softcap)
     if not torch.allclose(mine, logits, rtol=0.05, atol=0.02 * float(logits.abs().max())):
         raise UserError(
             f"target {target.name!r} does more to its logits than lm_head and soft-capping: it cannot be a teacher here"

@@ -63,13 +63,16 @@ class TopK:
 Teacher = Tensor | TopK  # last hidden states [R, d], or what a capture kept of the distributions
 
 
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """Gemma's soft-capping of the target's logits; 0: none."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 def chunk_loss(
     normed: Tensor, teacher: Tensor, weight: Tensor, lm_head: Tensor, mix: float, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """normed, teacher [C, d], weight [C], lm_head [V, d] -> (loss [C], match [C], gradient [C, d])."""
-    teacher_logits = linear(teacher, lm_head).float()
-    if softcap:
-        teacher_logits = softcap * torch.tanh(teacher_logits / softcap)
+    teacher_logits = capped(linear(teacher, lm_head).float(), softcap)
     logits = linear(normed.to(lm_head.dtype), lm_head).float()
     log_q, log_p = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     p = log_p.exp()

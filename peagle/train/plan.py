@@ -11,6 +11,7 @@ from peagle.target import Target
 from peagle.train.chains import most_rows
 from peagle.train.config import TrainConfig
 from peagle.train.documents import Documents
+from peagle.train.loss import CHUNK
 
 EFFICIENCY = {"cuda": 0.35, "cpu": 0.6}  # of the speed of one large matrix product, seen in whole steps
 
@@ -94,7 +95,7 @@ def training_bytes(config: TrainConfig, drafter: Drafter, documents: Documents) 
     if config.checkpointing:
         per_row = size * 3 * c.hidden_size
     rows = config.pack_tokens + chain_rows / config.segments
-    chunk = 2048 * c.draft_vocab_size * 16
+    chunk = CHUNK * c.draft_vocab_size * 16
     g = config.pack_tokens * (c.num_taps + 8) * c.target_hidden_size * size
     return 16 * parameters + rows * per_row * c.num_layers + chunk + g
 

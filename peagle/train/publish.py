@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-from peagle.core import Step
 from peagle.drafter import Drafter, checkpoint, compact
 from peagle.home import publish_folder
-from peagle.train.acceptance import acceptance, length_of
+from peagle.train.acceptance import length_of
 from peagle.train.card import card
-from peagle.train.features import online
 from peagle.train.passes import Passes
 from peagle.train.run import Run
 
@@ -45,16 +43,12 @@ def stored_as(cheap: bool, before: float | None, after: float | None) -> dict[st
 
 
 def held_out_length(run: Run, drafter: Drafter) -> float | None:
-    trainer, k = run.trainer, run.config.eval_k
     if not len(run.material.held_out):
         return None
-    passes = Passes(drafter, trainer.passes.dtype)
-    if trainer.flex:
+    passes = Passes(drafter, run.trainer.passes.dtype)
+    if run.trainer.flex:
         passes.compile()
-    steps: dict[int, list[Step]] = acceptance(
-        passes, online(trainer.features), run.material.held_out, [k], run.config.pack_tokens, trainer.flex
-    )
-    return length_of(steps[k])
+    return length_of(run.trainer.held_out_steps(passes))
 
 
 def measured(run: Run) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ class Trainer:
         self.seconds = 0.0  # of training, over all resumed parts
         self.tokens = 0  # of documents, seen by the target
 
+    @cached_property
+    def digest(self) -> str:
+        """Of the documents: a run is resumed only with the same."""
+        return self.material.documents.digest
+
     def _features(self) -> Features | Remembered:
         aux = self.drafter.config.aux_layer_ids or ()
         features = Features(self.target, aux, packed=self.flex and self.config.compile and packable(self.target))
@@ -106,7 +112,7 @@ class Trainer:
                     f"the run in {self.out} was started with {key} = {value!r}, now it is {mine.get(key)!r}:"
                     " put it back, or give another `out`"
                 )
-        if state["data"] != self.material.documents.digest:
+        if state["data"] != self.digest:
             raise UserError(
                 f"the run in {self.out} was started with other documents: give another `out`,"
                 f" or remove {self.out / 'state'} to begin again with these"
@@ -172,28 +178,24 @@ class Trainer:
                     f" look at the documents of that batch ({keys}, ...), lower lr, or use dtype = 'float32'"
                 )
 
-    def evaluate(self, journal: Journal) -> dict[int, list[Step]]:
+    def evaluate(self, journal: Journal) -> None:
         """The acceptance length on held-out answers, the one that is served (acceptance.py)."""
-        held, k = self.material.held_out, self.config.eval_k
-        if not len(held) or not self.world.first or self.joined.sharded:
-            return {}
+        if not len(self.material.held_out) or not self.world.first or self.joined.sharded:
+            return
         self.drafter.eval()
-        steps = acceptance(
-            self.passes,
-            online(self.features),
-            held,
-            [k],
-            self.config.pack_tokens,
-            self.flex,
-        )
+        steps = self.held_out_steps(self.passes)
         self.drafter.train()
-        journal.evaluation(self.step, k, length_of(steps[k]), steps[k])
-        return steps
+        journal.evaluation(self.step, self.config.eval_k, length_of(steps), steps)
+
+    def held_out_steps(self, passes: Passes) -> list[Step]:
+        """Of decoding the held-out answers with the drafter of these passes."""
+        k, features = self.config.eval_k, online(self.features)
+        return acceptance(passes, features, self.material.held_out, [k], self.config.pack_tokens, self.flex)[k]
 
     def save(self) -> None:
         more = {
             "config": asdict(self.config),
-            "data": self.material.documents.digest,
+            "data": self.digest,
             "seconds": self.seconds,
             "tokens": self.tokens,
         }
