@@ -142,7 +142,7 @@ def _range(x: Tensor) -> tuple[Tensor, Tensor]:
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many key blocks each query block has, and which, first: [Q] and [Q, K], int32."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.int()
+    return blocks.sum(-1, dtype=torch.int32), order.int().contiguous()  # flex's kernels read rows, whatever the strides
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
