@@ -3,7 +3,7 @@
 A *pair* is a target, its drafters (one per method), the method and K to use unless told otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -83,6 +83,30 @@ class Pair:
         return self.drafters[method]
 
 
+class Bias(Mapping[int, float]):
+    """Token id -> what is added to its logit. It cannot change, so that a Sampling can be compared, hashed and sent."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Mapping[int, float] | None = None) -> None:
+        self._of = dict(of or {})
+
+    def __getitem__(self, token: int) -> float:
+        return self._of[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._of.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._of)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the target's distribution is processed before a token is taken from it. Temperature 0 is greedy."""
@@ -92,14 +116,25 @@ class Sampling:
     top_k: int = 0  # 0: no limit
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0  # divides the logits of what the prompt or the answer said
+    presence_penalty: float = 0.0  # taken from the logits of what the answer said
+    frequency_penalty: float = 0.0  # taken as often as the answer said it
+    logit_bias: Mapping[int, float] = Bias()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_bias", Bias(self.logit_bias))
+        bias = self.logit_bias
         rules = {
             "temperature must be 0 (greedy) or more": 0 <= self.temperature < float("inf"),
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (no limit) or more": self.top_k >= 0,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
             "seed must be 0 or more": self.seed is None or self.seed >= 0,
+            "repetition_penalty must be above 0 (1: none)": 0 < self.repetition_penalty < float("inf"),
+            "presence_penalty must be in [-2, 2]": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty must be in [-2, 2]": -2 <= self.frequency_penalty <= 2,
+            "logit_bias must be in [-100, 100]": all(-100 <= value <= 100 for value in bias.values()),
+            "logit_bias must name token ids, 0 or more": all(token >= 0 for token in bias),
         }
         for rule, holds in rules.items():
             if not holds:
@@ -108,6 +143,16 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5  # below that, dividing by it overflows: the likeliest token takes all
+
+    @property
+    def penalised(self) -> bool:
+        """Does what was said before change what is said next?"""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def plain(self) -> bool:
+        """The argmax of the raw logits, and nothing else."""
+        return self.greedy and not self.penalised and not self.logit_bias
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,77 @@
+"""Attention of a pass over paged keys and values: the kernel on a GPU; here, request by request, on a CPU.
+
+On a CPU the heads of a group are folded into the rows, so that no key is copied for them, and keys are read in whole
+pages: what is masked adds exactly zero. Short passes run in blocks of a fixed number of rows: then a row's bits depend
+neither on its place in the block nor on its neighbours (see exactness.py).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from peagle.engine.rowpass import RowPass
+from peagle.kernels.paged_attention import paged_attention
+
+ROWS = 8  # in a block
+
+Block = tuple[int, int, int, int, Tensor]  # request, its first and last row, pages of keys, mask [rows, keys]
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, rows: RowPass, scale: float, window: int | None = None
+) -> Tensor:
+    """query [T, heads, d]; keys, values [slots, kv_heads, d] -> [T, heads, d]."""
+    if query.is_cuda:
+        return paged_attention(
+            query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale,
+            window=window, splits=rows.splits,
+        )  # fmt: skip
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    if window not in rows.masks:
+        rows.masks[window] = blocks_of(rows, window, query.dtype)
+    for b, start, end, pages, mask in rows.masks[window]:
+        table = rows.tables[b, :pages]
+        k, v = (read(x, table, rows.page) for x in (keys, values))
+        out[start:end] = folded(query[start:end], k, v, mask, scale)
+    return out
+
+
+def folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """query [R, heads, d], filled up to the rows of mask [size, L]; keys, values [L, kv_heads, d] -> [R, heads, d]."""
+    (count, heads, d), size = query.shape, len(mask)
+    group = heads // keys.shape[1]
+    q = pad(query, (0, 0, 0, 0, 0, size - count)) if count < size else query
+    q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * size, d]
+    k, v = keys.transpose(0, 1), values.transpose(0, 1)  # [kv_heads, L, d]
+    out = scaled_dot_product_attention(q[None], k[None], v[None], mask.repeat(group, 1), scale=scale)[0]
+    return out.unflatten(1, (group, size)).permute(2, 0, 1, 3).reshape(size, heads, d)[:count]
+
+
+def blocks_of(rows: RowPass, window: int | None, dtype: torch.dtype) -> list[Block]:
+    """Short passes are cut into blocks of ROWS, and where a page ends: how many keys a row is shown, seen or masked,
+    then depends on its position alone. A prefill is one block."""
+    blocks = []
+    spans = zip(rows.starts.tolist(), rows.counts.tolist(), rows.first.tolist(), strict=True)
+    for b, (start, count, first) in enumerate(spans):
+        at = 0
+        while at < count:
+            short = count <= 2 * ROWS
+            size = ROWS if short else count
+            end = min(at + size, count, rows.page * ((first + at) // rows.page + 1) - first if short else count)
+            pages = (first + end - 1) // rows.page + 1
+            row, key = first + at + torch.arange(size)[:, None], torch.arange(pages * rows.page)
+            seen = key <= row
+            if window is not None:
+                seen &= key > row - window
+            mask = torch.where(seen, 0.0, float("-inf")).to(dtype)
+            blocks.append((b, start + at, start + end, pages, mask))
+            at = end
+    return blocks
+
+
+def read(cache: Tensor, table: Tensor, page: int) -> Tensor:
+    """The pages of a request side by side, [L, kv_heads, d]: a view where they lie so."""
+    first = int(table[0])
+    if len(table) == 1 or bool((table.diff() == 1).all()):
+        return cache[first * page : (first + len(table)) * page]
+    return cache.unflatten(0, (-1, page))[table.long()].flatten(0, 1)

@@ -1,0 +1,72 @@
+"""What a step costs, in seconds, by batch size and K: measured, or read off a line through what was measured.
+
+A cost is about linear in K above a floor, and about linear in the batch size between two that are known.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+REMEMBERED = 15  # steps of a (bucket, K): their median is its cost
+DISTURBED = 1.5  # times what was expected: a step counts for no more
+
+
+class Costs:
+    """Seconds of a step by batch size and K. Batch sizes share buckets: 1 2 3 4 6 8 12 16 24 32 48 64 ..."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[int, deque[float]]] = {}
+        self.known: dict[int, dict[int, float]] = {}  # bucket -> K -> seconds
+
+    @staticmethod
+    def bucket(batch: int) -> int:
+        power = 1 << (batch - 1).bit_length()
+        return power * 3 // 4 if power > 2 and batch <= power * 3 // 4 else power
+
+    def add(self, batch: int, k: int, seconds: float) -> None:
+        bucket = self.bucket(batch)
+        seen = self.seen.setdefault(bucket, {}).setdefault(k, deque(maxlen=REMEMBERED))
+        expected = self.seconds(batch, k)
+        seen.append(seconds if expected is None else min(seconds, DISTURBED * expected))
+        self.known.setdefault(bucket, {})[k] = median(seen)
+
+    def forget(self, batch: int, k: int) -> None:
+        """All but the last two."""
+        seen = self.seen[self.bucket(batch)][k]
+        while len(seen) > 2:
+            seen.popleft()
+
+    def seconds(self, batch: int, k: int) -> float | None:
+        """Measured; or on the line through this bucket's own; or as other buckets have it, moved to fit."""
+        own = self.known.get(self.bucket(batch), {})
+        if k in own or len(own) > 1:
+            return line(own, k)
+        if not own:
+            return self.elsewhere(batch, k)
+        [(at, seconds)] = own.items()
+        there, here = self.elsewhere(batch, k), self.elsewhere(batch, at)
+        return None if there is None or here is None else seconds * there / here
+
+    def count(self, batch: int, k: int) -> int:
+        return len(self.seen.get(self.bucket(batch), {}).get(k, ()))
+
+    def elsewhere(self, batch: int, k: int) -> float | None:
+        """Between the nearest other buckets on both sides; the nearest one's where there is one side only."""
+        bucket = self.bucket(batch)
+        curves = {other: line(own, k) for other, own in self.known.items() if other != bucket and len(own) > 1}
+        if not curves:
+            return None
+        return line(curves, min(max(bucket, min(curves)), max(curves)))
+
+
+def line(points: Mapping[int, float], x: int) -> float:
+    """Through the two points nearest to x, on both sides of it where possible; costs do not fall with x beyond them."""
+    if x in points:
+        return points[x]
+    below, above = sorted(p for p in points if p < x), sorted(p for p in points if p > x)
+    left, right = (below[-1], above[0]) if below and above else (below[-2:] or above[:2])
+    slope = (points[right] - points[left]) / (right - left)
+    if below and above:
+        return points[left] + slope * (x - left)
+    near = right if below else left
+    return max(points[near] + max(slope, 0.0) * (x - near), points[near] / 2)

@@ -1,0 +1,88 @@
+"""From a verified batch to its next drafts, over pages: parallel (P-EAGLE) and chain (EAGLE-3).
+
+`Verified` is what one target pass consumed, in blocks of a fixed width: row i of a block lies at position first + i, its
+drafts up to `kept` count, and `newest` follows them. Drafting runs the rows that count through the drafter with their
+real inputs, so that its pages hold the context, and then looks ahead.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.drafter import Drafter
+from peagle.engine.lean import LeanDrafter
+from peagle.engine.memory import Memory
+from peagle.engine.rowpass import RowPass, slots_of
+from peagle.kernels.add_norm import add_norm
+from peagle.kernels.expand import expand
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    block: Tensor  # [B, R] the tokens consumed
+    hidden: Tensor  # [B * R, taps * d] their g
+    first: Tensor  # [B] int32
+    kept: Tensor  # [B] int32: drafts accepted; rows 0..kept count
+    newest: Tensor  # [B]
+    tables: Tensor  # [B, P] int32
+    ends: Tensor  # [B] int32: rows from this position on are not stored
+
+
+class Drafting:
+    def __init__(self, drafter: Drafter, behind: int, length: int, page: int, memory: Memory) -> None:
+        config = drafter.config
+        self.drafter, self.page, self.memory = drafter, page, memory
+        self.lean = LeanDrafter(drafter, behind, length)
+        self.parallel = config.method == "p-eagle"
+        d = drafter.fc.weight.new_zeros(config.hidden_size)
+        self.mask_id = -1 if config.mask_token_id is None else config.mask_token_id
+        self.mask_embedding = d if drafter.mask_embedding is None else drafter.mask_embedding.detach()
+        with torch.no_grad():
+            self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
+        self.norm, self.eps = drafter.norm.weight.detach(), config.rms_norm_eps
+
+    def draft(self, verified: Verified, k: int) -> Tensor:
+        """The next k tokens of each request, [B, k]; with k = 0 only the context is kept up."""
+        width = max(k, 1) if self.parallel else 1
+        made = expand(
+            verified.block, verified.kept, verified.newest, verified.first, self.drafter.fuse(verified.hidden),
+            self.drafter.embed_tokens, self.mask_embedding, self.mask_hidden, self.mask_id, verified.tables, self.page,
+            verified.ends, width,
+        )  # fmt: skip
+        most = verified.block.shape[1] + width - 1
+        rows = RowPass(
+            made.positions, made.slots, verified.tables, made.starts, made.counts, verified.first, most, self.page
+        )
+        stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
+        if k == 0:
+            return verified.newest[:, None][:, :0]
+        if self.parallel:
+            return self.best(stream[made.sampled])[0].view(-1, k)
+        return self.chain(stream[made.sampled], verified, k)
+
+    def chain(self, stream: Tensor, verified: Verified, k: int) -> Tensor:
+        """EAGLE-3: one row at a time, fed with the last draft and the drafter's own hidden state [B, d]."""
+        ids, normed = self.best(stream)
+        drafts, position = [ids], (verified.first + verified.kept)[:, None]
+        one = torch.ones_like(verified.first)
+        starts = torch.arange(len(one), dtype=torch.int32, device=one.device)
+        for _ in range(k - 1):
+            position = position + 1
+            slots = slots_of(verified.tables, position, self.page, verified.ends[:, None])[:, 0]
+            at = position[:, 0]
+            rows = RowPass(at, slots, verified.tables, starts, one, at, 1, self.page)
+            feedback = normed if self.drafter.config.norm_output else stream
+            stream = self.lean.forward(self.drafter.embed(ids), feedback, rows, self.memory)
+            ids, normed = self.best(stream)
+            drafts.append(ids)
+        return torch.stack(drafts, 1)
+
+    def best(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest target id of each row, and the normed rows."""
+        normed, _ = add_norm(stream, None, self.norm, self.eps)
+        return self.drafter.best(normed), normed
+
+    def context(self, ids: Tensor, hidden: Tensor, rows: RowPass) -> Tensor:
+        """Rows of a prefill, already laid out: ids [T] shifted by one, g -> the residual stream [T, d]."""
+        return self.lean.forward(self.drafter.embed(ids), hidden, rows, self.memory)

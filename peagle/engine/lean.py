@@ -1,0 +1,176 @@
+"""A Llama-like stack of layers in few operations: merged projections, one kernel where PyTorch would need several.
+
+The same layers serve a target and its drafter, on a GPU (Triton) and on a CPU (each kernel's reference). A target is
+run this way only if it is built so, and if it gives what transformers gives (`lean_target` tries).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from peagle.drafter import Drafter
+from peagle.engine.attention import attend
+from peagle.engine.memory import Memory
+from peagle.engine.rowpass import RowPass
+from peagle.kernels.add_norm import add_norm
+from peagle.kernels.rope_store import rope_store
+from peagle.kernels.swiglu import swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    before: Tensor  # the norm before attention
+    after: Tensor  # the norm before the MLP
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def run(
+        self, normed: Tensor, residual: Tensor, rows: RowPass, memory: Memory, at: int, rope: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """normed: attention's input [T, d or 2d] -> (the MLP's output, the residual stream before it is added)."""
+        keys, values = memory.keys[at], memory.values[at]
+        qkv = linear(normed, self.qkv, self.qkv_bias)
+        rope_store(
+            qkv, rows.positions, rows.slots, rope, keys, values, self.heads, self.kv_heads, self.q_norm, self.k_norm,
+            self.eps,
+        )  # fmt: skip
+        query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
+        seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window)
+        x = linear(seen.flatten(1), self.out, self.out_bias)
+        normed, residual = add_norm(x, residual, self.after, self.eps)
+        return linear(swiglu(linear(normed, self.gate_up)), self.down), residual
+
+
+def merge(parts: list[Any]) -> tuple[Tensor, Tensor | None]:
+    """The weights of several linear layers as one; the layers keep views of it, so nothing lies in memory twice."""
+    if merged(parts):  # by an engine before
+        first = parts[0]
+        total = sum(len(part.weight) for part in parts)
+        bias = None if first.bias is None else first.bias.data.as_strided((total,), (1,))
+        return first.weight.data.as_strided((total, first.weight.shape[1]), first.weight.stride()), bias
+    weight = torch.cat([part.weight.detach() for part in parts])
+    bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
+    start = 0
+    for part in parts:
+        end = start + len(part.weight)
+        part.weight.data = weight[start:end]
+        if bias is not None:
+            part.bias.data = bias[start:end]
+        start = end
+    return weight, bias
+
+
+def merged(parts: list[Any]) -> bool:
+    """Do their weights lie one behind the other in one piece of memory?"""
+    first = parts[0].weight
+    end = first.data_ptr()
+    for part in parts:
+        w = part.weight
+        if w.data_ptr() != end or w.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return False
+        end += w.numel() * w.element_size()
+    return True
+
+
+def layer_of(module: Any, before: Tensor, after: Tensor, eps: float, head_dim: int, window: int | None) -> Layer:
+    """From a layer with transformers' names, as the drafter's blocks have them too."""
+    attention, mlp = module.self_attn, module.mlp
+    qkv, qkv_bias = merge([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up, _ = merge([mlp.gate_proj, mlp.up_proj])
+    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
+    bias = attention.o_proj.bias
+    return Layer(
+        qkv, qkv_bias, attention.o_proj.weight.detach(), None if bias is None else bias.detach(), gate_up,
+        mlp.down_proj.weight.detach(), before.detach(), after.detach(), q_norm, k_norm, eps,
+        attention.q_proj.weight.shape[0] // head_dim, attention.k_proj.weight.shape[0] // head_dim, head_dim, window,
+    )  # fmt: skip
+
+
+def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
+    """[length, rotated dims]: the cosines of every position, then its sines; float32 whatever the model's dtype."""
+    at = torch.arange(length, device=device)[None]
+    cos, sin = rotary(torch.zeros(1, device=device), at)
+    half = cos.shape[-1] // 2  # transformers repeats them
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).float().contiguous()
+
+
+class LeanTarget:
+    def __init__(self, target: Any, length: int) -> None:
+        decoder = target.model.get_decoder()
+        config = target.config
+        self.device = target.device
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        eps = config.rms_norm_eps
+        self.layers = [
+            layer_of(
+                layer, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, eps, self.head_dim,
+                getattr(layer.self_attn, "sliding_window", None),
+            )
+            for layer in target.layers
+        ]  # fmt: skip
+        self.norm, self.eps = decoder.norm.weight.detach(), eps
+        self.embed_tokens = target.embedding.detach()
+        self.lm_head = target.lm_head.detach()
+        self.rope = rope_table(decoder.rotary_emb, length, target.device)
+        self.taps: tuple[int, ...] = ()
+
+    def forward(self, ids: Tensor, rows: RowPass, memory: Memory, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
+        x, residual, taps = embedding(ids, self.embed_tokens), None, {}
+        for i, layer in enumerate(self.layers):
+            normed, residual = add_norm(x, residual, layer.before, self.eps)
+            if i in self.taps:
+                taps[i] = residual
+            x, residual = layer.run(normed, residual, rows, memory, i, self.rope)
+        normed, _ = add_norm(x, residual, self.norm, self.eps)
+        g = torch.cat([taps[i] for i in self.taps], -1) if self.taps else x.new_empty(len(x), 0)
+        return linear(normed if keep is None else normed[keep], self.lm_head), g
+
+
+class LeanDrafter:
+    """The drafter over the same pages: its layers come behind the target's in memory."""
+
+    def __init__(self, drafter: Drafter, behind: int, length: int) -> None:
+        config = drafter.config
+        self.drafter, self.behind = drafter, behind
+        blocks: list[Any] = list(drafter.layers)
+        self.layers = [
+            layer_of(
+                block, block.input_layernorm.weight, block.post_attention_layernorm.weight, config.rms_norm_eps,
+                config.head_dim, None,
+            )
+            for block in blocks
+        ]  # fmt: skip
+        self.rope = rope_table(drafter.rope, length, drafter.fc.weight.device)
+        self.hidden_norm = blocks[0].hidden_norm.weight.detach()
+        self.norm_before_residual = config.norm_before_residual
+        self.eps = config.rms_norm_eps
+
+    def forward(self, embeds: Tensor, hidden: Tensor, rows: RowPass, memory: Memory) -> Tensor:
+        """embeds, hidden [T, d] -> the residual stream behind the last layer [T, d], not normed."""
+        d = hidden.shape[1]
+        both = torch.empty(len(hidden), 2 * d, dtype=hidden.dtype, device=hidden.device)
+        add_norm(embeds, None, self.layers[0].before, self.eps, out=both[:, :d])
+        normed, _ = add_norm(hidden, None, self.hidden_norm, self.eps, out=both[:, d:])
+        x, residual = self.layers[0].run(
+            both, normed if self.norm_before_residual else hidden, rows, memory, self.behind, self.rope
+        )
+        for i, layer in enumerate(self.layers[1:], start=1):
+            normed, residual = add_norm(x, residual, layer.before, self.eps)
+            x, residual = layer.run(normed, residual, rows, memory, self.behind + i, self.rope)
+        return x + residual

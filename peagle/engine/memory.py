@@ -1,0 +1,43 @@
+"""Keys and values of every layer, by slot: what pages are made of.
+
+A page holds `size` consecutive positions of one request, of the target's layers and of the drafter's alike; position j
+of a request lies in slot table[j // size] * size + j % size. One page more than the allocator hands out takes what
+belongs nowhere.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer's keys: so many heads of so many numbers."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values of one position."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Memory:
+    def __init__(self, shapes: list[Shape], pages: int, size: int, device: torch.device) -> None:
+        self.pages, self.size = pages, size
+        slots = (pages + 1) * size
+        self.nowhere = pages * size  # the first slot of the page that is nobody's
+        # zeros: a masked key is still multiplied, by zero
+        self.keys, self.values = (
+            [torch.zeros(slots, s.kv_heads, s.head_dim, dtype=s.dtype, device=device) for s in shapes] for _ in range(2)
+        )
+
+    def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """keys, values [T, kv_heads, head_dim] to slots [T]; a negative slot: nowhere."""
+        at = slots.long()
+        at = torch.where(at < 0, self.nowhere, at)
+        self.keys[layer][at] = keys
+        self.values[layer][at] = values

@@ -1,0 +1,107 @@
+"""Any transformers architecture over paged keys and values, through transformers' own attention interface.
+
+The model computes what it always does; only where it would attend, it attends over pages. On a CPU that is the model's
+own attention function, request by request, with a mask for the window; on a GPU the paged kernel, which knows sliding
+windows, soft caps and sinks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from peagle.engine.attention import read
+from peagle.engine.memory import Memory
+from peagle.engine.rowpass import RowPass
+from peagle.errors import UserError
+from peagle.exact import native, plain_name
+from peagle.kernels.paged_attention import paged_attention
+from peagle.target import Target
+
+PREFIX = "peagle_paged_"
+
+
+class PluggedTarget:
+    """Owns the target: while an engine holds it, its attention reads pages and nothing else."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, model = target, target.model
+        plain = plain_name(model.config._attn_implementation).removeprefix(PREFIX)
+        self.before, self.name = plain, f"{PREFIX}{plain}"
+        if self.name not in ALL_ATTENTION_FUNCTIONS:
+            ALL_ATTENTION_FUNCTIONS.register(self.name, _attention(plain))
+            ALL_MASK_ATTENTION_FUNCTIONS.register(self.name, lambda *args, **kwargs: None)
+        self.taps: tuple[int, ...] = ()
+
+    def forward(self, ids: Tensor, rows: RowPass, memory: Memory, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
+        model: Any = self.target.model
+        if model.config._attn_implementation != self.name:
+            model.set_attn_implementation(self.name)
+            if model.config._attn_implementation != self.name:
+                raise UserError(f"target {self.target.name!r} cannot be batched: its attention cannot be exchanged")
+        if self.target.aux_layer_ids != self.taps:
+            self.target.tap(self.taps)
+        try:
+            out = model(
+                input_ids=ids[None],
+                position_ids=rows.positions[None].long(),
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+                paged=(rows, memory),
+            )
+            taps = [self.target._taps[i][0] for i in self.taps]
+        finally:
+            self.target._taps.clear()
+            model.set_attn_implementation(self.before)
+        return out.logits[0], torch.cat(taps, -1) if taps else out.logits.new_empty(len(ids), 0)
+
+
+def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        paged: tuple[RowPass, Memory],
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
+        rows, memory = paged
+        layer: Any = module.layer_idx
+        memory.store(layer, rows.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        keys, values = memory.keys[layer], memory.values[layer]
+        window = kwargs.get("sliding_window")
+        if query.is_cuda and kwargs.get("position_bias") is None:
+            out = paged_attention(
+                query[0].transpose(0, 1), keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first,
+                rows.most, kwargs.get("scaling") or query.shape[-1] ** -0.5, window=window,
+                softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"), splits=rows.splits,
+            )  # fmt: skip
+            return out[None], None
+        out = torch.zeros_like(query).transpose(1, 2).contiguous()
+        spans = zip(rows.starts.tolist(), rows.counts.tolist(), rows.first.tolist(), strict=True)
+        for b, (start, count, first) in enumerate(spans):
+            if count:
+                end = first + count
+                table = rows.tables[b, : -(-end // rows.page)]
+                k, v = (read(x, table, rows.page)[:end].transpose(0, 1)[None] for x in (keys, values))
+                mask = _mask(first, count, window, query.dtype)
+                run = native(plain, module)
+                out[:, start : start + count] = run(module, query[:, :, start : start + count], k, v, mask, **kwargs)[0]
+        return out, None
+
+    return attention
+
+
+def _mask(first: int, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[1, 1, count, first + count], to be added."""
+    row, key = first + torch.arange(count)[:, None], torch.arange(first + count)
+    seen = key <= row
+    if window is not None:
+        seen &= key > row - window
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]

@@ -1,0 +1,115 @@
+"""The target's own token at every row of a batch, whatever each request asked for; the host never waits here.
+
+    logits  [B, R, V]    row 0 follows what was emitted, row i the i drafts behind it
+    drafts  [B, R - 1]   any ids of the vocabulary: a row is used only if all drafts before it were accepted
+    emitted [B]          tokens emitted so far: row i decides position emitted + i of the answer
+
+The token of a row is the argmax of its processed logits, or the inverse of their CDF at the uniform number of its
+position: what `peagle.sampling.choose` says for the same seed. Since each row is processed with its own history, the
+acceptance rule stays lossless with respect to the processed distribution.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.engine.history import History, move
+from peagle.engine.stages import STAGES, Penalties, Stage
+
+AT_ONCE = 2**22  # requests x V: bounds the copies of logits that a group makes
+
+
+class Group:
+    """Requests that need more than an argmax; all of them greedy, or none."""
+
+    def __init__(self, members: list[tuple[int, History]]) -> None:
+        histories = [h for _, h in members]
+        self.device, self.greedy = histories[0].device, histories[0].sampling.greedy
+        self.rows = self._index([row for row, _ in members])
+        self.stages: list[tuple[Tensor | None, Stage]] = []  # the members it is for (None: all)
+        for wanted, stage in STAGES:
+            at = [i for i, h in enumerate(histories) if wanted(h)]
+            if at:
+                index = None if len(at) == len(histories) else self._index(at)
+                self.stages.append((index, stage([histories[i] for i in at])))
+        if not self.greedy:  # tables of all lengths, one behind the other
+            lengths = torch.tensor([len(h.uniforms) for h in histories])
+            self.uniforms = torch.cat([h.uniforms for h in histories])
+            self.last = move(lengths[:, None] - 1, self.device)
+            self.first = move((lengths.cumsum(0) - lengths)[:, None], self.device)
+
+    def _index(self, values: list[int]) -> Tensor:
+        return move(torch.tensor(values), self.device)
+
+    def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor) -> Tensor:
+        """[n, R]"""
+        drafts = drafts[self.rows]
+        position = emitted[self.rows, None].long() + torch.arange(logits.shape[1], device=self.device)
+        x = logits[self.rows].float()
+        for at, stage in self.stages:
+            if at is None:
+                x = stage(x, drafts, position)
+            else:
+                x[at] = stage(x[at], drafts[at], position[at])
+        return x.argmax(-1) if self.greedy else self._draw(x, position)
+
+    def _draw(self, x: Tensor, position: Tensor) -> Tensor:
+        """Rows behind max_tokens are never used: they take the last number."""
+        uniform = self.uniforms[self.first + position.minimum(self.last)]
+        cdf = x.softmax(-1).cumsum(-1, dtype=torch.float64)
+        at = uniform[:, :, None] * cdf[..., -1:]
+        return torch.searchsorted(cdf, at, right=True)[..., 0].clamp(max=x.shape[-1] - 1)
+
+    def commit(self, tokens: Tensor, kept: Tensor) -> None:
+        for at, stage in self.stages:
+            if isinstance(stage, Penalties):
+                rows = self.rows if at is None else self.rows[at]
+                stage.commit(tokens[rows], kept[rows])
+
+
+class Processing:
+    """One batch. Built anew when its requests change; what they said stays in their histories.
+
+    A history belongs to the newest Processing that it was given to.
+    """
+
+    def __init__(self, histories: list[History]) -> None:
+        members = [(row, h) for row, h in enumerate(histories) if not h.plain]
+        self.groups: list[Group] = []
+        for greedy in (True, False):
+            alike = [(row, h) for row, h in members if h.sampling.greedy == greedy]
+            at_once = max(1, AT_ONCE // alike[0][1].vocab) if alike else 1
+            self.groups += [Group(alike[i : i + at_once]) for i in range(0, len(alike), at_once)]
+
+    def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor) -> Tensor:
+        """[B, R] int64: the target's token at each row."""
+        tokens = logits.argmax(-1)
+        for group in self.groups:
+            tokens[group.rows] = group.choose(logits, drafts, emitted)
+        return tokens
+
+    def commit(self, tokens: Tensor, kept: Tensor) -> None:
+        """tokens[b, : kept[b] + 1] were emitted."""
+        for group in self.groups:
+            group.commit(tokens, kept)
+
+
+class Logprobs(NamedTuple):
+    chosen: Tensor  # [B, R]
+    rank: Tensor  # [B, R]: 1 is the likeliest
+    ids: Tensor  # [B, R, top], the likeliest first
+    values: Tensor  # [B, R, top]
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
+    """Of the raw logits [B, R, V], before any processing, for the tokens [B, R]."""
+    total = logits.float().logsumexp(-1, keepdim=True)
+    own = logits.gather(-1, tokens[..., None])
+    values, ids = logits.topk(top, sorted=True)
+    return Logprobs((own - total)[..., 0], (logits > own).sum(-1) + 1, ids, values - total)
+
+
+def broken(logits: Tensor) -> Tensor:
+    """[B]: some row has no likeliest token that is finite: a NaN, +inf, or nothing but -inf."""
+    return ~logits.amax(-1).isfinite().all(-1)

@@ -1,0 +1,33 @@
+"""One pass over rows of several requests: which token, where it lies, who sees whom.
+
+Rows are flat. Those of request b are starts[b] .. starts[b] + counts[b] - 1, at positions first[b], first[b] + 1, ...;
+each sees every position of its request up to its own. Rows of nobody have slot -1.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class RowPass:
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64: where a row's key and value are stored; -1: nowhere
+    tables: Tensor  # [B, P] int32: the pages of each request
+    starts: Tensor  # [B] int32
+    counts: Tensor  # [B] int32
+    first: Tensor  # [B] int32
+    most: int  # no request has more rows than this
+    page: int  # positions a page
+    splits: int = 1  # programs that share the keys of a request
+    masks: dict[int | None, list[Any]] = field(default_factory=dict)  # on a CPU: blocks, made once for all layers
+
+
+def slots_of(tables: Tensor, positions: Tensor, page: int, ends: Tensor) -> Tensor:
+    """tables [B, P], positions [B, R], ends [B, 1] -> slots [B, R]; -1 from position `ends` on."""
+    inside = positions < ends
+    at = torch.where(inside, positions, 0)
+    pages = tables.gather(1, (at // page).long()).long()
+    return torch.where(inside, pages * page + at % page, -1)

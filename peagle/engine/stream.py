@@ -1,0 +1,86 @@
+"""What a request's owner holds: pieces of the answer as they come, for threads and for asyncio."""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+
+from peagle.core import Step
+from peagle.engine.request import Reason
+from peagle.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of the target's raw distribution at that place: the token's own, its rank, and the likeliest tokens'."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step adds. The last piece has a `reason`."""
+
+    step: Step | None
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reason: Reason | None = None
+    error: str | None = None
+
+
+class RequestFailed(UserError):
+    """The request could not be answered; the others were."""
+
+
+class Stream:
+    """Iterate over it (or `async for`), once; `abort()` gives the rest up."""
+
+    def __init__(self, id: str, prompt_tokens: int, abort: Callable[[str], None]) -> None:
+        self.id, self.prompt_tokens = id, prompt_tokens
+        self._abort = abort
+        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = None
+        self.ended = False
+
+    def put(self, piece: Piece) -> None:
+        """The engine's side; from any thread."""
+        self._pieces.put(piece)
+        if (wake := self._wake) is not None:
+            wake()
+
+    def abort(self) -> None:
+        self._abort(self.id)
+
+    def waiting(self) -> list[Piece]:
+        """What has come and was not taken yet; never blocks."""
+        pieces = []
+        while not self._pieces.empty():
+            pieces.append(self._checked(self._pieces.get()))
+        return pieces
+
+    def __iter__(self) -> Iterator[Piece]:
+        while not self.ended:
+            yield self._checked(self._pieces.get())
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        loop, there = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(there.set)
+
+        self._wake = wake
+        while not self.ended:
+            there.clear()
+            for piece in self.waiting():
+                yield piece
+            if not self.ended and self._pieces.empty():
+                await there.wait()
+
+    def _checked(self, piece: Piece) -> Piece:
+        self.ended = piece.reason is not None
+        if piece.reason == "error":
+            raise RequestFailed(piece.error or "the request failed")
+        return piece

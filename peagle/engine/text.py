@@ -1,0 +1,126 @@
+"""The text of one answer as its tokens arrive, and the stop strings in it.
+
+Only a window of recent tokens is decoded: the tokens shown last are the context of the new ones, for a tokenizer may
+drop the space of a first token. Half characters wait: a decoder makes replacement characters of them, at the end (some
+decoders even of whole characters before them, if those are spelled in bytes).
+
+    context  new            decode(context + new)     shown: len(decode(context)) = 3
+    "the"    " caf" 0xc3    "the caf\ufffd"           " caf" can be shown, the character waits
+             0xa9           "the café"                "é": clean, so the new tokens become the context
+
+A stop string may begin in one step and end in the next, or lie inside a block of accepted drafts. Text that may be the
+beginning of one is held back. The stop string that is complete first ends the answer, whatever the steps were: the same
+answer with and without speculation. The first `min_tokens` tokens are not searched.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from peagle.errors import UserError
+
+HALF = "\ufffd"
+WINDOW = 64  # tokens that may wait before a cut is looked for among them
+
+
+class Pushed(NamedTuple):
+    text: str  # can be shown now
+    stopped: bool
+    tokens_used: int  # of those pushed: the last one used completed a stop string, or all were
+
+
+class Words:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        if stop and tokenizer is None:
+            raise UserError("stop strings need a tokenizer: use stop token ids instead")
+        if not all(stop):
+            raise UserError("an empty stop string would end every answer: leave it out")
+        self.tokenizer, self.stop, self.include_stop = tokenizer, tuple(stop), include_stop
+        self.ids: list[int] = []  # the window: context, then tokens that are not all shown
+        self.context = 0
+        self.shown = 0  # characters of the decoded window that were taken from it
+        self.held = ""  # taken, but it may be the beginning of a stop string
+        self.stopped = False
+        self.unsearched = min_tokens  # so many tokens to come cannot end the answer
+
+    def push(self, tokens: Sequence[int]) -> Pushed:
+        if self.stopped:
+            return Pushed("", True, 0)
+        free = min(self.unsearched, len(tokens))
+        self.unsearched -= free
+        safe = self._take(tokens[:free]) if free else ""
+        before = list(self.ids), self.context, self.shown
+        text = self.held + self._take(tokens[free:])
+        found = self._find(text)
+        if found is None:
+            self.held = self._beginning(text)
+            return Pushed(safe + text[: len(text) - len(self.held)], False, len(tokens))
+        self.ids, self.context, self.shown = before
+        used = free + self._tokens_until(found[1], tokens[free:])
+        self.held, self.stopped = "", True
+        return Pushed(safe + text[: found[1] if self.include_stop else found[0]], True, used)
+
+    def finish(self) -> str:
+        """What waited for more: nothing more will come."""
+        rest = "" if self.stopped else self.held + self._decode(self.ids)[self.shown :]
+        self.held, self.stopped = "", True
+        return rest
+
+    def _take(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens add for good."""
+        self.ids += tokens
+        text, at = self._decode(self.ids), len(self.ids)
+        late = at - self.context > WINDOW
+        if late and text.endswith(HALF):
+            at = self._last_whole()
+            text = self._decode(self.ids[:at])
+        whole = at < len(self.ids) or not text.endswith(HALF)
+        end = len(text) if whole else len(text.rstrip(HALF))
+        new, self.shown = text[self.shown : end], max(self.shown, end)
+        if whole and (new or late):
+            self._advance(at, len(text))
+        return new
+
+    def _last_whole(self) -> int:
+        """The last token that ends with a character; bytes that never become characters are cut anywhere."""
+        cuts = range(len(self.ids) - 1, self.context, -1)
+        return next((at for at in cuts if not self._decode(self.ids[:at]).endswith(HALF)), len(self.ids) - 4)
+
+    def _advance(self, at: int, length: int) -> None:
+        """The tokens before `at`, of so many characters, become the context of the rest."""
+        beyond = self.shown - length
+        self.ids, self.context = self.ids[self.context :], at - self.context
+        self.shown = len(self._decode(self.ids[: self.context])) + beyond
+
+    def _decode(self, ids: list[int]) -> str:
+        if self.tokenizer is None or not ids:
+            return ""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _find(self, text: str) -> tuple[int, int] | None:
+        """Start and end of the stop string that is complete first; of two, the longer."""
+        starts = [(text.find(stop), stop) for stop in self.stop]
+        ends = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        return min(ends)[::-1] if ends else None
+
+    def _beginning(self, text: str) -> str:
+        """The longest end of the text that some stop string begins with."""
+        longest = max((len(stop) - 1 for stop in self.stop), default=0)
+        ends = (text[-n:] for n in range(min(longest, len(text)), 0, -1))
+        return next((end for end in ends if any(stop.startswith(end) for stop in self.stop)), "")
+
+    def _tokens_until(self, end: int, tokens: Sequence[int]) -> int:
+        """How many of the tokens it takes until the held text and theirs have `end` characters."""
+        length = len(self.held)
+        for used, token in enumerate(tokens, 1):
+            length += len(self._take([token]))
+            if length >= end:
+                return used
+        return len(tokens)

@@ -1,0 +1,86 @@
+"""The target as the engine runs it: lean where it is Llama-like and proves to be the same, else plugged."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from peagle.engine.lean import LeanTarget
+from peagle.engine.memory import Memory, Shape
+from peagle.engine.plugged import PluggedTarget
+from peagle.engine.rowpass import RowPass
+from peagle.target import Target
+
+PROBE = 24  # tokens
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.02}  # of the largest logit
+
+
+class Verifier(Protocol):
+    taps: tuple[int, ...]
+
+    def forward(self, ids: Tensor, rows: RowPass, memory: Memory, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
+        ...
+
+
+def verifier_for(target: Target, length: int) -> Verifier:
+    plugged = PluggedTarget(target)
+    if not llama_like(target):
+        return plugged
+    lean = LeanTarget(target, length)
+    mine, theirs = (probe(one, target) for one in (lean, plugged))
+    close = float((mine - theirs).abs().max()) <= CLOSE.get(target.dtype, 0.0) * float(theirs.abs().max())
+    return lean if close else plugged
+
+
+@torch.inference_mode()
+def probe(verifier: Verifier, target: Target) -> Tensor:
+    """The logits of a few tokens, float32."""
+    page = 16
+    shapes = cache_shapes(target)
+    memory = Memory(shapes, 2, page, target.device)
+    ids = torch.randint(target.vocab_size, (PROBE,), generator=torch.Generator().manual_seed(0)).to(target.device)
+    at = torch.arange(PROBE, device=target.device)
+    one = torch.tensor([PROBE], dtype=torch.int32, device=target.device)
+    tables = torch.tensor([[1, 0]], dtype=torch.int32, device=target.device)
+    slots = tables[0].long()[at // page] * page + at % page
+    rows = RowPass(at, slots, tables, one * 0, one, one * 0, PROBE, page)
+    return verifier.forward(ids, rows, memory)[0].float()
+
+
+@torch.inference_mode()
+def cache_shapes(target: Target) -> list[Shape]:
+    """What each layer stores, seen in a pass of one token."""
+    cache = target.new_cache()
+    target.forward(torch.zeros(1, dtype=torch.long, device=target.device), cache)
+    shapes = []
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        keys = layer.keys
+        shapes.append(Shape(keys.shape[1], keys.shape[3], keys.dtype))
+    return shapes
+
+
+def llama_like(target: Target) -> bool:
+    """Is every layer attention and a gated MLP, each behind one norm, and nothing else?"""
+    decoder: Any = target.model.get_decoder()
+    rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
+    if rotary is None or norm is None or getattr(rotary, "rope_type", "default") in ("dynamic", "longrope"):
+        return False
+    return all(plain_layer(layer) for layer in target.layers)
+
+
+def plain_layer(layer: nn.Module) -> bool:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if attention is None or mlp is None:
+        return False
+    parts = set(dict(layer.named_children()))
+    inner, gated = set(dict(attention.named_children())), set(dict(mlp.named_children()))
+    linear = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    return (
+        parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        and linear <= inner <= linear | {"q_norm", "k_norm"}
+        and gated - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
+        and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        and all(isinstance(getattr(attention, name), nn.Linear) for name in linear)
+    )

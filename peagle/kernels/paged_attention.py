@@ -1,0 +1,214 @@
+"""Attention of a ragged batch over keys and values in pages: verification, drafting and prefill alike.
+
+Request b owns the rows query[starts[b] : starts[b] + counts[b]]. Its row i lies at position p = first[b] + i and sees
+the positions max(0, p - window + 1) .. p of its own request; position j lies in the slot
+
+    tables[b, j // page_size] * page_size + j % page_size
+
+One program a (request, key/value head, block of rows). The rows of a block are (query row, head of the group), so that
+a group shares what is loaded; a block has at least the 16 rows the tensor cores want. Softmax online in float32.
+
+With `splits` > 1 (few requests, long contexts) the keys of a block are divided among as many programs; each leaves its
+unnormalised sum, its largest score and its total, and a second kernel joins them.
+
+Shapes: query [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d], tables [B, P], starts, counts and
+first [B], sinks [heads]. Result [T, heads, d].
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without it uses the reference
+    triton = None
+
+ROWS, MOST_ROWS, MOST_WIDE = 16, 64, 32  # of a block: at least, at most, at most in float32 (no tensor cores)
+KEY_BYTES = 16384  # a block of keys: 64 of 128 dimensions in bf16
+LOG2_E = 1.4426950408889634
+UNSEEN = -1e30  # finite: a block without a seen key leaves a row without a NaN
+ALL = 1 << 30  # a window that sees everything
+
+
+def reference(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page_size: int, starts: Tensor,
+    counts: Tensor, first: Tensor, most: int, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, splits: int = 1, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What the kernels compute, in plain PyTorch and float32."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    kv_heads, capacity = key_cache.shape[1], tables.shape[1] * page_size
+    requests = zip(tables.long(), starts.tolist(), counts.tolist(), first.tolist(), strict=True)
+    for table, start, count, position in requests:
+        if count == 0:
+            continue
+        at = torch.arange(min(position + count, capacity), device=query.device)  # [keys]
+        slots = table[at // page_size] * page_size + at % page_size
+        k, v = key_cache[slots].float(), value_cache[slots].float()  # [keys, kv_heads, d]
+        q = query[start : start + count].float().unflatten(1, (kv_heads, -1))  # [rows, kv_heads, group, d]
+        scores = torch.einsum("rhgd,khd->rhgk", q, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        p = (position + torch.arange(count, device=query.device))[:, None]
+        seen = (at <= p) & (at > p - (ALL if window is None else window))  # [rows, keys]
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().view(kv_heads, -1, 1).expand(count, -1, -1, 1)], -1)
+        weights = scores.softmax(-1)[..., : len(at)].nan_to_num()
+        out[start : start + count] = torch.einsum("rhgk,khd->rhgd", weights, v).flatten(1, 2).to(query.dtype)
+    return out
+
+
+if triton is not None:
+    _LOG2_E, _UNSEEN = tl.constexpr(LOG2_E), tl.constexpr(UNSEEN)
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        query, key_cache, value_cache, tables, starts, counts, first, sinks, out, tops, totals,
+        scale, cap, window, pages,
+        query_row, query_head, key_slot, key_head, value_slot, value_head, table_row, out_row, out_head,
+        HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+        CAPPED: tl.constexpr, SINKS: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ):  # fmt: skip
+        request, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        block, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+        count = tl.load(counts + request).to(tl.int32)
+        if block * BLOCK_ROWS >= count * GROUP:
+            return
+        flat, dims = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+        local, head = flat // GROUP, kv_head * GROUP + flat % GROUP
+        row = tl.load(starts + request).to(tl.int64) + local
+        mine = (local < count)[:, None] & (dims < D)[None, :]
+        q = tl.load(query + row[:, None] * query_row + head[:, None] * query_head + dims, mask=mine, other=0.0)
+
+        begin = tl.load(first + request).to(tl.int32)
+        position = begin + local
+        low = tl.maximum(begin + block * BLOCK_ROWS // GROUP - window + 1, 0)  # what the block's first row sees
+        high = begin + tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, count)  # and its last one
+        high = tl.minimum(high, pages * PAGE)
+        low = tl.minimum(low, high)
+        if SPLITS > 1:
+            blocks = (high - low + BLOCK_KEYS - 1) // BLOCK_KEYS
+            share = (blocks + SPLITS - 1) // SPLITS * BLOCK_KEYS
+            low = tl.minimum(low + split * share, high)
+            high = tl.minimum(low + share, high)
+
+        best = tl.full([BLOCK_ROWS], _UNSEEN, tl.float32)  # the largest score so far
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        if SINKS:  # one of the splits counts the sink
+            sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+            best = tl.where(split == 0, sink, best)
+            total = tl.where(split == 0, 1.0, total)
+        mixed = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        table = tables + request.to(tl.int64) * table_row
+        keys, values = (
+            key_cache + kv_head * key_head + dims[None, :],
+            value_cache + kv_head * value_head + dims[None, :],
+        )
+        for start in range(low, high, BLOCK_KEYS):
+            at = start + tl.arange(0, BLOCK_KEYS)
+            inside = at < high
+            page = tl.load(table + at // PAGE, mask=inside, other=0)
+            slot = (page.to(tl.int64) * PAGE + at % PAGE)[:, None]
+            there = inside[:, None] & (dims < D)[None, :]
+            k = tl.load(keys + slot * key_slot, mask=there, other=0.0)  # [keys, d]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [rows, keys], in powers of 2
+            if CAPPED:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale holds the 2 / cap
+                scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window) & inside[None, :]
+            scores = tl.where(seen, scores, _UNSEEN)
+            larger = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - larger[:, None])
+            shrink = tl.exp2(best - larger)
+            v = tl.load(values + slot * value_slot, mask=there, other=0.0)
+            mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            total = total * shrink + tl.sum(weights, 1)
+            best = larger
+
+        if SPLITS > 1:
+            part = (row * HEADS + head) * SPLITS + split
+            tl.store(tops + part, best, mask=local < count)
+            tl.store(totals + part, total, mask=local < count)
+            tl.store(out + part[:, None] * D + dims[None, :], mixed, mask=mine)
+        else:
+            result = (mixed / tl.maximum(total, 1e-9)[:, None]).to(out.dtype.element_ty)
+            tl.store(out + row[:, None] * out_row + head[:, None] * out_head + dims[None, :], result, mask=mine)
+
+    @triton.jit
+    def _join(  # type: ignore[no-untyped-def]
+        parts, tops, totals, starts, counts, out, out_row, out_head,
+        HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+        BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ):  # fmt: skip
+        request, local, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        if local >= tl.load(counts + request):
+            return
+        row = tl.load(starts + request).to(tl.int64) + local
+        split, dims = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
+        part = (row * HEADS + head) * SPLITS + split
+        top = tl.load(tops + part, mask=split < SPLITS, other=_UNSEEN)
+        weight = tl.exp2(top - tl.max(top, 0))
+        total = tl.sum(weight * tl.load(totals + part, mask=split < SPLITS, other=0.0), 0)
+        there = (split < SPLITS)[:, None] & (dims < D)[None, :]
+        mixed = tl.load(parts + part[:, None] * D + dims[None, :], mask=there, other=0.0)
+        result = (tl.sum(mixed * weight[:, None], 0) / tl.maximum(total, 1e-9)).to(out.dtype.element_ty)
+        tl.store(out + row * out_row + head * out_head + dims, result, mask=dims < D)
+
+
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page_size: int, starts: Tensor,
+    counts: Tensor, first: Tensor, most: int, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, splits: int = 1, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`most` bounds counts, on the host. The last dimension of every tensor must be contiguous, nothing else need be.
+
+    Caches must be finite wherever a table points: what is masked is still multiplied, by 0.
+    Rows that belong to no request are zeros; with `out`, they stay what they were. A request of no rows reads nothing.
+    A position behind the table's last page sees what the table holds; its result is of no use, but finite.
+    """
+    if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
+        return reference(
+            query, key_cache, value_cache, tables, page_size, starts, counts, first, most, scale,
+            window, softcap, sinks, splits, out,
+        )  # fmt: skip
+    rows, heads, d = query.shape
+    batch, kv_heads = len(tables), key_cache.shape[1]
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    assert heads % kv_heads == 0 and key_cache.shape == value_cache.shape and out.shape == query.shape and splits >= 1
+    assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == tables.stride(1) == out.stride(2) == 1
+    group, block_d = heads // kv_heads, max(16, triton.next_power_of_2(d))
+    wide = query.element_size() == 4
+    block_rows = min(max(ROWS, triton.next_power_of_2(most * group)), MOST_WIDE if wide else MOST_ROWS)
+    shared: dict[str, Any] = {"HEADS": heads, "D": d, "SPLITS": splits, "BLOCK_D": block_d}
+    sizes: dict[str, Any] = shared | {
+        "GROUP": group,
+        "PAGE": page_size,
+        "CAPPED": softcap is not None,
+        "SINKS": sinks is not None,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_KEYS": min(max(KEY_BYTES // (block_d * query.element_size()), 16), 64),
+    }
+    parts, tops, totals = out, out, out
+    if splits > 1:
+        parts = torch.empty(rows, heads, splits, d, dtype=torch.float32, device=query.device)
+        tops, totals = (parts.new_empty(rows, heads, splits) for _ in range(2))
+    steps = scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap
+    cap = 0.0 if softcap is None else softcap * LOG2_E
+    strides = (
+        *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2], tables.stride(0), *out.stride()[:2]
+    )  # fmt: skip
+    grid = (batch, kv_heads, triton.cdiv(most * group, block_rows) * splits)
+    stages = 3 if wide or block_rows > 32 else 5  # a page's id, then its keys: 3 loads a block ahead, 5 loads two
+    _kernel[grid](
+        query, key_cache, value_cache, tables, starts, counts, first, query if sinks is None else sinks,
+        parts, tops, totals, steps, cap, ALL if window is None else window, tables.shape[1], *strides, **sizes,
+        num_warps=8 if wide or block_rows * block_d > 64 * 128 else 4, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        joined = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "num_warps": 1}
+        _join[(batch, most, heads)](parts, tops, totals, starts, counts, out, *out.stride()[:2], **shared, **joined)
+    return out

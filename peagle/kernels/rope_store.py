@@ -1,0 +1,147 @@
+"""Rotary embedding in place, and the new keys and values into their slots: one launch behind the qkv projection.
+
+Rotate-half convention: dimension i turns with dimension i + rot/2; dimensions from rot on do not turn (partial rotary).
+Where a head norm is given (Qwen3), each head is RMS-normed before it turns. Everything is rounded where transformers
+rounds: cos and sin to the tensors' dtype, each product, the sum.
+
+One program a (row, a few heads). Query heads and key/value heads are different programs; a thread stores the two
+elements it has loaded, so that nobody reads what another has already turned.
+
+Shapes: qkv [T, (H + 2 Hkv) d] with the heads of q, k, v in this order, positions and slots [T] (slot -1: nothing is
+stored), table [max_pos, rot] float32 (cos of rot/2 frequencies, then sin), caches [num_slots, Hkv, d], norms [d].
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without it uses the reference
+    triton = None
+
+HEADS = 4  # of a program
+
+
+def reference(
+    qkv: Tensor, positions: Tensor, slots: Tensor, table: Tensor, key_cache: Tensor, value_cache: Tensor,
+    heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6,
+) -> None:  # fmt: skip
+    """What the kernel computes, in plain PyTorch."""
+    d, half = key_cache.shape[2], table.shape[1] // 2
+    q, k, v = qkv.unflatten(1, (-1, d)).split([heads, kv_heads, kv_heads], 1)  # views: [T, heads, d]
+    angles = table[positions.long().clamp(max=len(table) - 1)].to(qkv.dtype)[:, None]
+    cos, sin = angles.split(half, -1)  # [T, 1, rot / 2]
+
+    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is not None:
+            wide = x.float()
+            x = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+        left, right, rest = x.split([half, half, d - 2 * half], -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1).to(qkv.dtype)
+
+    stored = slots >= 0
+    key_cache[slots[stored].long()] = turned(k, k_norm)[stored]
+    value_cache[slots[stored].long()] = v[stored]
+    q.copy_(turned(q, q_norm))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _turn(  # type: ignore[no-untyped-def]
+        source, target, target_head, norm, angles, head, there, eps,
+        D: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    ):  # fmt: skip
+        """Heads [HEADS] of one row, from source (heads side by side) to target (heads target_head apart)."""
+        HALF: tl.constexpr = ROT // 2
+        dims, rest = tl.arange(0, BLOCK_HALF), ROT + tl.arange(0, BLOCK_REST)
+        inside, outside = (dims < HALF)[None, :], (rest < D)[None, :]
+        at, to = source + head[:, None] * D, target + head[:, None].to(tl.int64) * target_head
+        left = tl.load(at + dims[None, :], mask=there[:, None] & inside, other=0.0)
+        right = tl.load(at + HALF + dims[None, :], mask=there[:, None] & inside, other=0.0)
+        dtype = left.dtype
+        still = tl.load(at + rest[None, :], mask=there[:, None] & outside, other=0.0)
+        if NORM:
+            x, y, z = left.to(tl.float32), right.to(tl.float32), still.to(tl.float32)
+            square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+            scale = tl.rsqrt(square / D + eps)[:, None]
+            gain_x = tl.load(norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+            gain_y = tl.load(norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+            gain_z = tl.load(norm + rest, mask=rest < D, other=0.0).to(tl.float32)[None, :]
+            left = (gain_x * (x * scale).to(dtype).to(tl.float32)).to(dtype)
+            right = (gain_y * (y * scale).to(dtype).to(tl.float32)).to(dtype)
+            still = (gain_z * (z * scale).to(dtype).to(tl.float32)).to(dtype)
+        cos = tl.load(angles + dims, mask=dims < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
+        sin = tl.load(angles + HALF + dims, mask=dims < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
+        x, y = left.to(tl.float32), right.to(tl.float32)
+        new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
+        new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        tl.store(to + dims[None, :], new_left.to(dtype), mask=there[:, None] & inside)
+        tl.store(to + HALF + dims[None, :], new_right.to(dtype), mask=there[:, None] & inside)
+        tl.store(to + rest[None, :], still, mask=there[:, None] & outside)
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        qkv, positions, slots, table, key_cache, value_cache, q_norm, k_norm, eps, max_pos,
+        qkv_row, table_row, key_slot, key_head, value_slot, value_head,
+        H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr,
+        Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+        BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    ):  # fmt: skip
+        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        Q_BLOCKS: tl.constexpr = (H + BLOCK_HEADS - 1) // BLOCK_HEADS
+        position = tl.minimum(tl.load(positions + row).to(tl.int64), max_pos - 1)
+        angles, mine = table + position * table_row, qkv + row * qkv_row
+        if block < Q_BLOCKS:
+            head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+            _turn(mine, mine, D, q_norm, angles, head, head < H, eps, D, ROT, Q_NORM, BLOCK_HALF, BLOCK_REST)
+        else:
+            slot = tl.load(slots + row).to(tl.int64)
+            head = (block - Q_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+            there = (head < KV) & (slot >= 0)
+            keys = key_cache + slot * key_slot
+            _turn(mine + H * D, keys, key_head, k_norm, angles, head, there, eps,
+                  D, ROT, K_NORM, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+            dims = tl.arange(0, BLOCK_D)[None, :]
+            v = tl.load(mine + (H + KV) * D + head[:, None] * D + dims, mask=there[:, None] & (dims < D), other=0.0)
+            to = value_cache + slot * value_slot + head[:, None].to(tl.int64) * value_head + dims
+            tl.store(to, v, mask=there[:, None] & (dims < D))
+
+
+def rope_store(
+    qkv: Tensor, positions: Tensor, slots: Tensor, table: Tensor, key_cache: Tensor, value_cache: Tensor,
+    heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6,
+) -> None:  # fmt: skip
+    """q turns inside qkv; turned k and plain v go to the caches; k and v inside qkv stay as they are.
+
+    A position behind the table's end takes its last row. No two rows may have the same slot. The last dimension of
+    every tensor must be contiguous.
+    """
+    if triton is None or not (qkv.is_cuda or triton.knobs.runtime.interpret):
+        reference(qkv, positions, slots, table, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps)
+        return
+    d, rot = key_cache.shape[2], table.shape[1]
+    assert qkv.shape[1] == (heads + 2 * kv_heads) * d and key_cache.shape == value_cache.shape
+    assert rot % 2 == 0 and 2 <= rot <= d and key_cache.dtype == value_cache.dtype == qkv.dtype
+    assert qkv.stride(1) == table.stride(1) == key_cache.stride(2) == value_cache.stride(2) == 1
+    sizes: dict[str, Any] = {
+        "H": heads,
+        "KV": kv_heads,
+        "D": d,
+        "ROT": rot,
+        "Q_NORM": q_norm is not None,
+        "K_NORM": k_norm is not None,
+        "BLOCK_HEADS": HEADS,
+        "BLOCK_HALF": triton.next_power_of_2(rot // 2),
+        "BLOCK_REST": triton.next_power_of_2(max(d - rot, 1)),
+        "BLOCK_D": triton.next_power_of_2(d),
+    }
+    strides = (qkv.stride(0), table.stride(0), *key_cache.stride()[:2], *value_cache.stride()[:2])
+    norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
+    grid = (len(qkv), triton.cdiv(heads, HEADS) + triton.cdiv(kv_heads, HEADS))
+    _kernel[grid](
+        qkv, positions, slots, table, key_cache, value_cache, *norms, eps, len(table), *strides, **sizes, num_warps=1
+    )

@@ -1,0 +1,244 @@
+"""The engine's kernels against their plain references: in Triton's interpreter, and on CUDA where there is one.
+
+Each case is a function of (device, dtype); the interpreter takes float32, CUDA takes bfloat16 too.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+pytest.importorskip("triton")
+
+from peagle.kernels import accept, add_norm, expand, paged_attention, rope_store, swiglu
+from peagle.rows import draft_rows
+from tests.test_kernels import INTERPRETED, index_of_one_element, interpreted  # noqa: F401 (a fixture for every test)
+
+Case = Callable[[str, torch.dtype], None]
+
+
+def some(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def near(found: Tensor, wanted: Tensor, steps: float = 1.0) -> None:
+    """Within `steps` roundings of the dtype."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    unit = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[found.dtype] * steps
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=unit, atol=unit)
+
+
+def norms(rows: int, d: int, device: str, dtype: torch.dtype) -> None:
+    wide, residual = some(rows, 2 * d).to(device, dtype), some(rows, d, seed=1).to(device, dtype)
+    weight, x = some(d).to(device, dtype), wide[:, d:]  # rows apart
+    for before in (residual, None):
+        found, wanted = add_norm.add_norm(x, before, weight, 1e-5), add_norm.reference(x, before, weight, 1e-5)
+        near(found[0], wanted[0])
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
+        beside = torch.full((rows, 2 * d), 7.0, device=device, dtype=dtype)
+        assert add_norm.add_norm(x, before, weight, 1e-5, out=beside[:, :d])[0].data_ptr() == beside.data_ptr()
+        near(beside[:, :d], wanted[0])
+        assert (beside[:, d:] == 7).all()
+
+
+def gates(rows: int, inner: int, device: str, dtype: torch.dtype) -> None:
+    gate_up = (some(rows, 2 * inner) * 4).to(device, dtype)
+    near(swiglu.swiglu(gate_up), swiglu.reference(gate_up))
+
+
+def turns(heads: int, kv_heads: int, d: int, rot: int, q: bool, k: bool, device: str, dtype: torch.dtype) -> None:
+    rows, slots, width = 7, 32, (heads + 2 * kv_heads) * d
+    angles = torch.arange(64)[:, None] * 0.3 ** torch.arange(rot // 2)
+    table = torch.cat([angles.cos(), angles.sin()], 1).to(device) * 1.1
+    positions = torch.tensor([0, 5, 63, 17, 17, 40, 99], dtype=torch.int32, device=device)  # 99: behind the table
+    to = torch.tensor([3, -1, 31, 0, 9, -1, 12], dtype=torch.int32, device=device)
+    weights = [(some(d, seed=i) + 1).to(device, dtype) if given else None for i, given in enumerate((q, k))]
+    results = []
+    for run in (rope_store.rope_store, rope_store.reference):
+        qkv = some(rows, width).to(device, dtype)
+        caches = some(2, slots, kv_heads, d).to(device, dtype)
+        run(qkv, positions, to, table, caches[0], caches[1], heads, kv_heads, *weights, 1e-6)
+        results.append((qkv, caches))
+    near(results[0][0], results[1][0], 2)
+    near(results[0][1], results[1][1], 2)
+    untouched = [i for i in range(slots) if i not in to.tolist()]
+    before = some(2, slots, kv_heads, d).to(device, dtype)
+    assert torch.equal(results[0][1][:, untouched], before[:, untouched])
+
+
+def attends(
+    heads: int, kv_heads: int, d: int, counts: list[int], ends: list[int], device: str, dtype: torch.dtype,
+    page: int = 16, most: int | None = None, sinks: bool = False, **switches: float,
+) -> None:  # fmt: skip
+    """Rows of request b are its last counts[b] positions before ends[b]; one row of nobody lies between requests."""
+    batch, pages = len(counts), -(-max(ends) // page)
+    rows = torch.tensor(counts)
+    starts = (rows + 1).cumsum(0) - rows  # [B]
+    total = int(rows.sum()) + batch + 1
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(3))
+    tables = order.view(batch, pages).int()
+    caches = some(2, batch * pages * page, kv_heads, d)
+    for b, end in enumerate(ends):  # what lies behind the end must not matter
+        behind = torch.arange(end, pages * page)
+        caches[:, tables[b, behind // page].long() * page + behind % page] = float("nan")
+    query = some(total, heads + 2, d)[:, 1 : heads + 1]
+    given = [x.to(device, dtype) for x in (query, caches[0], caches[1])]
+    given[0] = torch.zeros(total, heads + 2, d, device=device, dtype=dtype)[:, 1 : heads + 1].copy_(given[0])  # apart
+    ints = [x.to(device, torch.int32) for x in (starts, rows, torch.tensor(ends) - rows)]
+    extra = {"sinks": some(heads).to(device, dtype)} if sinks else {}
+    args = (*given, tables.to(device), page, *ints, most or max(max(counts), 1), d**-0.5)
+    wanted = paged_attention.reference(*args, **switches, **extra)
+    assert wanted.isfinite().all()
+    for splits in (1, 3, 4):
+        found = paged_attention.paged_attention(*args, **switches, **extra, splits=splits)
+        near(found, wanted, 4)
+        nobody = torch.ones(total, dtype=torch.bool)
+        for start, count in zip(starts.tolist(), counts, strict=True):
+            nobody[start : start + count] = False
+        assert (found[nobody.to(device)] == 0).all()
+    kept = paged_attention.paged_attention(*args, **switches, **extra, out=torch.full_like(wanted, 7.0))
+    assert (kept[nobody.to(device)] == 7).all()
+
+
+def accepts(batch: int, k: int, device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(batch + k)
+    tokens = torch.randint(0, 2, (batch, k + 1), generator=generator).to(device)
+    drafts = torch.randint(0, 2, (batch, k), generator=generator).to(device)
+    room = torch.randint(0, k + 2, (batch,), generator=generator).int().to(device)
+    drafts[: batch // 2] = tokens[: batch // 2, :k]  # so that some hold to the end
+    found, wanted = accept.accept(tokens, drafts, room), accept.reference(tokens, drafts, room)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    for b, limit in enumerate(room.tolist()):  # the rule, once more
+        kept = 0
+        while kept < min(k, limit) and drafts[b, kept] == tokens[b, kept]:
+            kept += 1
+        assert (found[0][b], found[1][b]) == (kept, tokens[b, kept])
+
+
+def expands(batch: int, width: int, k: int, d: int, device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(batch * k + d)
+    vocab, mask_id, page, pages, wide = 50, 5, 4, 8, width + k - 1
+
+    def numbers(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    block, kept, newest = numbers(vocab, batch, width), numbers(width, batch), numbers(vocab, batch)
+    block[0, -1] = newest[-1] = mask_id  # a real token may be the mask's
+    first, ends = numbers(30, batch), numbers(pages * page, batch)
+    tables = torch.randperm(batch * pages, generator=generator).view(batch, pages)
+    hidden, embed, mask_embedding, mask_hidden = some(batch * width, d), some(vocab, d), some(d), some(d, seed=1)
+    floats = [x.to(device, dtype) for x in (hidden, embed, mask_embedding, mask_hidden)]
+    args = (
+        block.to(device), kept.int().to(device), newest.to(device), first.int().to(device), *floats,
+        mask_id, tables.int().to(device), page, ends.int().to(device), k,
+    )  # fmt: skip
+    found, wanted = expand.expand(*args), expand.reference(*args)
+    for name, a, b in zip(found._fields, found, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+    starts = torch.arange(batch + 1) * width
+    rows = draft_rows(block.flatten(), starts, first, width - 1 - kept, newest, k, mask_id)
+    live = (torch.arange(wide) < kept[:, None] + k).flatten()
+    made = expand.Expanded(*(x.cpu() for x in found))
+    hidden, embed, mask_embedding, mask_hidden = (x.cpu() for x in floats)
+    assert torch.equal(made.embeds[live], torch.where(rows.ids[:, None] == mask_id, mask_embedding, embed[rows.ids]))
+    assert torch.equal(made.hidden[live], torch.where(rows.source[:, None] < 0, mask_hidden, hidden[rows.source]))
+    assert torch.equal(made.positions[live].long(), rows.positions)
+    request = torch.arange(batch).repeat_interleave(rows.starts.diff())
+    for slot, b, position in zip(made.slots[live].tolist(), request, rows.positions.tolist(), strict=True):
+        assert slot == (tables[b, position // page] * page + position % page if position < ends[b] else -1)
+    assert (made.slots[~live] == -1).all()
+    assert not any(x[~live].any() for x in (made.positions, made.embeds, made.hidden))
+    ragged = live.cumsum(0) - 1  # padded row -> ragged row
+    assert torch.equal(ragged[made.sampled], rows.sampled.flatten())
+    assert torch.equal(made.starts, torch.arange(batch).int() * wide)
+    assert torch.equal(made.counts.long(), rows.starts.diff())
+
+
+CASES: dict[str, Case] = {
+    "add_norm": partial(norms, 5, 576),
+    "add_norm, odd": partial(norms, 3, 33),
+    "add_norm, no rows": partial(norms, 0, 16),
+    "swiglu": partial(gates, 3, 1536),
+    "swiglu, odd": partial(gates, 2, 37),
+    "rope_store, GQA 3": partial(turns, 9, 3, 64, 64, False, False),
+    "rope_store, head norms": partial(turns, 8, 2, 128, 128, True, True),
+    "rope_store, partial": partial(turns, 5, 1, 24, 10, False, False),
+    "rope_store, partial, head norms": partial(turns, 4, 2, 32, 16, True, True),
+    "rope_store, k norm": partial(turns, 2, 2, 16, 16, False, True),
+    "attention, verify": partial(attends, 9, 3, 64, [6, 6, 6], [6, 70, 131]),
+    "attention, one row": partial(attends, 4, 1, 128, [1, 1, 0, 1], [1, 64, 9, 200]),
+    "attention, ragged": partial(attends, 6, 2, 24, [3, 0, 7, 1], [3, 5, 90, 65], most=9, page=8),
+    "attention, prefill": partial(attends, 6, 2, 16, [70, 40], [70, 100], page=64),
+    "attention, window": partial(attends, 3, 1, 64, [5, 2, 30], [140, 2, 70], window=20),
+    "attention, window of 1": partial(attends, 2, 1, 16, [4], [40], window=1),
+    "attention, softcap": partial(attends, 4, 2, 16, [5, 2], [80, 2], softcap=0.7),
+    "attention, sinks": partial(attends, 4, 2, 16, [5, 2], [140, 2], sinks=True),
+    "attention, everything": partial(attends, 8, 2, 32, [5, 20], [140, 20], sinks=True, softcap=3.0, window=33),
+    "accept": partial(accepts, 37, 5),
+    "accept, K=1": partial(accepts, 3, 1),
+    "accept, K=0": partial(accepts, 3, 0),
+    "expand": partial(expands, 9, 6, 5, 40),
+    "expand, K=3 after 5 drafts": partial(expands, 4, 6, 3, 16),
+    "expand, K=5 after no drafts": partial(expands, 4, 1, 5, 16),
+    "expand, K=1": partial(expands, 6, 2, 1, 33),
+    "expand, one request": partial(expands, 1, 8, 7, 64),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(CASES)} passed" in done.stdout, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_interpreted(name: str) -> None:
+    CASES[name]("cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_on_cuda(name: str, dtype: torch.dtype) -> None:
+    CASES[name]("cuda", dtype)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_references_are_transformers(dtype: torch.dtype) -> None:
+    """Bit for bit: the norm, the rotation with and without a head norm."""
+    heads, d, rows = 3, 16, 11
+    config = LlamaConfig(hidden_size=heads * d, num_attention_heads=heads, max_position_embeddings=64)
+    norm, head_norm = (LlamaRMSNorm(size, 1e-5).to(dtype) for size in (heads * d, d))
+    norm.weight.data, head_norm.weight.data = some(heads * d).to(dtype), some(d).to(dtype)
+    x, residual = some(rows, heads * d).to(dtype), some(rows, heads * d, seed=1).to(dtype)
+    normed, total = add_norm.add_norm(x, residual, norm.weight, 1e-5)
+    assert torch.equal(normed, norm(x + residual)) and torch.equal(total, x + residual)
+
+    rope, positions = LlamaRotaryEmbedding(config), torch.arange(rows) * 5
+    cos, sin = rope(torch.zeros(1), torch.arange(64)[None])
+    table = torch.cat([cos[0, :, : d // 2], sin[0, :, : d // 2]], 1)
+    for weight in (None, head_norm.weight):
+        qkv, caches = some(rows, 3 * heads * d).to(dtype), torch.zeros(2, 32, heads, d, dtype=dtype)
+        q, k, v = (part.unflatten(1, (heads, d)) for part in qkv.clone().chunk(3, 1))
+        if weight is not None:
+            q, k = head_norm(q), head_norm(k)
+        angles = (part.to(dtype) for part in rope(torch.zeros(1), positions[None]))
+        q, k = apply_rotary_pos_emb(q[None], k[None], *angles, unsqueeze_dim=2)
+        to = torch.randperm(32, generator=torch.Generator().manual_seed(0))[:rows]
+        rope_store.rope_store(qkv, positions, to, table, caches[0], caches[1], heads, heads, weight, weight, 1e-5)
+        assert torch.equal(qkv[:, : heads * d].unflatten(1, (heads, d)), q[0])
+        assert torch.equal(caches[0][to], k[0]) and torch.equal(caches[1][to], v)
