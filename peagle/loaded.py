@@ -3,35 +3,39 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from peagle.catalog import DEFAULT_PAIR, find
 from peagle.core import DrafterSource, Generation, Method, Pair, Sampling, Step, check_k, parse_method
-from peagle.decode import decode
+from peagle.decode import check_request
 from peagle.drafter import Drafter, checkpoint
 from peagle.drafter.config import config_for
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
-from peagle.exact import set_exact
 from peagle.precision import choose_dtype
-from peagle.proposer import proposer_for
 from peagle.pull import pull, receipt
 from peagle.pull.progress import Progress, silent
 from peagle.target import Target, load_target
+
+if TYPE_CHECKING:
+    from peagle.engine import Engine
+
+SMALL = 4096  # positions an engine holds at least
 
 Prompt = str | list[dict[str, str]] | list[int]  # a user's words, chat messages, or token ids
 
 
 class LoadedPair:
-    """One generation at a time: the taps and the rows of a pass live on the target."""
+    """One generation at a time; an `Engine` takes many."""
 
     def __init__(self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None) -> None:
         self.pair, self.target = pair, target
         self._drafters = dict(drafters or {})
+        self._engines: dict[tuple[Any, ...], Engine] = {}
 
     def drafter(self, method: Method) -> Drafter:
         """Loaded when first asked for; untrained where the pair has no trained one yet."""
@@ -87,12 +91,20 @@ class LoadedPair:
         if not settings.greedy and settings.seed is None:
             settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
         ids = self.encode(prompt, raw)
-        drafter = None if chosen == "none" else self.drafter(chosen)
-        is_exact = set_exact(self.target, exact, k)
-        self.target.tap(drafter.config.aux_layer_ids or () if drafter else ())
-        start = time.perf_counter()
-        steps, prefill = self._run(drafter, ids, k, max_tokens, settings, on_text)
-        spent = time.perf_counter() - start
+        check_request(self.target, ids, max_tokens)
+        engine = self.engine(chosen, k, exact, min(len(ids) + max_tokens, self.target.context) + 2 * k)
+        start, prefill, steps = time.perf_counter(), 0.0, list[Step]()
+        stream = engine.add(ids, max_tokens=max_tokens, **asdict(settings))
+        try:
+            while not stream.ended:
+                engine.step()
+                for piece in stream.waiting():
+                    prefill = prefill or time.perf_counter() - start
+                    steps += [piece.step] if piece.step else []
+                    if on_text and piece.text:
+                        on_text(piece.text)
+        finally:
+            stream.abort()  # Ctrl-C: the next call begins with nothing under way
         tokens = [token for step in steps for token in step.tokens]
         return Generation(
             text=self.decode(tokens),
@@ -102,40 +114,30 @@ class LoadedPair:
             finish_reason="stop" if tokens[-1] in self.target.stop_ids else "length",
             method=chosen,
             k=k,
-            seconds=spent,
+            seconds=time.perf_counter() - start,
             prefill_seconds=prefill,
             seed=settings.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),
-            exact=is_exact,
-            trained=drafter is None or drafter.config.trained,
+            exact=engine.exact,
+            trained=chosen == "none" or self.drafter(chosen).config.trained,
         )
+
+    def engine(self, method: Method, k: int, exact: bool | None, positions: int) -> "Engine":
+        """An engine for one request at a time, kept for the next one that fits it."""
+        from peagle.engine import Engine
+
+        size = 1 << max(positions - 1, SMALL - 1).bit_length()
+        key = (method, k, exact, size)
+        if key not in self._engines:
+            self._engines[key] = Engine(
+                self, method=method, k=k or 1, max_batch=1, tokens=size, exact=exact, prefix_caching=False, thread=False
+            )
+        return self._engines[key]
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self.target.tokenizer is None:
             return ""
         return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _run(
-        self,
-        drafter: Drafter | None,
-        ids: list[int],
-        k: int,
-        max_tokens: int,
-        sampling: Sampling,
-        on_text: Callable[[str], None] | None,
-    ) -> tuple[list[Step], float]:
-        start, prefill, steps, tokens, shown = time.perf_counter(), 0.0, [], list[int](), 0
-        proposer = proposer_for(drafter) if drafter else None
-        for step in decode(self.target, proposer, ids, k, max_tokens, sampling, self.target.stop_ids):
-            prefill = prefill or time.perf_counter() - start
-            steps.append(step)
-            tokens += step.tokens
-            if on_text and not (text := self.decode(tokens)).endswith("\ufffd"):  # half of a character waits
-                on_text(text[shown:])
-                shown = len(text)
-        if on_text and (rest := self.decode(tokens)[shown:]):
-            on_text(rest)
-        return steps, prefill
 
 
 def load(

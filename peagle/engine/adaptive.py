@@ -5,7 +5,7 @@
     choose                        the largest b E(K) / c(b, K)
 
 A step with K = 0 teaches nothing about acceptance, and a step with one K nothing about the cost of others. So now and
-then a step is spent on a neighbour of the best K, paid from a credit of 1 % of the steps: exploring never loses more.
+then two steps are spent on a neighbour of the best K, paid from a credit of 1 % of the steps: it loses no more.
 Everything is deterministic, given what was observed. The drafter's cache is kept up to date with K = 0 too: its cost
 is in c(b, 0).
 """
@@ -22,8 +22,8 @@ FORGET = 0.95  # of what is known about acceptance is kept from step to step, at
 EVIDENCE = 2.0  # samples that are kept when nothing new is learned
 FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
 MARGIN = 0.01  # a new K must be so much faster
-SHARE = 0.01  # of the time may be lost by exploring
-PAUSE = {True: 8, False: 32}  # steps between explorations: without speculation, with
+SHARE = 0.01  # of the steps may be lost by exploring
+PAUSE = {True: 8, False: 50}  # steps between explorations: without speculation, with
 LOSS = {True: 1.0, False: 0.5}  # of a step: a neighbour known to lose more is not tried (K=1 cannot win more than 1)
 AWAY = 20  # steps without a K, after which its costs are old: two of them stay beside the new ones
 LONG = 500  # steps after which a cost is too old to be trusted
@@ -39,7 +39,7 @@ class Choice:
 class Policy(Protocol):
     def choose(self, batch: int) -> Choice: ...
 
-    def observe(self, batch: int, k: int, seconds: float, accepted: Sequence[int]) -> None: ...
+    def observe(self, batch: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None: ...
 
     def calibrate(self, costs: Mapping[tuple[int, int], float]) -> None: ...
 
@@ -51,7 +51,7 @@ class FixedK:
     def choose(self, batch: int) -> Choice:
         return Choice(self.k, "fixed")
 
-    def observe(self, batch: int, k: int, seconds: float, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None:
         pass
 
     def calibrate(self, costs: Mapping[tuple[int, int], float]) -> None:
@@ -95,6 +95,7 @@ class AdaptiveK:
         self.k = 0  # the best so far
         self.step = self.explored = 0
         self.credit = 0.0  # steps that exploring may lose
+        self.trial: int | None = None  # a K to explore once more: the first step with it made its drafts at another K
         self.ran: dict[tuple[int, int], int] = {}  # (bucket, K) -> the step it last ran in
 
     def calibrate(self, costs: Mapping[tuple[int, int], float]) -> None:
@@ -111,22 +112,28 @@ class AdaptiveK:
         reason = f"held: K={best} is less than {MARGIN:.0%} faster" if best != self.k else "fastest"
         if rates[best] > rates.get(self.k, 0) * (1 + MARGIN):
             self.k, reason = best, "fastest"
-        if (trial := self._neighbour(batch)) is not None:
-            self.explored = self.step
-            self.credit -= min(1.0, max(0.0, self._loss(batch, trial)))
-            return Choice(trial, f"exploring beside K={self.k}", rates)
-        return Choice(self.k, reason, rates)
+        trial, self.trial = self.trial, None  # the second step of an exploration
+        if trial is None and (trial := self._neighbour(batch)) is not None:
+            self.explored, self.trial = self.step, trial if self._twice(batch, trial) else None
+            self.credit -= self._price(batch, trial)
+        return Choice(self.k, reason, rates) if trial is None else Choice(trial, f"exploring beside K={self.k}", rates)
 
-    def observe(self, batch: int, k: int, seconds: float, accepted: Sequence[int]) -> None:
-        """A pure decoding step; `accepted` has the number of accepted drafts of each request that drafted K."""
+    def observe(self, batch: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None:
+        """A decoding step that verified K drafts: `accepted` of each request.
+
+        No seconds: it prefilled as well, or made another number of drafts for the next step than it verified, so that
+        its time is not that of any K.
+        """
         self.step += 1
+        self.acceptance.observe(batch, k, accepted)
+        self.credit = min(self.credit + SHARE, 2.0)
+        if seconds is None:
+            return
         where = self.costs.bucket(batch), k
         if self.step - self.ran.get(where, self.step) > AWAY:
             self.costs.forget(batch, k)
         self.ran[where] = self.step
         self.costs.add(batch, k, seconds)
-        self.acceptance.observe(batch, k, accepted)
-        self.credit = min(self.credit + SHARE, 1.0)
 
     def _unmeasured(self, batch: int) -> int | None:
         """A K that was begun runs three times, so that one disturbed step decides nothing.
@@ -152,6 +159,17 @@ class AdaptiveK:
         tokens = self.acceptance.tokens()
         return self._cost(batch, k) / self._cost(batch, self.k) - tokens[k] / tokens[self.k]
 
+    def _age(self, batch: int, k: int) -> int:
+        return self.step - self.ran.get((self.costs.bucket(batch), k), -LONG)
+
+    def _twice(self, batch: int, k: int) -> bool:
+        """One step tells the acceptance, which is all that is missing without speculation; two tell the cost."""
+        return self.k > 0 or self._age(batch, k) >= LONG
+
+    def _price(self, batch: int, k: int) -> float:
+        """What exploring this K loses, as far as one knows."""
+        return (1 + self._twice(batch, k)) * min(1.0, max(0.0, self._loss(batch, k)))
+
     def _neighbour(self, batch: int) -> int | None:
         """A neighbour of the best K, if it is time and the credit lasts: of two, the one that ran longer ago.
 
@@ -159,10 +177,10 @@ class AdaptiveK:
         """
         if self.step - self.explored < PAUSE[self.k == 0]:
             return None
-        age = {k: self.step - self.ran.get((self.costs.bucket(batch), k), -LONG) for k in self.candidates}
+        age = {k: self._age(batch, k) for k in self.candidates}
         at = self.candidates.index(self.k)
         near = [k for k in self.candidates[max(0, at - 1) : at + 2] if k != self.k]
         due = [k for k in {0, *near} if k != self.k and age[k] >= LONG]
         options = due or [k for k in near if self._loss(batch, k) < LOSS[self.k == 0]]
-        affordable = [k for k in options if min(1.0, self._loss(batch, k)) <= self.credit]
+        affordable = [k for k in options if self._price(batch, k) <= self.credit]
         return max(affordable, key=lambda k: (age[k], -k), default=None)

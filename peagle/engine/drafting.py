@@ -1,8 +1,8 @@
 """From a verified batch to its next drafts, over pages: parallel (P-EAGLE) and chain (EAGLE-3).
 
-`Verified` is what one target pass consumed, in blocks of a fixed width: row i of a block lies at position first + i, its
-drafts up to `kept` count, and `newest` follows them. Drafting runs the rows that count through the drafter with their
-real inputs, so that its pages hold the context, and then looks ahead.
+`Verified` is what one target pass consumed, in blocks of a fixed width: row i of a block lies at position first + i,
+its drafts up to `kept` count, and `newest` follows them. Drafting runs the rows that count through the drafter with
+their real inputs, so that its pages hold the context, and then looks ahead.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +52,15 @@ class Seat:
     table: int = 0  # pages the device knows
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A request in a pass that is about to be launched: still right if the request is aborted meanwhile."""
+
+    request: Request
+    seat: Seat
+    place: int
+
+
 @dataclass(slots=True)
 class Flight:
     """A launched pass whose result is on its way to the host."""
@@ -63,7 +72,7 @@ class Flight:
     prefill: bool
     event: Any = None
     started: float = 0.0
-    alone: bool = True  # no prefill ran in between: its time is a decode step's
+    timed: bool = False  # its time is that of a decode step with K drafts verified and made, and nothing else
 
 
 class Engine:
@@ -139,12 +148,14 @@ class Engine:
         settings = Sampling(**sampling)
         if not settings.greedy and settings.seed is None:
             settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
-        limits = Limits(max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs)
         ids = self.pair.encode(prompt, raw)
+        if max_tokens > 0:  # an answer ends with the context
+            max_tokens = min(max_tokens, max(self.context - len(ids), 1))
+        limits = Limits(max_tokens, min(min_tokens, max_tokens), tuple(stop), frozenset(stop_ids), ignore_eos, logprobs)
         if bad := [token for token in ids if not 0 <= token < self.target.vocab_size]:
             raise UserError(f"token ids {bad[:5]} are outside the target's vocabulary of {self.target.vocab_size}")
         check_bias(settings, self.target.vocab_size)
-        words = Words(self.target.tokenizer, limits.stop, include_stop)
+        words = Words(self.target.tokenizer, limits.stop, include_stop, limits.min_tokens)
         stops = limits.stop_ids | (frozenset() if ignore_eos else self.target.stop_ids)
         with self.lock:
             self._require_open()
@@ -168,11 +179,13 @@ class Engine:
         with self.lock:
             self._require_open()
             plan = self._plan()
-        if plan.prefill:
-            self._prefill(plan.prefill)
-        if plan.decode:
-            self._decode(plan.decode)
-        worked = bool(plan.prefill or plan.decode)
+            chunks = [(chunk, self._member(chunk.request)) for chunk in plan.prefill]
+            members = [self._member(request) for request in plan.decode]
+        for group in [[pair] for pair in chunks] if self.exact else [chunks] if chunks else []:
+            self._prefill(group)
+        for part in [[member] for member in members] if self.exact else [members] if members else []:
+            self._decode(part, alone=not chunks)
+        worked = bool(chunks or members)
         while self.flights and (len(self.flights) > self.lookahead or not worked):
             self._read(self.flights.popleft())
             worked = True
@@ -240,19 +253,17 @@ class Engine:
                 return
 
     def _plan(self) -> Plan:
-        plan = self.scheduler.plan(self.k_most + 1)
+        plan = self.scheduler.plan(max(self.k_most + 1, 2 * self.k_most))  # the drafter looks further than the target
         for request in plan.preempted:
             self._leave(self.seats[request.id])
-        for request in [*(chunk.request for chunk in plan.prefill), *plan.decode]:
-            self._seat(request)
         return plan
 
-    def _seat(self, request: Request) -> None:
-        """A place for it, and its pages known to the device."""
+    def _member(self, request: Request) -> Member:
+        """The request at its place, and its pages known to the device."""
         seat, places = self.seats[request.id], self.stepper.places
         if seat.place is None:
-            seat.place, seat.table, seat.drafted = places.take(), 0, 0
-            end = min(self.context, len(request.prompt) + request.limits.max_tokens + self.k_most)
+            seat.place, seat.table, seat.drafted = places.take(self.pages.count), 0, 0
+            end = min(self.scheduler.context, len(request.prompt) + request.limits.max_tokens + self.k_most)
             places.ends[seat.place] = end
             seat.history = History(
                 request.sampling, request.prompt, request.limits.max_tokens + self.k_most + 1,
@@ -260,72 +271,73 @@ class Engine:
                 stop_ids=seat.stops, output=request.output,
             )  # fmt: skip
             self.metrics.cached_tokens += request.cached
+            self._processing = ((), None)  # a request that comes back has a new history
         if seat.table < len(request.pages):
             places.set_table(seat.place, request.pages, seat.table)
             seat.table = len(request.pages)
+        return Member(request, seat, seat.place)
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
+    def _prefill(self, chunks: list[tuple[Chunk, Member]]) -> None:
         started = time.perf_counter()
-        for group in [[chunk] for chunk in chunks] if self.exact else [chunks]:
-            fresh = [chunk.request for chunk in group if chunk.next_id is None]
-            k_next = self._choose(len(self.scheduler.running))
-            result = self.stepper.prefill(
-                group, self._places(chunk.request for chunk in group), k_next, self._process(fresh), self._top(fresh)
-            )
-            with self.lock:
-                for chunk in group:
-                    if not chunk.request.finished:
-                        self.scheduler.prefilled(chunk)
-                        self.seats[chunk.request.id].drafted = k_next
-            if result is not None:
-                self._launch(result, fresh, 0, prefill=True)
+        fresh = [member for chunk, member in chunks if chunk.next_id is None]
+        k = self.metrics.k  # as in the last step: a batch verifies what its members have in common
+        result = self.stepper.prefill(
+            [chunk for chunk, _ in chunks], [member.place for _, member in chunks], k, self._process(fresh),
+            self._top(fresh),
+        )  # fmt: skip
+        with self.lock:
+            for chunk, member in chunks:
+                member.seat.drafted = k
+                if not chunk.request.finished:
+                    self.scheduler.prefilled(chunk)
+        if result is not None:
+            self._launch(result, [member.request for member in fresh], 0, prefill=True)
         self.metrics.prefill_passes += 1
         self.metrics.prefill_seconds += time.perf_counter() - started
 
-    def _decode(self, requests: list[Request]) -> None:
-        requests = [request for request in requests if not request.finished]  # one may have been aborted meanwhile
-        for group in [[request] for request in requests] if self.exact else [requests] if requests else []:
-            k = min(self.seats[request.id].drafted for request in group)
-            k_next = self._choose(len(group))
-            started = time.perf_counter()
-            if self.graphs:
-                self._capture(len(group), k, k_next)
-            result = self.stepper.decode(self._places(group), k, k_next, self._process(group), self._top(group))
-            with self.lock:
-                for request in group:
-                    request.ahead += k + 1
-                    if request.id in self.seats:
-                        self.seats[request.id].drafted = k_next
-            self._launch(result, group, k, started=started)
-            self.metrics.steps += 1
-            self.metrics.k_steps[k] += 1
-
-    def _choose(self, batch: int) -> int:
-        choice = self.chooser.choose(batch)
+    def _decode(self, members: list[Member], alone: bool) -> None:
+        """`alone`: no prefill runs in the same round."""
+        k = min(member.seat.drafted for member in members)
+        choice = self.chooser.choose(len(members))
         self.metrics.k, self.metrics.k_reason = choice.k, choice.reason
-        return choice.k
+        started = time.perf_counter()
+        if self.graphs:
+            self._capture(len(members), k, choice.k)
+        result = self.stepper.decode(
+            [member.place for member in members], k, choice.k, self._process(members), self._top(members)
+        )
+        with self.lock:
+            for member in members:
+                member.request.ahead += k + 1
+                member.seat.drafted = choice.k
+        requests = [member.request for member in members]
+        self._launch(result, requests, k, started=started, timed=alone and k == choice.k)
+        self.metrics.steps += 1
+        self.metrics.k_steps[k] += 1
 
-    def _places(self, requests: Any) -> list[int]:
-        places = [self.seats[request.id].place for request in requests]
-        return [place for place in places if place is not None]
-
-    def _process(self, requests: list[Request]) -> Processing | None:
+    def _process(self, members: list[Member]) -> Processing | None:
         """None: every request takes the likeliest token and nothing else. Built anew only when the batch changes."""
-        histories = [self.seats[request.id].history for request in requests]
-        if all(history is None or history.plain for history in histories):
+        histories = [member.seat.history for member in members if member.seat.history is not None]
+        if all(history.plain for history in histories):
             return None
-        names = tuple(request.id for request in requests)
+        names = tuple(member.request.id for member in members)
         if self._processing[0] != names:
-            self._processing = (names, Processing([history for history in histories if history is not None]))
+            self._processing = (names, Processing(histories))
         return self._processing[1]
 
-    def _top(self, requests: list[Request]) -> int | None:
+    def _top(self, members: list[Member]) -> int | None:
         """The most log-probabilities that one of them wants; at least the token's own."""
-        wanted = [request.limits.logprobs for request in requests if request.limits.logprobs is not None]
+        wanted = [n for member in members if (n := member.request.limits.logprobs) is not None]
         return max(*wanted, 1) if wanted else None
 
     def _launch(
-        self, result: Result, requests: list[Request], k: int, prefill: bool = False, started: float = 0.0
+        self,
+        result: Result,
+        requests: list[Request],
+        k: int,
+        prefill: bool = False,
+        started: float = 0.0,
+        timed: bool = False,
     ) -> None:
         packed, event, logprobs = result.packed, None, result.logprobs
         if packed.is_cuda:
@@ -334,7 +346,7 @@ class Engine:
                 logprobs = Logprobs(*(x.to("cpu", non_blocking=True) for x in logprobs))
             event = torch.cuda.Event()
             event.record()
-        self.flights.append(Flight(list(requests), packed, logprobs, k, prefill, event, started))
+        self.flights.append(Flight(requests, packed, logprobs, k, prefill, event, started, timed))
 
     def _read(self, flight: Flight) -> None:
         """Waits for a pass and hands out what it says."""
@@ -358,12 +370,12 @@ class Engine:
             seconds = now - max(flight.started, self._last_read)
             self.metrics.step_seconds += seconds
             if accepted:
-                self.chooser.observe(len(flight.requests), flight.k, seconds, accepted)
+                self.chooser.observe(len(flight.requests), flight.k, seconds if flight.timed else None, accepted)
         self._last_read = now
 
     def _take(self, request: Request, tokens: list[int], flight: Flight, i: int, kept: int) -> None:
         seat, limits = self.seats[request.id], request.limits
-        drafted = min(flight.k, max(self.context - 1 - request.computed, 0)) if not flight.prefill else 0
+        drafted = min(flight.k, max(self.scheduler.context - 1 - request.computed, 0)) if not flight.prefill else 0
         room = self.scheduler.cap(request) - request.length
         tokens = tokens[:room]
         end = next((n + 1 for n, token in enumerate(tokens) if token in seat.stops), None)
@@ -456,7 +468,7 @@ def largest_k(k: int | str, pair: LoadedPair) -> int:
 
 
 def candidates(most: int) -> tuple[int, ...]:
-    return tuple(k for k in (0, 1, 2, 3, 5, 7, 9, 11, 15) if k < most) + (most,)
+    return (*(k for k in (0, 1, 2, 3, 5, 7, 9, 11, 15) if k < most), most)
 
 
 def check_bias(sampling: Sampling, vocab: int) -> None:

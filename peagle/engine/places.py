@@ -28,8 +28,11 @@ class Places:
     def taken(self) -> int:
         return self.count - len(self._free)
 
-    def take(self) -> int:
-        return self._free.pop()
+    def take(self, nowhere: int) -> int:
+        """A free place, whose table points to the page that is nobody's until its own are known."""
+        place = self._free.pop()
+        self.tables[place] = nowhere
+        return place
 
     def leave(self, place: int) -> None:
         assert place not in self._free
