@@ -24,7 +24,7 @@ def attend(
     if query.is_cuda:
         return paged_attention(
             query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale,
-            window=window, splits=rows.splits,
+            window=window, splits=rows.splits, out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if window not in rows.masks:

@@ -27,6 +27,7 @@ class Verified:
     newest: Tensor  # [B]
     tables: Tensor  # [B, P] int32
     ends: Tensor  # [B] int32: rows from this position on are not stored
+    splits: int = 1  # of long contexts: see RowPass
 
 
 class Drafting:
@@ -52,7 +53,15 @@ class Drafting:
         )  # fmt: skip
         most = verified.block.shape[1] + width - 1
         rows = RowPass(
-            made.positions, made.slots, verified.tables, made.starts, made.counts, verified.first, most, self.page
+            made.positions,
+            made.slots,
+            verified.tables,
+            made.starts,
+            made.counts,
+            verified.first,
+            most,
+            self.page,
+            verified.splits,
         )
         stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
         if k == 0:
@@ -71,7 +80,7 @@ class Drafting:
             position = position + 1
             slots = slots_of(verified.tables, position, self.page, verified.ends[:, None])[:, 0]
             at = position[:, 0]
-            rows = RowPass(at, slots, verified.tables, starts, one, at, 1, self.page)
+            rows = RowPass(at, slots, verified.tables, starts, one, at, 1, self.page, verified.splits)
             feedback = normed if self.drafter.config.norm_output else stream
             stream = self.lean.forward(self.drafter.embed(ids), feedback, rows, self.memory)
             ids, normed = self.best(stream)

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from peagle.engine.pages import Pages
 from peagle.engine.processing import Logprobs, Processing
 from peagle.engine.request import Limits, Reason, Request
 from peagle.engine.scheduler import Chunk, Plan, Scheduler
-from peagle.engine.stepper import Result, Stepper, shapes_of
+from peagle.engine.stepper import BUCKETS, Result, Stepper, shapes_of
 from peagle.engine.stream import Piece, Stream, TokenLogprob
 from peagle.engine.text import Words
 from peagle.errors import UserError
@@ -148,10 +148,10 @@ class Engine:
         settings = Sampling(**sampling)
         if not settings.greedy and settings.seed is None:
             settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
-        ids = self.pair.encode(prompt, raw)
-        if max_tokens > 0:  # an answer ends with the context
-            max_tokens = min(max_tokens, max(self.context - len(ids), 1))
-        limits = Limits(max_tokens, min(min_tokens, max_tokens), tuple(stop), frozenset(stop_ids), ignore_eos, logprobs)
+        ids = list(self.pair.encode(prompt, raw))
+        limits = Limits(max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs)
+        room = max(self.context - len(ids), 1)  # an answer ends with the context
+        limits = replace(limits, max_tokens=min(max_tokens, room), min_tokens=min(min_tokens, room))
         if bad := [token for token in ids if not 0 <= token < self.target.vocab_size]:
             raise UserError(f"token ids {bad[:5]} are outside the target's vocabulary of {self.target.vocab_size}")
         check_bias(settings, self.target.vocab_size)
@@ -247,9 +247,10 @@ class Engine:
                 self.step()
             except Exception as error:  # whoever waits must be told
                 with self.lock:
-                    self.failure = f"the engine stopped: {type(error).__name__}: {error}"
-                    self.closed = True
-                    self._fail_all(self.failure)
+                    if not self.closed:
+                        self.failure = f"the engine stopped: {type(error).__name__}: {error}"
+                        self.closed = True
+                        self._fail_all(self.failure)
                 return
 
     def _plan(self) -> Plan:
@@ -300,11 +301,13 @@ class Engine:
         k = min(member.seat.drafted for member in members)
         choice = self.chooser.choose(len(members))
         self.metrics.k, self.metrics.k_reason = choice.k, choice.reason
+        made = k if choice.k <= k else self.k_most  # drafts may be left unused; so there is a graph for every change
         started = time.perf_counter()
+        longest = max(member.request.computed + member.request.ahead for member in members) + k + 1
         if self.graphs:
-            self._capture(len(members), k, choice.k)
+            self._capture(len(members), k, made, longest)
         result = self.stepper.decode(
-            [member.place for member in members], k, choice.k, self._process(members), self._top(members)
+            [member.place for member in members], k, made, self._process(members), self._top(members), longest
         )
         with self.lock:
             for member in members:
@@ -390,7 +393,7 @@ class Engine:
             self.scheduler.advance(request, tokens)
             self.metrics.count(drafted, kept)
         self.metrics.generated_tokens += len(tokens)
-        told = self._logprobs(flight.logprobs, i, tokens) if limits.logprobs is not None else ()
+        told = self._logprobs(flight.logprobs, i, tokens, limits.logprobs)
         step = Step(tuple(tokens), drafted, kept)
         reason: Reason | None = None
         if pushed.stopped or (end is not None and tokens[-1] in seat.stops):
@@ -402,11 +405,16 @@ class Engine:
         if reason is not None:
             self._finish(request, reason)
 
-    def _logprobs(self, logprobs: Logprobs | None, i: int, tokens: list[int]) -> tuple[TokenLogprob, ...]:
+    def _logprobs(
+        self, logprobs: Logprobs | None, i: int, tokens: list[int], most: int | None
+    ) -> tuple[TokenLogprob, ...]:
+        """`most`: so many of the likeliest, though a neighbour may want more; None: nothing was asked for."""
+        if most is None:
+            return ()
         assert logprobs is not None
         told = []
         for r, token in enumerate(tokens):
-            top = dict(zip(logprobs.ids[i, r].tolist(), logprobs.values[i, r].tolist(), strict=True))
+            top = dict(zip(logprobs.ids[i, r, :most].tolist(), logprobs.values[i, r, :most].tolist(), strict=True))
             told.append(TokenLogprob(token, float(logprobs.chosen[i, r]), int(logprobs.rank[i, r]), top))
         return tuple(told)
 
@@ -425,7 +433,6 @@ class Engine:
     def _fail_all(self, reason: str) -> None:
         for request in list(self.scheduler.live.values()):
             self._finish(request, "error", reason)
-        self.flights.clear()
 
     def _require_open(self) -> None:
         if self.closed:
@@ -446,17 +453,18 @@ class Engine:
         self.stepper.multiple = multiple or 1
         return multiple is not None
 
-    def _capture(self, count: int, k: int, k_next: int) -> None:
-        if not self.stepper.captured(count, k, k_next) and not self.stepper.capture(count, k, k_next):
+    def _capture(self, count: int, k: int, k_next: int, longest: int = 0) -> None:
+        known = self.stepper.captured(count, k, k_next, longest)
+        if not known and not self.stepper.capture(count, k, k_next, longest):
             self.graphs = False
 
-    def warm_up(self, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> None:
+    def warm_up(self) -> None:
         """Before the first request: kernels are compiled, graphs captured."""
         ks = self.chooser.candidates if isinstance(self.chooser, AdaptiveK) else (self.k_most,)
-        for batch in batches:
-            if batch <= self.scheduler.max_batch and self.graphs:
-                for k in ks:
-                    self._capture(batch, k, k)
+        for batch in BUCKETS:
+            if self.graphs and batch < 2 * self.scheduler.max_batch:
+                for k, made in itertools.product(ks, (None, self.k_most)):
+                    self._capture(batch, k, k if made is None else made)
 
 
 def largest_k(k: int | str, pair: LoadedPair) -> int:

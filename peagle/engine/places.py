@@ -48,11 +48,13 @@ class Places:
         if pages[start:]:
             self.tables[place, start : len(pages)] = self.upload(pages[start:], torch.int32)
 
-    def rows(self, at: Tensor, width: int) -> RowPass:
+    def rows(self, at: Tensor, width: int, splits: int = 1) -> RowPass:
         """A pass over `width` rows of each place in `at` [B], behind what is computed."""
         first, tables = self.lengths[at], self.tables[at]
         positions = first[:, None] + torch.arange(width, dtype=torch.int32, device=self.device)
         slots = slots_of(tables, positions, self.page, self.ends[at][:, None])
         starts = torch.arange(0, len(at) * width, width, dtype=torch.int32, device=self.device)
         counts = torch.full_like(starts, width)
-        return RowPass(positions.flatten().long(), slots.flatten(), tables, starts, counts, first, width, self.page)
+        return RowPass(
+            positions.flatten().long(), slots.flatten(), tables, starts, counts, first, width, self.page, splits
+        )

@@ -174,6 +174,8 @@ class Scheduler:
     def _compute(self, request: Request, computed: int) -> None:
         """KV is there up to `computed`: pages that are full and whose next token is known are published."""
         request.computed = computed
+        if not self.pages.caching:
+            return
         full = min(computed, request.length - 1) // self.pages.size
         if full and not self.pages.closed(request.pages[full - 1]):
             self.pages.publish(request.tokens[: full * self.pages.size + 1], request.pages)

@@ -24,6 +24,7 @@ from peagle.engine.verifier import cache_shapes, verifier_for
 from peagle.kernels.accept import accept
 from peagle.target import Target
 
+LONG, PROGRAMS, SPLITS = 1024, 132, 8  # keys; programs that keep a GPU busy; shares of long contexts
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -62,6 +63,7 @@ class Stepper:
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
             self.drafting = Drafting(drafter, len(target.layers), length, page, self.memory)
+        self.forced: Tensor | None = None
         self.multiple = 1  # exact mode fills passes up to a multiple of rows
         self.graphs: dict[tuple[Any, ...], Any] = {}
         self.outputs: dict[tuple[Any, ...], Any] = {}
@@ -69,28 +71,41 @@ class Stepper:
 
     @torch.inference_mode()
     def decode(
-        self, at: list[int], k: int, k_next: int, processing: Processing | None, top: int | None = None
+        self,
+        at: list[int],
+        k: int,
+        k_next: int,
+        processing: Processing | None,
+        top: int | None = None,
+        longest: int = 0,
     ) -> Result:
         """Verifies the k drafts of these places and makes k_next new ones.
 
-        `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens.
+        `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens; `longest`:
+        no place is longer than this.
         """
         count = len(at)
         batch = bucket(count) if self.places.device.type == "cuda" else count
         index = self._index(at, batch)
-        block: Block = self._run(("verify", batch, k), lambda: self.verify(index, k))
+        splits = self.splits(batch, longest)
+        block: Block = self._run(("verify", batch, k, splits), lambda: self.verify(index, k, splits))
         logits, tokens = block.logits[:count], block.tokens[:count]
         if processing is not None:
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], self.places.emitted[index[:count]]))
-        packed = self._run(("settle", batch, k, k_next), lambda: self.settle(index, block, k_next))[:count]
+        packed = self._run(("settle", batch, k, k_next, splits), lambda: self.settle(index, block, k_next))[:count]
         if processing is not None:
             processing.commit(tokens, packed[:, -2])
         return Result(packed, None if top is None else logprobs(logits, tokens, top))
 
-    def verify(self, index: Tensor, k: int) -> Block:
+    def splits(self, batch: int, longest: int) -> int:
+        """Programs that share the keys of a request: on a GPU, where there are few requests and many keys."""
+        heads = self.memory.keys[0].shape[1]
+        return 1 if longest <= LONG or batch * heads >= PROGRAMS or not self.memory.keys[0].is_cuda else SPLITS
+
+    def verify(self, index: Tensor, k: int, splits: int = 1) -> Block:
         """The target consumes the newest token and k drafts of each place."""
         places = self.places
-        rows = places.rows(index, k + 1)
+        rows = places.rows(index, k + 1, splits)
         ids = torch.cat([places.newest[index][:, None], places.drafts[index, :k]], 1)
         logits, hidden = self.verifier.forward(*filled(ids.flatten(), rows, self.multiple), self.memory)
         logits, hidden = logits[: ids.numel()].view(*ids.shape, -1), hidden[: ids.numel()]
@@ -100,12 +115,16 @@ class Stepper:
         """Accepts, moves the places on, drafts anew. Returns a result's `packed`."""
         places, first = self.places, block.rows.first
         room = (block.ends - 1 - first).clamp(min=0)
+        if self.forced is not None:
+            self._force(block)
         kept, newest = accept(block.tokens, block.ids[:, 1:], room)
         places.lengths[index] = first + kept + 1
         places.emitted[index] += kept + 1
         places.newest[index] = newest
         if self.drafting is not None:
-            verified = Verified(block.ids, block.hidden, first, kept, newest, block.rows.tables, block.ends)
+            verified = Verified(
+                block.ids, block.hidden, first, kept, newest, block.rows.tables, block.ends, block.rows.splits
+            )
             places.drafts[index, :k_next] = self.drafting.draft(verified, k_next)
         return torch.cat([block.tokens, kept[:, None], broken(block.logits)[:, None]], 1)
 
@@ -199,22 +218,49 @@ class Stepper:
         graph.replay()
         return self.outputs[key]
 
-    def captured(self, count: int, k: int, k_next: int) -> bool:
-        return ("settle", bucket(count), k, k_next) in self.graphs
+    def force(self, conditional: list[float]) -> None:
+        """For measurements: from now on draft i is right with this probability, given that those before it were."""
+        self.forced = torch.tensor(conditional, device=self.places.device)
+
+    def _force(self, block: Block) -> None:
+        assert self.forced is not None
+        drafts = block.ids[:, 1:]
+        right = torch.rand(drafts.shape, device=drafts.device) < self.forced[: drafts.shape[1]]
+        block.tokens[:, :-1] = torch.where(right, drafts, (drafts + 1) % block.logits.shape[-1])
+
+    def split(self, count: int, k: int, repeats: int = 30) -> tuple[float | None, float | None]:
+        """Milliseconds of a step's two halves, by their graphs: the target's pass, and acceptance with drafting."""
+        batch, spent = bucket(count), []
+        for key in (("verify", batch, k, 1), ("settle", batch, k, k, 1)):
+            if key not in self.graphs:
+                return None, None
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(repeats):
+                self.graphs[key].replay()
+            end.record()
+            end.synchronize()
+            spent.append(start.elapsed_time(end) / repeats)
+        return spent[0], spent[1]
+
+    def captured(self, count: int, k: int, k_next: int, longest: int = 0) -> bool:
+        batch = bucket(count)
+        return ("settle", batch, k, k_next, self.splits(batch, longest)) in self.graphs
 
     @torch.inference_mode()
-    def capture(self, count: int, k: int, k_next: int) -> bool:
+    def capture(self, count: int, k: int, k_next: int, longest: int = 0) -> bool:
         """Makes the two graphs of a batch size and K. False: this target asks the host in between, and has none."""
         batch = bucket(count)
+        splits = self.splits(batch, longest)
         index = self._index([self.places.count] * batch, batch)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self.settle(index, self.verify(index, k), k_next)
+                self.settle(index, self.verify(index, k, splits), k_next)
         torch.cuda.current_stream().wait_stream(stream)
-        first, second = ("verify", batch, k), ("settle", batch, k, k_next)
-        return self._capture(first, lambda: self.verify(index, k)) and self._capture(
+        first, second = ("verify", batch, k, splits), ("settle", batch, k, k_next, splits)
+        return self._capture(first, lambda: self.verify(index, k, splits)) and self._capture(
             second, lambda: self.settle(index, self.outputs[first], k_next)
         )
 

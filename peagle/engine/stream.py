@@ -3,6 +3,7 @@
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from peagle.core import Step
@@ -69,14 +70,15 @@ class Stream:
         loop, there = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(there.set)
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(there.set)
 
         self._wake = wake
         while not self.ended:
             there.clear()
-            for piece in self.waiting():
-                yield piece
-            if not self.ended and self._pieces.empty():
+            while not self._pieces.empty():
+                yield self._checked(self._pieces.get())
+            if not self.ended:
                 await there.wait()
 
     def _checked(self, piece: Piece) -> Piece:

@@ -1,0 +1,1 @@
+"""Measurements people decide by."""
