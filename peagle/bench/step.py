@@ -164,8 +164,8 @@ def timed(
     rest = None if target_ms is None or drafter_ms is None else step_ms - target_ms - drafter_ms
     floor = 1000 * weight_bytes(pair, method, used) / bandwidth
     cell = Cell(
-        pair.pair.name, method, str(k), concurrency, best, metrics.acceptance_length, step_ms, target_ms, drafter_ms, rest,
-        floor, dict(metrics.k_steps),
+        pair.pair.name, method, str(k), concurrency, best, metrics.acceptance_length, step_ms, target_ms, drafter_ms,
+        rest, floor, dict(metrics.k_steps),
     )  # fmt: skip
     engine.close()
     del engine

@@ -27,7 +27,8 @@ from peagle.engine.pages import Pages
 from peagle.engine.processing import Logprobs, Processing
 from peagle.engine.request import Limits, Reason, Request
 from peagle.engine.scheduler import Chunk, Plan, Scheduler
-from peagle.engine.stepper import BUCKETS, Result, Stepper, shapes_of
+from peagle.engine.stepper import BUCKETS, Stepper, shapes_of
+from peagle.engine.stepresult import Result
 from peagle.engine.stream import Piece, Stream, TokenLogprob
 from peagle.engine.text import Words
 from peagle.errors import UserError
@@ -274,6 +275,8 @@ class Engine:
             self.metrics.cached_tokens += request.cached
             self._processing = ((), None)  # a request that comes back has a new history
         if seat.table < len(request.pages):
+            shared = request.cached // self.pages.size
+            self.stepper.memory.clear(request.pages[max(seat.table, shared) :])
             places.set_table(seat.place, request.pages, seat.table)
             seat.table = len(request.pages)
         return Member(request, seat, seat.place)
@@ -282,9 +285,9 @@ class Engine:
         started = time.perf_counter()
         fresh = [member for chunk, member in chunks if chunk.next_id is None]
         k = self.metrics.k  # as in the last step: a batch verifies what its members have in common
-        result = self.stepper.prefill(
+        result = self.stepper.prefilling.run(
             [chunk for chunk, _ in chunks], [member.place for _, member in chunks], k, self._process(fresh),
-            self._top(fresh),
+            self._top(fresh), self.graphs,
         )  # fmt: skip
         with self.lock:
             for chunk, member in chunks:

@@ -4,6 +4,7 @@ The same layers serve a target and its drafter, on a GPU (Triton) and on a CPU (
 run this way only if it is built so, and if it gives what transformers gives (`lean_target` tries).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,8 @@ def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
 
 
 class LeanTarget:
-    def __init__(self, target: Any, length: int) -> None:
+    def __init__(self, target: Any, length: int, windows: Mapping[int, int | None]) -> None:
+        """`windows`: of each layer, as transformers has it. A short probe would not miss a long one."""
         decoder = target.model.get_decoder()
         config = target.config
         self.device = target.device
@@ -119,9 +121,9 @@ class LeanTarget:
         self.layers = [
             layer_of(
                 layer, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, eps, self.head_dim,
-                getattr(layer.self_attn, "sliding_window", None),
+                windows[i],
             )
-            for layer in target.layers
+            for i, layer in enumerate(target.layers)
         ]  # fmt: skip
         self.norm, self.eps = decoder.norm.weight.detach(), eps
         self.embed_tokens = target.embedding.detach()

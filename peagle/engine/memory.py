@@ -35,6 +35,16 @@ class Memory:
             [torch.zeros(slots, s.kv_heads, s.head_dim, dtype=s.dtype, device=device) for s in shapes] for _ in range(2)
         )
 
+    def clear(self, pages: list[int]) -> None:
+        """Pages that get a new owner: whole pages are read, and what is left in them need not be numbers.
+
+        On a GPU nothing is read that was not written for the one who reads.
+        """
+        if pages and self.keys[0].device.type == "cpu":
+            at = torch.tensor(pages)
+            for cache in (*self.keys, *self.values):
+                cache.unflatten(0, (-1, self.size))[at] = 0
+
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """keys, values [T, kv_heads, head_dim] to slots [T]; a negative slot: nowhere."""
         at = slots.long()

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from peagle.engine.attention import read
+from peagle.engine.attention import blocks_of, read
 from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
 from peagle.errors import UserError
@@ -35,6 +36,7 @@ class PluggedTarget:
             ALL_ATTENTION_FUNCTIONS.register(self.name, _attention(plain))
             ALL_MASK_ATTENTION_FUNCTIONS.register(self.name, lambda *args, **kwargs: None)
         self.taps: tuple[int, ...] = ()
+        self.windows: dict[int, int | None] = {}  # of each layer, as it tells its attention: known after a pass
 
     def forward(self, ids: Tensor, rows: RowPass, memory: Memory, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
@@ -51,7 +53,7 @@ class PluggedTarget:
                 position_ids=rows.positions[None].long(),
                 use_cache=False,
                 logits_to_keep=0 if keep is None else keep,
-                paged=(rows, memory),
+                paged=(rows, memory, self.windows),
             )
             taps = [self.target._taps[i][0] for i in self.taps]
         finally:
@@ -67,15 +69,15 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        paged: tuple[RowPass, Memory],
+        paged: tuple[RowPass, Memory, dict[int, int | None]],
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
-        rows, memory = paged
+        rows, memory, windows = paged
         layer: Any = module.layer_idx
         memory.store(layer, rows.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         keys, values = memory.keys[layer], memory.values[layer]
-        window = kwargs.get("sliding_window")
+        window = windows[layer] = kwargs.get("sliding_window")
         if query.is_cuda and kwargs.get("position_bias") is None:
             out = paged_attention(
                 query[0].transpose(0, 1), keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first,
@@ -83,25 +85,14 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
                 softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"), splits=rows.splits,
             )  # fmt: skip
             return out[None], None
-        out = torch.zeros_like(query).transpose(1, 2).contiguous()
-        spans = zip(rows.starts.tolist(), rows.counts.tolist(), rows.first.tolist(), strict=True)
-        for b, (start, count, first) in enumerate(spans):
-            if count:
-                end = first + count
-                table = rows.tables[b, : -(-end // rows.page)]
-                k, v = (read(x, table, rows.page)[:end].transpose(0, 1)[None] for x in (keys, values))
-                mask = _mask(first, count, window, query.dtype)
-                run = native(plain, module)
-                out[:, start : start + count] = run(module, query[:, :, start : start + count], k, v, mask, **kwargs)[0]
+        out, run = torch.zeros_like(query).transpose(1, 2).contiguous(), native(plain, module)
+        if window not in rows.masks:
+            rows.masks[window] = blocks_of(rows, window, query.dtype)
+        for b, start, end, pages, mask in rows.masks[window]:
+            table = rows.tables[b, :pages]
+            k, v = (read(x, table, rows.page).transpose(0, 1)[None] for x in (keys, values))
+            q = pad(query[:, :, start:end], (0, 0, 0, len(mask) - (end - start)))
+            out[:, start:end] = run(module, q, k, v, mask[None, None], **kwargs)[0][:, : end - start]
         return out, None
 
     return attention
-
-
-def _mask(first: int, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[1, 1, count, first + count], to be added."""
-    row, key = first + torch.arange(count)[:, None], torch.arange(first + count)
-    seen = key <= row
-    if window is not None:
-        seen &= key > row - window
-    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]

@@ -95,7 +95,7 @@ class Scheduler:
         return plan
 
     def prefilled(self, chunk: Chunk) -> None:
-        """The chunk has been launched. Its pages may be shared from now on: the device works in order."""
+        """The chunk has been launched. After a preemption its pages may be shared: the device works in order."""
         request = chunk.request
         assert request.status == "prefill" and request.computed == chunk.start < chunk.end <= request.goal
         self._compute(request, chunk.end)
@@ -172,8 +172,13 @@ class Scheduler:
             budget -= end - request.computed
 
     def _compute(self, request: Request, computed: int) -> None:
-        """KV is there up to `computed`: pages that are full and whose next token is known are published."""
+        """KV is there up to `computed`: pages that are full and whose next token is known are published.
+
+        Not before the prompt's first token is there: a prompt whose logits are not numbers must fail alone.
+        """
         request.computed = computed
+        if not request.output:
+            return
         if not self.pages.caching:
             return
         full = min(computed, request.length - 1) // self.pages.size

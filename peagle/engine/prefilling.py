@@ -1,0 +1,149 @@
+"""Prompts, piece by piece: the target consumes chunks, then the drafter does, and drafts where a prompt ends.
+
+Like a step in two halves, each a CUDA graph where it is small: up to the target's tokens, and from them to the drafts.
+Large prefills have enough to compute and run as they are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.engine.drafting import Drafting, Verified
+from peagle.engine.graphs import Graphs
+from peagle.engine.layout import MASK, Size, numbers_of, views_of
+from peagle.engine.memory import Memory
+from peagle.engine.places import Places
+from peagle.engine.processing import Processing, broken, logprobs
+from peagle.engine.request import Chunk
+from peagle.engine.rowpass import RowPass
+from peagle.engine.stepresult import Result
+from peagle.engine.verifier import Verifier
+
+ROWS = (16, 32, 64, 128, 256, 512)  # sizes of graphs
+REQUESTS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(slots=True)
+class Consumed:
+    """The first half: what the target has read and says."""
+
+    tables: Tensor  # [N, P]
+    hidden: Tensor  # [rows, taps * d]
+    logits: Tensor  # [N, 1, vocabulary] at each request's last row
+    tokens: Tensor  # [N, 1] the likeliest, until they are overwritten
+
+
+class Prefilling:
+    def __init__(
+        self, verifier: Verifier, drafting: Drafting | None, places: Places, memory: Memory, graphs: Graphs
+    ) -> None:
+        self.verifier, self.drafting, self.places, self.memory, self.graphs = verifier, drafting, places, memory, graphs
+        self.vectors: dict[Size, Tensor] = {}
+
+    @torch.inference_mode()
+    def run(
+        self, chunks: list[Chunk], at: list[int], k: int, processing: Processing | None, top: int | None, graphs: bool
+    ) -> Result | None:
+        """Consumes the chunks. `processing` and the result are of those that end a prompt without an answer yet."""
+        size = self.size(chunks, k, graphs)
+        vector = self._upload(numbers_of(chunks, at, size, self.places.count), size)
+        part = views_of(vector, size)
+        if graphs and size.rows <= ROWS[-1]:
+            self._capture(size, part, k)
+        consumed: Consumed = self.graphs.run(("consume", size), lambda: self.consume(part, size))
+        fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
+        who = None if len(fresh) == size.requests else self.places.upload(fresh, torch.long)
+        logits, tokens = (x if who is None else x[who] for x in (consumed.logits, consumed.tokens))
+        if processing is not None and fresh:
+            nothing = torch.zeros(len(fresh), dtype=torch.int32, device=tokens.device)
+            tokens = processing.choose(logits, tokens[:, :0], nothing)
+            processing.commit(tokens, nothing)
+            consumed.tokens[slice(None) if who is None else who] = tokens
+        packed = self.graphs.run(("seat", size, k), lambda: self.seat(part, consumed, size, k))
+        if not fresh:
+            return None
+        told = None if top is None else logprobs(logits, tokens, top)
+        return Result(packed.clone() if who is None else packed[who], told)
+
+    def consume(self, part: dict[str, Any], size: Size) -> Consumed:
+        tables = self.places.tables[part["place"]]
+        rows = self._rows(part, tables, size.most, "")
+        logits, hidden = self.verifier.forward(part["ids"], rows, self.memory, part["last"])
+        logits = logits[:, None]
+        return Consumed(tables, hidden, logits, logits.argmax(-1))
+
+    def seat(self, part: dict[str, Any], consumed: Consumed, size: Size, k: int) -> Tensor:
+        """The places behind their chunks, with drafts. Returns a result's `packed`."""
+        places, at, tokens = self.places, part["place"], consumed.tokens
+        newest = torch.where(part["known"] < 0, tokens[:, 0], part["known"])
+        places.lengths[at] = part["end"].int()
+        places.emitted[at] = part["emitted"].int()
+        places.newest[at] = newest
+        if self.drafting is not None:
+            self._draft(part, consumed, newest, size, k)
+        kept = torch.zeros_like(tokens)
+        return torch.cat([tokens, kept, broken(consumed.logits)[:, None]], 1)
+
+    def _draft(self, part: dict[str, Any], consumed: Consumed, newest: Tensor, size: Size, k: int) -> None:
+        """Drafts of a chunk that does not end its prompt are nonsense, and overwritten before anybody reads them."""
+        drafting, places, at, last = self.drafting, self.places, part["place"], part["wide_last"]
+        assert drafting is not None
+        source, ids = part["source"], part["next_ids"]
+        ids = torch.where(ids < 0, newest[part["wide_owner"].clamp(min=0)], ids)
+        mask = (source == MASK)[:, None]
+        hidden = torch.where(mask, drafting.mask_hidden, drafting.drafter.fuse(consumed.hidden)[source.clamp(min=0)])
+        embeds = torch.where(mask, drafting.mask_embedding, drafting.drafter.embed(ids))
+        rows = self._rows(part, consumed.tables, size.most + size.masks, "wide_", places.ends[at])
+        stream = drafting.lean.forward(embeds, hidden, rows, self.memory)
+        if not k:
+            return
+        if drafting.parallel:
+            sampled = (last[:, None] + torch.arange(k, device=last.device)).clamp(max=size.wide - 1)
+            drafts = drafting.best(stream[sampled.flatten()])[0].view(-1, k)
+        else:
+            first = (part["end"] - 1).int()
+            verified = Verified(
+                ids[:0], consumed.hidden, first, torch.zeros_like(first), newest, consumed.tables, places.ends[at]
+            )
+            drafts = drafting.chain(stream[last], verified, k)
+        places.drafts[at, :k] = drafts
+
+    def _rows(self, part: dict[str, Any], tables: Tensor, most: int, kind: str, ends: Tensor | None = None) -> RowPass:
+        positions, owner = part[f"{kind}positions"], part[f"{kind}owner"]
+        whose, page = owner.clamp(min=0), self.places.page
+        stored = owner >= 0
+        if ends is not None:
+            stored &= positions < ends[whose]
+        slots = torch.where(stored, tables[whose, positions // page].long() * page + positions % page, -1)
+        start, count = part[f"{kind}start"].int(), part[f"{kind}count"].int()
+        return RowPass(positions, slots, tables, start, count, part["first"].int(), most, page)
+
+    def size(self, chunks: list[Chunk], k: int, graphs: bool) -> Size:
+        """As large as it must be; for graphs, the next size there is one for."""
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        rows, requests, most = sum(counts), len(chunks), max(counts)
+        masks = max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
+        if graphs and rows <= ROWS[-1] and requests <= REQUESTS[-1]:
+            rows = most = next(size for size in ROWS if size >= rows)
+            requests = next(size for size in REQUESTS if size >= requests)
+        return Size(rows, requests, masks, most)
+
+    def _upload(self, numbers: list[int], size: Size) -> Tensor:
+        """To the vector of that size, which graphs read; on a CPU a new one."""
+        new = self.places.upload(numbers, torch.long)
+        if not new.is_cuda or size.rows > ROWS[-1]:
+            return new
+        if size not in self.vectors:
+            self.vectors[size] = torch.empty_like(new)
+        return self.vectors[size].copy_(new, non_blocking=True)
+
+    def _capture(self, size: Size, part: dict[str, Any], k: int) -> None:
+        """Warm-ups do the work itself, twice: it comes to the same. They need no state, but leave it as it will be."""
+        if ("seat", size, k) in self.graphs:
+            return
+        self.graphs.warm(lambda: self.seat(part, self.consume(part, size), size, k))
+        consumed = ("consume", size)
+        if self.graphs.capture(consumed, lambda: self.consume(part, size)):
+            self.graphs.capture(("seat", size, k), lambda: self.seat(part, self.graphs.outputs[consumed], size, k))
