@@ -14,7 +14,7 @@ from peagle.kernels.paged_attention import paged_attention
 
 ROWS = 8  # in a block
 
-Block = tuple[int, int, int, int, Tensor]  # request, its first and last row, pages of keys, mask [rows, keys]
+Block = tuple[int, int, int, int, Tensor]  # request, its rows from..to, pages of keys, mask [group * rows, keys]
 
 
 def attend(
@@ -27,9 +27,10 @@ def attend(
             window=window, splits=rows.splits, out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    if window not in rows.masks:
-        rows.masks[window] = blocks_of(rows, window, query.dtype)
-    for b, start, end, pages, mask in rows.masks[window]:
+    key = window, query.shape[1] // keys.shape[1]
+    if key not in rows.masks:
+        rows.masks[key] = blocks_of(rows, *key, query.dtype)
+    for b, start, end, pages, mask in rows.masks[key]:
         table = rows.tables[b, :pages]
         k, v = (read(x, table, rows.page) for x in (keys, values))
         out[start:end] = folded(query[start:end], k, v, mask, scale)
@@ -37,17 +38,18 @@ def attend(
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """query [R, heads, d], filled up to the rows of mask [size, L]; keys, values [L, kv_heads, d] -> [R, heads, d]."""
-    (count, heads, d), size = query.shape, len(mask)
+    """query [R, heads, d], filled up to `size`; keys, values [L, kv_heads, d]; mask [group * size, L]."""
+    count, heads, d = query.shape
     group = heads // keys.shape[1]
+    size = len(mask) // group
     q = pad(query, (0, 0, 0, 0, 0, size - count)) if count < size else query
     q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * size, d]
     k, v = keys.transpose(0, 1), values.transpose(0, 1)  # [kv_heads, L, d]
-    out = scaled_dot_product_attention(q[None], k[None], v[None], mask.repeat(group, 1), scale=scale)[0]
+    out = scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[0]
     return out.unflatten(1, (group, size)).permute(2, 0, 1, 3).reshape(size, heads, d)[:count]
 
 
-def blocks_of(rows: RowPass, window: int | None, dtype: torch.dtype) -> list[Block]:
+def blocks_of(rows: RowPass, window: int | None, group: int, dtype: torch.dtype) -> list[Block]:
     """Short passes are cut into blocks of ROWS, and where a page ends: how many keys a row is shown, seen or masked,
     then depends on its position alone. A prefill is one block."""
     blocks = []
@@ -63,7 +65,7 @@ def blocks_of(rows: RowPass, window: int | None, dtype: torch.dtype) -> list[Blo
             seen = key <= row
             if window is not None:
                 seen &= key > row - window
-            mask = torch.where(seen, 0.0, float("-inf")).to(dtype)
+            mask = torch.where(seen, 0.0, float("-inf")).to(dtype).repeat(group, 1)
             blocks.append((b, start + at, start + end, pages, mask))
             at = end
     return blocks

@@ -22,7 +22,7 @@ class RowPass:
     most: int  # no request has more rows than this
     page: int  # positions a page
     splits: int = 1  # programs that share the keys of a request
-    masks: dict[int | None, list[Any]] = field(default_factory=dict)  # on a CPU: blocks, made once for all layers
+    masks: dict[Any, list[Any]] = field(default_factory=dict)  # on a CPU: blocks, made once for all layers
 
 
 def slots_of(tables: Tensor, positions: Tensor, page: int, ends: Tensor) -> Tensor:

@@ -35,17 +35,27 @@ def reference(
     angles = table[positions.long().clamp(max=len(table) - 1)].to(qkv.dtype)[:, None]
     cos, sin = angles.split(half, -1)  # [T, 1, rot / 2]
 
-    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
-        if norm is not None:
-            wide = x.float()
-            x = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-        left, right, rest = x.split([half, half, d - 2 * half], -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1).to(qkv.dtype)
+    def normed(x: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is None:
+            return x
+        wide = x.float()
+        return norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
+    plain = q_norm is None and k_norm is None
+    both = (
+        qkv.unflatten(1, (-1, d))[:, : heads + kv_heads]
+        if plain
+        else torch.cat([normed(q, q_norm), normed(k, k_norm)], 1)
+    )
+    left, right, rest = both.split([half, half, d - 2 * half], -1)
+    turned = torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1).to(qkv.dtype)
+    new_q, new_k = turned.split([heads, kv_heads], 1)
     stored = slots >= 0
-    key_cache[slots[stored].long()] = turned(k, k_norm)[stored]
-    value_cache[slots[stored].long()] = v[stored]
-    q.copy_(turned(q, q_norm))
+    if not bool(stored.all()):
+        slots, new_k, v = slots[stored], new_k[stored], v[stored]
+    key_cache[slots.long()] = new_k
+    value_cache[slots.long()] = v
+    q.copy_(new_q)
 
 
 if triton is not None:
