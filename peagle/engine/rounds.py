@@ -1,0 +1,290 @@
+"""Rounds: plan a step, launch it, read back the one before, hand out what it says.
+
+On a GPU the device always has work while the host thinks; on a CPU there is nothing to overlap, and each step is read
+back at once.
+"""
+
+import itertools
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.core import Step
+from peagle.engine.adaptive import AdaptiveK, Policy
+from peagle.engine.history import History
+from peagle.engine.metrics import Metrics
+from peagle.engine.processing import Logprobs, Processing
+from peagle.engine.request import Chunk, Reason, Request
+from peagle.engine.scheduler import Plan, Scheduler
+from peagle.engine.stepper import BUCKETS, Stepper
+from peagle.engine.stepresult import Result
+from peagle.engine.stream import Piece, Stream, TokenLogprob
+from peagle.engine.text import Words
+
+
+@dataclass(slots=True)
+class Seat:
+    """What the engine knows of a request beside the scheduler: where it sits, and whom to tell."""
+
+    stream: Stream
+    words: Words
+    stops: frozenset[int]
+    place: int | None = None
+    history: History | None = None
+    drafted: int = 0  # drafts that wait to be verified
+    table: int = 0  # pages the device knows
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A request in a pass that is about to be launched: still right if the request is aborted meanwhile."""
+
+    request: Request
+    seat: Seat
+    place: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched pass whose result is on its way to the host."""
+
+    requests: list[Request]
+    packed: Tensor
+    logprobs: Logprobs | None
+    k: int
+    prefill: bool
+    event: Any = None
+    started: float = 0.0
+    timed: bool = False  # its time is that of a decode step with K drafts verified and made, and nothing else
+
+
+class Rounds:
+    def __init__(
+        self, stepper: Stepper, scheduler: Scheduler, chooser: Policy, k_most: int, exact: bool, graphs: bool
+    ) -> None:
+        self.stepper, self.scheduler, self.chooser = stepper, scheduler, chooser
+        self.k_most, self.exact, self.graphs = k_most, exact, graphs
+        self.lock = threading.Condition()  # over everything here but the device's work
+        self.metrics = Metrics(k=k_most)
+        self.seats: dict[str, Seat] = {}
+        self.flights: deque[Flight] = deque()
+        self.lookahead = 1 if stepper.places.device.type == "cuda" else 0
+        self._processing: tuple[tuple[str, ...], Processing | None] = ((), None)
+        self._last_read = 0.0
+
+    def run(self) -> bool:
+        """One round. False: there was nothing to do."""
+        with self.lock:
+            plan = self._plan()
+            chunks = [(chunk, self._member(chunk.request)) for chunk in plan.prefill]
+            members = [self._member(request) for request in plan.decode]
+        for group in [[pair] for pair in chunks] if self.exact else [chunks] if chunks else []:
+            self._prefill(group)
+        for part in [[member] for member in members] if self.exact else [members] if members else []:
+            self._decode(part, alone=not chunks)
+        worked = bool(chunks or members)
+        while self.flights and (len(self.flights) > self.lookahead or not worked):
+            self._read(self.flights.popleft())
+            worked = True
+        return worked
+
+    def warm_up(self) -> None:
+        """Before the first request: kernels are compiled, graphs captured."""
+        ks = self.chooser.candidates if isinstance(self.chooser, AdaptiveK) else (self.k_most,)
+        for batch in BUCKETS:
+            if self.graphs and batch < 2 * self.scheduler.max_batch:
+                for k, made in itertools.product(ks, (None, self.k_most)):
+                    self._capture(batch, k, k if made is None else made)
+
+    def _plan(self) -> Plan:
+        plan = self.scheduler.plan(max(self.k_most + 1, 2 * self.k_most))  # the drafter looks further than the target
+        for request in plan.preempted:
+            self._leave(self.seats[request.id])
+        return plan
+
+    def _member(self, request: Request) -> Member:
+        """The request at its place, and its pages known to the device."""
+        seat, places = self.seats[request.id], self.stepper.places
+        if seat.place is None:
+            seat.place, seat.table, seat.drafted = places.take(self.scheduler.pages.count), 0, 0
+            end = min(self.scheduler.context, len(request.prompt) + request.limits.max_tokens + self.k_most)
+            places.ends[seat.place] = end
+            seat.history = History(
+                request.sampling, request.prompt, request.limits.max_tokens + self.k_most + 1,
+                vocab=self.stepper.target.vocab_size, device=self.stepper.target.device,
+                min_tokens=request.limits.min_tokens, stop_ids=seat.stops, output=request.output,
+            )  # fmt: skip
+            self.metrics.cached_tokens += request.cached
+            self._processing = ((), None)  # a request that comes back has a new history
+        if seat.table < len(request.pages):
+            shared = request.cached // self.scheduler.pages.size
+            self.stepper.memory.clear(request.pages[max(seat.table, shared) :])
+            places.set_table(seat.place, request.pages, seat.table)
+            seat.table = len(request.pages)
+        return Member(request, seat, seat.place)
+
+    def _prefill(self, chunks: list[tuple[Chunk, Member]]) -> None:
+        started = time.perf_counter()
+        fresh = [member for chunk, member in chunks if chunk.next_id is None]
+        k = self.metrics.k  # as in the last step: a batch verifies what its members have in common
+        result = self.stepper.prefilling.run(
+            [chunk for chunk, _ in chunks], [member.place for _, member in chunks], k, self._process(fresh),
+            self._top(fresh), self.graphs,
+        )  # fmt: skip
+        with self.lock:
+            for chunk, member in chunks:
+                member.seat.drafted = k
+                if not chunk.request.finished:
+                    self.scheduler.prefilled(chunk)
+        if result is not None:
+            self._launch(result, [member.request for member in fresh], 0, prefill=True)
+        self.metrics.prefill_passes += 1
+        self.metrics.prefill_seconds += time.perf_counter() - started
+
+    def _decode(self, members: list[Member], alone: bool) -> None:
+        """`alone`: no prefill runs in the same round."""
+        k = min(member.seat.drafted for member in members)
+        choice = self.chooser.choose(len(members))
+        self.metrics.k, self.metrics.k_reason = choice.k, choice.reason
+        made = k if choice.k <= k else self.k_most  # drafts may be left unused; so there is a graph for every change
+        started = time.perf_counter()
+        longest = max(member.request.computed + member.request.ahead for member in members) + k + 1
+        if self.graphs:
+            self._capture(len(members), k, made, longest)
+        result = self.stepper.decode(
+            [member.place for member in members], k, made, self._process(members), self._top(members), longest
+        )
+        with self.lock:
+            for member in members:
+                member.request.ahead += k + 1
+                member.seat.drafted = choice.k
+        requests = [member.request for member in members]
+        self._launch(result, requests, k, started=started, timed=alone and k == choice.k)
+        self.metrics.steps += 1
+        self.metrics.k_steps[k] += 1
+
+    def _process(self, members: list[Member]) -> Processing | None:
+        """None: every request takes the likeliest token and nothing else. Built anew only when the batch changes."""
+        histories = [member.seat.history for member in members if member.seat.history is not None]
+        if all(history.plain for history in histories):
+            return None
+        names = tuple(member.request.id for member in members)
+        if self._processing[0] != names:
+            self._processing = (names, Processing(histories))
+        return self._processing[1]
+
+    def _top(self, members: list[Member]) -> int | None:
+        """The most log-probabilities that one of them wants; at least the token's own."""
+        wanted = [n for member in members if (n := member.request.limits.logprobs) is not None]
+        return max(*wanted, 1) if wanted else None
+
+    def _launch(
+        self,
+        result: Result,
+        requests: list[Request],
+        k: int,
+        prefill: bool = False,
+        started: float = 0.0,
+        timed: bool = False,
+    ) -> None:
+        packed, event, logprobs = result.packed, None, result.logprobs
+        if packed.is_cuda:
+            packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
+            if logprobs is not None:
+                logprobs = Logprobs(*(x.to("cpu", non_blocking=True) for x in logprobs))
+            event = torch.cuda.Event()
+            event.record()
+        self.flights.append(Flight(requests, packed, logprobs, k, prefill, event, started, timed))
+
+    def _read(self, flight: Flight) -> None:
+        """Waits for a pass and hands out what it says."""
+        if flight.event is not None:
+            flight.event.synchronize()
+        now, accepted = time.perf_counter(), []
+        with self.lock:
+            for i, (request, row) in enumerate(zip(flight.requests, flight.packed.tolist(), strict=True)):
+                *tokens, kept, broken = row
+                if not flight.prefill:
+                    request.ahead -= flight.k + 1
+                if request.finished:
+                    continue
+                if broken:
+                    self.finish(request, "error", "the target's logits are not numbers: its weights or this prompt"
+                                 " overflow the dtype. Use float32")  # fmt: skip
+                    continue
+                self._take(request, tokens[: kept + 1], flight, i, kept)
+                accepted.append(kept)
+        if not flight.prefill:
+            seconds = now - max(flight.started, self._last_read)
+            self.metrics.step_seconds += seconds
+            if accepted:
+                self.chooser.observe(len(flight.requests), flight.k, seconds if flight.timed else None, accepted)
+        self._last_read = now
+
+    def _take(self, request: Request, tokens: list[int], flight: Flight, i: int, kept: int) -> None:
+        seat, limits = self.seats[request.id], request.limits
+        drafted = min(flight.k, max(self.scheduler.context - 1 - request.computed, 0)) if not flight.prefill else 0
+        room = self.scheduler.cap(request) - request.length
+        tokens = tokens[:room]
+        end = next((n + 1 for n, token in enumerate(tokens) if token in seat.stops), None)
+        if end is not None:
+            tokens = tokens[:end]
+        pushed = seat.words.push(tokens)
+        if pushed.stopped:
+            tokens = tokens[: pushed.tokens_used]
+        if flight.prefill:
+            self.scheduler.first(request, tokens[0])
+        else:
+            self.scheduler.advance(request, tokens)
+            self.metrics.count(drafted, kept)
+        self.metrics.generated_tokens += len(tokens)
+        told = self._logprobs(flight.logprobs, i, tokens, limits.logprobs)
+        step = Step(tuple(tokens), drafted, kept)
+        reason: Reason | None = None
+        if pushed.stopped or (end is not None and tokens[-1] in seat.stops):
+            reason = "stop"
+        elif request.length >= self.scheduler.cap(request):
+            reason = "length"
+        text = pushed.text if reason is None or pushed.stopped else pushed.text + seat.words.finish()
+        seat.stream.put(Piece(step, text, told, None))
+        if reason is not None:
+            self.finish(request, reason)
+
+    def _logprobs(
+        self, logprobs: Logprobs | None, i: int, tokens: list[int], most: int | None
+    ) -> tuple[TokenLogprob, ...]:
+        """`most`: so many of the likeliest, though a neighbour may want more; None: nothing was asked for."""
+        if most is None:
+            return ()
+        assert logprobs is not None
+        told = []
+        for r, token in enumerate(tokens):
+            top = dict(zip(logprobs.ids[i, r, :most].tolist(), logprobs.values[i, r, :most].tolist(), strict=True))
+            told.append(TokenLogprob(token, float(logprobs.chosen[i, r]), int(logprobs.rank[i, r]), top))
+        return tuple(told)
+
+    def finish(self, request: Request, reason: Reason, error: str | None = None) -> None:
+        self.scheduler.finish(request, reason, error)
+        seat = self.seats.pop(request.id)
+        self._leave(seat)
+        self.metrics.finished[reason] += 1
+        seat.stream.put(Piece(None, reason=reason, error=error))
+
+    def _leave(self, seat: Seat) -> None:
+        if seat.place is not None:
+            self.stepper.places.leave(seat.place)
+            seat.place = None
+
+    def fail_all(self, reason: str) -> None:
+        for request in list(self.scheduler.live.values()):
+            self.finish(request, "error", reason)
+
+    def _capture(self, count: int, k: int, k_next: int, longest: int = 0) -> None:
+        known = self.stepper.captured(count, k, k_next, longest)
+        if not known and not self.stepper.capture(count, k, k_next, longest):
+            self.graphs = False
