@@ -151,7 +151,7 @@ def test_pages_are_published_when_the_next_token_is_known() -> None:
     plan = chosen.plan(ROWS)
     chosen.prefilled(plan.prefill[0])
     a = chosen.running[0]
-    assert len(chosen.pages.table) == 1 and a.under_way
+    assert len(chosen.pages.table) == 0 and a.under_way
     chosen.first(a, 5)
     assert len(chosen.pages.table) == 2 and not a.under_way
     chosen.advance(a, [6])
