@@ -8,11 +8,12 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LoadedPair", "UserError", "load"]
+__all__ = ["Engine", "LoadedPair", "UserError", "load"]
 
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
+    from peagle.engine import Engine
     from peagle.loaded import LoadedPair, load
 
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from peagle import loaded
 
         return getattr(loaded, name)
+    if name == "Engine":
+        from peagle.engine import Engine
+
+        return Engine
     raise AttributeError(f"module 'peagle' has no attribute {name!r}")

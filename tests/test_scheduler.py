@@ -102,7 +102,7 @@ def test_limits_are_checked(limits: dict[str, Any], fix: str) -> None:
 def test_what_can_never_run_is_refused() -> None:
     for prompt, chosen, fix in [
         (16, scheduler(context=16), "--context"),
-        (16, scheduler(pages=4), "--pages"),
+        (16, scheduler(pages=4), "--kv-tokens"),
         (0, scheduler(), "no tokens"),
     ]:
         with pytest.raises(UserError, match=fix):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, Sampling, parse_method
 from peagle.engine.adaptive import AdaptiveK, FixedK
 from peagle.engine.exactness import exact_multiple
@@ -24,7 +25,7 @@ from peagle.engine.stepper import Stepper, shapes_of
 from peagle.engine.stream import Stream
 from peagle.engine.text import Words
 from peagle.errors import UserError
-from peagle.loaded import LoadedPair, Prompt
+from peagle.loaded import LoadedPair, Prompt, load
 
 PAGE = 64  # positions
 MEMORY = 0.85  # of what is free on a GPU may become pages
@@ -35,7 +36,7 @@ K_LARGEST = 7  # of automatic K
 class Engine:
     def __init__(
         self,
-        pair: LoadedPair,
+        pair: LoadedPair | str = DEFAULT_PAIR,
         *,
         method: str | None = None,
         k: int | str = "auto",
@@ -55,6 +56,7 @@ class Engine:
         `exact`: passes are per request and bit-equal with and without drafts; None: where float32 is not used and it
         can be had.
         """
+        pair = load(pair) if isinstance(pair, str) else pair
         self.pair, self.target = pair, pair.target
         self.method: Method = parse_method(method or pair.pair.method)
         drafter = None if self.method == "none" else pair.drafter(self.method)

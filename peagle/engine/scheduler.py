@@ -58,7 +58,7 @@ class Scheduler:
         if not request.prompt:
             raise UserError("the prompt has no tokens: give at least one")
         if len(request.prompt) >= self.context:
-            setting = "--pages" if self.context == self.pages.count * self.pages.size else "--context"
+            setting = "--kv-tokens" if self.context == self.pages.count * self.pages.size else "--context"
             raise UserError(
                 f"the prompt has {len(request.prompt)} tokens, but with one token of the answer it must fit into"
                 f" {self.context}: shorten it, or raise {setting}"
