@@ -70,7 +70,7 @@ class Engine:
         whole = self.context * max_batch  # exact: a prompt is never cut, or its bits would depend on its neighbours
         self.scheduler = Scheduler(
             self.pages, max_batch, whole if self.exact else chunk or (4096 if gpu else 512), max_queue, self.context,
-            slack=self.k_most,
+            slack=self.k_most, reserve=self.exact,
         )  # fmt: skip
         chooser = FixedK(self.k_most) if k != "auto" or drafter is None else AdaptiveK(candidates(self.k_most))
         self.rounds = Rounds(self.stepper, self.scheduler, chooser, self.k_most, self.exact, graphs and gpu)

@@ -36,12 +36,22 @@ class Plan:
 
 
 class Scheduler:
-    def __init__(self, pages: Pages, max_batch: int, chunk: int, max_queue: int, context: int, slack: int = 0) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        max_batch: int,
+        chunk: int,
+        max_queue: int,
+        context: int,
+        slack: int = 0,
+        reserve: bool = False,
+    ) -> None:
         """`chunk`: prefill tokens of one plan; `context`: the most tokens of a request, its answer included; `slack`:
-        positions behind the end of an answer that its last step may still look at (drafts count as in any other step).
+        positions behind the end of an answer that its last step may still look at (drafts count as in any other step);
+        `reserve`: a request has all the pages it may need from its admission on, so that nobody is ever preempted.
         """
         assert max_batch >= 1 and chunk >= 1 and context >= 2
-        self.pages, self.max_batch, self.chunk, self.slack = pages, max_batch, chunk, slack
+        self.pages, self.max_batch, self.chunk, self.slack, self.reserve = pages, max_batch, chunk, slack, reserve
         self.context = min(context, pages.count * pages.size)  # what is no longer fits the pages, at least alone
         self.waiting = FairQueue(max_queue)
         self.running: list[Request] = []  # in the order of admission
@@ -130,9 +140,10 @@ class Scheduler:
 
     def _reach(self, request: Request, end: int, rows: int) -> int:
         """Positions to have pages for when work goes up to `end`: at the goal, those of a decode step as well."""
-        if end < request.goal:
-            return end
-        return min(end + request.ahead + rows, self.cap(request) + self.slack, self.context)
+        most = min(self.cap(request) + self.slack, self.context)
+        if self.reserve:
+            return most
+        return min(end + request.ahead + rows, most) if end == request.goal else end
 
     def _lacks(self, request: Request, positions: int) -> int:
         return max(0, self.pages.needed(positions) - len(request.pages))
