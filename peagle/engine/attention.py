@@ -1,9 +1,11 @@
-"""Attention of a pass over paged keys and values: the kernel on a GPU; here, request by request, on a CPU.
+"""Attention of a pass over paged keys and values: the kernel on a GPU; plain PyTorch on a CPU.
 
 On a CPU the heads of a group are folded into the rows, so that no key is copied for them, and keys are read in whole
 pages: what is masked adds exactly zero. Short passes run in blocks of a fixed number of rows: then a row's bits depend
 neither on its place in the block nor on its neighbours (see exactness.py).
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,12 +31,50 @@ def attend(
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     key = window, query.shape[1] // keys.shape[1]
     if key not in rows.masks:
-        rows.masks[key] = blocks_of(rows, *key, query.dtype)
-    for b, start, end, pages, mask in rows.masks[key]:
-        table = rows.tables[b, :pages]
-        k, v = (read(x, table, rows.page) for x in (keys, values))
-        out[start:end] = folded(query[start:end], k, v, mask, scale)
+        blocks = blocks_of(rows, *key, query.dtype)
+        several = len({b for b, *_ in blocks}) > 1 and all(len(mask) == ROWS * key[1] for *_, mask in blocks)
+        rows.masks[key] = [Side.of(blocks, rows, query.dtype)] if several else blocks
+    for work in rows.masks[key]:
+        if isinstance(work, Side):
+            out[work.live] = work.attend(query, keys, values, scale)
+        else:
+            b, start, end, pages, mask = work
+            k, v = (read(x, rows.tables[b, :pages], rows.page) for x in (keys, values))
+            out[start:end] = folded(query[start:end], k, v, mask, scale)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Short blocks of several requests, side by side in one call: keys are copied once, filled up to the longest."""
+
+    take: Tensor  # [B, size] the rows of each block, filled up with its first
+    back: Tensor  # [live rows] where a live row came to lie, among B * size
+    live: Tensor  # [live rows] rows of the pass
+    slots: Tensor  # [B, L]
+    mask: Tensor  # [B, 1, group * size, L]
+
+    @staticmethod
+    def of(blocks: list[Block], rows: RowPass, dtype: torch.dtype) -> "Side":
+        longest = max(pages for _, _, _, pages, _ in blocks)
+        take, back, live = list[list[int]](), list[int](), list[int]()
+        mask = torch.full((len(blocks), 1, len(blocks[0][4]), longest * rows.page), float("-inf"), dtype=dtype)
+        for i, (_, start, end, _, seen) in enumerate(blocks):
+            take.append([*range(start, end)] + [start] * (ROWS - (end - start)))
+            back += range(i * ROWS, i * ROWS + end - start)
+            live += range(start, end)
+            mask[i, 0, :, : seen.shape[1]] = seen
+        tables = rows.tables[torch.tensor([b for b, *_ in blocks]), :longest].long()
+        slots = (tables[:, :, None] * rows.page + torch.arange(rows.page)).flatten(1)
+        return Side(torch.tensor(take), torch.tensor(back), torch.tensor(live), slots, mask)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[live rows, heads, d]"""
+        group = query.shape[1] // keys.shape[1]
+        q = query[self.take].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, kv, group * size, d]
+        k, v = (x[self.slots].transpose(1, 2) for x in (keys, values))  # [B, kv_heads, L, d]
+        out = scaled_dot_product_attention(q, k, v, self.mask, scale=scale).unflatten(2, (group, -1))
+        return out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)[self.back]
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -73,7 +113,8 @@ def blocks_of(rows: RowPass, window: int | None, group: int, dtype: torch.dtype)
 
 def read(cache: Tensor, table: Tensor, page: int) -> Tensor:
     """The pages of a request side by side, [L, kv_heads, d]: a view where they lie so."""
-    first = int(table[0])
-    if len(table) == 1 or bool((table.diff() == 1).all()):
+    pages = table.tolist()
+    first = pages[0]
+    if pages == list(range(first, first + len(pages))):
         return cache[first * page : (first + len(table)) * page]
     return cache.unflatten(0, (-1, page))[table.long()].flatten(0, 1)

@@ -14,6 +14,7 @@ from peagle.drafter import Drafter
 from peagle.engine.lean import LeanDrafter
 from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass, slots_of
+from peagle.engine.weight import Weight
 from peagle.kernels.add_norm import add_norm
 from peagle.kernels.expand import expand
 
@@ -41,7 +42,7 @@ class Drafting:
         self.mask_embedding = d if drafter.mask_embedding is None else drafter.mask_embedding.detach()
         with torch.no_grad():
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
-        self.norm, self.eps = drafter.norm.weight.detach(), config.rms_norm_eps
+        self.norm, self.eps, self.head = drafter.norm.weight.detach(), config.rms_norm_eps, Weight(drafter.lm_head)
 
     def draft(self, verified: Verified, k: int) -> Tensor:
         """The next k tokens of each request, [B, k]; with k = 0 only the context is kept up."""
@@ -90,7 +91,8 @@ class Drafting:
     def best(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest target id of each row, and the normed rows."""
         normed, _ = add_norm(stream, None, self.norm, self.eps)
-        return self.drafter.best(normed), normed
+        ids = self.head(normed).argmax(-1)
+        return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids], normed
 
     def context(self, ids: Tensor, hidden: Tensor, rows: RowPass) -> Tensor:
         """Rows of a prefill, already laid out: ids [T] shifted by one, g -> the residual stream [T, d]."""

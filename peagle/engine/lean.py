@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from peagle.drafter import Drafter
 from peagle.engine.attention import attend
 from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
+from peagle.engine.weight import Weight
 from peagle.kernels.add_norm import add_norm
 from peagle.kernels.rope_store import rope_store
 from peagle.kernels.swiglu import swiglu
@@ -23,12 +24,10 @@ from peagle.kernels.swiglu import swiglu
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    qkv: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
     before: Tensor  # the norm before attention
     after: Tensor  # the norm before the MLP
     q_norm: Tensor | None
@@ -44,16 +43,16 @@ class Layer:
     ) -> tuple[Tensor, Tensor]:
         """normed: attention's input [T, d or 2d] -> (the MLP's output, the residual stream before it is added)."""
         keys, values = memory.keys[at], memory.values[at]
-        qkv = linear(normed, self.qkv, self.qkv_bias)
+        qkv = self.qkv(normed)
         rope_store(
             qkv, rows.positions, rows.slots, rope, keys, values, self.heads, self.kv_heads, self.q_norm, self.k_norm,
             self.eps,
         )  # fmt: skip
         query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
         seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window)
-        x = linear(seen.flatten(1), self.out, self.out_bias)
+        x = self.out(seen.flatten(1))
         normed, residual = add_norm(x, residual, self.after, self.eps)
-        return linear(swiglu(linear(normed, self.gate_up)), self.down), residual
+        return self.down(swiglu(self.gate_up(normed))), residual
 
 
 def merge(parts: list[Any]) -> tuple[Tensor, Tensor | None]:
@@ -90,14 +89,14 @@ def merged(parts: list[Any]) -> bool:
 def layer_of(module: Any, before: Tensor, after: Tensor, eps: float, head_dim: int, window: int | None) -> Layer:
     """From a layer with transformers' names, as the drafter's blocks have them too."""
     attention, mlp = module.self_attn, module.mlp
-    qkv, qkv_bias = merge([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, _ = merge([mlp.gate_proj, mlp.up_proj])
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
-    bias = attention.o_proj.bias
     return Layer(
-        qkv, qkv_bias, attention.o_proj.weight.detach(), None if bias is None else bias.detach(), gate_up,
-        mlp.down_proj.weight.detach(), before.detach(), after.detach(), q_norm, k_norm, eps,
+        Weight(*merge([attention.q_proj, attention.k_proj, attention.v_proj])),
+        Weight(attention.o_proj.weight, attention.o_proj.bias),
+        Weight(*merge([mlp.gate_proj, mlp.up_proj])),
+        Weight(mlp.down_proj.weight),
+        before.detach(), after.detach(), q_norm, k_norm, eps,
         attention.q_proj.weight.shape[0] // head_dim, attention.k_proj.weight.shape[0] // head_dim, head_dim, window,
     )  # fmt: skip
 
@@ -127,7 +126,7 @@ class LeanTarget:
         ]  # fmt: skip
         self.norm, self.eps = decoder.norm.weight.detach(), eps
         self.embed_tokens = target.embedding.detach()
-        self.lm_head = target.lm_head.detach()
+        self.lm_head = Weight(target.lm_head)
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
 
@@ -141,7 +140,7 @@ class LeanTarget:
             x, residual = layer.run(normed, residual, rows, memory, i, self.rope)
         normed, _ = add_norm(x, residual, self.norm, self.eps)
         g = torch.cat([taps[i] for i in self.taps], -1) if self.taps else x.new_empty(len(x), 0)
-        return linear(normed if keep is None else normed[keep], self.lm_head), g
+        return self.lm_head(normed if keep is None else normed[keep]), g
 
 
 class LeanDrafter:
