@@ -16,7 +16,7 @@ from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass, slots_of
 from peagle.engine.weight import Weight
 from peagle.kernels.add_norm import add_norm
-from peagle.kernels.expand import expand
+from peagle.kernels.expand import Expanded, expand
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class Drafting:
             self.drafter.embed_tokens, self.mask_embedding, self.mask_hidden, self.mask_id, verified.tables, self.page,
             verified.ends, width,
         )  # fmt: skip
+        if not made.slots.is_cuda:
+            made = living(made)
         most = verified.block.shape[1] + width - 1
         rows = RowPass(
             made.positions,
@@ -97,3 +99,14 @@ class Drafting:
     def context(self, ids: Tensor, hidden: Tensor, rows: RowPass) -> Tensor:
         """Rows of a prefill, already laid out: ids [T] shifted by one, g -> the residual stream [T, d]."""
         return self.lean.forward(self.drafter.embed(ids), hidden, rows, self.memory)
+
+
+def living(made: Expanded) -> Expanded:
+    """Without the dead rows: on a CPU no graph wants one shape, and every row costs."""
+    batch = len(made.starts)
+    live = torch.arange(len(made.slots) // batch) < made.counts[:, None]  # [B, W]
+    at = live.flatten().nonzero()[:, 0]
+    starts = made.counts.cumsum(0) - made.counts
+    shift = (made.starts - starts).repeat_interleave(len(made.sampled) // batch)
+    embeds, hidden, positions, slots = (x[at] for x in (made.embeds, made.hidden, made.positions, made.slots))
+    return Expanded(embeds, hidden, positions, slots, starts.int(), made.counts, made.sampled - shift)
