@@ -175,16 +175,16 @@ def test_merging_costs_no_copy_and_changes_nothing(name: str) -> None:
     assert all(torch.equal(value, state[key]) for key, value in target.model.state_dict().items())
     for layer, module in zip(lean.layers, target.layers, strict=True):
         qkv, gate_up = linears(module)
-        assert layer.qkv.data_ptr() == qkv[0].weight.data_ptr() and torch.equal(layer.qkv, weights(qkv))
-        assert layer.gate_up.data_ptr() == gate_up[0].weight.data_ptr() and torch.equal(layer.gate_up, weights(gate_up))
+        for mine, theirs in ((layer.qkv.plain, qkv), (layer.gate_up.plain, gate_up)):
+            assert mine.data_ptr() == theirs[0].weight.data_ptr() and torch.equal(mine, weights(theirs))
     again = verifier_for(target, LENGTH)  # a second engine on the same target
     assert isinstance(again, LeanTarget)
     for first, second in zip(lean.layers, again.layers, strict=True):
-        assert first.qkv.data_ptr() == second.qkv.data_ptr() and torch.equal(first.qkv, second.qkv)
-        assert (first.qkv_bias is None) == (second.qkv_bias is None)
-        if first.qkv_bias is not None and second.qkv_bias is not None:
-            assert first.qkv_bias.data_ptr() == second.qkv_bias.data_ptr()
-            assert torch.equal(first.qkv_bias, second.qkv_bias)
+        one, other = first.qkv, second.qkv
+        assert one.plain.data_ptr() == other.plain.data_ptr() and torch.equal(one.plain, other.plain)
+        assert (one.bias is None) == (other.bias is None)
+        if one.bias is not None and other.bias is not None:
+            assert one.bias.data_ptr() == other.bias.data_ptr() and torch.equal(one.bias, other.bias)
     check(again, target, IDS, WAYS[1])
 
 

@@ -37,6 +37,7 @@ class Drafting:
         self.drafter, self.page, self.memory = drafter, page, memory
         self.lean = LeanDrafter(drafter, behind, length)
         self.parallel = config.method == "p-eagle"
+        self.fc = Weight(drafter.fc.weight) if drafter.input_norm is None and drafter.fc_norm is None else drafter.fuse
         d = drafter.fc.weight.new_zeros(config.hidden_size)
         self.mask_id = -1 if config.mask_token_id is None else config.mask_token_id
         self.mask_embedding = d if drafter.mask_embedding is None else drafter.mask_embedding.detach()
@@ -48,7 +49,7 @@ class Drafting:
         """The next k tokens of each request, [B, k]; with k = 0 only the context is kept up."""
         width = max(k, 1) if self.parallel else 1
         made = expand(
-            verified.block, verified.kept, verified.newest, verified.first, self.drafter.fuse(verified.hidden),
+            verified.block, verified.kept, verified.newest, verified.first, self.fc(verified.hidden),
             self.drafter.embed_tokens, self.mask_embedding, self.mask_hidden, self.mask_id, verified.tables, self.page,
             verified.ends, width,
         )  # fmt: skip

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.kernels.rope_store import angles
+
 
 @dataclass(slots=True)
 class RowPass:
@@ -22,7 +24,14 @@ class RowPass:
     most: int  # no request has more rows than this
     page: int  # positions a page
     splits: int = 1  # programs that share the keys of a request
-    masks: dict[Any, list[Any]] = field(default_factory=dict)  # on a CPU: blocks, made once for all layers
+    masks: dict[Any, list[Any]] = field(default_factory=dict)  # on a CPU: what is made once for all layers
+
+    def angles(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rows, looked up once for all layers."""
+        if "angles" not in self.masks:
+            self.masks["angles"] = list(angles(self.positions, table, dtype))
+        cos, sin = self.masks["angles"]
+        return cos, sin
 
 
 def slots_of(tables: Tensor, positions: Tensor, page: int, ends: Tensor) -> Tensor:

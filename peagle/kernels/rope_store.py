@@ -30,10 +30,23 @@ def reference(
     heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6,
 ) -> None:  # fmt: skip
     """What the kernel computes, in plain PyTorch."""
-    d, half = key_cache.shape[2], table.shape[1] // 2
+    turn(qkv, angles(positions, table, qkv.dtype), slots, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps)
+
+
+def angles(positions: Tensor, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of each row, [T, 1, rot / 2]: the same for every layer of a pass."""
+    cos, sin = table[positions.long().clamp(max=len(table) - 1)].to(dtype)[:, None].chunk(2, -1)
+    return cos, sin
+
+
+def turn(
+    qkv: Tensor, angle: tuple[Tensor, Tensor], slots: Tensor, key_cache: Tensor, value_cache: Tensor,
+    heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6,
+) -> None:  # fmt: skip
+    """The reference, with its angles looked up."""
+    (cos, sin), d = angle, key_cache.shape[2]
+    half = cos.shape[-1]
     q, k, v = qkv.unflatten(1, (-1, d)).split([heads, kv_heads, kv_heads], 1)  # views: [T, heads, d]
-    angles = table[positions.long().clamp(max=len(table) - 1)].to(qkv.dtype)[:, None]
-    cos, sin = angles.split(half, -1)  # [T, 1, rot / 2]
 
     def normed(x: Tensor, norm: Tensor | None) -> Tensor:
         if norm is None:
