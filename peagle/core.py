@@ -3,8 +3,9 @@
 A *pair* is a target, its drafters (one per method), the method and K to use unless told otherwise.
 """
 
+import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -143,6 +144,10 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5  # below that, dividing by it overflows: the likeliest token takes all
+
+    def seeded(self) -> "Sampling":
+        """The same, with a seed of its own where it samples and has none."""
+        return self if self.greedy or self.seed is not None else replace(self, seed=secrets.randbelow(2**31))
 
     @property
     def penalised(self) -> bool:

@@ -1,6 +1,5 @@
 """A pair in memory, ready to generate: what `peagle.load` returns."""
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -82,14 +81,12 @@ class LoadedPair:
     ) -> Generation:
         """The target's answer; `on_text` receives it as it grows.
 
-        `exact`: bit-equal with and without drafts, in any dtype (exact.py); None: where it is needed and can be had.
-        `sampling`: temperature, top_p, top_k, min_p, seed.
+        `exact`: bit-equal with and without drafts, in any dtype; None: where it is needed and can be had.
+        `sampling`: the fields of core.Sampling.
         """
         chosen = parse_method(method or self.pair.method)
         k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
-        settings = Sampling(**sampling)
-        if not settings.greedy and settings.seed is None:
-            settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
+        settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         check_request(self.target, ids, max_tokens)
         engine = self.engine(chosen, k, exact, min(len(ids) + max_tokens, self.target.context) + 2 * k)

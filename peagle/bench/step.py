@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from peagle.core import Method, Pair, TargetSource
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
-from peagle.drafter.model import Drafter as Network
 from peagle.engine import Engine
 from peagle.errors import UserError, nearest
 from peagle.loaded import LoadedPair
@@ -79,7 +78,7 @@ def shape_pair(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> Lo
 def random_drafter(target: Target, method: Method, layers: int) -> Drafter:
     config = config_for(target, method, layers, None, mask_token_id=target.vocab_size - 1, trained=False)
     with torch.device(target.device):
-        drafter = Network(config).to(target.dtype)
+        drafter = Drafter(config).to(target.dtype)
     drafter.adopt(target.embedding, target.lm_head)
     return drafter.eval().requires_grad_(False)
 

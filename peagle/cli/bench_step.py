@@ -6,9 +6,9 @@ import typer
 from rich.table import Table
 
 from peagle.cli import app, err, out
+from peagle.cli.evaluate import numbers
 from peagle.cli.options import Device, Dtype, Json
 from peagle.core import parse_method
-from peagle.errors import UserError
 from peagle.home import write_json
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def bench_step(
     from peagle.precision import choose_dtype
 
     names = [parse_method(name) for name in methods.split(",")]
-    counts, shares = numbers(concurrency, int), numbers(profile, float)
-    ks: int | str = "auto" if k == "auto" else numbers(k, int)[0]
+    counts, shares = numbers(concurrency, int, "1,8,64"), numbers(profile, float, ".8,.6,.4")
+    ks: int | str = "auto" if k == "auto" else numbers(k, int, "7")[0]
     prompts: list[list[int]] = []
     if set_ is None:
         where = choose_device(device)
@@ -75,13 +75,6 @@ def bench_step(
         print(json.dumps(told))
     else:
         out.print(table(cells))
-
-
-def numbers(text: str, kind: type) -> list:
-    try:
-        return [kind(word) for word in text.split(",")]
-    except ValueError as error:
-        raise UserError(f"{text!r} is no list of numbers: write them with commas, as in 1,8,64") from error
 
 
 def table(cells: list["Cell"]) -> Table:

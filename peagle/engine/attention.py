@@ -30,11 +30,11 @@ def attend(
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     key = window, query.shape[1] // keys.shape[1]
-    if key not in rows.masks:
+    if key not in rows.memo:
         blocks = blocks_of(rows, *key, query.dtype)
         several = len({b for b, *_ in blocks}) > 1 and all(len(mask) == ROWS * key[1] for *_, mask in blocks)
-        rows.masks[key] = [Side.of(blocks, rows, query.dtype)] if several else blocks
-    for work in rows.masks[key]:
+        rows.memo[key] = [Side.of(blocks, rows, query.dtype)] if several else blocks
+    for work in rows.memo[key]:
         if isinstance(work, Side):
             out[work.live] = work.attend(query, keys, values, scale)
         else:

@@ -57,16 +57,9 @@ class Drafting:
             made = living(made)
         most = verified.block.shape[1] + width - 1
         rows = RowPass(
-            made.positions,
-            made.slots,
-            verified.tables,
-            made.starts,
-            made.counts,
-            verified.first,
-            most,
-            self.page,
+            made.positions, made.slots, verified.tables, made.starts, made.counts, verified.first, most, self.page,
             verified.splits,
-        )
+        )  # fmt: skip
         stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
         if k == 0:
             return verified.newest[:, None][:, :0]
@@ -96,10 +89,6 @@ class Drafting:
         normed, _ = add_norm(stream, None, self.norm, self.eps)
         ids = self.head(normed).argmax(-1)
         return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids], normed
-
-    def context(self, ids: Tensor, hidden: Tensor, rows: RowPass) -> Tensor:
-        """Rows of a prefill, already laid out: ids [T] shifted by one, g -> the residual stream [T, d]."""
-        return self.lean.forward(self.drafter.embed(ids), hidden, rows, self.memory)
 
 
 def living(made: Expanded) -> Expanded:

@@ -6,7 +6,6 @@ A thread runs round after round (rounds.py); with `thread=False` whoever holds t
 """
 
 import itertools
-import secrets
 import threading
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, Sampling, parse_method
 from peagle.engine.adaptive import AdaptiveK, FixedK
 from peagle.engine.exactness import exact_multiple
+from peagle.engine.history import check_bias
 from peagle.engine.pages import Pages
 from peagle.engine.request import Limits, Request
 from peagle.engine.rounds import Rounds, Seat
@@ -98,9 +98,7 @@ class Engine:
         **sampling: Any,
     ) -> Stream:
         """Queues a request; its answer comes through the stream. `sampling`: the fields of core.Sampling."""
-        settings = Sampling(**sampling)
-        if not settings.greedy and settings.seed is None:
-            settings = Sampling(**sampling | {"seed": secrets.randbelow(2**31)})
+        settings = Sampling(**sampling).seeded()
         ids = list(self.pair.encode(prompt, raw))
         limits = Limits(max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs)
         room = max(self.context - len(ids), 1)  # an answer ends with the context
@@ -228,11 +226,6 @@ def largest_k(k: int | str, pair: LoadedPair) -> int:
 
 def candidates(most: int) -> tuple[int, ...]:
     return (*(k for k in (0, 1, 2, 3, 5, 7, 9, 11, 15) if k < most), most)
-
-
-def check_bias(sampling: Sampling, vocab: int) -> None:
-    if bad := [token for token in sampling.logit_bias if token >= vocab]:
-        raise UserError(f"logit_bias names token ids {bad[:5]}, but the target's vocabulary ends at {vocab - 1}")
 
 
 def page_count(pair: LoadedPair, drafter: Any, tokens: int | None, page: int, batch: int, context: int, k: int) -> int:

@@ -16,6 +16,11 @@ def move(here: Tensor, device: torch.device) -> Tensor:
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
+def check_bias(sampling: Sampling, vocab: int) -> None:
+    if bad := [token for token in sampling.logit_bias if token >= vocab]:
+        raise UserError(f"logit_bias names token ids {bad[:5]}, but the target's vocabulary ends at {vocab - 1}")
+
+
 class History:
     """Tensors only where the settings need them, all on the device:
 
@@ -37,8 +42,7 @@ class History:
         stop_ids: Collection[int] = (),
         output: Sequence[int] = (),  # tokens emitted before: a request that was interrupted
     ) -> None:
-        if bad := [token for token in sampling.logit_bias if token >= vocab]:
-            raise UserError(f"logit_bias names token ids {bad[:5]}, but the target's vocabulary ends at {vocab - 1}")
+        check_bias(sampling, vocab)
         self.sampling, self.vocab, self.device = sampling, vocab, torch.device(device)
         self.min_tokens = min_tokens
         self.stops = sorted(stop for stop in stop_ids if stop < vocab) if min_tokens > len(output) else []

@@ -1,7 +1,7 @@
 """A Llama-like stack of layers in few operations: merged projections, one kernel where PyTorch would need several.
 
 The same layers serve a target and its drafter, on a GPU (Triton) and on a CPU (each kernel's reference). A target is
-run this way only if it is built so, and if it gives what transformers gives (`lean_target` tries).
+run this way only if it is built so, and if it gives what transformers gives (`verifier_for` tries).
 """
 
 from collections.abc import Mapping
@@ -115,12 +115,11 @@ class LeanTarget:
         """`windows`: of each layer, as transformers has it. A short probe would not miss a long one."""
         decoder = target.model.get_decoder()
         config = target.config
-        self.device = target.device
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         eps = config.rms_norm_eps
         self.layers = [
             layer_of(
-                layer, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, eps, self.head_dim,
+                layer, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, eps, head_dim,
                 windows[i],
             )
             for i, layer in enumerate(target.layers)

@@ -18,7 +18,6 @@ class Metrics:
     drafted_at: list[int] = field(default_factory=list)  # per position
     accepted_at: list[int] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)
-    preemptions: int = 0
     k: int = 0
     k_reason: str = ""
     k_steps: Counter[int] = field(default_factory=Counter)  # how many steps ran with each K

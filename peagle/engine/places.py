@@ -7,6 +7,7 @@ token after them, `drafts` what the drafter says comes next.
 import torch
 from torch import Tensor
 
+from peagle.engine.history import move
 from peagle.engine.rowpass import RowPass, slots_of
 
 
@@ -40,8 +41,7 @@ class Places:
 
     def upload(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
         """From the host, without waiting for the device."""
-        host = torch.tensor(values, dtype=dtype)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return move(torch.tensor(values, dtype=dtype), self.device)
 
     def set_table(self, place: int, pages: list[int], start: int = 0) -> None:
         """The pages of a place from the `start`-th on."""

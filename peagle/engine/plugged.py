@@ -87,9 +87,9 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
             return out[None], None
         out, run = torch.zeros_like(query).transpose(1, 2).contiguous(), native(plain, module)
         blocks = window, 1
-        if blocks not in rows.masks:
-            rows.masks[blocks] = blocks_of(rows, *blocks, query.dtype)
-        for b, start, end, pages, mask in rows.masks[blocks]:
+        if blocks not in rows.memo:
+            rows.memo[blocks] = blocks_of(rows, *blocks, query.dtype)
+        for b, start, end, pages, mask in rows.memo[blocks]:
             table = rows.tables[b, :pages]
             k, v = (read(x, table, rows.page).transpose(0, 1)[None] for x in (keys, values))
             q = pad(query[:, :, start:end], (0, 0, 0, len(mask) - (end - start)))

@@ -50,7 +50,7 @@ class Prefilling:
         size = self.size(chunks, k, graphs)
         vector = self._upload(numbers_of(chunks, at, size, self.places.count), size)
         part = views_of(vector, size)
-        if graphs and size.rows <= ROWS[-1]:
+        if graphs and small(size.rows, size.requests):
             self._capture(size, part, k)
         consumed: Consumed = self.graphs.run(("consume", size), lambda: self.consume(part, size))
         fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
@@ -93,7 +93,7 @@ class Prefilling:
         source, ids = part["source"], part["next_ids"]
         ids = torch.where(ids < 0, newest[part["wide_owner"].clamp(min=0)], ids)
         mask = (source == MASK)[:, None]
-        hidden = torch.where(mask, drafting.mask_hidden, drafting.drafter.fuse(consumed.hidden)[source.clamp(min=0)])
+        hidden = torch.where(mask, drafting.mask_hidden, drafting.fc(consumed.hidden)[source.clamp(min=0)])
         embeds = torch.where(mask, drafting.mask_embedding, drafting.drafter.embed(ids))
         rows = self._rows(part, consumed.tables, size.most + size.masks, "wide_", places.ends[at])
         stream = drafting.lean.forward(embeds, hidden, rows, self.memory)
@@ -125,7 +125,7 @@ class Prefilling:
         counts = [chunk.end - chunk.start for chunk in chunks]
         rows, requests, most = sum(counts), len(chunks), max(counts)
         masks = max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
-        if graphs and rows <= ROWS[-1] and requests <= REQUESTS[-1]:
+        if graphs and small(rows, requests):
             rows = most = next(size for size in ROWS if size >= rows)
             requests = next(size for size in REQUESTS if size >= requests)
         return Size(rows, requests, masks, most)
@@ -133,7 +133,7 @@ class Prefilling:
     def _upload(self, numbers: list[int], size: Size) -> Tensor:
         """To the vector of that size, which graphs read; on a CPU a new one."""
         new = self.places.upload(numbers, torch.long)
-        if not new.is_cuda or size.rows > ROWS[-1]:
+        if not new.is_cuda or not small(size.rows, size.requests):
             return new
         if size not in self.vectors:
             self.vectors[size] = torch.empty_like(new)
@@ -147,3 +147,8 @@ class Prefilling:
         consumed = ("consume", size)
         if self.graphs.capture(consumed, lambda: self.consume(part, size)):
             self.graphs.capture(("seat", size, k), lambda: self.seat(part, self.graphs.outputs[consumed], size, k))
+
+
+def small(rows: int, requests: int) -> bool:
+    """Is there a graph for so many?"""
+    return rows <= ROWS[-1] and requests <= REQUESTS[-1]

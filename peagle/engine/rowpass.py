@@ -24,13 +24,13 @@ class RowPass:
     most: int  # no request has more rows than this
     page: int  # positions a page
     splits: int = 1  # programs that share the keys of a request
-    masks: dict[Any, list[Any]] = field(default_factory=dict)  # on a CPU: what is made once for all layers
+    memo: dict[Any, list[Any]] = field(default_factory=dict)  # on a CPU: what is made once for all layers
 
     def angles(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the rows, looked up once for all layers."""
-        if "angles" not in self.masks:
-            self.masks["angles"] = list(angles(self.positions, table, dtype))
-        cos, sin = self.masks["angles"]
+        if "angles" not in self.memo:
+            self.memo["angles"] = list(angles(self.positions, table, dtype))
+        cos, sin = self.memo["angles"]
         return cos, sin
 
 

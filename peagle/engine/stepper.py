@@ -44,7 +44,7 @@ class Stepper:
     def __init__(
         self, target: Target, drafter: Drafter | None, k: int, pages: int, page: int, batch: int, context: int
     ) -> None:
-        self.target, self.k, self.context = target, k if drafter else 0, context
+        self.target = target
         length = context + k + 1
         self.verifier = verifier_for(target, length)
         shapes = shapes_of(target, drafter)
@@ -83,9 +83,8 @@ class Stepper:
         logits, tokens = block.logits[:count], block.tokens[:count]
         if processing is not None:
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], self.places.emitted[index[:count]]))
-        packed = self.graphs.run(("settle", batch, k, k_next, splits), lambda: self.settle(index, block, k_next))[
-            :count
-        ]
+        second = "settle", batch, k, k_next, splits
+        packed = self.graphs.run(second, lambda: self.settle(index, block, k_next))[:count]
         if processing is not None:
             processing.commit(tokens, packed[:, -2])
         return Result(packed, None if top is None else logprobs(logits, tokens, top))
