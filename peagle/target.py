@@ -37,10 +37,6 @@ class Target:
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.aux_layer_ids: tuple[int, ...] = ()
-        self.row_multiple = 1  # exact mode pads passes after the prefill to a multiple of this (see exact.py)
-        self.exact_multiple: int | None = 0  # the multiple that does; 0: not probed yet, None: there is none
-        self.exact_by_row = False  # attention row by row: where blocks do not do
-        self.exact_rows: dict[int, bool] = {}  # larger blocks: does it hold for them too?
 
     @property
     def config(self) -> Any:
@@ -98,18 +94,11 @@ class Target:
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: RollbackCache | None = None, keep: int = 0) -> TargetOutput:
         """ids [rows] continue what the cache holds; logits of the last `keep` rows (0: of all)."""
-        rows, more = len(ids), {}
-        if self.row_multiple > 1 and cache is not None and cache.length:
-            ids, keep, more = self._pad(ids, cache.length), 0, {"live_rows": rows}
-        out = self.model(
-            input_ids=ids[None], past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **more
-        )
-        if cache is not None:
-            cache.rollback(cache.length - len(ids) + rows)
-        taps = [self._taps[i][0, :rows] for i in self.aux_layer_ids]
+        out = self.model(input_ids=ids[None], past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
+        taps = [self._taps[i][0] for i in self.aux_layer_ids]
         self._taps.clear()
-        hidden = torch.cat(taps, -1) if taps else out.logits.new_empty(rows, 0)
-        return TargetOutput(out.logits[0, :rows], hidden)
+        hidden = torch.cat(taps, -1) if taps else out.logits.new_empty(len(ids), 0)
+        return TargetOutput(out.logits[0], hidden)
 
     @torch.no_grad()
     def features(self, ids: Tensor, **more: Any) -> TargetOutput:
@@ -121,13 +110,6 @@ class Target:
         hidden = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)
         self._taps.clear()
         return TargetOutput(last, hidden)
-
-    def _pad(self, ids: Tensor, past: int) -> Tensor:
-        """To a multiple of `row_multiple`; a target with a table of positions cannot be padded beyond its end."""
-        more = -len(ids) % self.row_multiple
-        if not getattr(self.config, "rope_parameters", None):
-            more = min(more, self.context - past - len(ids))
-        return torch.cat([ids, ids.new_zeros(more)])
 
     def _keep(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

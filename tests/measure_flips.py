@@ -10,31 +10,49 @@ import torch
 
 THREADS = torch.get_num_threads()  # the tests' conftest takes one
 
-from peagle.core import Sampling  # noqa: E402
-from peagle.decode import decode  # noqa: E402
+from peagle.engine import Engine  # noqa: E402
+from peagle.engine.drafting import Verified  # noqa: E402
 from peagle.errors import UserError  # noqa: E402
-from peagle.exact import set_exact  # noqa: E402
 from peagle.loaded import LoadedPair, load  # noqa: E402
-from tests.test_decode import Oracle, plain, tokens_of  # noqa: E402
 
-THREE_IN_FOUR = [True, True, True, False]
+WRONG = 4  # every so many-th draft
 
 
-def first_difference(pair: LoadedPair, text: str, count: int) -> tuple[int, float] | None:
+def answer(engine: Engine, ids: list[int], count: int) -> list[int]:
+    stream = engine.add(ids, max_tokens=count)
+    engine.drain()
+    return [token for piece in stream if piece.step for token in piece.step.tokens]
+
+
+def knowing(engine: Engine, ids: list[int], expected: list[int]) -> None:
+    """From now on the drafter knows the answer: three drafts in four are right."""
+    sequence = torch.tensor(ids + expected + [3] * 8, device=engine.target.device)
+
+    def draft(verified: Verified, k: int) -> torch.Tensor:
+        newest = int(verified.first[0] + verified.kept[0]) + 1  # its position
+        drafts = sequence[newest + 1 : newest + 1 + k].clone()
+        drafts[WRONG - 1 :: WRONG] += 1
+        return torch.nn.functional.pad(drafts, (0, k - len(drafts)))[None]
+
+    assert engine.stepper.drafting is not None
+    engine.stepper.drafting.draft = draft  # type: ignore[method-assign]
+
+
+def first_difference(
+    pair: LoadedPair, plain: Engine, drafted: Engine, text: str, count: int
+) -> tuple[int, float] | None:
     """(token, top-2 logit margin there) where the drafted answer leaves the plain one; None: it does not."""
-    target, ids = pair.target, pair.encode(text)
-    expected = plain(target, ids, count)
-
-    class Drafts(Oracle):
-        def propose(self, verified, k):
-            return super().propose(verified, k).to(target.device)
-
-    found = tokens_of(list(decode(target, Drafts(ids, expected, THREE_IN_FOUR), ids, 7, count, Sampling())))
+    ids = pair.encode(text)
+    expected = answer(plain, ids, count)
+    knowing(drafted, ids, expected)
+    found = answer(drafted, ids, count)
     if found == expected:
         return None
-    at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-    prefix = torch.tensor(ids + expected[:at], device=target.device)
-    best = target.forward(prefix, keep=1).logits[0].float().topk(2).values
+    at = next(
+        (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected))
+    )
+    prefix = torch.tensor(ids + expected[:at], device=pair.target.device)
+    best = pair.target.forward(prefix, keep=1).logits[0].float().topk(2).values
     return at, round(float(best[0] - best[1]), 4)
 
 
@@ -43,14 +61,20 @@ def main(device: str, dtype: str, prompts: int, count: int) -> None:
     pair = load(device=device, dtype=dtype)
     texts = (Path(__file__).parent / "prompts.txt").read_text().splitlines()[:prompts]
     for exact in (False, True):
+        how = {"max_batch": 1, "tokens": 4096, "exact": exact, "graphs": False, "thread": False}
         try:
-            set_exact(pair.target, exact)
+            plain, drafted = (Engine(pair, method=method, k=7, **how) for method in ("none", "p-eagle"))
         except UserError as error:
             print(error)
             continue
-        found = [first_difference(pair, text, count) for text in texts]
+        found = [first_difference(pair, plain, drafted, text, count) for text in texts]
+        accepted = drafted.metrics.acceptance_length
         print(f"{device} {dtype} exact={exact}: {found.count(None)} of {len(texts)} identical;", end=" ")
-        print("first differences (token, margin):", [at for at in found if at], flush=True)
+        print(
+            f"acceptance length {accepted:.2f}; first differences (token, margin):",
+            [at for at in found if at],
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from peagle.core import METHODS, Method
-from peagle.engine.exactness import MULTIPLES, exact_multiple, filled
+from peagle.engine.exactness import BLOCKS, MULTIPLES, _alike, exact_multiple, filled
 from peagle.engine.rowpass import RowPass
 from peagle.engine.verifier import verifier_for
 from peagle.errors import UserError
@@ -86,6 +86,18 @@ def test_the_default_is_where_it_is_needed() -> None:
     assert engine_of(pair("llama"), "none", exact=None).exact
     assert not engine_of(pair("llama"), "none").exact
     assert not engine_of(pair_of(make_target()), "none", exact=None).exact, "float32 does without"
+
+
+def test_without_it_the_bits_differ() -> None:
+    """Why the mode exists: one-row passes and a block's rows are not bit-equal in general."""
+    target = make_target()
+    verifier = verifier_for(target, 300)
+    assert not _alike(verifier, target, 64, 11, BLOCKS, 1)
+
+
+def test_large_blocks_are_probed_too() -> None:
+    engine = engine_of(pair("llama"), "p-eagle", k=20, exact=True, page=PAGE, tokens=600)
+    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
 
 
 def test_it_is_probed_and_not_assumed() -> None:

@@ -1,7 +1,10 @@
-"""Exact mode in the engine: a row's bits do not depend on how many rows a pass has (see exact.py for why).
+"""Exact mode: speculation cannot change a token, not even at a near tie in bfloat16.
 
-Every request has its passes to itself, filled up to a multiple of a few rows; the smallest multiple that holds, bit by
-bit, is found by trying.
+A pass over K+1 rows is not bit-equal to K+1 passes over one row: kernels sum in another order, and where two tokens are
+almost equally likely the last bit decides. In exact mode, with or without drafts, every request has its passes to
+itself, filled up to a multiple of a few rows; attention (attention.py) shows each row a number of keys that depends on
+its position alone. Then a row's bits depend neither on its place in a block nor on its neighbours. The smallest
+multiple for which that holds, bit by bit, is found by trying.
 """
 
 import torch
@@ -10,9 +13,9 @@ from torch import Tensor
 from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
 from peagle.engine.verifier import Verifier, cache_shapes
-from peagle.exact import BLOCKS
 from peagle.target import Target
 
+BLOCKS = (8, 16)  # the verify passes of K = 7 and K = 15: what is probed is what is promised
 CONTEXTS = (11, 58, 185, 250)  # probed behind so many tokens: blocks within a page, and over the end of one
 MULTIPLES = (2, 4, 8, 16)  # never 1: a single row takes a road of its own through most matrix libraries
 

@@ -18,8 +18,8 @@ from peagle.engine.attention import blocks_of, read
 from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
 from peagle.errors import UserError
-from peagle.exact import native, plain_name
 from peagle.kernels.paged_attention import paged_attention
+from peagle.native import native
 from peagle.target import Target
 
 PREFIX = "peagle_paged_"
@@ -30,7 +30,7 @@ class PluggedTarget:
 
     def __init__(self, target: Target) -> None:
         self.target, model = target, target.model
-        plain = plain_name(model.config._attn_implementation).removeprefix(PREFIX)
+        plain: Any = model.config._attn_implementation  # at rest: every pass puts it back
         self.before, self.name = plain, f"{PREFIX}{plain}"
         if self.name not in ALL_ATTENTION_FUNCTIONS:
             ALL_ATTENTION_FUNCTIONS.register(self.name, _attention(plain))

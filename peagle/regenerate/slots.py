@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.errors import UserError
-from peagle.exact import native, plain_name
+from peagle.native import native
 from peagle.target import Target
 
 PREFIX = "peagle_slots_"
@@ -73,8 +73,7 @@ class SlotCache(Cache):
 @contextmanager
 def slot_attention(target: Target) -> Iterator[None]:
     """While the block runs, the target reads a SlotCache; only prefills and decode steps of one may run it then."""
-    before = target.model.config._attn_implementation
-    plain = plain_name(before)
+    plain: Any = target.model.config._attn_implementation
     name = f"{PREFIX}{plain}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(name, _attention(plain))
@@ -85,7 +84,7 @@ def slot_attention(target: Target) -> Iterator[None]:
     try:
         yield
     finally:
-        target.model.set_attn_implementation(before)
+        target.model.set_attn_implementation(plain)
 
 
 def _mask(plain: Callable[..., Any]) -> Callable[..., Any]:
