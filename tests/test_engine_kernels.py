@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 pytest.importorskip("triton")
 
-from peagle.kernels import accept, add_norm, expand, paged_attention, rope_store, swiglu
+from peagle.kernels import accept, add_norm, best, expand, few_rows, paged_attention, rope_store, swiglu, take
 from peagle.rows import draft_rows
 from tests.test_kernels import INTERPRETED, index_of_one_element, interpreted  # noqa: F401 (a fixture for every test)
 
@@ -46,6 +46,10 @@ def norms(rows: int, d: int, device: str, dtype: torch.dtype) -> None:
         assert add_norm.add_norm(x, before, weight, 1e-5, out=beside[:, :d])[0].data_ptr() == beside.data_ptr()
         near(beside[:, :d], wanted[0])
         assert (beside[:, d:] == 7).all()
+        shares = some(3, rows, d).to(device)  # float32, whatever the rest is
+        found, wanted = (run(shares, before, weight, 1e-5) for run in (add_norm.add_norm, add_norm.reference))
+        near(found[0], wanted[0], 2)
+        near(found[1], wanted[1])
 
 
 def gates(rows: int, inner: int, device: str, dtype: torch.dtype) -> None:
@@ -71,6 +75,13 @@ def turns(heads: int, kv_heads: int, d: int, rot: int, q: bool, k: bool, device:
     untouched = [i for i in range(slots) if i not in to.tolist()]
     before = some(2, slots, kv_heads, d).to(device, dtype)
     assert torch.equal(results[0][1][:, untouched], before[:, untouched])
+    shares, results = some(3, rows, width).to(device), []
+    for run in (rope_store.rope_store, rope_store.reference):
+        caches = some(2, slots, kv_heads, d).to(device, dtype)
+        query = run(shares, positions, to, table, caches[0], caches[1], heads, kv_heads, *weights, 1e-6)
+        results.append((query, caches))
+    near(results[0][0], results[1][0], 4)
+    near(results[0][1], results[1][1], 4)
 
 
 def attends(
@@ -96,7 +107,7 @@ def attends(
     args = (*given, tables.to(device), page, *ints, most or max(max(counts), 1), d**-0.5)
     wanted = paged_attention.reference(*args, **switches, **extra)
     assert wanted.isfinite().all()
-    for splits in (1, 3, 4):
+    for splits in (None, 1, 3, 4):
         found = paged_attention.paged_attention(*args, **switches, **extra, splits=splits)
         near(found, wanted, 4)
         nobody = torch.ones(total, dtype=torch.bool)
@@ -111,12 +122,19 @@ def accepts(batch: int, k: int, device: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(batch + k)
     tokens = torch.randint(0, 2, (batch, k + 1), generator=generator).to(device)
     drafts = torch.randint(0, 2, (batch, k), generator=generator).to(device)
-    room = torch.randint(0, k + 2, (batch,), generator=generator).int().to(device)
+    first = torch.randint(0, 90, (batch,), generator=generator).int().to(device)
+    room = torch.randint(-1, k + 2, (batch,), generator=generator).int().to(device)
     drafts[: batch // 2] = tokens[: batch // 2, :k]  # so that some hold to the end
-    found, wanted = accept.accept(tokens, drafts, room), accept.reference(tokens, drafts, room)
-    for a, b in zip(found, wanted, strict=True):
+    index = torch.randperm(batch + 3, generator=generator)[:batch].to(device)
+    results = []
+    for run in (accept.accept, accept.reference):
+        places = [torch.arange(batch + 3, device=device).to(kind) for kind in (torch.int32, torch.int32, torch.int64)]
+        results.append((*run(tokens, drafts, first, first + 1 + room, index, *places), *places))
+    for a, b in zip(*results, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
-    for b, limit in enumerate(room.tolist()):  # the rule, once more
+    found, places = results[0][:2], results[0][2:]
+    assert torch.equal(places[0][index], first + found[0] + 1) and torch.equal(places[2][index], found[1])
+    for b, limit in enumerate(room.clamp(min=0).tolist()):  # the rule, once more
         kept = 0
         while kept < min(k, limit) and drafts[b, kept] == tokens[b, kept]:
             kept += 1
@@ -163,7 +181,56 @@ def expands(batch: int, width: int, k: int, d: int, device: str, dtype: torch.dt
     assert torch.equal(made.counts.long(), rows.starts.diff())
 
 
+def multiplies(rows: int, n: int, columns: int, bias: bool, device: str, dtype: torch.dtype) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else dtype  # float32 is not for this kernel there
+    wide = (some(rows, columns + 3) / columns**0.5).to(device, dtype)
+    x, weight = wide[:, :columns], some(n, columns, seed=1).to(device, dtype)
+    extra = some(n, seed=2).to(device, dtype) if bias else None
+    shares = few_rows.shares_of(weight)
+    assert few_rows.fits(x, weight)
+    found, wanted = few_rows.few_rows(x, weight, extra), few_rows.reference(x, weight, extra, shares)
+    near(found, wanted, 4 if shares == 1 else 10)
+    if few_rows.fits(x, weight, 2):
+        near(few_rows.gated(x, weight), swiglu.reference(few_rows.reference(x, weight)), 8)
+    alone = torch.cat([few_rows.few_rows(x[i : i + 1], weight, extra) for i in range(rows)], -2)
+    if rows <= 16:
+        assert torch.equal(alone, found), "a row depends on its neighbours"
+
+
+def picks(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+    logits = some(rows, 2 * size).to(device, dtype)[:, :size]
+    logits[0] = float("-inf")
+    logits[1, [3, size - 1]] = 99.0  # the first of equals
+    logits[2, size // 2] = float("nan")
+    found, wanted = best.best(logits), best.reference(logits)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a[2:], b[2:])
+    assert found[1][0] == float("-inf") and found[1][2] == float("inf") and found[0][1] == 3
+
+
+def takes(batch: int, width: int, pages: int, device: str, dtype: torch.dtype) -> None:
+    generator, page = torch.Generator().manual_seed(batch), 4
+    places = batch + 2
+    tables = torch.randperm(places * pages, generator=generator).view(places, pages).int()
+    lengths = torch.randint(0, pages * page - width, (places,), generator=generator).int()
+    ends = torch.randint(1, pages * page, (places,), generator=generator).int()
+    newest, drafts = (torch.randint(0, 99, (places, *size), generator=generator) for size in ((), (9,)))
+    index = torch.randperm(places, generator=generator)[:batch]
+    given = [x.to(device) for x in (tables, lengths, ends, newest, drafts)]
+    found, wanted = (run(index.to(device), width, page, *given) for run in (take.take, take.reference))
+    for name, a, b in zip(found._fields, found, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
 CASES: dict[str, Case] = {
+    "few rows": partial(multiplies, 8, 192, 128, False),
+    "few rows, shares": partial(multiplies, 15, 128, 1024, True),
+    "few rows, bias": partial(multiplies, 1, 128, 192, True),
+    "few rows, many": partial(multiplies, 40, 128, 1024, False),
+    "best": partial(picks, 5, 10_000),
+    "best, one piece": partial(picks, 3, 77),
+    "take": partial(takes, 5, 6, 7),
+    "take, one row, many pages": partial(takes, 2, 1, 300),
     "add_norm": partial(norms, 5, 576),
     "add_norm, odd": partial(norms, 3, 33),
     "add_norm, no rows": partial(norms, 0, 16),

@@ -18,6 +18,7 @@ from peagle.core import Sampling
 from peagle.engine.history import History
 from peagle.engine.processing import Processing, broken, logprobs
 from peagle.errors import UserError
+from peagle.kernels.best import best
 from peagle.sampling import choose, probabilities, uniforms
 from tests.test_sampling import p_value
 
@@ -187,7 +188,8 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_broken_rows_are_found() -> None:
     logits = torch.zeros(5, 2, 4)
     logits[1, 1, 2], logits[2, 0], logits[3, 0, :3], logits[4, 1, 0] = torch.nan, -torch.inf, -torch.inf, torch.inf
-    assert broken(logits).tolist() == [False, True, True, False, True]
+    tops = best(logits.flatten(0, 1))[1].view(5, 2)
+    assert broken(tops).tolist() == [False, True, True, False, True]
 
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
@@ -234,7 +236,7 @@ def test_the_host_never_waits() -> None:
             tokens = processing.choose(logits, drafts, emitted)
             processing.commit(tokens, kept)
             again = processing.choose(logits, drafts, emitted + 1)
-            logprobs(logits, tokens, 2), broken(logits)
+            logprobs(logits, tokens, 2), broken(best(logits.flatten(0, 1))[1].view(logits.shape[:2]))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         answers.append((tokens.tolist(), again.tolist()))

@@ -26,7 +26,7 @@ def attend(
     if query.is_cuda:
         return paged_attention(
             query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale,
-            window=window, splits=rows.splits, out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
+            window=window, out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     key = window, query.shape[1] // keys.shape[1]

@@ -13,10 +13,11 @@ from torch import Tensor
 from peagle.drafter import Drafter
 from peagle.engine.lean import LeanDrafter
 from peagle.engine.memory import Memory
-from peagle.engine.rowpass import RowPass, slots_of
+from peagle.engine.rowpass import RowPass
 from peagle.engine.weight import Weight
-from peagle.kernels.add_norm import add_norm
+from peagle.kernels.best import best
 from peagle.kernels.expand import Expanded, expand
+from peagle.kernels.take import slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,6 @@ class Verified:
     newest: Tensor  # [B]
     tables: Tensor  # [B, P] int32
     ends: Tensor  # [B] int32: rows from this position on are not stored
-    splits: int = 1  # of long contexts: see RowPass
 
 
 class Drafting:
@@ -43,7 +43,7 @@ class Drafting:
         self.mask_embedding = d if drafter.mask_embedding is None else drafter.mask_embedding.detach()
         with torch.no_grad():
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
-        self.norm, self.eps, self.head = drafter.norm.weight.detach(), config.rms_norm_eps, Weight(drafter.lm_head)
+        self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
 
     def draft(self, verified: Verified, k: int) -> Tensor:
         """The next k tokens of each request, [B, k]; with k = 0 only the context is kept up."""
@@ -58,18 +58,18 @@ class Drafting:
         most = verified.block.shape[1] + width - 1
         rows = RowPass(
             made.positions, made.slots, verified.tables, made.starts, made.counts, verified.first, most, self.page,
-            verified.splits,
         )  # fmt: skip
-        stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
+        normed, stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
         if k == 0:
             return verified.newest[:, None][:, :0]
-        if self.parallel:
-            return self.best(stream[made.sampled])[0].view(-1, k)
-        return self.chain(stream[made.sampled], verified, k)
+        return self.look_ahead(normed, stream, made.sampled, verified, k)
 
-    def chain(self, stream: Tensor, verified: Verified, k: int) -> Tensor:
-        """EAGLE-3: one row at a time, fed with the last draft and the drafter's own hidden state [B, d]."""
-        ids, normed = self.best(stream)
+    def look_ahead(self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int) -> Tensor:
+        """The drafts [B, k], from the rows `sampled` of a pass: all of them (P-EAGLE), or the first (EAGLE-3)."""
+        ids = self.best(normed[sampled])
+        if self.parallel:
+            return ids.view(-1, k)
+        state = (normed if self.feeds_normed else stream)[sampled]  # [B, d]: fed to the next row, with its draft
         drafts, position = [ids], (verified.first + verified.kept)[:, None]
         one = torch.ones_like(verified.first)
         starts = torch.arange(len(one), dtype=torch.int32, device=one.device)
@@ -77,18 +77,16 @@ class Drafting:
             position = position + 1
             slots = slots_of(verified.tables, position, self.page, verified.ends[:, None])[:, 0]
             at = position[:, 0]
-            rows = RowPass(at, slots, verified.tables, starts, one, at, 1, self.page, verified.splits)
-            feedback = normed if self.drafter.config.norm_output else stream
-            stream = self.lean.forward(self.drafter.embed(ids), feedback, rows, self.memory)
-            ids, normed = self.best(stream)
+            rows = RowPass(at, slots, verified.tables, starts, one, at, 1, self.page)
+            normed, stream = self.lean.forward(self.drafter.embed(ids), state, rows, self.memory)
+            ids, state = self.best(normed), normed if self.feeds_normed else stream
             drafts.append(ids)
         return torch.stack(drafts, 1)
 
-    def best(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest target id of each row, and the normed rows."""
-        normed, _ = add_norm(stream, None, self.norm, self.eps)
-        ids = self.head(normed).argmax(-1)
-        return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids], normed
+    def best(self, normed: Tensor) -> Tensor:
+        """The likeliest target id of each row."""
+        ids, _ = best(self.head(normed))
+        return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
 
 
 def living(made: Expanded) -> Expanded:

@@ -19,7 +19,6 @@ from peagle.engine.rowpass import RowPass
 from peagle.engine.weight import Weight
 from peagle.kernels.add_norm import add_norm
 from peagle.kernels.rope_store import rope_store, turn
-from peagle.kernels.swiglu import swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +40,19 @@ class Layer:
     def run(
         self, normed: Tensor, residual: Tensor, rows: RowPass, memory: Memory, at: int, rope: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """normed: attention's input [T, d or 2d] -> (the MLP's output, the residual stream before it is added)."""
+        """normed: attention's input [T, d or 2d] -> (the MLP's output, perhaps in shares; the residual stream before it
+        is added)."""
         keys, values = memory.keys[at], memory.values[at]
-        qkv = self.qkv(normed)
+        qkv = self.qkv.shares(normed)
         sizes = self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps
         if qkv.is_cuda:
-            rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
+            query = rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
         else:
             turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
-        query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
+            query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
         seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window)
-        x = self.out(seen.flatten(1))
-        normed, residual = add_norm(x, residual, self.after, self.eps)
-        return self.down(swiglu(self.gate_up(normed))), residual
+        normed, residual = add_norm(self.out.shares(seen.flatten(1)), residual, self.after, self.eps)
+        return self.down.shares(self.gate_up.gated(normed)), residual
 
 
 def merge(parts: list[Any]) -> tuple[Tensor, Tensor | None]:
@@ -132,14 +131,14 @@ class LeanTarget:
 
     def forward(self, ids: Tensor, rows: RowPass, memory: Memory, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
-        x, residual, taps = embedding(ids, self.embed_tokens), None, {}
+        x, residual, taps = embedding(ids, self.embed_tokens), None, {}  # type: Tensor, Tensor | None, dict[int, Tensor]
         for i, layer in enumerate(self.layers):
             normed, residual = add_norm(x, residual, layer.before, self.eps)
             if i in self.taps:
                 taps[i] = residual
             x, residual = layer.run(normed, residual, rows, memory, i, self.rope)
         normed, _ = add_norm(x, residual, self.norm, self.eps)
-        g = torch.cat([taps[i] for i in self.taps], -1) if self.taps else x.new_empty(len(x), 0)
+        g = torch.cat([taps[i] for i in self.taps], -1) if self.taps else normed.new_empty(len(normed), 0)
         return self.lm_head(normed if keep is None else normed[keep]), g
 
 
@@ -158,12 +157,13 @@ class LeanDrafter:
             for block in blocks
         ]  # fmt: skip
         self.rope = rope_table(drafter.rope, length, drafter.fc.weight.device)
+        self.norm = drafter.norm.weight.detach()
         self.hidden_norm = blocks[0].hidden_norm.weight.detach()
         self.norm_before_residual = config.norm_before_residual
         self.eps = config.rms_norm_eps
 
-    def forward(self, embeds: Tensor, hidden: Tensor, rows: RowPass, memory: Memory) -> Tensor:
-        """embeds, hidden [T, d] -> the residual stream behind the last layer [T, d], not normed."""
+    def forward(self, embeds: Tensor, hidden: Tensor, rows: RowPass, memory: Memory) -> tuple[Tensor, Tensor]:
+        """embeds, hidden [T, d] -> the residual stream behind the last layer [T, d]: normed, and as it is."""
         d = hidden.shape[1]
         both = torch.empty(len(hidden), 2 * d, dtype=hidden.dtype, device=hidden.device)
         add_norm(embeds, None, self.layers[0].before, self.eps, out=both[:, :d])
@@ -174,4 +174,4 @@ class LeanDrafter:
         for i, layer in enumerate(self.layers[1:], start=1):
             normed, residual = add_norm(x, residual, layer.before, self.eps)
             x, residual = layer.run(normed, residual, rows, memory, self.behind + i, self.rope)
-        return x + residual
+        return add_norm(x, residual, self.norm, self.eps)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from peagle.engine.history import move
-from peagle.engine.rowpass import RowPass, slots_of
+from peagle.engine.rowpass import RowPass
+from peagle.kernels.take import Taken, take
 
 
 class Places:
@@ -48,13 +49,8 @@ class Places:
         if pages[start:]:
             self.tables[place, start : len(pages)] = self.upload(pages[start:], torch.int32)
 
-    def rows(self, at: Tensor, width: int, splits: int = 1) -> RowPass:
-        """A pass over `width` rows of each place in `at` [B], behind what is computed."""
-        first, tables = self.lengths[at], self.tables[at]
-        positions = first[:, None] + torch.arange(width, dtype=torch.int32, device=self.device)
-        slots = slots_of(tables, positions, self.page, self.ends[at][:, None])
-        starts = torch.arange(0, len(at) * width, width, dtype=torch.int32, device=self.device)
-        counts = torch.full_like(starts, width)
-        return RowPass(
-            positions.flatten().long(), slots.flatten(), tables, starts, counts, first, width, self.page, splits
-        )
+    def rows(self, at: Tensor, width: int) -> tuple[Taken, RowPass]:
+        """A pass over the newest token and width - 1 drafts of each place in `at` [B]."""
+        taken = take(at, width, self.page, self.tables, self.lengths, self.ends, self.newest, self.drafts)
+        _, positions, slots, tables, starts, counts, first, _ = taken
+        return taken, RowPass(positions, slots, tables, starts, counts, first, width, self.page)

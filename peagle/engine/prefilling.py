@@ -20,6 +20,7 @@ from peagle.engine.request import Chunk
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
 from peagle.engine.verifier import Verifier
+from peagle.kernels.best import best
 
 ROWS = (16, 32, 64, 128, 256, 512)  # sizes of graphs
 REQUESTS = (1, 2, 4, 8, 16, 32)
@@ -33,6 +34,7 @@ class Consumed:
     hidden: Tensor  # [rows, taps * d]
     logits: Tensor  # [N, 1, vocabulary] at each request's last row
     tokens: Tensor  # [N, 1] the likeliest, until they are overwritten
+    tops: Tensor  # [N, 1] their logits
 
 
 class Prefilling:
@@ -71,8 +73,8 @@ class Prefilling:
         tables = self.places.tables[part["place"]]
         rows = self._rows(part, tables, size.most, "")
         logits, hidden = self.verifier.forward(part["ids"], rows, self.memory, part["last"])
-        logits = logits[:, None]
-        return Consumed(tables, hidden, logits, logits.argmax(-1))
+        tokens, tops = best(logits)
+        return Consumed(tables, hidden, logits[:, None], tokens[:, None], tops[:, None])
 
     def seat(self, part: dict[str, Any], consumed: Consumed, size: Size, k: int) -> Tensor:
         """The places behind their chunks, with drafts. Returns a result's `packed`."""
@@ -84,7 +86,7 @@ class Prefilling:
         if self.drafting is not None:
             self._draft(part, consumed, newest, size, k)
         kept = torch.zeros_like(tokens)
-        return torch.cat([tokens, kept, broken(consumed.logits)[:, None]], 1)
+        return torch.cat([tokens, kept, broken(consumed.tops)[:, None]], 1)
 
     def _draft(self, part: dict[str, Any], consumed: Consumed, newest: Tensor, size: Size, k: int) -> None:
         """Drafts of a chunk that does not end its prompt are nonsense, and overwritten before anybody reads them."""
@@ -96,18 +98,16 @@ class Prefilling:
         hidden = torch.where(mask, drafting.mask_hidden, drafting.fc(consumed.hidden)[source.clamp(min=0)])
         embeds = torch.where(mask, drafting.mask_embedding, drafting.drafter.embed(ids))
         rows = self._rows(part, consumed.tables, size.most + size.masks, "wide_", places.ends[at])
-        stream = drafting.lean.forward(embeds, hidden, rows, self.memory)
+        normed, stream = drafting.lean.forward(embeds, hidden, rows, self.memory)
         if not k:
             return
         if drafting.parallel:
-            sampled = (last[:, None] + torch.arange(k, device=last.device)).clamp(max=size.wide - 1)
-            drafts = drafting.best(stream[sampled.flatten()])[0].view(-1, k)
-        else:
-            first = (part["end"] - 1).int()
-            verified = Verified(
-                ids[:0], consumed.hidden, first, torch.zeros_like(first), newest, consumed.tables, places.ends[at]
-            )
-            drafts = drafting.chain(stream[last], verified, k)
+            last = (last[:, None] + torch.arange(k, device=last.device)).clamp(max=size.wide - 1).flatten()
+        first = (part["end"] - 1).int()
+        verified = Verified(
+            ids[:0], consumed.hidden, first, torch.zeros_like(first), newest, consumed.tables, places.ends[at]
+        )
+        drafts = drafting.look_ahead(normed, stream, last, verified, k)
         places.drafts[at, :k] = drafts
 
     def _rows(self, part: dict[str, Any], tables: Tensor, most: int, kind: str, ends: Tensor | None = None) -> RowPass:

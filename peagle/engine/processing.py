@@ -110,6 +110,6 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     return Logprobs((own - total)[..., 0], (logits > own).sum(-1) + 1, ids, values - total)
 
 
-def broken(logits: Tensor) -> Tensor:
-    """[B]: some row has no likeliest token that is finite: a NaN, +inf, or nothing but -inf."""
-    return ~logits.amax(-1).isfinite().all(-1)
+def broken(tops: Tensor) -> Tensor:
+    """tops [B, R] -> [B]: some row has no likeliest token that is finite: a NaN, +inf, or nothing but -inf."""
+    return ~tops.isfinite().all(-1)

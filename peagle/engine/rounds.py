@@ -153,11 +153,10 @@ class Rounds:
         self.metrics.k, self.metrics.k_reason = choice.k, choice.reason
         made = k if choice.k <= k else self.k_most  # drafts may be left unused; so there is a graph for every change
         started = time.perf_counter()
-        longest = max(member.request.computed + member.request.ahead for member in members) + k + 1
         if self.graphs:
-            self._capture(len(members), k, made, longest)
+            self._capture(len(members), k, made)
         result = self.stepper.decode(
-            [member.place for member in members], k, made, self._process(members), self._top(members), longest
+            [member.place for member in members], k, made, self._process(members), self._top(members)
         )
         with self.lock:
             for member in members:
@@ -284,7 +283,7 @@ class Rounds:
         for request in list(self.scheduler.live.values()):
             self.finish(request, "error", reason)
 
-    def _capture(self, count: int, k: int, k_next: int, longest: int = 0) -> None:
-        known = self.stepper.captured(count, k, k_next, longest)
-        if not known and not self.stepper.capture(count, k, k_next, longest):
+    def _capture(self, count: int, k: int, k_next: int) -> None:
+        known = self.stepper.captured(count, k, k_next)
+        if not known and not self.stepper.capture(count, k, k_next):
             self.graphs = False

@@ -23,7 +23,6 @@ class RowPass:
     first: Tensor  # [B] int32
     most: int  # no request has more rows than this
     page: int  # positions a page
-    splits: int = 1  # programs that share the keys of a request
     memo: dict[Any, list[Any]] = field(default_factory=dict)  # on a CPU: what is made once for all layers
 
     def angles(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -32,11 +31,3 @@ class RowPass:
             self.memo["angles"] = list(angles(self.positions, table, dtype))
         cos, sin = self.memo["angles"]
         return cos, sin
-
-
-def slots_of(tables: Tensor, positions: Tensor, page: int, ends: Tensor) -> Tensor:
-    """tables [B, P], positions [B, R], ends [B, 1] -> slots [B, R]; -1 from position `ends` on."""
-    inside = positions < ends
-    at = torch.where(inside, positions, 0)
-    pages = tables.gather(1, (at // page).long()).long()
-    return torch.where(inside, pages * page + at % page, -1)

@@ -22,9 +22,9 @@ from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
 from peagle.engine.verifier import cache_shapes, verifier_for
 from peagle.kernels.accept import accept
+from peagle.kernels.best import best
 from peagle.target import Target
 
-LONG, PROGRAMS, SPLITS = 1024, 132, 8  # keys; programs that keep a GPU busy; shares of long contexts
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -37,6 +37,7 @@ class Block:
     hidden: Tensor  # [B * R, taps * d]
     logits: Tensor  # [B, R, vocabulary]
     tokens: Tensor  # [B, R] the likeliest, until they are overwritten
+    tops: Tensor  # [B, R] their logits
     ends: Tensor  # [B]
 
 
@@ -62,63 +63,45 @@ class Stepper:
 
     @torch.inference_mode()
     def decode(
-        self,
-        at: list[int],
-        k: int,
-        k_next: int,
-        processing: Processing | None,
-        top: int | None = None,
-        longest: int = 0,
+        self, at: list[int], k: int, k_next: int, processing: Processing | None, top: int | None = None
     ) -> Result:
         """Verifies the k drafts of these places and makes k_next new ones.
 
-        `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens; `longest`:
-        no place is longer than this.
+        `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens.
         """
         count = len(at)
         batch = bucket(count) if self.places.device.type == "cuda" else count
         index = self._index(at, batch)
-        splits = self.splits(batch, longest)
-        block: Block = self.graphs.run(("verify", batch, k, splits), lambda: self.verify(index, k, splits))
+        block: Block = self.graphs.run(("verify", batch, k), lambda: self.verify(index, k))
         logits, tokens = block.logits[:count], block.tokens[:count]
         if processing is not None:
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], self.places.emitted[index[:count]]))
-        second = "settle", batch, k, k_next, splits
-        packed = self.graphs.run(second, lambda: self.settle(index, block, k_next))[:count]
+        packed = self.graphs.run(("settle", batch, k, k_next), lambda: self.settle(index, block, k_next))[:count]
         if processing is not None:
             processing.commit(tokens, packed[:, -2])
         return Result(packed, None if top is None else logprobs(logits, tokens, top))
 
-    def splits(self, batch: int, longest: int) -> int:
-        """Programs that share the keys of a request: on a GPU, where there are few requests and many keys."""
-        heads = self.memory.keys[0].shape[1]
-        return 1 if longest <= LONG or batch * heads >= PROGRAMS or not self.memory.keys[0].is_cuda else SPLITS
-
-    def verify(self, index: Tensor, k: int, splits: int = 1) -> Block:
+    def verify(self, index: Tensor, k: int) -> Block:
         """The target consumes the newest token and k drafts of each place."""
-        places = self.places
-        rows = places.rows(index, k + 1, splits)
-        ids = torch.cat([places.newest[index][:, None], places.drafts[index, :k]], 1)
+        taken, rows = self.places.rows(index, k + 1)
+        ids = taken.ids
         logits, hidden = self.verifier.forward(*filled(ids.flatten(), rows, self.multiple), self.memory)
-        logits, hidden = logits[: ids.numel()].view(*ids.shape, -1), hidden[: ids.numel()]
-        return Block(rows, ids, hidden, logits, logits.argmax(-1), places.ends[index])
+        logits, hidden = logits[: ids.numel()], hidden[: ids.numel()]
+        tokens, tops = (x.view(ids.shape) for x in best(logits))
+        return Block(rows, ids, hidden, logits.view(*ids.shape, -1), tokens, tops, taken.ends)
 
     def settle(self, index: Tensor, block: Block, k_next: int) -> Tensor:
         """Accepts, moves the places on, drafts anew. Returns a result's `packed`."""
         places, first = self.places, block.rows.first
-        room = (block.ends - 1 - first).clamp(min=0)
         if self.forced is not None:
             self._force(block)
-        kept, newest = accept(block.tokens, block.ids[:, 1:], room)
-        places.lengths[index] = first + kept + 1
-        places.emitted[index] += kept + 1
-        places.newest[index] = newest
+        kept, newest = accept(
+            block.tokens, block.ids[:, 1:], first, block.ends, index, places.lengths, places.emitted, places.newest
+        )
         if self.drafting is not None:
-            verified = Verified(
-                block.ids, block.hidden, first, kept, newest, block.rows.tables, block.ends, block.rows.splits
-            )
+            verified = Verified(block.ids, block.hidden, first, kept, newest, block.rows.tables, block.ends)
             places.drafts[index, :k_next] = self.drafting.draft(verified, k_next)
-        return torch.cat([block.tokens, kept[:, None], broken(block.logits)[:, None]], 1)
+        return torch.cat([block.tokens, kept[:, None], broken(block.tops)[:, None]], 1)
 
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""
@@ -143,22 +126,20 @@ class Stepper:
     def split(self, count: int, k: int) -> tuple[float | None, float | None]:
         """Milliseconds of a step's two halves, by their graphs: the target's pass, and acceptance with drafting."""
         batch = bucket(count)
-        first, second = (self.graphs.milliseconds(key) for key in (("verify", batch, k, 1), ("settle", batch, k, k, 1)))
+        first, second = (self.graphs.milliseconds(key) for key in (("verify", batch, k), ("settle", batch, k, k)))
         return first, second
 
-    def captured(self, count: int, k: int, k_next: int, longest: int = 0) -> bool:
-        batch = bucket(count)
-        return ("settle", batch, k, k_next, self.splits(batch, longest)) in self.graphs
+    def captured(self, count: int, k: int, k_next: int) -> bool:
+        return ("settle", bucket(count), k, k_next) in self.graphs
 
     @torch.inference_mode()
-    def capture(self, count: int, k: int, k_next: int, longest: int = 0) -> bool:
+    def capture(self, count: int, k: int, k_next: int) -> bool:
         """Makes the two graphs of a batch size and K. False: this target asks the host in between, and has none."""
         batch = bucket(count)
-        splits = self.splits(batch, longest)
         index = self._index([self.places.count] * batch, batch)
-        self.graphs.warm(lambda: self.settle(index, self.verify(index, k, splits), k_next))
-        first, second = ("verify", batch, k, splits), ("settle", batch, k, k_next, splits)
-        return self.graphs.capture(first, lambda: self.verify(index, k, splits)) and self.graphs.capture(
+        self.graphs.warm(lambda: self.settle(index, self.verify(index, k), k_next))
+        first, second = ("verify", batch, k), ("settle", batch, k, k_next)
+        return self.graphs.capture(first, lambda: self.verify(index, k)) and self.graphs.capture(
             second, lambda: self.settle(index, self.graphs.outputs[first], k_next)
         )
 

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from peagle.kernels.few_rows import few_rows, fits, gated
+from peagle.kernels.swiglu import swiglu
+
 ROWS = 8  # the layout is the best for about so many rows
 
 
@@ -21,6 +24,14 @@ class Weight:
         if self.packed is None:
             return linear(x, self.plain, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def shares(self, x: Tensor) -> Tensor:
+        """The same, or shares [S, T, outputs] that must be added up: for add_norm and rope_store, which do that."""
+        return few_rows(x, self.plain, self.bias) if fits(x, self.plain) else self(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up, of a gate and an up projection side by side: [T, outputs / 2]"""
+        return gated(x, self.plain) if fits(x, self.plain, 2) else swiglu(self(x))
 
 
 def packable(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The greedy acceptance rule for a batch: how many drafts hold, and the token behind them.
+"""The greedy acceptance rule for a batch: how many drafts hold, the token behind them, and the places moved on.
 
 The target has read the newest token and K drafts, and says what follows each. Drafts count as long as they are what the
 target says; the token it says behind the last of them is the bonus. A request never takes more than it has room for.
@@ -6,7 +6,8 @@ target says; the token it says behind the last of them is the bonus. A request n
     K=3, drafts 7 8 9, tokens 7 8 5 6  ->  kept 2, newest 5
     the same with room 1               ->  kept 1, newest 8
 
-Shapes: tokens [B, K + 1], drafts [B, K], room [B]. Results: kept [B] int32, newest [B] int64.
+Shapes: tokens [B, K + 1], drafts [B, K], first (the position of the newest token) and ends [B], index [B] the places;
+of every place: lengths, emitted, newest. Results: kept [B] int32, newest [B] int64.
 """
 
 import torch
@@ -21,18 +22,27 @@ except ImportError:  # a machine without it uses the reference
 REQUESTS = 16  # of a program
 
 
-def reference(tokens: Tensor, drafts: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+def reference(
+    tokens: Tensor, drafts: Tensor, first: Tensor, ends: Tensor, index: Tensor, lengths: Tensor, emitted: Tensor,
+    newest: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the kernel computes, in plain PyTorch."""
     holds = (drafts == tokens[:, : drafts.shape[1]]).long()
-    kept = torch.minimum(holds.cumprod(1).sum(1), room.long())
-    return kept.int(), tokens.gather(1, kept[:, None])[:, 0]
+    room = (ends - 1 - first).clamp(min=0).long()
+    kept = torch.minimum(holds.cumprod(1).sum(1), room)
+    bonus = tokens.gather(1, kept[:, None])[:, 0]
+    kept = kept.int()
+    lengths[index] = first + kept + 1
+    emitted[index] += kept + 1
+    newest[index] = bonus
+    return kept, bonus
 
 
 if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        tokens, drafts, room, kept, newest, batch, tokens_row, drafts_row,
+        tokens, drafts, first, ends, index, lengths, emitted, newest, kept, bonus, batch, tokens_row, drafts_row,
         K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         request, cols = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K)
@@ -41,22 +51,34 @@ if triton is not None:
         said = tl.load(tokens + request[:, None] * tokens_row + cols[None, :], mask=both, other=0)
         drafted = tl.load(drafts + request[:, None] * drafts_row + cols[None, :], mask=both, other=0)
         leading = tl.min(tl.where(both & (said != drafted), cols[None, :], K), 1)  # the first that fails
-        count = tl.minimum(leading, tl.load(room + request, mask=there, other=0).to(tl.int32))
+        begin = tl.load(first + request, mask=there, other=0).to(tl.int32)
+        room = tl.load(ends + request, mask=there, other=0).to(tl.int32) - 1 - begin
+        count = tl.minimum(leading, tl.maximum(room, 0))
+        token = tl.load(tokens + request * tokens_row + count, mask=there, other=0)
         tl.store(kept + request, count, mask=there)
-        tl.store(newest + request, tl.load(tokens + request * tokens_row + count, mask=there, other=0), mask=there)
+        tl.store(bonus + request, token, mask=there)
+        place = tl.load(index + request, mask=there, other=0)
+        told = tl.load(emitted + place, mask=there, other=0)
+        tl.store(lengths + place, begin + count + 1, mask=there)
+        tl.store(emitted + place, told + count + 1, mask=there)
+        tl.store(newest + place, token, mask=there)
 
 
-def accept(tokens: Tensor, drafts: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """(kept, newest). room is at least 0. K may be 0: then nothing is kept, and newest is the only token."""
+def accept(
+    tokens: Tensor, drafts: Tensor, first: Tensor, ends: Tensor, index: Tensor, lengths: Tensor, emitted: Tensor,
+    newest: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(kept, newest). A place may be there twice only if it is nobody's. With K = 0 newest is the only token."""
     if triton is None or not (tokens.is_cuda or triton.knobs.runtime.interpret):
-        return reference(tokens, drafts, room)
+        return reference(tokens, drafts, first, ends, index, lengths, emitted, newest)
     batch, k = drafts.shape
-    assert tokens.shape == (batch, k + 1) and room.shape == (batch,)
+    assert tokens.shape == (batch, k + 1) and first.shape == ends.shape == index.shape == (batch,)
     assert tokens.stride(1) == 1 and (k == 0 or drafts.stride(1) == 1)
     kept = torch.empty(batch, dtype=torch.int32, device=tokens.device)
-    newest = torch.empty(batch, dtype=torch.int64, device=tokens.device)
+    bonus = torch.empty(batch, dtype=torch.int64, device=tokens.device)
     _kernel[(triton.cdiv(batch, REQUESTS),)](
-        tokens, drafts, room, kept, newest, batch, tokens.stride(0), drafts.stride(0),
+        tokens, drafts, first, ends, index, lengths, emitted, newest, kept, bonus, batch,
+        tokens.stride(0), drafts.stride(0),
         K=k, BLOCK_B=REQUESTS, BLOCK_K=triton.next_power_of_2(max(k, 1)), num_warps=1,
     )  # fmt: skip
-    return kept, newest
+    return kept, bonus

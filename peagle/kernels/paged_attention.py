@@ -8,13 +8,15 @@ the positions max(0, p - window + 1) .. p of its own request; position j lies in
 One program a (request, key/value head, block of rows). The rows of a block are (query row, head of the group), so that
 a group shares what is loaded; a block has at least the 16 rows the tensor cores want. Softmax online in float32.
 
-With `splits` > 1 (few requests, long contexts) the keys of a block are divided among as many programs; each leaves its
-unnormalised sum, its largest score and its total, and a second kernel joins them.
+Where there are few requests, `splits` programs share the keys of a block, page of keys by page of keys in turns; each
+leaves its unnormalised sum, its largest score and its total, and the last to finish joins them. So the order in which a
+row is summed depends on its position, not on its neighbours.
 
 Shapes: query [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d], tables [B, P], starts, counts and
 first [B], sinks [heads]. Result [T, heads, d].
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -31,14 +33,15 @@ KEY_BYTES = 16384  # a block of keys: 64 of 128 dimensions in bf16
 LOG2_E = 1.4426950408889634
 UNSEEN = -1e30  # finite: a block without a seen key leaves a row without a NaN
 ALL = 1 << 30  # a window that sees everything
+PROGRAMS, MOST_SPLITS = 132, 8  # that keep a GPU busy; of a block's keys
 
 
 def reference(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page_size: int, starts: Tensor,
     counts: Tensor, first: Tensor, most: int, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, splits: int = 1, out: Tensor | None = None,
+    sinks: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What the kernels compute, in plain PyTorch and float32."""
+    """What the kernel computes, in plain PyTorch and float32."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     kv_heads, capacity = key_cache.shape[1], tables.shape[1] * page_size
     requests = zip(tables.long(), starts.tolist(), counts.tolist(), first.tolist(), strict=True)
@@ -67,7 +70,7 @@ if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        query, key_cache, value_cache, tables, starts, counts, first, sinks, out, tops, totals,
+        query, key_cache, value_cache, tables, starts, counts, first, sinks, out, parts, tops, totals, arrived,
         scale, cap, window, pages,
         query_row, query_head, key_slot, key_head, value_slot, value_head, table_row, out_row, out_head,
         HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
@@ -90,12 +93,7 @@ if triton is not None:
         low = tl.maximum(begin + block * BLOCK_ROWS // GROUP - window + 1, 0)  # what the block's first row sees
         high = begin + tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, count)  # and its last one
         high = tl.minimum(high, pages * PAGE)
-        low = tl.minimum(low, high)
-        if SPLITS > 1:
-            blocks = (high - low + BLOCK_KEYS - 1) // BLOCK_KEYS
-            share = (blocks + SPLITS - 1) // SPLITS * BLOCK_KEYS
-            low = tl.minimum(low + split * share, high)
-            high = tl.minimum(low + share, high)
+        low = low // BLOCK_KEYS // SPLITS * SPLITS * BLOCK_KEYS  # whole blocks of keys, the first one split 0's
 
         best = tl.full([BLOCK_ROWS], _UNSEEN, tl.float32)  # the largest score so far
         total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -109,7 +107,7 @@ if triton is not None:
             key_cache + kv_head * key_head + dims[None, :],
             value_cache + kv_head * value_head + dims[None, :],
         )
-        for start in range(low, high, BLOCK_KEYS):
+        for start in range(low + split * BLOCK_KEYS, high, SPLITS * BLOCK_KEYS):
             at = start + tl.arange(0, BLOCK_KEYS)
             inside = at < high
             page = tl.load(table + at // PAGE, mask=inside, other=0)
@@ -130,39 +128,35 @@ if triton is not None:
             best = larger
 
         if SPLITS > 1:
-            part = (row * HEADS + head) * SPLITS + split
-            tl.store(tops + part, best, mask=local < count)
-            tl.store(totals + part, total, mask=local < count)
-            tl.store(out + part[:, None] * D + dims[None, :], mixed, mask=mine)
-        else:
-            result = (mixed / tl.maximum(total, 1e-9)[:, None]).to(out.dtype.element_ty)
-            tl.store(out + row[:, None] * out_row + head[:, None] * out_head + dims[None, :], result, mask=mine)
-
-    @triton.jit
-    def _join(  # type: ignore[no-untyped-def]
-        parts, tops, totals, starts, counts, out, out_row, out_head,
-        HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-        BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ):  # fmt: skip
-        request, local, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        if local >= tl.load(counts + request):
-            return
-        row = tl.load(starts + request).to(tl.int64) + local
-        split, dims = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
-        part = (row * HEADS + head) * SPLITS + split
-        top = tl.load(tops + part, mask=split < SPLITS, other=_UNSEEN)
-        weight = tl.exp2(top - tl.max(top, 0))
-        total = tl.sum(weight * tl.load(totals + part, mask=split < SPLITS, other=0.0), 0)
-        there = (split < SPLITS)[:, None] & (dims < D)[None, :]
-        mixed = tl.load(parts + part[:, None] * D + dims[None, :], mask=there, other=0.0)
-        result = (tl.sum(mixed * weight[:, None], 0) / tl.maximum(total, 1e-9)).to(out.dtype.element_ty)
-        tl.store(out + row * out_row + head * out_head + dims, result, mask=dims < D)
+            part = (row * HEADS + head) * SPLITS
+            tl.store(tops + part + split, best, mask=local < count)
+            tl.store(totals + part + split, total, mask=local < count)
+            tl.store(parts + (part + split)[:, None] * D + dims[None, :], mixed, mask=mine)
+            tl.debug_barrier()  # every thread has stored
+            turn = (request * tl.num_programs(1) + tl.program_id(1)) * (tl.num_programs(2) // SPLITS) + block
+            if tl.atomic_add(arrived + turn, 1) < SPLITS - 1:
+                return
+            tl.store(arrived + turn, 0)  # for the next launch
+            best = tl.full([BLOCK_ROWS], _UNSEEN, tl.float32)
+            total = tl.zeros([BLOCK_ROWS], tl.float32)
+            mixed = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+            for other in tl.static_range(SPLITS):
+                top = tl.load(tops + part + other, mask=local < count, other=_UNSEEN, cache_modifier=".cg")
+                larger = tl.maximum(best, top)
+                shrink, weight = tl.exp2(best - larger), tl.exp2(top - larger)
+                said = tl.load(totals + part + other, mask=local < count, other=0.0, cache_modifier=".cg")
+                theirs = tl.load(parts + (part + other)[:, None] * D + dims, mask=mine, other=0.0, cache_modifier=".cg")
+                total = total * shrink + said * weight
+                mixed = mixed * shrink[:, None] + theirs * weight[:, None]
+                best = larger
+        result = (mixed / tl.maximum(total, 1e-9)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * out_row + head[:, None] * out_head + dims[None, :], result, mask=mine)
 
 
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page_size: int, starts: Tensor,
     counts: Tensor, first: Tensor, most: int, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, splits: int = 1, out: Tensor | None = None,
+    sinks: Tensor | None = None, splits: int | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`most` bounds counts, on the host. The last dimension of every tensor must be contiguous, nothing else need be.
 
@@ -173,42 +167,51 @@ def paged_attention(
     if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
         return reference(
             query, key_cache, value_cache, tables, page_size, starts, counts, first, most, scale,
-            window, softcap, sinks, splits, out,
+            window, softcap, sinks, out,
         )  # fmt: skip
     rows, heads, d = query.shape
     batch, kv_heads = len(tables), key_cache.shape[1]
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    assert heads % kv_heads == 0 and key_cache.shape == value_cache.shape and out.shape == query.shape and splits >= 1
+    assert heads % kv_heads == 0 and key_cache.shape == value_cache.shape and out.shape == query.shape
     assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == tables.stride(1) == out.stride(2) == 1
     group, block_d = heads // kv_heads, max(16, triton.next_power_of_2(d))
     wide = query.element_size() == 4
     block_rows = min(max(ROWS, triton.next_power_of_2(most * group)), MOST_WIDE if wide else MOST_ROWS)
-    shared: dict[str, Any] = {"HEADS": heads, "D": d, "SPLITS": splits, "BLOCK_D": block_d}
-    sizes: dict[str, Any] = shared | {
+    blocks = triton.cdiv(most * group, block_rows)
+    splits = splits or min(max(PROGRAMS // (batch * kv_heads * blocks), 1), MOST_SPLITS)
+    sizes: dict[str, Any] = {
+        "HEADS": heads,
         "GROUP": group,
+        "D": d,
         "PAGE": page_size,
+        "SPLITS": splits,
+        "BLOCK_D": block_d,
         "CAPPED": softcap is not None,
         "SINKS": sinks is not None,
         "BLOCK_ROWS": block_rows,
         "BLOCK_KEYS": min(max(KEY_BYTES // (block_d * query.element_size()), 16), 64),
     }
-    parts, tops, totals = out, out, out
+    parts = tops = totals = arrived = out
     if splits > 1:
         parts = torch.empty(rows, heads, splits, d, dtype=torch.float32, device=query.device)
         tops, totals = (parts.new_empty(rows, heads, splits) for _ in range(2))
+        arrived = counters(query.device)
+        assert batch * kv_heads * blocks <= len(arrived)
     steps = scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap
     cap = 0.0 if softcap is None else softcap * LOG2_E
     strides = (
         *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2], tables.stride(0), *out.stride()[:2]
     )  # fmt: skip
-    grid = (batch, kv_heads, triton.cdiv(most * group, block_rows) * splits)
     stages = 3 if wide or block_rows > 32 else 5  # a page's id, then its keys: 3 loads a block ahead, 5 loads two
-    _kernel[grid](
+    _kernel[(batch, kv_heads, blocks * splits)](
         query, key_cache, value_cache, tables, starts, counts, first, query if sinks is None else sinks,
-        parts, tops, totals, steps, cap, ALL if window is None else window, tables.shape[1], *strides, **sizes,
-        num_warps=8 if wide or block_rows * block_d > 64 * 128 else 4, num_stages=stages,
+        out, parts, tops, totals, arrived, steps, cap, ALL if window is None else window, tables.shape[1], *strides,
+        **sizes, num_warps=8 if wide or block_rows * block_d > 64 * 128 else 4, num_stages=stages,
     )  # fmt: skip
-    if splits > 1:
-        joined = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "num_warps": 1}
-        _join[(batch, most, heads)](parts, tops, totals, starts, counts, out, *out.stride()[:2], **shared, **joined)
     return out
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """How many splits of a block have finished: zeros, between launches. One tensor a device serves one stream."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)

@@ -9,6 +9,7 @@ elements it has loaded, so that nobody reads what another has already turned.
 
 Shapes: qkv [T, (H + 2 Hkv) d] with the heads of q, k, v in this order, positions and slots [T] (slot -1: nothing is
 stored), table [max_pos, rot] float32 (cos of rot/2 frequencies, then sin), caches [num_slots, Hkv, d], norms [d].
+qkv may come in shares [S, T, (H + 2 Hkv) d] (few_rows.py): they are added up first, and q gets a tensor of its own.
 """
 
 from typing import Any
@@ -28,9 +29,11 @@ HEADS = 4  # of a program
 def reference(
     qkv: Tensor, positions: Tensor, slots: Tensor, table: Tensor, key_cache: Tensor, value_cache: Tensor,
     heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """What the kernel computes, in plain PyTorch."""
+    qkv = qkv if qkv.dim() == 2 else qkv.sum(0).to(key_cache.dtype)
     turn(qkv, angles(positions, table, qkv.dtype), slots, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps)
+    return qkv.unflatten(1, (-1, key_cache.shape[2]))[:, :heads]
 
 
 def angles(positions: Tensor, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,19 +77,27 @@ def turn(
 if triton is not None:
 
     @triton.jit
+    def _read(at, share, mask, SHARES: tl.constexpr, dtype):  # type: ignore[no-untyped-def]
+        x = tl.load(at, mask=mask, other=0.0)
+        for i in tl.static_range(1, SHARES):
+            x += tl.load(at + i * share, mask=mask, other=0.0)
+        return x.to(dtype)
+
+    @triton.jit
     def _turn(  # type: ignore[no-untyped-def]
-        source, target, target_head, norm, angles, head, there, eps,
-        D: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+        source, share, target, target_head, norm, angles, head, there, eps,
+        D: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, SHARES: tl.constexpr,
+        BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     ):  # fmt: skip
         """Heads [HEADS] of one row, from source (heads side by side) to target (heads target_head apart)."""
         HALF: tl.constexpr = ROT // 2
         dims, rest = tl.arange(0, BLOCK_HALF), ROT + tl.arange(0, BLOCK_REST)
         inside, outside = (dims < HALF)[None, :], (rest < D)[None, :]
         at, to = source + head[:, None] * D, target + head[:, None].to(tl.int64) * target_head
-        left = tl.load(at + dims[None, :], mask=there[:, None] & inside, other=0.0)
-        right = tl.load(at + HALF + dims[None, :], mask=there[:, None] & inside, other=0.0)
-        dtype = left.dtype
-        still = tl.load(at + rest[None, :], mask=there[:, None] & outside, other=0.0)
+        dtype = target.dtype.element_ty
+        left = _read(at + dims[None, :], share, there[:, None] & inside, SHARES, dtype)
+        right = _read(at + HALF + dims[None, :], share, there[:, None] & inside, SHARES, dtype)
+        still = _read(at + rest[None, :], share, there[:, None] & outside, SHARES, dtype)
         if NORM:
             x, y, z = left.to(tl.float32), right.to(tl.float32), still.to(tl.float32)
             square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
@@ -108,10 +119,10 @@ if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        qkv, positions, slots, table, key_cache, value_cache, q_norm, k_norm, eps, max_pos,
-        qkv_row, table_row, key_slot, key_head, value_slot, value_head,
+        qkv, query, positions, slots, table, key_cache, value_cache, q_norm, k_norm, eps, max_pos,
+        qkv_share, qkv_row, query_row, table_row, key_slot, key_head, value_slot, value_head,
         H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr,
-        Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+        Q_NORM: tl.constexpr, K_NORM: tl.constexpr, SHARES: tl.constexpr,
         BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -120,16 +131,18 @@ if triton is not None:
         angles, mine = table + position * table_row, qkv + row * qkv_row
         if block < Q_BLOCKS:
             head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-            _turn(mine, mine, D, q_norm, angles, head, head < H, eps, D, ROT, Q_NORM, BLOCK_HALF, BLOCK_REST)
+            _turn(mine, qkv_share, query + row * query_row, D, q_norm, angles, head, head < H, eps,
+                  D, ROT, Q_NORM, SHARES, BLOCK_HALF, BLOCK_REST)  # fmt: skip
         else:
             slot = tl.load(slots + row).to(tl.int64)
             head = (block - Q_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
             there = (head < KV) & (slot >= 0)
             keys = key_cache + slot * key_slot
-            _turn(mine + H * D, keys, key_head, k_norm, angles, head, there, eps,
-                  D, ROT, K_NORM, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+            _turn(mine + H * D, qkv_share, keys, key_head, k_norm, angles, head, there, eps,
+                  D, ROT, K_NORM, SHARES, BLOCK_HALF, BLOCK_REST)  # fmt: skip
             dims = tl.arange(0, BLOCK_D)[None, :]
-            v = tl.load(mine + (H + KV) * D + head[:, None] * D + dims, mask=there[:, None] & (dims < D), other=0.0)
+            at = mine + (H + KV) * D + head[:, None] * D + dims
+            v = _read(at, qkv_share, there[:, None] & (dims < D), SHARES, value_cache.dtype.element_ty)
             to = value_cache + slot * value_slot + head[:, None].to(tl.int64) * value_head + dims
             tl.store(to, v, mask=there[:, None] & (dims < D))
 
@@ -137,19 +150,22 @@ if triton is not None:
 def rope_store(
     qkv: Tensor, positions: Tensor, slots: Tensor, table: Tensor, key_cache: Tensor, value_cache: Tensor,
     heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6,
-) -> None:  # fmt: skip
-    """q turns inside qkv; turned k and plain v go to the caches; k and v inside qkv stay as they are.
+) -> Tensor:  # fmt: skip
+    """The turned q [T, H, d], inside qkv where that is whole; turned k and plain v go to the caches; k and v inside qkv
+    stay as they are.
 
     A position behind the table's end takes its last row. No two rows may have the same slot. The last dimension of
     every tensor must be contiguous.
     """
     if triton is None or not (qkv.is_cuda or triton.knobs.runtime.interpret):
-        reference(qkv, positions, slots, table, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps)
-        return
-    d, rot = key_cache.shape[2], table.shape[1]
-    assert qkv.shape[1] == (heads + 2 * kv_heads) * d and key_cache.shape == value_cache.shape
-    assert rot % 2 == 0 and 2 <= rot <= d and key_cache.dtype == value_cache.dtype == qkv.dtype
-    assert qkv.stride(1) == table.stride(1) == key_cache.stride(2) == value_cache.stride(2) == 1
+        return reference(qkv, positions, slots, table, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps)
+    d, rot, rows = key_cache.shape[2], table.shape[1], qkv.shape[-2]
+    assert qkv.shape[-1] == (heads + 2 * kv_heads) * d and key_cache.shape == value_cache.shape
+    assert rot % 2 == 0 and 2 <= rot <= d and key_cache.dtype == value_cache.dtype
+    assert qkv.stride(-1) == table.stride(1) == key_cache.stride(2) == value_cache.stride(2) == 1
+    whole = qkv.dim() == 2
+    query = qkv if whole else torch.empty(rows, heads * d, dtype=key_cache.dtype, device=qkv.device)
+    assert query.dtype == key_cache.dtype
     sizes: dict[str, Any] = {
         "H": heads,
         "KV": kv_heads,
@@ -157,14 +173,20 @@ def rope_store(
         "ROT": rot,
         "Q_NORM": q_norm is not None,
         "K_NORM": k_norm is not None,
+        "SHARES": 1 if whole else len(qkv),
         "BLOCK_HEADS": HEADS,
         "BLOCK_HALF": triton.next_power_of_2(rot // 2),
         "BLOCK_REST": triton.next_power_of_2(max(d - rot, 1)),
         "BLOCK_D": triton.next_power_of_2(d),
     }
-    strides = (qkv.stride(0), table.stride(0), *key_cache.stride()[:2], *value_cache.stride()[:2])
+    strides = (
+        qkv.stride(0), qkv.stride(-2), query.stride(0), table.stride(0),
+        *key_cache.stride()[:2], *value_cache.stride()[:2],
+    )  # fmt: skip
     norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
-    grid = (len(qkv), triton.cdiv(heads, HEADS) + triton.cdiv(kv_heads, HEADS))
+    grid = (rows, triton.cdiv(heads, HEADS) + triton.cdiv(kv_heads, HEADS))
     _kernel[grid](
-        qkv, positions, slots, table, key_cache, value_cache, *norms, eps, len(table), *strides, **sizes, num_warps=1
-    )
+        qkv, query, positions, slots, table, key_cache, value_cache, *norms, eps, len(table), *strides, **sizes,
+        num_warps=1,
+    )  # fmt: skip
+    return query[:, : heads * d].unflatten(1, (heads, d))

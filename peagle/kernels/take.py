@@ -1,0 +1,109 @@
+"""The rows of a step, taken from the places where requests sit: the newest token and the first drafts of each.
+
+    place 4: 9 tokens computed, newest 50, drafts 51 52 53, ends at position 11; 3 rows, pages of 4, table 7 2 5
+
+    id         50       51       52
+    position   9        10       11
+    slot       21       22       -1 (from `ends` on nothing is stored)
+
+One program a place. Shapes: index [B]; of every place: tables [P, pages], lengths, ends, newest [P], drafts [P, K].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without it uses the reference
+    triton = None
+
+
+class Taken(NamedTuple):
+    ids: Tensor  # [B, R] int64
+    positions: Tensor  # [B * R] int64
+    slots: Tensor  # [B * R] int64
+    tables: Tensor  # [B, pages] int32
+    starts: Tensor  # [B] int32: b * R
+    counts: Tensor  # [B] int32: R
+    first: Tensor  # [B] int32
+    ends: Tensor  # [B] int32
+
+
+def reference(
+    index: Tensor, width: int, page: int, tables: Tensor, lengths: Tensor, ends: Tensor, newest: Tensor, drafts: Tensor
+) -> Taken:
+    """What the kernel computes, in plain PyTorch."""
+    first, end, table = lengths[index], ends[index], tables[index]
+    ids = torch.cat([newest[index][:, None], drafts[index, : width - 1]], 1)
+    positions = first[:, None] + torch.arange(width, dtype=torch.int32, device=index.device)
+    slots = slots_of(table, positions, page, end[:, None])
+    starts = torch.arange(0, len(index) * width, width, dtype=torch.int32, device=index.device)
+    counts = torch.full_like(starts, width)
+    return Taken(ids, positions.flatten().long(), slots.flatten(), table, starts, counts, first, end)
+
+
+def slots_of(tables: Tensor, positions: Tensor, page: int, ends: Tensor) -> Tensor:
+    """tables [B, P], positions [B, R], ends [B, 1] -> slots [B, R]; -1 from position `ends` on."""
+    inside = positions < ends
+    at = torch.where(inside, positions, 0)
+    pages = tables.gather(1, (at // page).long()).long()
+    return torch.where(inside, pages * page + at % page, -1)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        index, tables, lengths, ends, newest, drafts,
+        ids, positions, slots, tables_out, starts, counts, first_out, ends_out,
+        pages, tables_row, drafts_row,
+        WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    ):  # fmt: skip
+        b = tl.program_id(0)
+        place = tl.load(index + b)
+        first, end = tl.load(lengths + place), tl.load(ends + place)
+        row, at = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+        mine, out = row < WIDTH, b * WIDTH + row
+        draft = tl.load(drafts + place * drafts_row + row - 1, mask=mine & (row > 0), other=0)
+        tl.store(ids + out, tl.where(row == 0, tl.load(newest + place), draft), mask=mine)
+        position = first + row
+        stored = mine & (position < end)
+        page = tl.load(tables + place * tables_row + position // PAGE, mask=stored, other=0).to(tl.int64)
+        tl.store(positions + out, position.to(tl.int64), mask=mine)
+        tl.store(slots + out, tl.where(stored, page * PAGE + position % PAGE, -1), mask=mine)
+        for begin in range(0, pages, BLOCK_P):
+            there = begin + at < pages
+            table = tl.load(tables + place * tables_row + begin + at, mask=there, other=0)
+            tl.store(tables_out + b * pages + begin + at, table, mask=there)
+        tl.store(starts + b, b * WIDTH)
+        tl.store(counts + b, WIDTH)
+        tl.store(first_out + b, first)
+        tl.store(ends_out + b, end)
+
+
+def take(
+    index: Tensor, width: int, page: int, tables: Tensor, lengths: Tensor, ends: Tensor, newest: Tensor, drafts: Tensor
+) -> Taken:
+    """`width` rows of each place; `ends` is never behind what a table holds."""
+    if triton is None or not (index.is_cuda or triton.knobs.runtime.interpret):
+        return reference(index, width, page, tables, lengths, ends, newest, drafts)
+    batch, pages, device = len(index), tables.shape[1], index.device
+    assert tables.stride(1) == drafts.stride(1) == 1 and width - 1 <= drafts.shape[1]
+    made = Taken(
+        ids=torch.empty(batch, width, dtype=torch.int64, device=device),
+        positions=torch.empty(batch * width, dtype=torch.int64, device=device),
+        slots=torch.empty(batch * width, dtype=torch.int64, device=device),
+        tables=torch.empty(batch, pages, dtype=torch.int32, device=device),
+        starts=torch.empty(batch, dtype=torch.int32, device=device),
+        counts=torch.empty(batch, dtype=torch.int32, device=device),
+        first=torch.empty(batch, dtype=torch.int32, device=device),
+        ends=torch.empty(batch, dtype=torch.int32, device=device),
+    )
+    _kernel[(batch,)](
+        index, tables, lengths, ends, newest, drafts, *made, pages, tables.stride(0), drafts.stride(0),
+        WIDTH=width, PAGE=page, BLOCK_R=triton.next_power_of_2(width), BLOCK_P=128, num_warps=1,
+    )  # fmt: skip
+    return made
