@@ -80,7 +80,7 @@ def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> No
 
 
 def test_numbers() -> None:
-    assert [number(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"))] == [1, 2.5, *[None] * 5]
+    assert [number(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"), 10**400)] == [1, 2.5, *[None] * 6]
     assert parse_cell(cell("s", "none", 0, 1) | {"k": None}) is not None  # none needs no K
     for wrong in ({"k": -1}, {"k": True}, {"k": "x"}, {"concurrency": 0}, {"set": ""}, {"method": 3}):
         assert parse_cell(cell("s", "p-eagle", 3, 1) | wrong) is None
@@ -270,7 +270,7 @@ def test_page_is_self_contained_and_accessible(tmp_path: Path) -> None:
 
 def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    evil = "<script>alert(1)</script><!-- --> \"'`|$x_1$"
+    evil = "\ud800<script>alert(1)</script><!-- --> \"'`|$x_1$"
     content = result(
         evil, sets=(evil,), pair=evil, command=evil, endpoint=evil, engine="endpoint", target={"name": evil}
     )

@@ -93,13 +93,14 @@ def checks(machines: list[Machine]) -> Table:
         for cell in sorted(machine.cells, key=lambda c: (by_method(c.method), by_k(c.k))):
             if check := mapping(cell.raw.get("check")):
                 found.setdefault((machine.label, cell.set, label(cell)), []).append(check)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for names, told in found.items():
         compared, identical = (sum(int(number(c.get(name)) or 0) for c in told) for name in ("compared", "identical"))
         apart = list(dict.fromkeys(difference(mapping(d)) for c in told for d in sequence(c.get("differences"))))
         more = f"; {len(apart) - 3} more" if len(apart) > 3 else ""
         rate = share(identical / compared) if compared else DASH
         rows.append((*names, f"{identical:,} of {compared:,}", rate, "; ".join(apart[:3]) + more or DASH))
+    rows.sort(key=lambda row: row[-1] == DASH)  # what differs comes first
     columns = ("machine", "set", "method", "identical", "share", "first differences")
     return Table("Answers against none's, token by token", columns, tuple(rows), 3, long=True)
 

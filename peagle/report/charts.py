@@ -41,8 +41,8 @@ STYLE: dict[str, Any] = {
 }
 
 
-def draw(figure: Figure, picture: bool = True) -> tuple[str, bytes]:
-    """SVG without a title (the page has a heading); PNG, if wanted, with one. Same numbers, same bytes."""
+def draw(figure: Figure, picture: str | None = None) -> tuple[str, bytes]:
+    """SVG without a title (the page has a heading); PNG, if given a caption, with one. Same numbers, same bytes."""
     try:
         import matplotlib
     except ImportError as error:
@@ -59,14 +59,19 @@ def draw(figure: Figure, picture: bool = True) -> tuple[str, bytes]:
         legend(axes, figure)
         svg = io.StringIO()
         FigureCanvasSVG(canvas).print_svg(svg, metadata={"Date": None, "Creator": None})
-        if not picture:
+        if picture is None:
             return svg.getvalue(), b""
         canvas.suptitle(figure.title, x=0.02, ha="left", weight="bold", fontsize=11)
+        canvas.supxlabel(shorten(picture), x=0.02, ha="left", fontsize=7.5, color=LIGHT["muted"])
         canvas.set_facecolor("white")
         png = io.BytesIO()
         canvas.dpi = 160
         FigureCanvasAgg(canvas).print_png(png, metadata={"Software": None})
     return svg.getvalue(), png.getvalue()
+
+
+def shorten(text: str, most: int = 92) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def fill(axes: "Axes", figure: Figure) -> None:

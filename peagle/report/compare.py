@@ -79,7 +79,7 @@ def compare(before: Run, after: Run, metrics: list[str], threshold: float, stric
 def change(one: Cell, two: Cell, metric: str, threshold: float, strict: bool) -> Change:
     before, after = one.number(metric), two.number(metric)
     if before is None or after is None or before <= 0 or after < 0:
-        lost = before is not None and before > 0 and after is None
+        lost = metric == "output_throughput" and one.throughput is not None and after is None
         return Change(one, metric, before, after, None, None, None, "gone" if lost else "unknown")
     (low, high), (new_low, new_high) = one.interval(metric), two.interval(metric)
     ratio = after / before

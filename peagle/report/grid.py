@@ -68,8 +68,8 @@ class Grid:
 def ratio(cell: Cell, base: Cell | None) -> Ratio | None:
     if base is None or cell.throughput is None or base.throughput is None:
         return None
-    (low, high), (base_low, base_high) = cell.interval(), base.interval()
-    return Ratio(cell.throughput / base.throughput, low / (base_high or 1), high / (base_low or 1))
+    middle, (low, high), (base_low, base_high) = base.throughput, cell.interval(), base.interval()
+    return Ratio(cell.throughput / middle, low / (base_high or middle), high / (base_low or middle))
 
 
 def per_user(cell: Cell) -> float | None:

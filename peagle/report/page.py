@@ -93,12 +93,14 @@ def panel(
     for place, (machine, grid) in enumerate(held):
         for figure in figures(grid):
             file = figure.name if len(machines) == 1 else f"{figure.name}-{place + 1}-{slug(machine.label)}"
-            svg, png = draw(figure, picture=index == 0)
-            words = f"{machine.label}, {name}. {figure.words}"
+            where = f"{machine.label}, {name if name != OVERALL else f'mean of {listed(names)}'}"
+            svg, png = draw(figure, f"{machine.runs[0].pair}, {where}" if index == 0 else None)
+            words = f"{where}. {figure.words}"
             drawn = inline(svg, f"p{index}m{place}-{figure.name}", figure.title, words)
             rows.setdefault(figure.name, []).append(Chart(file, figure.title, figure.note, machine.label, drawn, png))
             tick()
-    title = f"Mean of {listed(names)}" if name == OVERALL else name
+    alike = all(set(names) <= grid.keys() for grid in found)
+    title = name if name != OVERALL else f"Mean of {listed(names)}" if alike else "Mean over each machine's sets"
     strips = [strip(machine, grid) for machine, grid in held]
     tables = [cells.all_cells(grid, f"{name}, {machine.label}") for machine, grid in held]
     return Panel(name, title, list(rows.values()), strips, tables)

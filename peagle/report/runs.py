@@ -15,9 +15,24 @@ IDENTITY = ("name", "dtype", "revision", "sha")  # of a target; what is not know
 
 def number(value: Any) -> float | None:
     """A finite number, or None: files hold nulls, and Python's JSON reads NaN."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return found if isfinite(found) else None
+
+
+def clean(value: Any) -> Any:
+    """Text that can be printed: half a surrogate pair, which JSON can hold, becomes a question mark."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(key): clean(item) for key, item in value.items()}
+    return value
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -115,7 +130,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """A file that is no result, or holds nothing, is the user's mistake."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = clean(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0] if isinstance(error, ValueError | OSError) else "nested too deep"
         raise UserError(
