@@ -36,7 +36,7 @@ def cell(set_: str, method: str, k: int | str, c: int, gpu: bool = False, noise:
         "output_throughput_spread": [min(runs), max(runs)], "request_throughput": round(speed / 256, 3),
         "per_user_throughput": round(speed / c, 2), "step_ms": round(step, 3),
         "drafter_share": round(1 - 1 / (1 + DRAFTING[method](depth)), 3) if depth else None,
-        "spec_decode_acceptance_rate": round(sum(accepted) / depth, 4) if depth else None,
+        "spec_decode_acceptance_rate": round(100 * sum(accepted) / depth, 2) if depth else None,
         "spec_decode_acceptance_length": round(length, 3) if depth else None,
         "spec_decode_per_position_acceptance_rates": accepted or None, "k_steps": {str(depth): 1200},
         "gpu_memory_bytes": 9 * 2**30 + c * 2**26 if gpu else None,

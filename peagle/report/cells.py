@@ -7,7 +7,7 @@ from typing import Any
 from peagle.report.grid import Grid, per_user
 from peagle.report.machines import Machine
 from peagle.report.runs import Cell, mapping, number, sequence
-from peagle.report.words import DASH, amount, by_k, by_method, gigabytes, label, method_label, share, times
+from peagle.report.words import DASH, amount, by_k, by_method, gigabytes, label, method_label, percent, share, times
 
 Column = tuple[str, Callable[[Grid, Cell], str]]
 
@@ -64,7 +64,7 @@ COLUMNS: tuple[Column, ...] = (
     ("TPOT ms, median / p99", pair_of("median_tpot_ms", "p99_tpot_ms")),
     ("ITL ms, median / p99", pair_of("median_itl_ms", "p99_itl_ms")),
     ("acceptance length", value("spec_decode_acceptance_length")),
-    ("acceptance rate", value("spec_decode_acceptance_rate", share)),
+    ("acceptance rate", value("spec_decode_acceptance_rate", percent)),
     ("step ms", value("step_ms")),
     ("drafter's share", value("drafter_share", share)),
     ("GPU memory", value("gpu_memory_bytes", gigabytes)),

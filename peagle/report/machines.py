@@ -51,7 +51,7 @@ def machine_label(run: Run) -> str:
     if where.get("gpu"):
         return str(where["gpu"])
     threads = where.get("threads") or where.get("cores")
-    return str(where.get("cpu") or "CPU") + (f", {threads} threads" if threads else "")
+    return str(where.get("cpu") or "CPU") + (f", {threads} thread{'s' if threads != 1 else ''}" if threads else "")
 
 
 def pool(runs: list[Run]) -> tuple[Cell, ...]:

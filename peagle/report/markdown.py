@@ -23,8 +23,9 @@ def part(machine: Machine, only: str | None = None) -> str:
     sets = f"mean of {listed(names)}" if name == OVERALL else name
     head = f"**{plain(run.pair)}** on {plain(machine.label)}, {plain(load(run, sets))}. {plain(verdict(grid))}"
     commands = dict.fromkeys(str(r.raw["command"]) for r in machine.runs if r.raw.get("command"))
-    told = "\n\nMeasured by " + ", ".join(f"`{code(command)}`" for command in commands) if commands else ""
-    return f"{head}\n\n{table(grid)}{told}"
+    shown = [f"`{code(command)}`" for command in commands]
+    told = [f"Measured by {shown[0]}"] if len(shown) == 1 else ["\n".join(f"- {one}" for one in shown)] if shown else []
+    return "\n\n".join([head, table(grid), *told])
 
 
 def load(run: Run, sets: str) -> str:

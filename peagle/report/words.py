@@ -43,6 +43,11 @@ def share(value: float | None) -> str:
     return DASH if value is None else f"{value:.1%}"
 
 
+def percent(value: float | None) -> str:
+    """Of a number that is a percentage already: vLLM writes acceptance rates so."""
+    return DASH if value is None else f"{value:.1f}%"
+
+
 def gigabytes(value: float | None) -> str:
     return DASH if value is None else f"{value / 2**30:.1f} GiB"
 
