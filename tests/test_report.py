@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from peagle.report.figures import figures, slug, spaced
+from peagle.report.charts import draw, inline
+from peagle.report.figures import Figure, Line, Point, figures, slug, spaced
 from peagle.report.grid import OVERALL, Grid, grids, sets_of
 from peagle.report.machines import machines
 from peagle.report.markdown import markdown
@@ -266,6 +267,16 @@ def test_page_is_self_contained_and_accessible(tmp_path: Path) -> None:
     assert "http" not in body.replace("http://www.w3.org", "") and not re.search("#[0-9a-f]{6}\\b", body)
     for words in ("AMD EPYC", "NVIDIA H200", "pass@1", "Copy the table", "answers identical", "peagle bench smollm2"):
         assert words in page
+
+
+def test_numbers_on_axes_are_not_rounded() -> None:
+    pytest.importorskip("matplotlib")
+    points = tuple(Point(x, x / 1000) for x in (1, 2, 3))
+    svg, png = draw(Figure("f", "t", "x", "y", (Line("a", "s0", points),)))
+    made = inline(svg, "n", "t & t", "words")
+    labels = re.findall(r">([^<>]*\.\d+)</text>", svg)
+    assert png == b"" and labels and re.findall(r">([^<>]*\.\d+)</text>", made) == labels
+    assert "t &amp; t</title>" in made and len(made) < len(svg)
 
 
 def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def inline(svg: str, name: str, title: str, words: str) -> str:
     for colour, value in LIGHT.items():
         svg = re.sub(rf"{value}\b", f"var(--{colour})", svg, flags=re.IGNORECASE)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
-    svg = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", tag[0]), svg)
     box = re.search(r'viewBox="([^"]+)"', svg)
     assert box is not None
     opening = (

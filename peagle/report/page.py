@@ -133,7 +133,8 @@ def told(machine: Machine, found: dict[str, Grid]) -> dict[str, Any]:
     facts = []
     if gains:
         gain, cell = max(gains, key=lambda pair: pair[0])
-        facts.append((times(gain), "largest speed-up over none", f"{label(cell)}, {cell.concurrency} at a time"))
+        what = "largest speed-up over none" if gain > 1 else "best speculative speed against none"
+        facts.append((times(gain), what, f"{label(cell)}, {cell.concurrency} at a time"))
     if grid.measured:
         cell = max(grid.measured, key=lambda cell: cell.throughput or 0)
         facts.append((amount(cell.throughput), "tokens/s at most", f"{label(cell)}, {cell.concurrency} at a time"))
