@@ -24,7 +24,8 @@ class Commands(TyperGroup):
     """A user's mistake is one line and exit code 2, never a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["pairs", "pull", "generate", "demo", "evaluate", "bench-step", *TRAINING, "export", "check"]
+        measuring = ["evaluate", "bench-step", "report", "compare"]
+        return ["pairs", "pull", "generate", "demo", *measuring, *TRAINING, "export", "check"]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,6 +65,7 @@ from peagle.cli import (  # noqa: E402
     bench_step,  # noqa: F401
     capture,  # noqa: F401
     check,  # noqa: F401
+    compare,  # noqa: F401
     demo,  # noqa: F401
     evaluate,  # noqa: F401
     export,  # noqa: F401
@@ -72,5 +74,6 @@ from peagle.cli import (  # noqa: E402
     pairs,  # noqa: F401
     pull,  # noqa: F401
     regenerate,  # noqa: F401
+    report,  # noqa: F401
     train,  # noqa: F401
 )

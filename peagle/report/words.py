@@ -1,0 +1,57 @@
+"""Numbers and names as text; what is not known is a dash."""
+
+from collections.abc import Sequence
+
+from peagle.report.runs import Cell
+
+DASH = "–"
+METHODS = {"none": "none", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+ORDER = tuple(METHODS)
+
+
+def method_label(method: str) -> str:
+    return METHODS.get(method, method)
+
+
+def label(cell: Cell) -> str:
+    return method_label(cell.method) if cell.method == "none" else f"{method_label(cell.method)} K={cell.k}"
+
+
+def by_method(method: str) -> tuple[int, str]:
+    """A sort key: none, EAGLE-3, P-EAGLE, then whatever else there is."""
+    return (ORDER.index(method) if method in ORDER else len(ORDER)), method
+
+
+def by_k(k: int | str) -> tuple[bool, int]:
+    return isinstance(k, str), k if isinstance(k, int) else 0
+
+
+def amount(value: float | None, digits: int | None = None) -> str:
+    """Three digits that matter: 12,345, 123, 12.3, 1.23."""
+    if value is None:
+        return DASH
+    if digits is None:
+        digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f}×"
+
+
+def share(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1%}"
+
+
+def percent(value: float | None) -> str:
+    """Of a number that is a percentage already: vLLM writes acceptance rates so."""
+    return DASH if value is None else f"{value:.1f}%"
+
+
+def gigabytes(value: float | None) -> str:
+    return DASH if value is None else f"{value / 2**30:.1f} GiB"
+
+
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
