@@ -189,7 +189,7 @@ def paged_attention(
         "CAPPED": softcap is not None,
         "SINKS": sinks is not None,
         "BLOCK_ROWS": block_rows,
-        "BLOCK_KEYS": min(max(KEY_BYTES // (block_d * query.element_size()), 16), 64),
+        **tiles(block_rows, block_d, query.element_size()),
     }
     parts = tops = totals = arrived = out
     if splits > 1:
@@ -202,13 +202,22 @@ def paged_attention(
     strides = (
         *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2], tables.stride(0), *out.stride()[:2]
     )  # fmt: skip
-    stages = 3 if wide or block_rows > 32 else 5  # a page's id, then its keys: 3 loads a block ahead, 5 loads two
     _kernel[(batch, kv_heads, blocks * splits)](
         query, key_cache, value_cache, tables, starts, counts, first, query if sinks is None else sinks,
         out, parts, tops, totals, arrived, steps, cap, ALL if window is None else window, tables.shape[1], *strides,
-        **sizes, num_warps=8 if wide or block_rows * block_d > 64 * 128 else 4, num_stages=stages,
+        **sizes,
     )  # fmt: skip
     return out
+
+
+def tiles(block_rows: int, block_d: int, element_size: int) -> dict[str, int]:
+    """A page's id, then its keys: 3 stages load a block ahead, 5 load two."""
+    wide = element_size == 4
+    return {
+        "BLOCK_KEYS": min(max(KEY_BYTES // (block_d * element_size), 16), 64),
+        "num_warps": 8 if wide or block_rows * block_d > 64 * 128 else 4,
+        "num_stages": 3 if wide or block_rows > 32 else 5,
+    }
 
 
 @functools.cache
