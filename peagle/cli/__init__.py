@@ -24,7 +24,19 @@ class Commands(TyperGroup):
     """A user's mistake is one line and exit code 2, never a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["pairs", "pull", "generate", "demo", "evaluate", "bench-step", *TRAINING, "export", "check"]
+        return [
+            "pairs",
+            "pull",
+            "generate",
+            "demo",
+            "evaluate",
+            "bench",
+            "tune",
+            "bench-step",
+            *TRAINING,
+            "export",
+            "check",
+        ]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -61,6 +73,7 @@ def main(
 
 
 from peagle.cli import (  # noqa: E402
+    bench,  # noqa: F401
     bench_step,  # noqa: F401
     capture,  # noqa: F401
     check,  # noqa: F401
