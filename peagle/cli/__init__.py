@@ -86,4 +86,5 @@ from peagle.cli import (  # noqa: E402
     pull,  # noqa: F401
     regenerate,  # noqa: F401
     train,  # noqa: F401
+    tune,  # noqa: F401
 )

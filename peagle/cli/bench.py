@@ -299,6 +299,7 @@ def run(session: "Session", runner: "Runner", loaded: "LoadedPair | None", score
     if not left:
         err.print(f"{results.path} is complete: give another --name to measure again", highlight=False)
     out.print(table(results.content))
+    tell_scores(results.content)
     out.print(f"{escape(str(results.path))}", highlight=False, soft_wrap=True)
     if (error := all_failed(results.cells)) is not None:
         err.print(
@@ -340,17 +341,23 @@ def tell_failures(cell: dict[str, Any]) -> None:
 
 def table(content: dict[str, Any]) -> Table:
     shown = Table("set", "method", "K", "c", "tokens/s", "spread", "per user", "TTFT ms", "TPOT ms", "AL", "same")
+    for column in shown.columns:
+        column.no_wrap = True
     for cell in content["cells"]:
         low, high = cell["output_throughput_spread"]
+        middle = cell["output_throughput"]
         numbers = (cell["per_user_throughput"], cell["median_ttft_ms"], cell["median_tpot_ms"])
         length, check = cell["spec_decode_acceptance_length"], cell["check"]
         shown.add_row(
             escape(cell["set"]), cell["method"], str(cell["k"] or ""), str(cell["concurrency"]),
-            f"{cell['output_throughput']:,.1f}", f"{low:,.1f}-{high:,.1f}",
+            f"{middle:,.1f}", f"{(high - low) / middle:.0%}" if middle else "-",
             *(f"{x:,.1f}" if x is not None else "-" for x in numbers), f"{length:.2f}" if length is not None else "",
             f"{check['identical']}/{check['compared']}" if check else "",
         )  # fmt: skip
+    return shown
+
+
+def tell_scores(content: dict[str, Any]) -> None:
     for one in content["scores"]:
         title = f"{one['set']} {one['method']}" + (f" K={one['k']}" if one["k"] else "")
-        shown.caption = f"{shown.caption or ''}\n{title}: {one['metric']} {one['value']:.1%} of {one['of']}".strip()
-    return shown
+        out.print(escape(f"{title}: {one['metric']} {one['value']:.1%} of {one['of']}"), highlight=False)
