@@ -1,11 +1,17 @@
 """The load on our engine: every method gives the same answers, and what is counted is what happened."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from peagle.bench.cell import Key
 from peagle.bench.check import check, target_margin
+from peagle.bench.energy import EnergyMeter
 from peagle.bench.load import Job
 from peagle.bench.native import Native
 from peagle.data.bench import Task
@@ -93,3 +99,30 @@ def test_a_difference_and_its_margin() -> None:
     shorter = replace(wrong, ids=wrong.ids[:4])
     [found] = check([shorter], records, margin)["differences"]
     assert (found["at"], found["margin"]) == (4, None)
+
+
+def test_nothing_of_it_needs_the_endpoint() -> None:
+    """Where the engine runs there may be no httpx."""
+    code = (
+        "import sys, peagle.cli, peagle.bench.native, peagle.bench.session, peagle.bench.tune, peagle.bench.scoring;"
+        "assert 'peagle.bench.endpoint' not in sys.modules and 'peagle.data.fetch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver's counter in millijoules; none on a CPU."""
+    assert EnergyMeter(torch.device("cpu")).joules() is None
+
+    class Nvml:
+        nvmlInit_v2 = staticmethod(lambda: 0)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid, handle: 0 if uuid == b"GPU-u" else 1)
+
+        @staticmethod
+        def nvmlDeviceGetTotalEnergyConsumption(handle: Any, used: Any) -> int:
+            used._obj.value = 2500
+            return 0
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u"))
+    assert EnergyMeter(torch.device("cuda")).joules() == 2.5

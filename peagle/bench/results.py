@@ -94,7 +94,7 @@ class Results:
 
     def _forget_failed(self) -> None:
         """What failed altogether is measured again."""
-        lost = [key_of(cell) for cell in self.cells if cell["failed"] and not cell["total_output_tokens"]]
+        lost = [key_of(cell) for cell in self.cells if cell["failed"] and not any(cell["output_throughput_runs"])]
         for name in ("cells", "runs"):
             self.content[name] = [one for one in self.content[name] if key_of(one) not in lost]
 

@@ -1,7 +1,7 @@
 """The child of sandbox.py: walls first, then the program from standard input. Only the standard library is there.
 
     network     a namespace without any interface, where the kernel lets us; and a hook that refuses every socket
-    processes   none can be started: a limit, and the hook
+    processes   none can be started: a limit, and the hook; root becomes nobody first
     files       written in the working folder only, and small
     time        10 s of the processor            memory   1 GiB
 
@@ -15,6 +15,7 @@ import resource
 import sys
 
 NEWUSER, NEWNET = 0x10000000, 0x40000000
+NOBODY = 65534
 CPU, MEMORY, FILE, OPEN = 10, 1 << 30, 1 << 20, 32
 REFUSED = (
     "socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.kill", "pty.",
@@ -36,10 +37,25 @@ def limit() -> None:
 
 
 def leave_network() -> None:
-    """A user namespace as well: whoever is root outside has no power over limits inside."""
+    """Root may; anybody else within a user namespace of his own, where the kernel allows it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(NEWUSER | NEWNET) != 0:
-        libc.unshare(NEWNET)
+    libc.unshare(NEWNET if os.geteuid() == 0 else NEWUSER | NEWNET)
+
+
+def become_nobody() -> None:
+    """Root is bound by no limit on processes, and may read and kill everything: rather be nobody.
+
+    Only where nobody can read the standard library, which is imported as it is needed.
+    """
+    library = os.path.realpath(os.__file__)
+    parents = [library]
+    while parents[-1] != os.sep:
+        parents.append(os.path.dirname(parents[-1]))
+    if os.geteuid() == 0 and all(os.stat(p).st_mode & 0o001 for p in parents[1:]) and os.stat(library).st_mode & 0o004:
+        os.chown(".", NOBODY, NOBODY)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def hook(folder: str):  # type: ignore[no-untyped-def]
@@ -76,6 +92,7 @@ def main() -> None:
     sys.argv = ["program.py"]
     if "namespace" in walls:
         leave_network()
+    become_nobody()
     limit()
     if "hook" in walls:
         sys.addaudithook(hook(os.path.realpath(os.getcwd())))

@@ -93,6 +93,6 @@ def digest(jobs: Sequence[Job]) -> str:
 
 def all_failed(cells: Sequence[Mapping[str, Any]]) -> str | None:
     """The first error, if not one request was answered."""
-    if not cells or any(cell["failed"] < cell["requests"] for cell in cells):
+    if not cells or any(any(cell["output_throughput_runs"]) or not cell["failed"] for cell in cells):
         return None
     return str(cells[0]["first_error"])

@@ -152,7 +152,12 @@ def entries(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list
     told = []
     for c, one in best.items():
         rate, plain = tuner.points[one.method, one.k, c].throughput, tuner.points["none", 0, c].throughput
-        entry: dict[str, Any] = {"concurrency": c, "method": one.method, "k": one.k, "output_throughput": round(rate, 2)}
+        entry: dict[str, Any] = {
+            "concurrency": c,
+            "method": one.method,
+            "k": one.k,
+            "output_throughput": round(rate, 2),
+        }
         entry |= {"none": round(plain, 2), "speedup": round(rate / plain, 3) if plain else None}
         told.append(entry | ({"cost_per_million": round(price_of(rate, price), 4)} if price is not None else {}))
     return told

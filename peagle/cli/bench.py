@@ -292,12 +292,14 @@ def run(session: "Session", runner: "Runner", loaded: "LoadedPair | None", score
             if score:
                 session.score()
         except KeyboardInterrupt:
-            err.print(f"stopped; what is measured lies in {results.path}, the same command goes on", highlight=False)
+            text = f"stopped; what is measured lies in {results.path}, the same command goes on"
+            err.print(escape(text), highlight=False, soft_wrap=True)
             raise
         finally:
             runner.close()
     if not left:
-        err.print(f"{results.path} is complete: give another --name to measure again", highlight=False)
+        text = f"{results.path} is complete: give another --name to measure again"
+        err.print(escape(text), highlight=False, soft_wrap=True)
     out.print(table(results.content))
     tell_scores(results.content)
     out.print(f"{escape(str(results.path))}", highlight=False, soft_wrap=True)

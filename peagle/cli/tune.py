@@ -76,7 +76,7 @@ def mixed_jobs(sets: str, data: Path | None, max_tokens: int) -> "list[Job]":
 
     found = read_sets([word.strip() for word in sets.split(",") if word.strip()], data, None, warn)
     tasks = [task for task in chain.from_iterable(zip_longest(*found.values())) if task is not None]
-    return jobs_of([replace(task, turns=task.turns[:1]) for task in tasks], max_tokens, seed=0, ignore_eos=True)
+    return jobs_of([replace(task, turns=task.turns[:1]) for task in tasks], max_tokens, seed=0)
 
 
 def trained_methods(loaded: "LoadedPair") -> list[str]:
