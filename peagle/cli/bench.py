@@ -1,5 +1,7 @@
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +18,8 @@ from peagle.core import parse_method
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.bench.session import Jobs, Runner, Session
-    from peagle.bench.settings import Settings
+    from peagle.bench.prepare import Asked
+    from peagle.bench.session import Runner, Session
     from peagle.loaded import LoadedPair
 
 SETS = "humaneval,mt_bench,gsm8k"
@@ -105,211 +107,108 @@ def bench(
 
     Example: peagle bench smollm2-135m --set humaneval,mt_bench -k 3,5,7 --concurrency 1,8,64 --out results
     """
-    from peagle.bench.settings import parse_counts, parse_ks
+    from peagle.bench.settings import Settings, parse_counts, parse_ks
 
-    chosen = [parse_method(word.strip()) for word in methods.split(",")] if methods is not None else None
-    if endpoint is not None and (len(chosen or []) > 1 or (k is not None and "," in k)):
+    chosen = tuple(dict.fromkeys(parse_method(word.strip()) for word in methods.split(","))) if methods else ()
+    if endpoint is not None and (len(chosen) > 1 or (k is not None and "," in k)):
         raise UserError(
             "an endpoint runs one method with one K: say which with --methods and -k, one of each, or neither"
         )
-    how: dict[str, Any] = {
-        "k": parse_ks(k or "3,5,7,11"), "concurrency": parse_counts(concurrency), "max_tokens": max_tokens,
-        "repeats": repeats, "limit": limit, "temperature": temperature, "seed": seed, "ignore_eos": ignore_eos,
-        "exact": exact, "profile": profile, "warmup": warmup,
-    }  # fmt: skip
-    if endpoint is not None:
-        session, runner, loaded = prepare_endpoint(endpoint, model, api_key, pair, chosen, k, how, sets, data, to, name)
+    if endpoint is not None and exact:
+        raise UserError("--exact is for our own engine: leave it out with --endpoint")
+    ks = parse_ks(k or "3,5,7,11") if endpoint is None or k is not None else (0,)
+    settings = Settings(
+        (), chosen, ks, parse_counts(concurrency), max_tokens, repeats, limit, temperature, seed, ignore_eos, exact,
+        profile, warmup,
+    )  # fmt: skip
+    words = tuple(word.strip() for word in (sets or ("" if profile else SETS)).split(",") if word.strip())
+
+    from peagle.bench.prepare import Asked
+
+    asked = Asked(settings, words, data, to, name, command())
+    if endpoint is None:
+        run(*prepare_native(asked, pair or DEFAULT_PAIR, target, drafter, device, dtype), score, against)
     else:
-        session, runner, loaded = prepare_native(
-            pair or DEFAULT_PAIR, target, drafter, device, dtype, chosen, how, sets, data, to, name
-        )
-    run(session, runner, loaded, score, against)
+        run(*prepare_endpoint(asked, endpoint, model, api_key, pair), score, against)
 
 
 def prepare_native(
-    pair: str, target: str | None, drafter: str | None, device: str, dtype: str, methods: list[Any] | None,
-    how: dict[str, Any], sets: str | None, data: Path | None, to: Path, name: str | None,
-) -> tuple["Session", "Runner", "LoadedPair"]:  # fmt: skip
-    from peagle.bench.environment import drafter_of, environment, target_of
+    asked: "Asked", pair: str, target: str | None, drafter: str | None, device: str, dtype: str
+) -> "tuple[Session, Runner, LoadedPair]":
     from peagle.bench.native import Native
-    from peagle.bench.settings import Settings
+    from peagle.bench.prepare import load_pair, native_session
+    from peagle.pull.progress import shown
 
-    Settings(("",), ("none",), **how)  # refused before anything is loaded
-    tasks = find_tasks(sets, how, data)
-    loaded = load_pair(pair, target, drafter, device, dtype)
-    used = list(dict.fromkeys(methods or ["none", *sorted(loaded.pair.drafters)]))
-    drafters = {method: drafter_of(loaded, method) for method in used if method != "none"}
-    jobs = make_jobs(tasks, how, loaded)
-    settings = Settings(tuple(jobs), tuple(used), **how)
-    for method, told in drafters.items():
-        if not told["trained"]:
-            warn(f"the {method} drafter of this pair is untrained: its drafts are noise")
-    head = {
-        "pair": pair_name(loaded.pair.name),
-        "target": target_of(loaded.target),
-        "engine": "native",
-        "endpoint": None,
-        "drafters": drafters,
-        "environment": environment(loaded.target.device),
-    }
-    session = make_session(settings, jobs, head, to, name)
-    every = [job for one in jobs.values() for job in one]
-    runner = Native(loaded, every, max(settings.concurrency), settings.temperature, settings.exact, settings.warmup)
-    return session, runner, loaded
+    tasks = asked.tasks(warn)  # what cannot be found is told before anything is loaded
+    with shown(err) as progress:
+        loaded = load_pair(pair, target, drafter, device, dtype, progress)
+    session = native_session(asked, tasks, loaded, warn)
+    jobs, how = [job for found in session.jobs.values() for job in found], session.settings
+    return session, Native(loaded, jobs, max(how.concurrency), how.temperature, how.exact, how.warmup), loaded
 
 
 def prepare_endpoint(
-    url: str, model: str | None, key: str | None, pair: str | None, methods: list[Any] | None, k: str | None,
-    how: dict[str, Any], sets: str | None, data: Path | None, to: Path, name: str | None,
-) -> tuple["Session", "Runner", None]:  # fmt: skip
+    asked: "Asked", url: str, model: str | None, key: str | None, pair: str | None
+) -> "tuple[Session, Runner, None]":
     from peagle.bench.endpoint import Endpoint, EndpointDown
-    from peagle.bench.environment import environment
-    from peagle.bench.settings import Settings
+    from peagle.bench.prepare import endpoint_session
 
-    if how["exact"]:
-        raise UserError("--exact is for our own engine: leave it out with --endpoint")
-    method = methods[0] if methods else "endpoint"
-    how = how | {"k": how["k"][:1] if k is not None else (0,)}
-    Settings(("",), (method,), **how)
-    jobs = make_jobs(find_tasks(sets, how, data), how, None)
+    tasks = asked.tasks(warn)
     try:
-        runner = Endpoint(url, model, key, how["temperature"], how["warmup"])
+        runner = Endpoint(url, model, key, asked.settings.temperature, asked.settings.warmup)
     except EndpointDown as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    settings = Settings(tuple(jobs), (method,), **how)
-    head = {
-        "pair": pair_name(pair or runner.model or "endpoint"),
-        "target": {"name": runner.model or pair, "revision": None, "dtype": None, "sha": None},
-        "engine": "endpoint",
-        "endpoint": url,
-        "drafters": {},
-        "environment": environment(),
-    }
-    return make_session(settings, jobs, head, to, name), runner, None
+    return endpoint_session(asked, tasks, runner, url, pair, warn), runner, None
 
 
-def find_tasks(sets: str | None, how: dict[str, Any], data: Path | None) -> dict[str, Any]:
-    from peagle.bench.profile import parse_profile
-    from peagle.data.bench import read_sets
-
-    if how["profile"] is not None:
-        parse_profile(how["profile"])
-    words = [word.strip() for word in (sets or ("" if how["profile"] else SETS)).split(",") if word.strip()]
-    return dict(read_sets(words, data, how["limit"], warn)) if words or not how["profile"] else {}
-
-
-def make_jobs(tasks: dict[str, Any], how: dict[str, Any], loaded: "LoadedPair | None") -> "Jobs":
-    from peagle.bench.load import jobs_of
-    from peagle.bench.profile import fit, parse_profile
-
-    jobs = {name: jobs_of(found, how["max_tokens"], how["seed"], how["ignore_eos"]) for name, found in tasks.items()}
-    if how["profile"] is not None:
-        wanted = parse_profile(how["profile"])
-        tokenizer = loaded.target.tokenizer if loaded is not None else None
-        size = (lambda text: len(tokenizer(text)["input_ids"])) if tokenizer is not None else None
-        made, lengths = wanted.tasks(how["seed"], size), wanted.lengths(how["seed"])
-        if loaded is not None:
-            longest = max(len(loaded.encode(task.turns[0])) for task in made)
-            lengths = fit(lengths, loaded.target.context - longest - 1, warn)
-        count = how["limit"] or len(made)
-        jobs[wanted.name] = jobs_of(made[:count], how["max_tokens"], how["seed"], lengths=lengths[:count])
-    most = max(how["concurrency"])
-    for name, found in jobs.items():
-        if len(found) < most:
-            warn(f"{name} has {len(found)} tasks: at --concurrency {most} no more than {len(found)} run at a time")
-    return jobs
-
-
-def load_pair(pair: str, target: str | None, drafters: str | None, device: str, dtype: str) -> "LoadedPair":
-    from dataclasses import replace
-
-    from peagle.core import DrafterSource
-    from peagle.drafter import checkpoint
-    from peagle.loaded import LoadedPair, load
-    from peagle.pull.progress import shown
-
-    with shown(err) as progress:
-        loaded = load(pair, target=target, device=device, dtype=dtype, progress=progress)
-    if drafters is None:
-        return loaded
-    sources, models = {}, {}
-    for folder in (Path(word.strip()).expanduser() for word in drafters.split(",")):
-        found = checkpoint.load(folder, loaded.target, loaded.target.dtype)
-        if found.config.method in models:
-            raise UserError(f"two {found.config.method} drafters are given: measure them in two runs (--name)")
-        models[found.config.method], sources[found.config.method] = found, DrafterSource(folder=folder)
-    return LoadedPair(replace(loaded.pair, drafters=sources), loaded.target, models)
-
-
-def pair_name(pair: str) -> str:
-    return Path(pair).name if Path(pair).is_dir() else pair
-
-
-def make_session(settings: "Settings", jobs: "Jobs", head: dict[str, Any], to: Path, name: str | None) -> "Session":
-    from peagle.bench.results import FORMAT, Results, path_of
-    from peagle.bench.session import Session, digest
-
-    words = [
-        "peagle",
-        *("***" if before == "--api-key" else word for before, word in zip(sys.argv, sys.argv[1:], strict=False)),
-    ]
-    whole = {
-        "format": FORMAT,
-        "command": shlex.join("--api-key=***" if word.startswith("--api-key=") else word for word in words),
-        **head,
-        "settings": settings.as_dict(),
-        "tasks": {set_name: digest(found) for set_name, found in jobs.items()},
-    }
-    path = path_of(to, name, head["pair"], whole)
-    return Session(settings, jobs, Results(path, whole))
+def command() -> str:
+    """As it was typed, but for a secret."""
+    words = sys.argv[1:]
+    told = ["***" if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)]
+    return shlex.join(["peagle", *("--api-key=***" if word.startswith("--api-key=") else word for word in told)])
 
 
 def run(session: "Session", runner: "Runner", loaded: "LoadedPair | None", score: bool, against: str | None) -> None:
-    from peagle.bench.results import Results, read
-    from peagle.bench.session import Watch, all_failed
-
-    results = session.results
-    base = None
-    if against is not None:
-        other = results.path.with_name(f"{against.removesuffix('.json')}.json")
-        if not other.exists():
-            raise UserError(f"no run {other}: --baseline names a run in --out")
-        base = Results(other, read(other)).answers()
+    results, left = session.results, session.left
+    base = answers_of(results.path, against) if against is not None else None
     results.path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(results.path.with_name(f".{results.path.stem}.lock"))
-    with hold(lock, results.path), bar() as shown:
-        left = session.left
-        task = shown.add_task("starting", total=session.requests(left))
-        session.watch = Watch(
-            begins=lambda what: shown.update(task, description=escape(what)),
-            seen=lambda: shown.advance(task),
-            measured=lambda cell: tell_failures(cell),
-        )
+    with hold(results.path), bar() as shown:
+        watch(session, shown)
         try:
             session.measure(runner)
             session.check(margins_of(session, loaded), base)
             if score:
                 session.score()
         except KeyboardInterrupt:
-            text = f"stopped; what is measured lies in {results.path}, the same command goes on"
-            err.print(escape(text), highlight=False, soft_wrap=True)
+            tell(f"stopped; what is measured lies in {results.path}, the same command goes on")
             raise
         finally:
             runner.close()
     if not left:
-        text = f"{results.path} is complete: give another --name to measure again"
-        err.print(escape(text), highlight=False, soft_wrap=True)
-    out.print(table(results.content))
-    tell_scores(results.content)
-    out.print(f"{escape(str(results.path))}", highlight=False, soft_wrap=True)
-    if (error := all_failed(results.cells)) is not None:
-        err.print(
-            f"[bold red]error:[/] every request failed, the first with: {escape(error)}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(1)
+        tell(f"{results.path} is complete: give another --name to measure again")
+    show(results.content, str(results.path))
+
+
+def watch(session: "Session", shown: Progress) -> None:
+    from peagle.bench.session import Watch
+
+    task = shown.add_task("starting", total=session.requests(session.left))
+    session.watch = Watch(
+        begins=lambda what: shown.update(task, description=escape(what)),
+        seen=lambda: shown.advance(task),
+        measured=tell_failures,
+    )
+
+
+def answers_of(path: Path, name: str) -> Any:
+    """Of another run in the same folder."""
+    from peagle.bench.results import Results, read
+
+    other = path.with_name(f"{name.removesuffix('.json')}.json")
+    if not other.exists():
+        raise UserError(f"no run {other}: --baseline names a run in --out")
+    return Results(other, read(other)).answers()
 
 
 def margins_of(session: "Session", loaded: "LoadedPair | None") -> Any:
@@ -321,18 +220,42 @@ def margins_of(session: "Session", loaded: "LoadedPair | None") -> Any:
     return lambda name: known[name]
 
 
-def hold(lock: FileLock, path: Path) -> Any:
+@contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """One process a file."""
+    lock = FileLock(path.with_name(f".{path.stem}.lock"))
     try:
-        return lock.acquire(timeout=0)
+        lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
             f"{path} is being written by another peagle bench: wait for it, or use another --name"
         ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=err, transient=True)
+
+
+def tell(text: str) -> None:
+    err.print(escape(text), highlight=False, soft_wrap=True)
+
+
+def show(content: dict[str, Any], path: str) -> None:
+    """The table, the scores, where it lies; exit code 1 if nothing was answered."""
+    from peagle.bench.session import all_failed
+
+    out.print(table(content))
+    tell_scores(content)
+    out.print(escape(path), highlight=False, soft_wrap=True)
+    if (error := all_failed(content["cells"])) is not None:
+        text = f"every request failed, the first with: {error}"
+        err.print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def tell_failures(cell: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli import app, err, out, warn
-from peagle.cli.bench import SETS, load_pair
+from peagle.cli.bench import SETS
 from peagle.cli.options import Device, Dtype, Target
 from peagle.errors import UserError
 
@@ -42,9 +42,11 @@ def tune(
 
     Example: peagle tune smollm2-135m --concurrency 1,8,64 --price 4.5
     """
+    from peagle.bench.prepare import load_pair
     from peagle.bench.settings import parse_counts
     from peagle.bench.tune import explain
     from peagle.core import check_k
+    from peagle.pull.progress import shown
 
     counts, ks = sorted(parse_counts(concurrency)), sorted(check_k(one) for one in parse_counts(k, "-k"))
     if price is not None and price <= 0:
@@ -52,7 +54,8 @@ def tune(
     if max_tokens < 2:
         raise UserError(f"--max-tokens is {max_tokens}: nothing is drafted below 2")
     jobs = mixed_jobs(sets, data, max_tokens)
-    loaded = load_pair(pair, target, drafter, device, dtype)
+    with shown(err) as progress:
+        loaded = load_pair(pair, target, drafter, device, dtype, progress)
     methods = trained_methods(loaded)
     if dry:
         tell_plan(loaded, methods, counts, ks, len(jobs))
