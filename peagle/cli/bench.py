@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from filelock import FileLock, Timeout
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli import app, err, out, warn
@@ -104,6 +105,9 @@ def bench(
     dtype: Dtype = "auto",
 ) -> None:
     """Measure throughput, latency and acceptance of every method, K and load. Resumes where it was stopped.
+
+    The table: c users at a time; tokens/s of all and of one user; TTFT and TPOT in ms, medians; AL: acceptance length;
+    same: answers equal to those of `none`.
 
     Example: peagle bench smollm2-135m --set humaneval,mt_bench -k 3,5,7 --concurrency 1,8,64 --out results
     """
@@ -265,9 +269,8 @@ def tell_failures(cell: dict[str, Any]) -> None:
 
 
 def table(content: dict[str, Any]) -> Table:
-    shown = Table("set", "method", "K", "c", "tokens/s", "spread", "per user", "TTFT ms", "TPOT ms", "AL", "same")
-    for column in shown.columns:
-        column.no_wrap = True
+    names = ("set", "method", "K", "c", "tokens/s", "spread", "user", "TTFT", "TPOT", "AL", "same")
+    shown = Table(*(Column(name, no_wrap=True) for name in names), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for cell in content["cells"]:
         low, high = cell["output_throughput_spread"]
         middle = cell["output_throughput"]
