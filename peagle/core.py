@@ -5,7 +5,7 @@ A *pair* is a target, its drafters (one per method), the method and K to use unl
 
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,6 +66,14 @@ class DrafterSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """What was found to be the fastest under some load: `none` has K 0."""
+
+    method: Method
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     name: str
     target: TargetSource
@@ -73,6 +81,14 @@ class Pair:
     method: Method = "p-eagle"
     k: int = 7
     license: str = "unknown"
+    k_by_concurrency: Mapping[int, Best] = field(default_factory=dict)  # measured here by `peagle tune`, or empty
+
+    def best(self, concurrency: int) -> Best:
+        """As tuned at the nearest load that is no higher (else at the lowest); untuned, the pair's own method and K."""
+        if not self.k_by_concurrency:
+            return Best(self.method, 0 if self.method == "none" else self.k)
+        known = sorted(self.k_by_concurrency)
+        return self.k_by_concurrency[max([c for c in known if c <= concurrency], default=known[0])]
 
     def drafter(self, method: Method) -> DrafterSource:
         if method not in self.drafters:

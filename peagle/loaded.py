@@ -19,6 +19,7 @@ from peagle.precision import choose_dtype
 from peagle.pull import pull, receipt
 from peagle.pull.progress import Progress, silent
 from peagle.target import Target, load_target
+from peagle.tuned import machine_of, read_tuned
 
 if TYPE_CHECKING:
     from peagle.engine import Engine
@@ -153,7 +154,9 @@ def load(
     folder = pull(source, progress=progress)
     found = receipt(folder) or {}
     name = source.target.hub or source.name
-    loaded = LoadedPair(pair, load_target(folder, choose_dtype(dtype, device), device, name, found.get("revision")))
+    chosen = choose_dtype(dtype, device)
+    pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
+    loaded = LoadedPair(pair, load_target(folder, chosen, device, name, found.get("revision")))
     if drafter is not None:
         folder = Path(drafter).expanduser()
         given = checkpoint.load(folder, loaded.target, loaded.target.dtype)

@@ -24,7 +24,7 @@ class Commands(TyperGroup):
     """A user's mistake is one line and exit code 2, never a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        measuring = ["evaluate", "bench-step", "report", "compare"]
+        measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
         return ["pairs", "pull", "generate", "demo", *measuring, *TRAINING, "export", "check"]
 
     def invoke(self, ctx: Any) -> Any:
@@ -62,6 +62,7 @@ def main(
 
 
 from peagle.cli import (  # noqa: E402
+    bench,  # noqa: F401
     bench_step,  # noqa: F401
     capture,  # noqa: F401
     check,  # noqa: F401
@@ -76,4 +77,5 @@ from peagle.cli import (  # noqa: E402
     regenerate,  # noqa: F401
     report,  # noqa: F401
     train,  # noqa: F401
+    tune,  # noqa: F401
 )

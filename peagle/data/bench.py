@@ -1,11 +1,12 @@
 """Benchmark sets: tasks of one or more user turns, in DIR/NAME.jsonl or in any JSONL file.
 
 A record holds `turns` (the user's, in order), one `prompt`, or `messages` in the chat layout; there, answers that are
-written down are passed over: the target gives its own.
+written down are passed over: the target gives its own. NAME:CATEGORY is a set's tasks of one category.
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from peagle.data.records import MAX_BROKEN, Report, ignore, read_records, requir
 from peagle.errors import UserError, nearest
 from peagle.home import home
 
-SETS = ("humaneval", "mt_bench", "gsm8k", "mbpp", "spec_bench", "speed_bench")
-ENDINGS = (".jsonl", ".jsonl.gz")
+SPEED_BENCH = ("speed_bench", *(f"speed_bench_throughput_{size}k" for size in (1, 2, 8, 16, 32)))
+SETS = ("humaneval", "mt_bench", "gsm8k", "mbpp", "spec_bench", *SPEED_BENCH)
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench's rows that its licence keeps back
+EXTRA = ("prompt", "entry_point", "test", "answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class Task:
     turns: tuple[str, ...]
     category: str | None = None
     system: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what scoring needs
 
 
 def read_sets(
@@ -31,20 +36,32 @@ def read_sets(
     """The tasks of every set, by its name; of a path, the file's. All is found before anything is read."""
     if limit is not None and limit < 1:
         raise UserError(f"the limit is {limit}: use --limit 1 or more, or none for the whole set")
-    found: dict[str, Path] = {}
+    found: dict[str, tuple[Path, str | None]] = {}
     for word in words:
-        path = find_set(word, data)
-        name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        path, category = find_part(word, data)
+        name = set_name(path) + (f":{category}" if category else "")
         if name in found:
-            raise UserError(f"set {name!r} is given twice ({found[name]} and {path}): name each once")
-        found[name] = path
+            raise UserError(f"set {name!r} is given twice ({found[name][0]} and {path}): name each once")
+        found[name] = path, category
     if not found:
         raise UserError(f"no set is given: use --set with one or more of {', '.join(SETS)}, or a JSONL file")
-    return {name: read_tasks(path, limit, report) for name, path in found.items()}
+    return {name: read_tasks(path, limit, report, category) for name, (path, category) in found.items()}
+
+
+def set_name(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
+
+
+def find_part(word: str, data: Path | None = None) -> tuple[Path, str | None]:
+    """A set's file, and the category after the colon where one is named."""
+    name, colon, category = word.rpartition(":")
+    if colon and name and category and not Path(word).expanduser().is_file():
+        return find_set(name, data), category
+    return find_set(word, data), None
 
 
 def find_set(word: str, data: Path | None = None) -> Path:
-    """The file of a set: a known name in the data folder, or a path."""
+    """The file of a set: a known name in the data folder, or a path; else from a package or the hub."""
     given = Path(word).expanduser()
     if word not in SETS:
         if given.is_file():
@@ -60,9 +77,9 @@ def find_set(word: str, data: Path | None = None) -> Path:
     for ending in ENDINGS:
         if (path := folder / f"{word}{ending}").is_file():
             return path
-    raise UserError(
-        f"no {word}.jsonl or {word}.jsonl.gz in {folder}: put it there, or name its folder with --data or PEAGLE_DATA"
-    )
+    from peagle.data.fetch import fetch_set
+
+    return fetch_set(word, folder)
 
 
 def data_folder(given: Path | None = None) -> Path:
@@ -73,13 +90,18 @@ def data_folder(given: Path | None = None) -> Path:
     return Path(chosen).expanduser() if chosen else home() / "data"
 
 
-def read_tasks(path: Path, limit: int | None = None, report: Report = ignore) -> list[Task]:
+def read_tasks(
+    path: Path, limit: int | None = None, report: Report = ignore, category: str | None = None
+) -> list[Task]:
     """The first `limit` tasks of a file, or all. Records without turns are reported and skipped, up to a point."""
     tasks: list[Task] = []
-    broken = 0
-    for line, record in read_records(path, report):
+    broken, seen = 0, set[str]()
+    for line, record in whole_records(path, rows_of(path, report), report):
         try:
-            tasks.append(task_of(record, line))
+            task = task_of(record, line)
+            seen.add(str(task.category))
+            if category is None or task.category == category:
+                tasks.append(task)
         except ValueError as error:
             broken += 1
             report(f"{path}:{line}: skipped, {error}")
@@ -87,15 +109,44 @@ def read_tasks(path: Path, limit: int | None = None, report: Report = ignore) ->
                 raise UserError(f"{path}: more than {MAX_BROKEN} records without turns, the last in {line}") from error
         if len(tasks) == limit:
             break
+    if not tasks and category is not None:
+        raise UserError(f"{path} has no task of category {category!r}: it has {', '.join(sorted(seen))}")
     if not tasks:
         raise UserError(f"{path} holds no task: a record needs `turns`, a list of the user's texts")
     return tasks
 
 
+def rows_of(path: Path, report: Report = ignore) -> Iterable[tuple[int, dict]]:
+    if path.suffix != ".parquet":
+        return read_records(path, report)
+    from peagle.data.fetch import parquet_rows
+
+    return enumerate(parquet_rows(path), start=1)
+
+
+def whole_records(path: Path, rows: Iterable[tuple[int, dict]], report: Report) -> Iterator[tuple[int, dict]]:
+    """Without those whose text has to be had elsewhere."""
+    masked = kept = 0
+    for line, record in rows:
+        if any(MASKED in str(turn) for turn in record.get("turns") or ()):
+            masked += 1
+            continue
+        kept += 1
+        yield line, record
+    if masked and not kept:
+        raise UserError(f"{path}: every row is a placeholder; fill them in with SPEED-Bench's own prepare_data.py")
+    if masked:
+        report(f"{path}: {masked} placeholder rows skipped; SPEED-Bench's own prepare_data.py fills them in")
+
+
 def task_of(record: dict[str, Any], line: int) -> Task:
     name = record.get("id", record.get("question_id", line))
     category = record.get("category")
-    kept = {"id": str(name), "category": None if category is None else str(category)}
+    kept = {
+        "id": str(name),
+        "category": None if category is None else str(category),
+        "extra": {name: record[name] for name in EXTRA if name in record},
+    }
     if "turns" in record or "messages" not in record:
         return Task(turns=tuple(require_turns(record, f"task {name}")), **kept)  # type: ignore[arg-type]
     said: dict[str, list[Any]] = {"system": [], "user": [], "assistant": []}
