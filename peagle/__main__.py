@@ -1,5 +1,3 @@
-"""`python -m peagle`, as torchrun wants it."""
-
 from peagle.cli import app
 
 app()

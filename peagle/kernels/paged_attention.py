@@ -33,6 +33,7 @@ KEY_BYTES = 16384  # a block of keys: 64 of 128 dimensions in bf16
 LOG2_E = 1.4426950408889634
 UNSEEN = -1e30  # finite: a block without a seen key leaves a row without a NaN
 ALL = 1 << 30  # a window that sees everything
+KEYS, WARPS, STAGES = 64, 4, 5  # of a short block
 PROGRAMS, MOST_SPLITS = 132, 8  # that keep a GPU busy; of a block's keys
 
 
@@ -211,12 +212,13 @@ def paged_attention(
 
 
 def tiles(block_rows: int, block_d: int, element_size: int) -> dict[str, int]:
-    """A page's id, then its keys: 3 stages load a block ahead, 5 load two."""
-    wide = element_size == 4
+    """Blocks of a step (short) as measured on an H200; longer ones as their registers allow."""
+    short = element_size < 4 and block_rows <= 32
+    wide = element_size == 4 or block_rows * block_d > 64 * 128
     return {
-        "BLOCK_KEYS": min(max(KEY_BYTES // (block_d * element_size), 16), 64),
-        "num_warps": 8 if wide or block_rows * block_d > 64 * 128 else 4,
-        "num_stages": 3 if wide or block_rows > 32 else 5,
+        "BLOCK_KEYS": KEYS if short else min(max(KEY_BYTES // (block_d * element_size), 16), 64),
+        "num_warps": WARPS if short else 8 if wide else 4,
+        "num_stages": STAGES if short else 3,
     }
 
 
