@@ -40,7 +40,7 @@ def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
     told = bench(tiny, "-k", "2,11", "--concurrency", "1,3", "--out", tmp_path)
     content = held(tmp_path)
     assert content["format"] == "peagle-bench/1"
-    assert content["command"].startswith("peagle ")
+    assert content["command"].startswith("peagle")
     assert (content["engine"], content["pair"], content["target"]["name"]) == ("native", "target", "target")
     assert set(content["drafters"]) == {"p-eagle", "eagle3"}
     assert content["environment"]["torch"]
