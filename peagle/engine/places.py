@@ -30,11 +30,9 @@ class Places:
     def taken(self) -> int:
         return self.count - len(self._free)
 
-    def take(self, nowhere: int) -> int:
-        """A free place, whose table points to the page that is nobody's until its own are known."""
-        place = self._free.pop()
-        self.tables[place] = nowhere
-        return place
+    def take(self) -> int:
+        """A free place: of its request nothing is known there yet."""
+        return self._free.pop()
 
     def leave(self, place: int) -> None:
         assert place not in self._free
@@ -44,10 +42,15 @@ class Places:
         """From the host, without waiting for the device."""
         return move(torch.tensor(values, dtype=dtype), self.device)
 
-    def set_table(self, place: int, pages: list[int], start: int = 0) -> None:
-        """The pages of a place from the `start`-th on."""
-        if pages[start:]:
-            self.tables[place, start : len(pages)] = self.upload(pages[start:], torch.int32)
+    def write(self, known: list[tuple[int, int, list[int]]], nowhere: int) -> None:
+        """Of each (place, end, pages): in one transfer. Behind the pages comes the one that is nobody's."""
+        if not known:
+            return
+        width = self.tables.shape[1]
+        rows = [[place, end, *pages, *[nowhere] * (width - len(pages))] for place, end, pages in known]
+        there = self.upload(rows, torch.int32)
+        at = there[:, 0].long()
+        self.ends[at], self.tables[at] = there[:, 1], there[:, 2:]
 
     def rows(self, at: Tensor, width: int) -> tuple[Taken, RowPass]:
         """A pass over the newest token and width - 1 drafts of each place in `at` [B]."""

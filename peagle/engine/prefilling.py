@@ -22,8 +22,10 @@ from peagle.engine.stepresult import Result
 from peagle.engine.verifier import Verifier
 from peagle.kernels.best import best
 
-ROWS = (16, 32, 64, 128, 256, 512)  # sizes of graphs
-REQUESTS = (1, 2, 4, 8, 16, 32)
+ROWS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)  # sizes of graphs
+REQUESTS = (1, 2, 4, 8, 16, 32, 64)
+MOST = 512  # rows of one request in most passes
+WORK = 2e12  # rows * weights that keep a GPU busy (10 ms) while the host launches a pass that is not a graph
 
 
 @dataclass(slots=True)
@@ -39,8 +41,11 @@ class Consumed:
 
 class Prefilling:
     def __init__(
-        self, verifier: Verifier, drafting: Drafting | None, places: Places, memory: Memory, graphs: Graphs
-    ) -> None:
+        self, verifier: Verifier, drafting: Drafting | None, places: Places, memory: Memory, graphs: Graphs,
+        weights: int,
+    ) -> None:  # fmt: skip
+        """`weights`: of the target's layers."""
+        self.largest = max((size for size in ROWS if size * weights <= WORK), default=ROWS[0])
         self.verifier, self.drafting, self.places, self.memory, self.graphs = verifier, drafting, places, memory, graphs
         self.vectors: dict[Size, Tensor] = {}
 
@@ -52,7 +57,7 @@ class Prefilling:
         size = self.size(chunks, k, graphs)
         vector = self._upload(numbers_of(chunks, at, size, self.places.count), size)
         part = views_of(vector, size)
-        if graphs and small(size.rows, size.requests):
+        if graphs and self.small(size.rows, size.requests):
             self._capture(size, part, k)
         consumed: Consumed = self.graphs.run(("consume", size), lambda: self.consume(part, size))
         fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
@@ -125,15 +130,16 @@ class Prefilling:
         counts = [chunk.end - chunk.start for chunk in chunks]
         rows, requests, most = sum(counts), len(chunks), max(counts)
         masks = max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
-        if graphs and small(rows, requests):
-            rows = most = next(size for size in ROWS if size >= rows)
+        if graphs and self.small(rows, requests):
+            rows = next(size for size in ROWS if size >= rows)
+            most = rows if most > MOST else min(rows, MOST)
             requests = next(size for size in REQUESTS if size >= requests)
         return Size(rows, requests, masks, most)
 
     def _upload(self, numbers: list[int], size: Size) -> Tensor:
         """To the vector of that size, which graphs read; on a CPU a new one."""
         new = self.places.upload(numbers, torch.long)
-        if not new.is_cuda or not small(size.rows, size.requests):
+        if not new.is_cuda or not self.small(size.rows, size.requests):
             return new
         if size not in self.vectors:
             self.vectors[size] = torch.empty_like(new)
@@ -148,7 +154,6 @@ class Prefilling:
         if self.graphs.capture(consumed, lambda: self.consume(part, size)):
             self.graphs.capture(("seat", size, k), lambda: self.seat(part, self.graphs.outputs[consumed], size, k))
 
-
-def small(rows: int, requests: int) -> bool:
-    """Is there a graph for so many?"""
-    return rows <= ROWS[-1] and requests <= REQUESTS[-1]
+    def small(self, rows: int, requests: int) -> bool:
+        """Is there a graph for so many?"""
+        return rows <= self.largest and requests <= REQUESTS[-1]

@@ -81,8 +81,10 @@ class Rounds:
         """One round. False: there was nothing to do."""
         with self.lock:
             plan = self._plan()
-            chunks = [(chunk, self._member(chunk.request)) for chunk in plan.prefill]
-            members = [self._member(request) for request in plan.decode]
+            news: list[tuple[int, int, list[int]]] = []
+            chunks = [(chunk, self._member(chunk.request, news)) for chunk in plan.prefill]
+            members = [self._member(request, news) for request in plan.decode]
+            self.stepper.places.write(news, self.scheduler.pages.count)
         for group in [[pair] for pair in chunks] if self.exact else [chunks] if chunks else []:
             self._prefill(group)
         for part in [[member] for member in members] if self.exact else [members] if members else []:
@@ -107,13 +109,11 @@ class Rounds:
             self._leave(self.seats[request.id])
         return plan
 
-    def _member(self, request: Request) -> Member:
-        """The request at its place, and its pages known to the device."""
+    def _member(self, request: Request, news: list[tuple[int, int, list[int]]]) -> Member:
+        """The request at its place; `news`: what the device must be told of it."""
         seat, places = self.seats[request.id], self.stepper.places
         if seat.place is None:
-            seat.place, seat.table, seat.drafted = places.take(self.scheduler.pages.count), 0, 0
-            end = min(self.scheduler.context, len(request.prompt) + request.limits.max_tokens + self.k_most)
-            places.ends[seat.place] = end
+            seat.place, seat.table, seat.drafted = places.take(), 0, 0
             seat.history = History(
                 request.sampling, request.prompt, request.limits.max_tokens + self.k_most + 1,
                 vocab=self.stepper.target.vocab_size, device=self.stepper.target.device,
@@ -124,7 +124,8 @@ class Rounds:
         if seat.table < len(request.pages):
             shared = request.cached // self.scheduler.pages.size
             self.stepper.memory.clear(request.pages[max(seat.table, shared) :])
-            places.set_table(seat.place, request.pages, seat.table)
+            end = min(self.scheduler.context, len(request.prompt) + request.limits.max_tokens + self.k_most)
+            news.append((seat.place, end, request.pages))
             seat.table = len(request.pages)
         return Member(request, seat, seat.place)
 

@@ -58,7 +58,8 @@ class Stepper:
         self.forced: Tensor | None = None
         self.multiple = 1  # exact mode fills passes up to a multiple of rows
         self.graphs = Graphs()
-        self.prefilling = Prefilling(self.verifier, self.drafting, self.places, self.memory, self.graphs)
+        weights = sum(p.numel() for p in target.layers.parameters())
+        self.prefilling = Prefilling(self.verifier, self.drafting, self.places, self.memory, self.graphs, weights)
         self.inputs: dict[int, Tensor] = {}
 
     @torch.inference_mode()

@@ -33,7 +33,7 @@ KEY_BYTES = 16384  # a block of keys: 64 of 128 dimensions in bf16
 LOG2_E = 1.4426950408889634
 UNSEEN = -1e30  # finite: a block without a seen key leaves a row without a NaN
 ALL = 1 << 30  # a window that sees everything
-KEYS, WARPS, STAGES = 64, 4, 5  # of a short block
+KEYS, WARPS, STAGES = 64, 8, 2  # of a short block
 PROGRAMS, MOST_SPLITS = 132, 8  # that keep a GPU busy; of a block's keys
 
 
