@@ -18,7 +18,7 @@ from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
 from peagle.engine.weight import Weight
 from peagle.kernels.add_norm import add_norm
-from peagle.kernels.rope_store import rope_store, turn
+from peagle.kernels.rope_store import rope_store
 from peagle.kernels.swiglu import swiglu
 
 
@@ -45,10 +45,7 @@ class Layer:
         keys, values = memory.keys[at], memory.values[at]
         qkv = self.qkv(normed)
         sizes = self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps
-        if qkv.is_cuda:
-            rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
-        else:
-            turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
+        rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
         query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
         seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window)
         x = self.out(seen.flatten(1))

@@ -9,6 +9,8 @@ Shapes: x and residual [T, d], weight [d]. Results: normed [T, d], and residual_
 import torch
 from torch import Tensor
 
+from peagle.kernels import cpu
+
 try:
     import triton
     import triton.language as tl
@@ -56,7 +58,8 @@ def add_norm(
     `out` takes normed. Rows of x, residual and out may lie apart; their last dimension must be contiguous.
     """
     if triton is None or not (x.is_cuda or triton.knobs.runtime.interpret):
-        return reference(x, residual, weight, eps, out)
+        found = cpu.add_norm(x, residual, weight, eps, out)
+        return reference(x, residual, weight, eps, out) if found is None else found
     rows, d = x.shape
     normed = torch.empty(rows, d, dtype=x.dtype, device=x.device) if out is None else out
     total = x if residual is None else torch.empty(rows, d, dtype=x.dtype, device=x.device)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.kernels import cpu
+
 try:
     import triton
     import triton.language as tl
@@ -144,7 +146,9 @@ def rope_store(
     every tensor must be contiguous.
     """
     if triton is None or not (qkv.is_cuda or triton.knobs.runtime.interpret):
-        reference(qkv, positions, slots, table, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps)
+        args = qkv, positions, slots, table, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps
+        if not cpu.rope_store(*args):
+            reference(*args)
         return
     d, rot = key_cache.shape[2], table.shape[1]
     assert qkv.shape[1] == (heads + 2 * kv_heads) * d and key_cache.shape == value_cache.shape
