@@ -13,6 +13,7 @@ from torch import Tensor
 from peagle.drafter import Drafter
 from peagle.engine.lean import LeanDrafter
 from peagle.engine.memory import Memory
+from peagle.engine.processing import likeliest
 from peagle.engine.rowpass import RowPass, slots_of
 from peagle.engine.weight import Weight
 from peagle.kernels.add_norm import add_norm
@@ -44,6 +45,13 @@ class Drafting:
         with torch.no_grad():
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
         self.norm, self.eps, self.head = drafter.norm.weight.detach(), config.rms_norm_eps, Weight(drafter.lm_head)
+
+    def quantise(self) -> None:
+        """Matrices in int8 from now on."""
+        self.lean.quantise()
+        self.head.quantise()
+        if isinstance(self.fc, Weight):
+            self.fc.quantise()
 
     def draft(self, verified: Verified, k: int) -> Tensor:
         """The next k tokens of each request, [B, k]; with k = 0 only the context is kept up."""
@@ -87,7 +95,7 @@ class Drafting:
     def best(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest target id of each row, and the normed rows."""
         normed, _ = add_norm(stream, None, self.norm, self.eps)
-        ids = self.head(normed).argmax(-1)
+        ids = likeliest(self.head(normed))
         return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids], normed
 
 

@@ -15,7 +15,7 @@ from peagle.engine.graphs import Graphs
 from peagle.engine.layout import MASK, Size, numbers_of, views_of
 from peagle.engine.memory import Memory
 from peagle.engine.places import Places
-from peagle.engine.processing import Processing, broken, logprobs
+from peagle.engine.processing import Processing, broken, likeliest, logprobs
 from peagle.engine.request import Chunk
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
@@ -72,7 +72,7 @@ class Prefilling:
         rows = self._rows(part, tables, size.most, "")
         logits, hidden = self.verifier.forward(part["ids"], rows, self.memory, part["last"])
         logits = logits[:, None]
-        return Consumed(tables, hidden, logits, logits.argmax(-1))
+        return Consumed(tables, hidden, logits, likeliest(logits))
 
     def seat(self, part: dict[str, Any], consumed: Consumed, size: Size, k: int) -> Tensor:
         """The places behind their chunks, with drafts. Returns a result's `packed`."""

@@ -14,13 +14,15 @@ from peagle.drafter import Drafter
 from peagle.engine.drafting import Drafting, Verified
 from peagle.engine.exactness import filled
 from peagle.engine.graphs import Graphs
+from peagle.engine.lean import LeanTarget
 from peagle.engine.memory import Memory, Shape
 from peagle.engine.places import Places
 from peagle.engine.prefilling import Prefilling
-from peagle.engine.processing import Processing, broken, logprobs
+from peagle.engine.processing import Processing, broken, likeliest, logprobs
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
 from peagle.engine.verifier import cache_shapes, verifier_for
+from peagle.errors import UserError
 from peagle.kernels.accept import accept
 from peagle.target import Target
 
@@ -59,6 +61,14 @@ class Stepper:
         self.graphs = Graphs()
         self.prefilling = Prefilling(self.verifier, self.drafting, self.places, self.memory, self.graphs)
         self.inputs: dict[int, Tensor] = {}
+
+    def quantise(self) -> None:
+        """Matrices of target and drafter in int8 from now on."""
+        if not isinstance(self.verifier, LeanTarget):
+            raise UserError(f"int8 cannot be had for {self.target.name!r}: its layers are not Llama-like. Leave it out")
+        self.verifier.quantise()
+        if self.drafting is not None:
+            self.drafting.quantise()
 
     @torch.inference_mode()
     def decode(
@@ -101,7 +111,7 @@ class Stepper:
         ids = torch.cat([places.newest[index][:, None], places.drafts[index, :k]], 1)
         logits, hidden = self.verifier.forward(*filled(ids.flatten(), rows, self.multiple), self.memory)
         logits, hidden = logits[: ids.numel()].view(*ids.shape, -1), hidden[: ids.numel()]
-        return Block(rows, ids, hidden, logits, logits.argmax(-1), places.ends[index])
+        return Block(rows, ids, hidden, logits, likeliest(logits), places.ends[index])
 
     def settle(self, index: Tensor, block: Block, k_next: int) -> Tensor:
         """Accepts, moves the places on, drafts anew. Returns a result's `packed`."""

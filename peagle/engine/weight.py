@@ -1,15 +1,15 @@
 """A matrix as the engine multiplies with it: on a CPU in half precision, laid out once as the multiplication reads it.
 
 PyTorch's own linear layer gives its matrix library plain rows every time; for the few rows of a step that costs as much
-as the multiplication itself. Our own kernel (kernels/c/linear.c) reads the matrix once, at the speed of memory; where
-there is none the library's layout is used. The laid-out copy is a second one: the model's own modules keep theirs.
+as the multiplication itself. Our own kernel (kernels/matrix.py) reads the matrix once, at the speed of memory; where it
+cannot be had, the library's layout is used. The laid-out copy is a second one: the model's own modules keep theirs.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peagle.kernels import cpu
+from peagle.kernels.matrix import Matrix, possible
 
 ROWS = 8  # the library's layout is the best for about so many rows
 
@@ -17,17 +17,22 @@ ROWS = 8  # the library's layout is the best for about so many rows
 class Weight:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.plain, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.panels = cpu.packed(self.plain)
-        reorder = self.panels is None and packable(weight)
+        self.matrix = Matrix(self.plain, self.bias) if possible(self.plain) else None
+        reorder = self.matrix is None and packable(weight)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, ROWS) if reorder else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]"""
-        if self.panels is not None:
-            return cpu.linear(x, self.panels, self.bias, len(self.plain))
+        if self.matrix is not None:
+            return self.matrix(x)
         if self.packed is None:
             return linear(x, self.plain, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def quantise(self) -> None:
+        """From now on in int8, where `possible`."""
+        assert self.matrix is not None
+        self.matrix = Matrix(self.plain, self.bias, int8=True)
 
 
 def packable(weight: Tensor) -> bool:

@@ -89,38 +89,13 @@ def attend(
     return True
 
 
-def argmax(logits: Tensor) -> tuple[Tensor, Tensor] | None:
-    """logits [T, V] -> the likeliest of each row [T], and whether it is a finite number [T]."""
+def argmax(logits: Tensor) -> Tensor | None:
+    """logits [T, V] -> the likeliest of each row [T]."""
     lib = usable(logits)
     if lib is None:
         return None
-    ids, fine = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits), dtype=torch.bool)
+    ids = torch.empty(len(logits), dtype=torch.long)
     lib.functions["argmax", logits.dtype](
-        logits.data_ptr(), ids.data_ptr(), fine.data_ptr(), *logits.shape, logits.stride(0), torch.get_num_threads()
+        logits.data_ptr(), ids.data_ptr(), *logits.shape, logits.stride(0), torch.get_num_threads()
     )
-    return ids, fine
-
-
-def packed(weight: Tensor) -> Tensor | None:
-    """weight [N, K] in bf16, as `linear` reads it; None: this CPU has no dot products of bf16."""
-    lib = usable(weight)
-    if lib is None or not lib.multiplies or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
-        return None
-    weight, (n, k) = weight.contiguous(), weight.shape
-    out = torch.empty(-(-n // lib.panel) * lib.panel * k, dtype=torch.bfloat16)
-    lib.pack(weight.data_ptr(), out.data_ptr(), n, k)
-    return out
-
-
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """x [T, K] -> [T, outputs], for a weight that was packed."""
-    lib = library()
-    assert lib is not None and x.dtype == packed.dtype
-    if x.stride(1) != 1 or x.stride(0) % 2:
-        x = x.contiguous()
-    out = torch.empty(len(x), outputs, dtype=x.dtype)
-    lib.linear(
-        x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), len(x), outputs,
-        x.shape[1], x.stride(0), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
+    return ids

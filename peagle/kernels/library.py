@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "add_norm": [P] * 5 + [L] * 6 + [F, I],
     "rope_store": [P] * 8 + [L] * 7 + [F, I],
     "swiglu": [P] * 2 + [L] * 3 + [I],
-    "argmax": [P] * 3 + [L] * 3 + [I],
+    "argmax": [P] * 2 + [L] * 3 + [I],
     "attend": [P] * 8 + [L] * 10 + [F, I],
 }
 
@@ -48,9 +48,10 @@ class Library:
         self.panel = loaded.panel_width()  # outputs that a packed weight holds together
         self.multiplies = self.panel > 0  # this CPU has dot products of bf16
         if self.multiplies:
-            self.pack, self.linear = loaded.pack, loaded.linear
-            self.pack.argtypes, self.pack.restype = [P, P, L, L], None
-            self.linear.argtypes, self.linear.restype = [P] * 4 + [L] * 4 + [I], None
+            self.pack, self.multiply, self.layer = loaded.pack, loaded.multiply, loaded.layer
+            self.pack.argtypes, self.pack.restype = [P, P, L, L, L], None
+            self.multiply.argtypes, self.multiply.restype = [P] * 3 + [L] * 2 + [I], None
+            self.layer.argtypes, self.layer.restype = [P] * 4 + [L] + [P] * 5, None
 
 
 @cache
