@@ -46,7 +46,7 @@ class Library:
                 function.argtypes, function.restype = arguments, None
                 self.functions[name, dtype] = function
         self.panel = loaded.panel_width()  # outputs that a packed weight holds together
-        self.multiplies = self.panel > 0  # this CPU has dot products of bf16
+        self.multiplies = self.panel > 0  # this CPU has dot products of bf16 and int8
         if self.multiplies:
             self.pack, self.multiply, self.layer = loaded.pack, loaded.multiply, loaded.layer
             self.pack.argtypes, self.pack.restype = [P, P, L, L, L], None

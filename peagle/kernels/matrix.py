@@ -1,6 +1,6 @@
 """A matrix that multiplies rows of bf16 on a CPU, in C: laid out once, in bf16 or in int8 with a scale per output.
 
-    int8: W[n] is about scale[n] * q[n], q whole numbers of -127..127. Activations stay bf16, sums float32.
+    int8: W[n] is about scale[n] * q[n], q whole numbers of -127..127; a row of x gets a scale of its own in the same way.
 
 Only where the CPU has dot products of bf16; a row's bits do not depend on its neighbours.
 """
@@ -19,6 +19,7 @@ class Struct(ctypes.Structure):
     _fields_ = [
         ("packed", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("n", ctypes.c_long),
         ("k", ctypes.c_long),
@@ -30,11 +31,14 @@ class Matrix:
         """weight [N, K], bias [N]: see `possible`."""
         assert possible(weight)
         self.n, self.k = weight.shape
-        self.scales, self.bias = None, None if bias is None else bias.contiguous()
+        self.bias = None if bias is None else bias.contiguous()
+        self.scales: Tensor | None = None
+        self.sums: Tensor | None = None
         if int8:
             weight, self.scales = quantised(weight)
+            self.sums = weight.sum(1, dtype=torch.int32)
         self.packed = pack(weight)
-        held = (None if x is None else x.data_ptr() for x in (self.packed, self.scales, self.bias))
+        held = (None if x is None else x.data_ptr() for x in (self.packed, self.scales, self.sums, self.bias))
         self.struct = Struct(*held, self.n, self.k)
         self.at = ctypes.addressof(self.struct)
 
@@ -67,6 +71,7 @@ def pack(weight: Tensor) -> Tensor:
     """[N, K] as c/matrix.c reads it."""
     lib, weight, (n, k) = library(), weight.contiguous(), weight.shape
     assert lib is not None
-    out = torch.empty(-(-n // lib.panel) * lib.panel * k, dtype=weight.dtype)
+    words = -(-k * weight.element_size() // 4)
+    out = torch.empty(-(-n // lib.panel) * lib.panel * words, dtype=torch.int32)
     lib.pack(weight.data_ptr(), out.data_ptr(), n, k, weight.element_size())
     return out

@@ -2,7 +2,7 @@
 
 #include "matrix.h"
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 struct layer {
     struct matrix qkv, out, gate_up, down;
