@@ -13,7 +13,7 @@ from peagle.engine.rowpass import RowPass
 from peagle.engine.verifier import cache_shapes, verifier_for
 from peagle.kernels import cpu
 from peagle.kernels.library import library
-from peagle.kernels.matrix import Matrix, possible, quantised
+from peagle.kernels.matrix import GROUP, Matrix, possible, quantised
 from tests.conftest import make_target
 from tests.test_engine_kernels import CASES, attends, near, some
 
@@ -115,8 +115,9 @@ def test_products(n: int, k: int, bias: bool, int8: bool) -> None:
         whole, scales = quantised(weight)
         assert whole.abs().amax() == 127
         weight = whole * scales[:, None]
-        step = x.float().abs().amax(1, keepdim=True) / 127
-        x_seen = (x.float() / step).round() * step
+        groups = [part.float() for part in x.split(GROUP, 1)]
+        steps = [part.abs().amax(1, keepdim=True) / 127 for part in groups]
+        x_seen = torch.cat([(part / step).round() * step for part, step in zip(groups, steps, strict=True)], 1)
     else:
         x_seen = x.float()
     wanted = linear(x_seen, weight.float(), None if plus is None else plus.float())

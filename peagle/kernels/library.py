@@ -49,7 +49,7 @@ class Library:
         self.multiplies = self.panel > 0  # this CPU has dot products of bf16 and int8
         if self.multiplies:
             self.pack, self.multiply, self.layer = loaded.pack, loaded.multiply, loaded.layer
-            self.pack.argtypes, self.pack.restype = [P, P, L, L, L], None
+            self.pack.argtypes, self.pack.restype = [P, P, L, L, L, L], None
             self.multiply.argtypes, self.multiply.restype = [P] * 3 + [L] * 2 + [I], None
             self.layer.argtypes, self.layer.restype = [P] * 4 + [L] + [P] * 5, None
 

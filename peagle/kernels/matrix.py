@@ -1,6 +1,6 @@
 """A matrix that multiplies rows of bf16 on a CPU, in C: laid out once, in bf16 or in int8 with a scale per output.
 
-    int8: W[n] is about scale[n] * q[n], q whole numbers of -127..127; a row of x gets a scale of its own in the same way.
+    int8: W[n] is about scale[n] * q[n], q whole numbers of -127..127; x in the same way, a scale for 64 inputs of a row.
 
 Only where the CPU has dot products of bf16; a row's bits do not depend on its neighbours.
 """
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from peagle.kernels.library import library
 
+GROUP = 64  # inputs that share a step, as in c/matrix.c
+
 
 class Struct(ctypes.Structure):
     """`struct matrix` in c/matrix.h."""
@@ -19,7 +21,6 @@ class Struct(ctypes.Structure):
     _fields_ = [
         ("packed", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("n", ctypes.c_long),
         ("k", ctypes.c_long),
@@ -33,12 +34,10 @@ class Matrix:
         self.n, self.k = weight.shape
         self.bias = None if bias is None else bias.contiguous()
         self.scales: Tensor | None = None
-        self.sums: Tensor | None = None
         if int8:
             weight, self.scales = quantised(weight)
-            self.sums = weight.sum(1, dtype=torch.int32)
         self.packed = pack(weight)
-        held = (None if x is None else x.data_ptr() for x in (self.packed, self.scales, self.sums, self.bias))
+        held = (None if x is None else x.data_ptr() for x in (self.packed, self.scales, self.bias))
         self.struct = Struct(*held, self.n, self.k)
         self.at = ctypes.addressof(self.struct)
 
@@ -71,7 +70,7 @@ def pack(weight: Tensor) -> Tensor:
     """[N, K] as c/matrix.c reads it."""
     lib, weight, (n, k) = library(), weight.contiguous(), weight.shape
     assert lib is not None
-    words = -(-k * weight.element_size() // 4)
+    words = k // 2 if weight.dtype == torch.bfloat16 else -(-k // GROUP) * GROUP // 4
     out = torch.empty(-(-n // lib.panel) * lib.panel * words, dtype=torch.int32)
-    lib.pack(weight.data_ptr(), out.data_ptr(), n, k, weight.element_size())
+    lib.pack(weight.data_ptr(), out.data_ptr(), n, k, weight.element_size(), words)
     return out

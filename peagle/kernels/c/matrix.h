@@ -5,7 +5,6 @@
 struct matrix {
     const void *packed;  /* bf16, or int8 where there are scales */
     const float *scales; /* [n] or null */
-    const int32_t *sums; /* [n]: of each output's int8; null without scales */
     const bf16 *bias;    /* [n] or null */
     long n, k;           /* k is even */
 };
