@@ -75,7 +75,10 @@ def _find() -> tuple[Library | None, str]:
         return load(compiler), "c"
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        return None, f"pytorch: {compiler} failed: {said.strip().splitlines()[-1] if said.strip() else 'no reason given'}"
+        return (
+            None,
+            f"pytorch: {compiler} failed: {said.strip().splitlines()[-1] if said.strip() else 'no reason given'}",
+        )
 
 
 def compilers() -> tuple[str, ...]:
