@@ -65,8 +65,8 @@ def main(data: str, count: str = "16") -> None:
         lengths, speeds = [c.acceptance_length for c in cells], [c.tokens_per_second for c in cells]
         print(
             f"{name:10} the same {equal:.0%}, alike for {mean(alike):.0f} tokens; KL {kl:.4f},"
-            f" likeliest kept {same:.1%}; acceptance length {lengths[0]:.2f} -> {lengths[1]:.2f}; tokens/s {speeds[1] / speeds[0]:.2f} of bf16;"
-            f" p-eagle == none: {lossless}",
+            f" likeliest kept {same:.1%}; acceptance length {lengths[0]:.2f} -> {lengths[1]:.2f};"
+            f" tokens/s {speeds[1] / speeds[0]:.2f} of bf16; p-eagle == none: {lossless}",
             flush=True,
         )
 

@@ -76,7 +76,7 @@ def attend(
 ) -> bool:  # fmt: skip
     """query, out [T, heads, d]: a row's heads side by side."""
     lib, (_, heads, d), kv_heads = usable(query, key_cache, value_cache, out), query.shape, key_cache.shape[1]
-    if lib is None or d > MAX_DIM or heads // kv_heads > QUERIES:
+    if lib is None or d > MAX_DIM or d % 2 or heads // kv_heads > QUERIES:
         return False
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(1) == out.stride(1) == d):
         return False

@@ -80,7 +80,7 @@ class Whole:
 
     @staticmethod
     def possible(d: int, group: int) -> bool:
-        return d <= MAX_DIM and group <= QUERIES
+        return d <= MAX_DIM and d % 2 == 0 and group <= QUERIES
 
     def __call__(
         self, normed: Tensor, residual: Tensor, work: Work, keys: Tensor, values: Tensor

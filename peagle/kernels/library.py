@@ -107,7 +107,7 @@ def key_of(compiler: str, runtime: str | None) -> str:
 
 
 def sources() -> list[Path]:
-    return sorted(SOURCES.iterdir())
+    return sorted(file for file in SOURCES.iterdir() if file.suffix in (".c", ".h", ".inc"))
 
 
 def cpu_flags() -> str:

@@ -1,8 +1,8 @@
 """A matrix that multiplies rows of bf16 on a CPU, in C: laid out once, in bf16 or in int8 with a scale per output.
 
-    int8: W[n] is about scale[n] * q[n], q whole numbers of -127..127; x in the same way, a scale for 64 inputs of a row.
+    int8: W[n] is about scale[n] * q[n], q whole numbers of -127..127; so is x, with a scale for 64 inputs of a row.
 
-Only where the CPU has dot products of bf16; a row's bits do not depend on its neighbours.
+Only where the CPU has dot products of both (avx512_bf16, avx512_vnni). A row's bits do not depend on its neighbours.
 """
 
 import ctypes

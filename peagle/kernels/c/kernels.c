@@ -3,39 +3,15 @@
 
 #include "common.h"
 #include <math.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define SMALL 65536  /* numbers: less is not worth a second thread */
 #define MAX_DIM 256  /* of a head */
 #define BLOCK 64     /* keys */
 #define QUERIES 64   /* rows x heads of a group */
 #define UNSEEN -1e30f
-
-/* One query [d] and 64 keys [d][64], of which it sees low .. high - 1: their weights, not normalised yet.
-   Returns how far everything summed before must shrink. */
-static float weigh(const float *query, const float *turned, float *weights, long low, long high, long d, float scale,
-                   float *best, float *total) {
-    const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vec score[BLOCK / LANES] = {{0}}, top = all(*best), sum = {0};
-    for (long i = 0; i < d; i++)
-        for (int w = 0; w < BLOCK / LANES; w++) score[w] += query[i] * load_f32(turned + i * BLOCK + w * LANES, LANES);
-    for (int w = 0; w < BLOCK / LANES; w++) {
-        ints at = lane + w * LANES, seen = (at >= (int)low) & (at < (int)high);
-        score[w] = pick(seen, score[w] * scale, all(UNSEEN));
-        top = pick(score[w] > top, score[w], top);
-    }
-    float larger = top[0];
-    for (int l = 1; l < LANES; l++) larger = top[l] > larger ? top[l] : larger;
-    for (int w = 0; w < BLOCK / LANES; w++) {
-        ints at = lane + w * LANES, seen = (at >= (int)low) & (at < (int)high);
-        vec weight = pick(seen, exp_of(score[w] - larger), all(0));
-        store_f32(weights + w * LANES, weight, LANES);
-        sum += weight;
-    }
-    float shrink = exp_of(all(*best - larger))[0];
-    *total = *total * shrink + sum_of(sum);
-    *best = larger;
-    return shrink;
-}
 
 /* 16 x 16 numbers of 32 bits, rows become columns: four rounds of interleaving the halves. */
 static inline void turn_tile(vec tile[LANES]) {
@@ -50,34 +26,41 @@ static inline void turn_tile(vec tile[LANES]) {
     }
 }
 
-/* Two bf16 travel as one number through turn_tile, and part behind it: the first lies in the lower half. */
-static inline vec load_pairs_bf16(const bf16 *p, long n) {
+/* Keys are multiplied a word of 32 bits at a time: two bf16, the first in the lower half, or one float32. */
+static inline vec load_words_bf16(const bf16 *p, long n) {
     vec out = {0};
     if (n >= 2 * LANES) memcpy(&out, p, sizeof out);
     else if (n > 0) memcpy(&out, p, n * sizeof *p);
     return out;
 }
 
-static inline void store_pair_bf16(float *to, vec pair) {
-    store_f32(to, (vec)((bits)pair << 16), LANES);
-    store_f32(to + BLOCK, (vec)((bits)pair & 0xffff0000), LANES);
+static inline vec load_words_f32(const float *p, long n) { return load_f32(p, n); }
+
+/* sum + the word at `query` times that of each key. */
+static inline vec dot_bf16(vec sum, const bf16 *query, vec keys) {
+#ifdef __AVX512BF16__
+    int32_t word;
+    memcpy(&word, query, sizeof word);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(word), (__m512bh)keys);
+#else
+    sum += load_bf16(query, 1)[0] * (vec)((bits)keys << 16);
+    return sum + load_bf16(query + 1, 1)[0] * (vec)((bits)keys & 0xffff0000);
+#endif
 }
 
-static inline vec load_pairs_f32(const float *p, long n) { return load_f32(p, n); }
-
-static inline void store_pair_f32(float *to, vec x) { store_f32(to, x, LANES); }
+static inline vec dot_f32(vec sum, const float *query, vec keys) { return sum + *query * keys; }
 
 #define T bf16
-#define PAIR 2 /* numbers in 32 bits */
+#define WORD 2 /* numbers in 32 bits */
 #define NAME(x) x##_bf16
 #include "rows.inc"
 #include "attention.inc"
 #undef T
-#undef PAIR
+#undef WORD
 #undef NAME
 
 #define T float
-#define PAIR 1
+#define WORD 1
 #define NAME(x) x##_f32
 #include "rows.inc"
 #include "attention.inc"
