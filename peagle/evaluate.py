@@ -31,6 +31,7 @@ class Settings:
     max_tokens: int = 256
     seed: int = 0
     exact: bool | None = None
+    int8: bool = False
 
     def __post_init__(self) -> None:
         for k in self.ks:
@@ -96,6 +97,7 @@ class Evaluation:
             "method": how.method,
             "trained": self.trained,
             "dtype": self.dtype,
+            "int8": how.int8,
             "max_tokens": how.max_tokens,
             "seed": how.seed,
             "results": [result.as_dict() for result in self.results],
@@ -187,6 +189,7 @@ def answer(
             settings.method,
             settings.max_tokens,
             exact=settings.exact,
+            int8=settings.int8,
             temperature=temperature,
             seed=seed + TURN_SEEDS * len(answers),
         )

@@ -77,20 +77,21 @@ class LoadedPair:
         max_tokens: int = 128,
         raw: bool = False,
         exact: bool | None = None,
+        int8: bool = False,
         on_text: Callable[[str], None] | None = None,
         **sampling: Any,
     ) -> Generation:
         """The target's answer; `on_text` receives it as it grows.
 
         `exact`: bit-equal with and without drafts, in any dtype; None: where it is needed and can be had.
-        `sampling`: the fields of core.Sampling.
+        `int8`: matrices in 8 bits, on a CPU. `sampling`: the fields of core.Sampling.
         """
         chosen = parse_method(method or self.pair.method)
         k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         check_request(self.target, ids, max_tokens)
-        engine = self.engine(chosen, k, exact, min(len(ids) + max_tokens, self.target.context) + 2 * k)
+        engine = self.engine(chosen, k, exact, min(len(ids) + max_tokens, self.target.context) + 2 * k, int8)
         start, prefill, steps = time.perf_counter(), 0.0, list[Step]()
         stream = engine.add(ids, max_tokens=max_tokens, **asdict(settings))
         try:
@@ -120,16 +121,17 @@ class LoadedPair:
             trained=chosen == "none" or self.drafter(chosen).config.trained,
         )
 
-    def engine(self, method: Method, k: int, exact: bool | None, positions: int) -> "Engine":
+    def engine(self, method: Method, k: int, exact: bool | None, positions: int, int8: bool = False) -> "Engine":
         """An engine for one request at a time, kept for the next one that fits it."""
         from peagle.engine import Engine
 
         size = 1 << max(positions - 1, SMALL - 1).bit_length()
-        key = (method, k, exact, size)
+        key = (method, k, exact, size, int8)
         if key not in self._engines:
             self._engines[key] = Engine(
-                self, method=method, k=k or 1, max_batch=1, tokens=size, exact=exact, prefix_caching=False, thread=False
-            )
+                self, method=method, k=k or 1, max_batch=1, tokens=size, exact=exact, int8=int8,
+                prefix_caching=False, thread=False,
+            )  # fmt: skip
         return self._engines[key]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -292,7 +292,7 @@ def test_references_are_transformers(dtype: torch.dtype) -> None:
     norm, head_norm = (LlamaRMSNorm(size, 1e-5).to(dtype) for size in (heads * d, d))
     norm.weight.data, head_norm.weight.data = some(heads * d).to(dtype), some(d).to(dtype)
     x, residual = some(rows, heads * d).to(dtype), some(rows, heads * d, seed=1).to(dtype)
-    normed, total = add_norm.add_norm(x, residual, norm.weight, 1e-5)
+    normed, total = add_norm.reference(x, residual, norm.weight, 1e-5)
     assert torch.equal(normed, norm(x + residual)) and torch.equal(total, x + residual)
 
     rope, positions = LlamaRotaryEmbedding(config), torch.arange(rows) * 5
@@ -306,6 +306,6 @@ def test_references_are_transformers(dtype: torch.dtype) -> None:
         angles = (part.to(dtype) for part in rope(torch.zeros(1), positions[None]))
         q, k = apply_rotary_pos_emb(q[None], k[None], *angles, unsqueeze_dim=2)
         to = torch.randperm(32, generator=torch.Generator().manual_seed(0))[:rows]
-        rope_store.rope_store(qkv, positions, to, table, caches[0], caches[1], heads, heads, weight, weight, 1e-5)
+        rope_store.reference(qkv, positions, to, table, caches[0], caches[1], heads, heads, weight, weight, 1e-5)
         assert torch.equal(qkv[:, : heads * d].unflatten(1, (heads, d)), q[0])
         assert torch.equal(caches[0][to], k[0]) and torch.equal(caches[1][to], v)

@@ -143,7 +143,18 @@ def test_json(tiny: Path, data: Path) -> None:
     found = json.loads(command(tiny, data, *args))
     assert json.loads(saved.read_text()) == found
     assert [path.name for path in saved.parent.iterdir()] == ["result.json"]
-    assert found.keys() == {"pair", "target", "method", "trained", "dtype", "max_tokens", "seed", "results", "mean"}
+    assert found.keys() == {
+        "pair",
+        "target",
+        "method",
+        "trained",
+        "dtype",
+        "int8",
+        "max_tokens",
+        "seed",
+        "results",
+        "mean",
+    }
     assert (found["method"], found["trained"], found["dtype"], found["max_tokens"]) == ("p-eagle", False, "float32", 8)
     assert len(found["results"]) == 2 * 2 * 2
     assert [(m["k"], m["temperature"]) for m in found["mean"]] == [(3, 0), (2, 0), (3, 1), (2, 1)]

@@ -12,6 +12,7 @@ from peagle.engine.verifier import verifier_for
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair
 from tests.conftest import CONFIGS, make_drafter, make_target
+from tests.test_cpu_kernels import needs_dots
 from tests.test_decode import tokens_of
 from tests.test_engine import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
 
@@ -121,3 +122,28 @@ def test_passes_are_filled_up() -> None:
     more, wide = filled(ids, rows, 4)
     assert (more.tolist(), wide.positions.tolist(), wide.slots.tolist()) == ([7, 8, 9, 0], [5, 6, 7, 0], [5, 6, 7, -1])
     assert filled(ids, rows, 3) == (ids, rows)
+
+
+@needs_dots
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_lossless_in_int8_too(method: Method) -> None:
+    """With respect to the int8 target: drafts change nothing, neighbours neither."""
+    how = {"exact": True, "int8": True, "page": PAGE, "tokens": 600}
+    plain, drafted = (engine_of(pair("llama"), used, **how) for used in ("none", method))
+    answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
+    assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
+    assert drafted.status()["int8"] and drafted.exact
+
+
+def test_int8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"int8 multiplies bfloat16, and the target is in float32.*--dtype bfloat16"):
+        engine_of(pair_of(make_target()), "none", int8=True)
+    monkeypatch.setattr("peagle.engine.engine.possible", lambda weight: False)
+    with pytest.raises(UserError, match=r"int8 needs the C kernels \(.*\): leave it out"):
+        engine_of(pair("llama"), "none", int8=True)
+
+
+@needs_dots
+def test_int8_is_for_llama_like_targets() -> None:
+    with pytest.raises(UserError, match=r"int8 cannot be had for 'tiny gemma2': its layers are not Llama-like"):
+        engine_of(pair("gemma2"), "none", int8=True)

@@ -98,11 +98,12 @@ def measure(
     output: int = 256,
     repeats: int = 3,
     bandwidth: float = BANDWIDTH,
+    int8: bool = False,
 ) -> Cell:
     """Random prompts, accepted as the profile says. The best of `repeats` runs, after one to warm up."""
     rng = random.Random(0)
     prompts = [[rng.randrange(pair.target.vocab_size) for _ in range(prompt)] for _ in range(concurrency)]
-    engine = engine_for(pair, method, k, concurrency, prompt + output)
+    engine = engine_for(pair, method, k, concurrency, prompt + output, int8)
     engine.stepper.force(conditional(profile))
     engine.warm_up()
     return timed(engine, prompts, output, True, k, repeats, bandwidth)
@@ -117,17 +118,20 @@ def measure_prompts(
     output: int = 256,
     repeats: int = 1,
     bandwidth: float = BANDWIDTH,
+    int8: bool = False,
 ) -> Cell:
     """Real prompts and a real drafter; so many requests at a time, the next as soon as one has ended."""
-    engine = engine_for(pair, method, k, concurrency, max(map(len, prompts)) + output)
+    engine = engine_for(pair, method, k, concurrency, max(map(len, prompts)) + output, int8)
     engine.warm_up()
     return timed(engine, prompts, output, False, k, repeats, bandwidth)
 
 
-def engine_for(pair: LoadedPair, method: Method, k: int | str, concurrency: int, length: int) -> Engine:
+def engine_for(
+    pair: LoadedPair, method: Method, k: int | str, concurrency: int, length: int, int8: bool = False
+) -> Engine:
     return Engine(
         pair, method=method, k=k, max_batch=concurrency, context=min(pair.target.context, 2 * length),
-        tokens=concurrency * (length + 64), prefix_caching=False, thread=False,
+        tokens=concurrency * (length + 64), prefix_caching=False, int8=int8, thread=False,
     )  # fmt: skip
 
 

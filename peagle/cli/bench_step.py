@@ -7,7 +7,7 @@ from rich.table import Table
 
 from peagle.cli import app, err, out
 from peagle.cli.evaluate import numbers
-from peagle.cli.options import Device, Dtype, Json
+from peagle.cli.options import Device, Dtype, Int8, Json
 from peagle.core import parse_method
 from peagle.home import write_json
 
@@ -35,6 +35,7 @@ def bench_step(
     limit: Annotated[int, typer.Option("--limit", help="So many prompts of the set.")] = 164,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    int8: Int8 = False,
     as_json: Json = False,
     to: Annotated[Path | None, typer.Option("--out", help="Write the JSON here as well.", show_default=False)] = None,
 ) -> None:
@@ -65,9 +66,9 @@ def bench_step(
         for method in names:
             err.print(f"{shape}, {method}, {count} at a time ...", highlight=False)
             if prompts:
-                cells.append(measure_prompts(pair, method, ks, count, prompts, output, repeats, bandwidth * 1e12))
+                cells.append(measure_prompts(pair, method, ks, count, prompts, output, repeats, bandwidth * 1e12, int8))
             else:
-                cells.append(measure(pair, method, ks, count, shares, prompt, output, repeats, bandwidth * 1e12))
+                cells.append(measure(pair, method, ks, count, shares, prompt, output, repeats, bandwidth * 1e12, int8))
     told = [cell.as_dict() for cell in cells]
     if to is not None:
         write_json(to, {"cells": told})

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli import app, err, out, warn
-from peagle.cli.options import Device, Drafter, Dtype, Exact, Json, MaxTokens, Method, Target
+from peagle.cli.options import Device, Drafter, Dtype, Exact, Int8, Json, MaxTokens, Method, Target
 from peagle.core import check_k, parse_method
 from peagle.errors import UserError
 from peagle.home import write_json
@@ -53,6 +53,7 @@ def evaluate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     exact: Exact = None,
+    int8: Int8 = False,
     fast: Annotated[
         bool, typer.Option("--jump", help="Without decoding: answers in batches, then a walk along the matches.")
     ] = False,
@@ -72,9 +73,11 @@ def evaluate(
     ks = tuple(check_k(one) for one in numbers(k, int, "-k 3,5,7")) if k is not None else ()
     temperatures = numbers(temperature, float, "--temperature 0,1")
     wanted = parse_method(method or "p-eagle")
-    asked = Settings(ks, temperatures, wanted, max_tokens, seed, exact)  # refused before anything is loaded
+    asked = Settings(ks, temperatures, wanted, max_tokens, seed, exact, int8)  # refused before anything is loaded
     if fast and exact is not None:
         raise UserError("--jump decodes nothing, so nothing can be exact: leave out one of the two")
+    if fast and int8:
+        raise UserError("--jump runs the target as it is: leave out one of --jump and --int8")
     if to is not None and to.expanduser().is_dir():
         raise UserError(f"{to} is a folder: give --out a file")
     tasks = read_sets([word.strip() for word in sets.split(",") if word.strip()], data, limit, warn)

@@ -6,7 +6,7 @@ import typer
 
 from peagle.catalog import DEFAULT_PAIR, catalog
 from peagle.cli import app, err
-from peagle.cli.options import Device, Drafter, Dtype, Exact, Json, K, MaxTokens, Method, Target
+from peagle.cli.options import Device, Drafter, Dtype, Exact, Int8, Json, K, MaxTokens, Method, Target
 from peagle.core import Sampling, check_k, parse_method
 from peagle.errors import UserError
 
@@ -25,6 +25,7 @@ def generate(
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)] = None,
     exact: Exact = None,
+    int8: Int8 = False,
     raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
     target: Target = None,
     drafter: Drafter = None,
@@ -52,6 +53,7 @@ def generate(
         max_tokens=max_tokens,
         raw=raw,
         exact=exact,
+        int8=int8,
         on_text=None if as_json else lambda text: print(text, end="", flush=True),
         temperature=temperature,
         top_p=top_p,

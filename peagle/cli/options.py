@@ -27,6 +27,9 @@ Exact = Annotated[
         show_default=False,
     ),
 ]
+Int8 = Annotated[
+    bool, typer.Option("--int8", help="Matrices in 8 bits, on a CPU: faster, but the target's answers may differ.")
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (what is fast here, measured), float32, bfloat16 or float16.")

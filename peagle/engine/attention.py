@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from peagle.engine.rowpass import RowPass
+from peagle.kernels import cpu
 from peagle.kernels.paged_attention import paged_attention
 
 ROWS = 8  # in a block
@@ -29,6 +30,10 @@ def attend(
             window=window, out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    if cpu.attend(
+        query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale, window, out
+    ):
+        return out
     key = window, query.shape[1] // keys.shape[1]
     if key not in rows.memo:
         blocks = blocks_of(rows, *key, query.dtype)

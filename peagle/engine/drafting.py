@@ -45,6 +45,13 @@ class Drafting:
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
         self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
 
+    def quantise(self) -> None:
+        """Matrices in int8 from now on."""
+        self.lean.quantise()
+        self.head.quantise()
+        if isinstance(self.fc, Weight):
+            self.fc.quantise()
+
     def draft(self, verified: Verified, k: int) -> Tensor:
         """The next k tokens of each request, [B, k]; with k = 0 only the context is kept up."""
         width = max(k, 1) if self.parallel else 1

@@ -5,7 +5,7 @@ run this way only if it is built so, and if it gives what transformers gives (`v
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
 from peagle.engine.weight import Weight
 from peagle.kernels.add_norm import add_norm
+from peagle.kernels.layer import Whole, Work
+from peagle.kernels.library import library
 from peagle.kernels.rope_store import rope_store, turn
 
 
@@ -36,6 +38,7 @@ class Layer:
     kv_heads: int
     head_dim: int
     window: int | None = None
+    whole: Whole | None = None  # the layer in one call, where it can be had
 
     def run(
         self, normed: Tensor, residual: Tensor, rows: RowPass, memory: Memory, at: int, rope: Tensor
@@ -43,9 +46,13 @@ class Layer:
         """normed: attention's input [T, d or 2d] -> (the MLP's output, perhaps in shares; the residual stream before it
         is added)."""
         keys, values = memory.keys[at], memory.values[at]
+        if self.whole is not None:
+            if "work" not in rows.memo:  # a pass runs the layers of one stack, all alike
+                rows.memo["work"] = Work.of(rows, rope, self.whole.width)
+            return self.whole(normed, residual, rows.memo["work"], keys, values)
         qkv = self.qkv.shares(normed)
         sizes = self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps
-        if qkv.is_cuda:
+        if qkv.is_cuda or library() is not None:
             query = rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
         else:
             turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
@@ -53,6 +60,24 @@ class Layer:
         seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window)
         normed, residual = add_norm(self.out.shares(seen.flatten(1)), residual, self.after, self.eps)
         return self.down.shares(self.gate_up.gated(normed)), residual
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [self.qkv, self.out, self.gate_up, self.down]
+
+    def joined(self) -> "Layer":
+        """The same, in one call where that can be had."""
+        matrices = [weight.matrix for weight in self.weights if weight.matrix is not None]
+        if len(matrices) < 4 or not Whole.possible(self.head_dim, self.heads // self.kv_heads):
+            return self
+        norms = [self.after, self.q_norm, self.k_norm]
+        whole = Whole(matrices, norms, self.heads, self.kv_heads, self.head_dim, self.eps, self.window)
+        return replace(self, whole=whole)
+
+    def quantised(self) -> "Layer":
+        for weight in self.weights:
+            weight.quantise()
+        return self.joined()
 
 
 def merge(parts: list[Any]) -> tuple[Tensor, Tensor | None]:
@@ -98,7 +123,7 @@ def layer_of(module: Any, before: Tensor, after: Tensor, eps: float, head_dim: i
         Weight(mlp.down_proj.weight),
         before.detach(), after.detach(), q_norm, k_norm, eps,
         attention.q_proj.weight.shape[0] // head_dim, attention.k_proj.weight.shape[0] // head_dim, head_dim, window,
-    )  # fmt: skip
+    ).joined()  # fmt: skip
 
 
 def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
@@ -128,6 +153,11 @@ class LeanTarget:
         self.lm_head = Weight(target.lm_head)
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
+
+    def quantise(self) -> None:
+        """Matrices in int8 from now on. Not before: that the target is Llama-like is tried with its own."""
+        self.layers = [layer.quantised() for layer in self.layers]
+        self.lm_head.quantise()
 
     def forward(self, ids: Tensor, rows: RowPass, memory: Memory, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
@@ -161,6 +191,9 @@ class LeanDrafter:
         self.hidden_norm = blocks[0].hidden_norm.weight.detach()
         self.norm_before_residual = config.norm_before_residual
         self.eps = config.rms_norm_eps
+
+    def quantise(self) -> None:
+        self.layers = [layer.quantised() for layer in self.layers]
 
     def forward(self, embeds: Tensor, hidden: Tensor, rows: RowPass, memory: Memory) -> tuple[Tensor, Tensor]:
         """embeds, hidden [T, d] -> the residual stream behind the last layer [T, d]: normed, and as it is."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from peagle.engine.history import History, move
 from peagle.engine.stages import STAGES, Penalties, Stage
+from peagle.kernels.best import best
 
 AT_ONCE = 2**22  # requests x V: bounds the copies of logits that a group makes
 
@@ -52,7 +53,7 @@ class Group:
                 x = stage(x, drafts, position)
             else:
                 x[at] = stage(x[at], drafts[at], position[at])
-        return x.argmax(-1) if self.greedy else self._draw(x, position)
+        return likeliest(x) if self.greedy else self._draw(x, position)
 
     def _draw(self, x: Tensor, position: Tensor) -> Tensor:
         """Rows behind max_tokens are never used: they take the last number."""
@@ -84,7 +85,7 @@ class Processing:
 
     def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor) -> Tensor:
         """[B, R] int64: the target's token at each row."""
-        tokens = logits.argmax(-1)
+        tokens = likeliest(logits)
         for group in self.groups:
             tokens[group.rows] = group.choose(logits, drafts, emitted)
         return tokens
@@ -108,6 +109,11 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     own = logits.gather(-1, tokens[..., None])
     values, ids = logits.topk(top, sorted=True)
     return Logprobs((own - total)[..., 0], (logits > own).sum(-1) + 1, ids, values - total)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[..., V] -> [...]: the first of the largest."""
+    return best(logits.flatten(0, -2))[0].view(logits.shape[:-1])
 
 
 def broken(tops: Tensor) -> Tensor:

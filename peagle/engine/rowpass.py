@@ -23,7 +23,7 @@ class RowPass:
     first: Tensor  # [B] int32
     most: int  # no request has more rows than this
     page: int  # positions a page
-    memo: dict[Any, list[Any]] = field(default_factory=dict)  # on a CPU: what is made once for all layers
+    memo: dict[Any, Any] = field(default_factory=dict)  # on a CPU: what is made once for all layers
 
     def angles(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the rows, looked up once for all layers."""

@@ -14,6 +14,7 @@ from peagle.drafter import Drafter
 from peagle.engine.drafting import Drafting, Verified
 from peagle.engine.exactness import filled
 from peagle.engine.graphs import Graphs
+from peagle.engine.lean import LeanTarget
 from peagle.engine.memory import Memory, Shape
 from peagle.engine.places import Places
 from peagle.engine.prefilling import Prefilling
@@ -21,6 +22,7 @@ from peagle.engine.processing import Processing, broken, logprobs
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
 from peagle.engine.verifier import cache_shapes, verifier_for
+from peagle.errors import UserError
 from peagle.kernels.accept import accept
 from peagle.kernels.best import best
 from peagle.target import Target
@@ -61,6 +63,14 @@ class Stepper:
         weights = sum(p.numel() for p in target.layers.parameters())
         self.prefilling = Prefilling(self.verifier, self.drafting, self.places, self.memory, self.graphs, weights)
         self.inputs: dict[int, Tensor] = {}
+
+    def quantise(self) -> None:
+        """Matrices of target and drafter in int8 from now on."""
+        if not isinstance(self.verifier, LeanTarget):
+            raise UserError(f"int8 cannot be had for {self.target.name!r}: its layers are not Llama-like. Leave it out")
+        self.verifier.quantise()
+        if self.drafting is not None:
+            self.drafting.quantise()
 
     @torch.inference_mode()
     def decode(

@@ -10,6 +10,8 @@ shares [S, T, d] (few_rows.py): they are added up first.
 import torch
 from torch import Tensor
 
+from peagle.kernels import cpu
+
 try:
     import triton
     import triton.language as tl
@@ -62,7 +64,8 @@ def add_norm(
     `out` takes normed. Rows of x, residual and out may lie apart; their last dimension must be contiguous.
     """
     if triton is None or not (x.is_cuda or triton.knobs.runtime.interpret):
-        return reference(x, residual, weight, eps, out)
+        found = cpu.add_norm(x, residual, weight, eps, out) if x.dim() == 2 else None
+        return reference(x, residual, weight, eps, out) if found is None else found
     (rows, d), shares = x.shape[-2:], len(x) if x.dim() == 3 else 1
     normed = torch.empty(rows, d, dtype=weight.dtype, device=x.device) if out is None else out
     total = x if residual is None and shares == 1 else torch.empty(rows, d, dtype=weight.dtype, device=x.device)

@@ -8,6 +8,8 @@ Shapes: logits [T, V]. Results: ids [T] int64, tops [T] float32.
 import torch
 from torch import Tensor
 
+from peagle.kernels import cpu
+
 try:
     import triton
     import triton.language as tl
@@ -20,7 +22,12 @@ PIECE = 4096  # of a row
 def reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernels compute, in plain PyTorch."""
     tops, ids = logits.max(-1)  # a NaN is the largest of all
-    return ids, tops.float().nan_to_num(float("inf"), float("inf"), float("-inf"))
+    return ids, marked(tops)
+
+
+def marked(tops: Tensor) -> Tensor:
+    """Of a NaN, +inf."""
+    return tops.float().nan_to_num(float("inf"), float("inf"), float("-inf"))
 
 
 if triton is not None:
@@ -47,7 +54,8 @@ if triton is not None:
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(ids, tops); rows may lie apart, their elements may not."""
     if triton is None or not (logits.is_cuda or triton.knobs.runtime.interpret):
-        return reference(logits)
+        found = cpu.argmax(logits)
+        return reference(logits) if found is None else (found, marked(logits.gather(1, found[:, None])[:, 0]))
     rows, size = logits.shape
     assert logits.stride(1) == 1
     pieces = triton.cdiv(size, PIECE)

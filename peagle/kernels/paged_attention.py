@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.kernels import cpu
+
 try:
     import triton
     import triton.language as tl
@@ -166,6 +168,11 @@ def paged_attention(
     A position behind the table's last page sees what the table holds; its result is of no use, but finite.
     """
     if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
+        if softcap is None and sinks is None:
+            into = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+            args = query, key_cache, value_cache, tables, page_size, starts, counts, first, most, scale, window, into
+            if cpu.attend(*args):
+                return into
         return reference(
             query, key_cache, value_cache, tables, page_size, starts, counts, first, most, scale,
             window, softcap, sinks, out,

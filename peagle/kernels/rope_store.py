@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.kernels import cpu
+
 try:
     import triton
     import triton.language as tl
@@ -158,7 +160,10 @@ def rope_store(
     every tensor must be contiguous.
     """
     if triton is None or not (qkv.is_cuda or triton.knobs.runtime.interpret):
-        return reference(qkv, positions, slots, table, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps)
+        args = qkv, positions, slots, table, key_cache, value_cache, heads, kv_heads, q_norm, k_norm, eps
+        if qkv.dim() == 2 and cpu.rope_store(*args):
+            return qkv.unflatten(1, (-1, key_cache.shape[2]))[:, :heads]
+        return reference(*args)
     d, rot, rows = key_cache.shape[2], table.shape[1], qkv.shape[-2]
     assert qkv.shape[-1] == (heads + 2 * kv_heads) * d and key_cache.shape == value_cache.shape
     assert rot % 2 == 0 and 2 <= rot <= d and key_cache.dtype == value_cache.dtype

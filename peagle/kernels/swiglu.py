@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from peagle.kernels import cpu
+
 try:
     import triton
     import triton.language as tl
@@ -42,7 +44,8 @@ if triton is not None:
 def swiglu(gate_up: Tensor) -> Tensor:
     """Rows of gate_up may lie apart; its last dimension must be contiguous."""
     if triton is None or not (gate_up.is_cuda or triton.knobs.runtime.interpret):
-        return reference(gate_up)
+        found = cpu.swiglu(gate_up)
+        return reference(gate_up) if found is None else found
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1 and gate_up.shape[1] == 2 * inner
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)

@@ -1,0 +1,66 @@
+/* The small operations between the matrices of a layer, in bf16 and float32: each is the C of the Triton kernel of the
+   same name in this package, and rounds where the PyTorch reference beside that one rounds. */
+
+#include "common.h"
+#include <math.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define SMALL 65536  /* numbers: less is not worth a second thread */
+#define MAX_DIM 256  /* of a head */
+#define BLOCK 64     /* keys */
+#define QUERIES 64   /* rows x heads of a group */
+#define UNSEEN -1e30f
+
+/* 16 x 16 numbers of 32 bits, rows become columns: four rounds of interleaving the halves. */
+static inline void turn_tile(vec tile[LANES]) {
+    for (int round = 0; round < 4; round++) {
+        vec from[LANES];
+        memcpy(from, tile, sizeof from);
+        for (int i = 0; i < LANES / 2; i++) {
+            vec a = from[i], b = from[i + LANES / 2];
+            tile[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            tile[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+    }
+}
+
+/* Keys are multiplied a word of 32 bits at a time: two bf16, the first in the lower half, or one float32. */
+static inline vec load_words_bf16(const bf16 *p, long n) {
+    vec out = {0};
+    if (n >= 2 * LANES) memcpy(&out, p, sizeof out);
+    else if (n > 0) memcpy(&out, p, n * sizeof *p);
+    return out;
+}
+
+static inline vec load_words_f32(const float *p, long n) { return load_f32(p, n); }
+
+/* sum + the word at `query` times that of each key. */
+static inline vec dot_bf16(vec sum, const bf16 *query, vec keys) {
+#ifdef __AVX512BF16__
+    int32_t word;
+    memcpy(&word, query, sizeof word);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(word), (__m512bh)keys);
+#else
+    sum += load_bf16(query, 1)[0] * (vec)((bits)keys << 16);
+    return sum + load_bf16(query + 1, 1)[0] * (vec)((bits)keys & 0xffff0000);
+#endif
+}
+
+static inline vec dot_f32(vec sum, const float *query, vec keys) { return sum + *query * keys; }
+
+#define T bf16
+#define WORD 2 /* numbers in 32 bits */
+#define NAME(x) x##_bf16
+#include "rows.inc"
+#include "attention.inc"
+#undef T
+#undef WORD
+#undef NAME
+
+#define T float
+#define WORD 1
+#define NAME(x) x##_f32
+#include "rows.inc"
+#include "attention.inc"
