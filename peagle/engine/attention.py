@@ -1,6 +1,6 @@
-"""Attention of a pass over paged keys and values: the kernel on a GPU; plain PyTorch on a CPU.
+"""Attention of a pass over paged keys and values: a kernel, on a GPU (Triton) and on a CPU (C); else plain PyTorch.
 
-On a CPU the heads of a group are folded into the rows, so that no key is copied for them, and keys are read in whole
+In PyTorch the heads of a group are folded into the rows, so that no key is copied for them, and keys are read in whole
 pages: what is masked adds exactly zero. Short passes run in blocks of a fixed number of rows: then a row's bits depend
 neither on its place in the block nor on its neighbours (see exactness.py).
 """

@@ -1,7 +1,7 @@
 """A Llama-like stack of layers in few operations: merged projections, one kernel where PyTorch would need several.
 
-The same layers serve a target and its drafter, on a GPU (Triton) and on a CPU (each kernel's reference). A target is
-run this way only if it is built so, and if it gives what transformers gives (`verifier_for` tries).
+The same layers serve a target and its drafter, on a GPU (Triton) and on a CPU (C, or each kernel's reference). A target
+is run this way only if it is built so, and if it gives what transformers gives (`verifier_for` tries).
 """
 
 from collections.abc import Mapping
