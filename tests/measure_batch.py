@@ -8,6 +8,7 @@ how much more the target, alone, gives its own token than the one that was said.
 
 import random
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -55,11 +56,13 @@ def main(data: str, device: str, dtype: str) -> None:
     tasks = read_sets(["humaneval", "gsm8k"], Path(data), COUNT // 2)
     texts = [task.turns[0] for found in tasks.values() for task in found]
     rng.shuffle(texts)
-    requests = [(pair.encode([{"role": "user", "content": text}]), rng.randint(8, 96)) for text in texts]
+    requests = [(pair.encode([{"role": "user", "content": text}]), rng.randint(8, 64)) for text in texts]
     wanted = [alone(pair, *request) for request in requests]
     for method, k in (("none", 1), ("eagle3", 5), ("p-eagle", 7), ("p-eagle", "auto")):
+        start = time.perf_counter()
         engine = Engine(pair, method=method, k=k, max_batch=COUNT, context=2048, tokens=COUNT * 512, thread=False)
         engine.warm_up()
+        ready = time.perf_counter() - start
         found = together(engine, requests)
         engine.check_integrity()
         parted = [
@@ -67,7 +70,7 @@ def main(data: str, device: str, dtype: str) -> None:
         ]  # (token, margin)
         print(
             f"{device} {dtype} {method} K={k}: {len(requests) - len(parted)} of {len(requests)} identical,"
-            f" {sum(map(len, found))} tokens;"
+            f" {sum(map(len, found))} tokens, ready in {ready:.1f} s;"
             f" where the others part (token, margin): {sorted(parted, key=lambda x: -x[1])}",
             flush=True,
         )

@@ -1,5 +1,6 @@
 """What goes wrong: a request fails alone, with a reason; what can never run is refused before it costs anything."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
@@ -156,12 +157,16 @@ def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
 def test_the_loop_dies_and_everybody_is_told(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
     engine = Engine(small(), method="p-eagle", k=3, **TIGHT | {"max_batch": 2})
 
+    everybody = threading.Event()
+
     def lost(*_: Any) -> None:
+        everybody.wait()
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(engine.stepper, "decode", lost)
     with ThreadPoolExecutor() as pool:
         streams = [engine.add(prompt(5 + i), max_tokens=9) for i in range(2)]
+        everybody.set()
         for future in [pool.submit(list, stream) for stream in streams]:
             with pytest.raises(RequestFailed, match="the engine stopped: RuntimeError: the device is lost"):
                 future.result(timeout=60)

@@ -4,6 +4,7 @@ Like a step in two halves, each a CUDA graph where it is small: up to the target
 Large prefills have enough to compute and run as they are.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ class Prefilling:
     ) -> Result | None:
         """Consumes the chunks. `processing` and the result are of those that end a prompt without an answer yet."""
         size = self.size(chunks, k, graphs)
-        vector = self._upload(numbers_of(chunks, at, size, self.places.count), size)
+        vector = self._upload(numbers_of(chunks, at, size, self.places.count), size, graphs)
         part = views_of(vector, size)
         if graphs and self.small(size.rows, size.requests):
             self._capture(size, part, k)
@@ -129,17 +130,29 @@ class Prefilling:
         """As large as it must be; for graphs, the next size there is one for."""
         counts = [chunk.end - chunk.start for chunk in chunks]
         rows, requests, most = sum(counts), len(chunks), max(counts)
-        masks = max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
         if graphs and self.small(rows, requests):
             rows = next(size for size in ROWS if size >= rows)
             most = rows if most > MOST else min(rows, MOST)
             requests = next(size for size in REQUESTS if size >= requests)
-        return Size(rows, requests, masks, most)
+        return Size(rows, requests, self.masks(k), most)
 
-    def _upload(self, numbers: list[int], size: Size) -> Tensor:
-        """To the vector of that size, which graphs read; on a CPU a new one."""
+    def masks(self, k: int) -> int:
+        """Mask rows behind a prompt."""
+        return max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
+
+    @torch.inference_mode()
+    def capture(self, most: int, k: int) -> None:
+        """The graphs of usual sizes: up to `most` requests of 32 to 512 tokens each."""
+        for requests, rows in itertools.product(REQUESTS, ROWS):
+            if requests < 2 * most and 32 * requests <= rows <= min(512 * requests, self.largest):
+                size = Size(rows, requests, self.masks(k), min(rows, MOST))
+                vector = self._upload(numbers_of([], [], size, self.places.count), size, True)
+                self._capture(size, views_of(vector, size), k)
+
+    def _upload(self, numbers: list[int], size: Size, graphs: bool) -> Tensor:
+        """To the vector of that size, which graphs read; without, a new one."""
         new = self.places.upload(numbers, torch.long)
-        if not new.is_cuda or not self.small(size.rows, size.requests):
+        if not graphs or not self.small(size.rows, size.requests):
             return new
         if size not in self.vectors:
             self.vectors[size] = torch.empty_like(new)

@@ -102,6 +102,8 @@ class Rounds:
             if self.graphs and batch < 2 * self.scheduler.max_batch:
                 for k, made in itertools.product(ks, (None, self.k_most)):
                     self._capture(batch, k, k if made is None else made)
+        if self.graphs:
+            self.stepper.prefilling.capture(self.scheduler.max_batch, self.k_most)
 
     def _plan(self) -> Plan:
         plan = self.scheduler.plan(max(self.k_most + 1, 2 * self.k_most))  # the drafter looks further than the target
@@ -132,7 +134,7 @@ class Rounds:
     def _prefill(self, chunks: list[tuple[Chunk, Member]]) -> None:
         started = time.perf_counter()
         fresh = [member for chunk, member in chunks if chunk.next_id is None]
-        k = self.metrics.k  # as in the last step: a batch verifies what its members have in common
+        k = self.k_most  # what is not wanted is left unused
         result = self.stepper.prefilling.run(
             [chunk for chunk, _ in chunks], [member.place for _, member in chunks], k, self._process(fresh),
             self._top(fresh), self.graphs,
@@ -149,9 +151,9 @@ class Rounds:
 
     def _decode(self, members: list[Member], alone: bool) -> None:
         """`alone`: no prefill runs in the same round."""
-        k = min(member.seat.drafted for member in members)
         choice = self.chooser.choose(len(members))
         self.metrics.k, self.metrics.k_reason = choice.k, choice.reason
+        k = min(choice.k, *(member.seat.drafted for member in members))  # what all of them have
         made = k if choice.k <= k else self.k_most  # drafts may be left unused; so there is a graph for every change
         started = time.perf_counter()
         if self.graphs:
