@@ -1,6 +1,7 @@
 """What each chart shows, as numbers and words: nothing is drawn here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log
 
 from peagle.report.grid import Grid, per_user, ratio
 from peagle.report.palette import SLOTS
@@ -115,7 +116,7 @@ def pareto(grid: Grid) -> Figure:
         cells = [cell for cell in grid.measured if cell.method == method]
         colour = method if method in ("none", "eagle3") else "s1"
         lines += line(method_label(method), colour, placed(cells), joined=False)
-    front = [Point(p.x, p.y, text=front_text(c)) for c in grid.front() for p in placed([c])]
+    front = apart([Point(p.x, p.y, text=front_text(c)) for c in grid.front() for p in placed([c])])
     lines += line("Pareto front", "ink", front) if len(front) > 1 else []
     title, x, y = "Throughput against speed for one user", "tokens/s of one user", "tokens/s of all together"
     return Figure(
@@ -127,6 +128,16 @@ def pareto(grid: Grid) -> Figure:
         log=True,
         note="Ringed: no other cell is better in both. c: requests at a time.",
     )
+
+
+def apart(points: list[Point]) -> list[Point]:
+    """Without the texts that would lie on the one before: points within an eighth of it in both directions."""
+    told, last = [], None
+    for point in points:
+        close = last is not None and max(abs(log(point.x / last.x)), abs(log(point.y / last.y))) < 1 / 8
+        told.append(replace(point, text="") if close else point)
+        last = last if close else point
+    return told
 
 
 def front_text(cell: Cell) -> str:
