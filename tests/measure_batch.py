@@ -58,6 +58,7 @@ def main(data: str, device: str, dtype: str) -> None:
     rng.shuffle(texts)
     requests = [(pair.encode([{"role": "user", "content": text}]), rng.randint(8, 64)) for text in texts]
     wanted = [alone(pair, *request) for request in requests]
+    plain: list[list[int]] = []
     for method, k in (("none", 1), ("eagle3", 5), ("p-eagle", 7), ("p-eagle", "auto")):
         start = time.perf_counter()
         engine = Engine(pair, method=method, k=k, max_batch=COUNT, context=2048, tokens=COUNT * 512, thread=False)
@@ -65,12 +66,14 @@ def main(data: str, device: str, dtype: str) -> None:
         ready = time.perf_counter() - start
         found = together(engine, requests)
         engine.check_integrity()
+        plain = plain or found
         parted = [
             margin(pair, ids, a, b) for (ids, _), a, b in zip(requests, wanted, found, strict=True) if a != b
         ]  # (token, margin)
+        as_plain = sum(a == b for a, b in zip(plain, found, strict=True))
         print(
-            f"{device} {dtype} {method} K={k}: {len(requests) - len(parted)} of {len(requests)} identical,"
-            f" {sum(map(len, found))} tokens, ready in {ready:.1f} s;"
+            f"{device} {dtype} {method} K={k}: {len(requests) - len(parted)} of {len(requests)} identical, {as_plain} to"
+            f" `none` together; {sum(map(len, found))} tokens, ready in {ready:.1f} s;"
             f" where the others part (token, margin): {sorted(parted, key=lambda x: -x[1])}",
             flush=True,
         )
