@@ -72,8 +72,8 @@ def main(data: str, device: str, dtype: str) -> None:
         ]  # (token, margin)
         as_plain = sum(a == b for a, b in zip(plain, found, strict=True))
         print(
-            f"{device} {dtype} {method} K={k}: {len(requests) - len(parted)} of {len(requests)} identical, {as_plain} to"
-            f" `none` together; {sum(map(len, found))} tokens, ready in {ready:.1f} s;"
+            f"{device} {dtype} {method} K={k}: {len(requests) - len(parted)} of {len(requests)} identical, {as_plain}"
+            f" to `none` together; {sum(map(len, found))} tokens, ready in {ready:.1f} s;"
             f" where the others part (token, margin): {sorted(parted, key=lambda x: -x[1])}",
             flush=True,
         )
