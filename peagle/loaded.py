@@ -157,7 +157,8 @@ def load(
     found = receipt(folder) or {}
     name = source.target.hub or source.name
     chosen = choose_dtype(dtype, device)
-    pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
+    if target is None and drafter is None:  # what was tuned holds for the pair's own two
+        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
     loaded = LoadedPair(pair, load_target(folder, chosen, device, name, found.get("revision")))
     if drafter is not None:
         folder = Path(drafter).expanduser()

@@ -133,7 +133,7 @@ def accepts(batch: int, k: int, device: str, dtype: torch.dtype) -> None:
     for a, b in zip(*results, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
     found, places = results[0][:2], results[0][2:]
-    assert torch.equal(places[0][index], first + found[0] + 1) and torch.equal(places[2][index], found[1])
+    assert torch.equal(places[0][index], first + found[0] + (room >= 0)) and torch.equal(places[2][index], found[1])
     for b, limit in enumerate(room.clamp(min=0).tolist()):  # the rule, once more
         kept = 0
         while kept < min(k, limit) and drafts[b, kept] == tokens[b, kept]:

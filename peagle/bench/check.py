@@ -1,8 +1,9 @@
 """The output check: greedy answers with drafts must be those without.
 
 Where they are not, the first token that differs is told, and by what margin the target preferred one of the two there:
-the gap of their log-probabilities in one pass over the common beginning. Rounding flips near ties (a margin of a few
-hundredths); anything larger is a fault. A later turn is compared only where the answers before it were the same.
+the gap of their log-probabilities in one pass over the common beginning. Rounding flips near ties: in bfloat16,
+where logits are 0.125 or 0.25 apart, by up to a few such steps; in float32 a few thousandths would be a fault. A later
+turn is compared only where the answers before it were the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -33,6 +33,7 @@ class Endpoint:
     ) -> None:
         self.chat, self.models, self.metrics = urls_of(url)
         self.temperature, self.warmup = temperature, warmup
+        self.guessed = 0  # answers whose tokens the server did not count
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.timeout = httpx.Timeout(read, connect=CONNECT)
         self.model = model if model is not None else self.find_model()
@@ -131,6 +132,7 @@ class Endpoint:
             record.error = "the stream broke off before the answer ended"
             return
         record.tokens = int(told) if told is not None else pieces
+        self.guessed += told is None
         if not record.arrivals:  # an answer without text: it came all the same
             record.arrivals.append(time.perf_counter())
 

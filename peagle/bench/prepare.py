@@ -21,6 +21,7 @@ from peagle.pull.progress import Progress, silent
 if TYPE_CHECKING:
     from peagle.bench.endpoint import Endpoint
 
+STEADY = 4  # so many tasks for every user, or a cell is mostly ramp
 Warn = Callable[[str], None]
 Tasks = Mapping[str, Sequence[Task]]
 
@@ -99,6 +100,8 @@ def make_jobs(tasks: Tasks, how: Settings, loaded: LoadedPair | None, warn: Warn
     for name, found in jobs.items():
         if len(found) < most:
             warn(f"{name} has {len(found)} tasks: at --concurrency {most} no more than {len(found)} run at a time")
+        elif len(found) < STEADY * most:
+            warn(f"{name} has {len(found)} tasks: at --concurrency {most} the load mostly ramps up and down")
     return jobs
 
 

@@ -19,7 +19,7 @@ from peagle.home import write_json
 
 FORMAT = "peagle-bench/1"
 SAME = ("format", "pair", "target", "engine", "endpoint", "drafters", "settings", "tasks")  # or it is another run
-MACHINE = ("cpu", "gpu", "threads", "torch")
+MACHINE = ("cpu", "gpu", "threads", "driver", "torch", "transformers", "peagle", "commit")
 
 
 class Results:
@@ -32,7 +32,15 @@ class Results:
         created = {"name": path.stem, "created": now()}
         self.content: dict[str, Any] = {**head, **created, "cells": [], "scores": [], "runs": []} | (found or {})
         self.resumed = found is not None
+        self._read = path.read_bytes() if path.exists() else b""
+        if not self.resumed:
+            self.answers_path.unlink(missing_ok=True)  # of another run
         self._forget_failed()
+
+    def require_current(self) -> None:
+        """Nobody has written the file since it was read; for whoever holds the lock."""
+        if (self.path.read_bytes() if self.path.exists() else b"") != self._read:
+            raise UserError(f"{self.path} was written meanwhile by another peagle bench: run the command again")
 
     @property
     def cells(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Runs a program that a model wrote: in a process of its own, without network, with limits on everything.
 
 The child (sandboxed.py) sets its own limits before it runs a line of the program; here are the wall clock, an empty
-folder to work in, an empty environment, and the verdict. A program passes if it came to its end: it cannot say so by
-itself, for the word that says it is chosen anew each time and unknown until then.
+folder to work in, an empty environment, and the verdict. A program passes if it came to its end, which is told by a
+word that is chosen anew each time: no program says it by accident.
 """
 
 import os

@@ -1,3 +1,4 @@
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -170,7 +171,8 @@ def command() -> str:
     """As it was typed, but for a secret."""
     words = sys.argv[1:]
     told = ["***" if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)]
-    return shlex.join(["peagle", *("--api-key=***" if word.startswith("--api-key=") else word for word in told)])
+    told = ["--api-key=***" if word.startswith("--api-key=") else word for word in told]
+    return shlex.join(["peagle", *(re.sub(r"//[^/@\s]+@", "//***@", word) for word in told)])
 
 
 def run(session: "Session", runner: "Runner", loaded: "LoadedPair | None", score: bool, against: str | None) -> None:
@@ -178,6 +180,7 @@ def run(session: "Session", runner: "Runner", loaded: "LoadedPair | None", score
     base = answers_of(results.path, against) if against is not None else None
     results.path.parent.mkdir(parents=True, exist_ok=True)
     with hold(results.path), bar() as shown:
+        results.require_current()
         watch(session, shown)
         try:
             session.measure(runner)
@@ -189,6 +192,8 @@ def run(session: "Session", runner: "Runner", loaded: "LoadedPair | None", score
             raise
         finally:
             runner.close()
+    if guessed := getattr(runner, "guessed", 0):
+        warn(f"{guessed} answers told no usage: chunks were counted, too few where one holds several tokens")
     if not left:
         tell(f"{results.path} is complete: give another --name to measure again")
     show(results.content, str(results.path))

@@ -62,11 +62,13 @@ def tune(
         return
     started = time.perf_counter()
     tuner, best = measure_all(loaded, jobs, methods, counts, ks)
-    path = keep(loaded, tuner, best, price, max_tokens)
+    own = target is None and drafter is None
+    path = keep(loaded, tuner, best, price, max_tokens) if own else None
     for text in explain(tuner, best, price):
         out.print(escape(text), highlight=False, soft_wrap=True)
     seconds = time.perf_counter() - started
-    err.print(f"{tuner.runs} measurements in {seconds:.0f} s; kept in {escape(str(path))}", highlight=False)
+    where = f"kept in {path}" if path else "not kept: with --target or --drafter it is another pair"
+    err.print(f"{tuner.runs} measurements in {seconds:.0f} s; {escape(where)}", highlight=False)
 
 
 def mixed_jobs(sets: str, data: Path | None, max_tokens: int) -> "list[Job]":

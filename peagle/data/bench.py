@@ -6,7 +6,7 @@ written down are passed over: the target gives its own. NAME:CATEGORY is a set's
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,14 @@ def read_tasks(
 ) -> list[Task]:
     """The first `limit` tasks of a file, or all. Records without turns are reported and skipped, up to a point."""
     tasks: list[Task] = []
-    broken, seen = 0, set[str]()
+    broken, seen, ids = 0, set[str](), set[str]()  # answers are told apart by their ids
     for line, record in whole_records(path, rows_of(path, report), report):
         try:
             task = task_of(record, line)
             seen.add(str(task.category))
             if category is None or task.category == category:
-                tasks.append(task)
+                tasks.append(replace(task, id=f"{task.id}:{line}") if task.id in ids else task)
+                ids.add(task.id)
         except ValueError as error:
             broken += 1
             report(f"{path}:{line}: skipped, {error}")

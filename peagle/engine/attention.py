@@ -21,13 +21,14 @@ Block = tuple[int, int, int, int, Tensor]  # request, its rows from..to, pages o
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, rows: RowPass, scale: float, window: int | None = None
-) -> Tensor:
-    """query [T, heads, d]; keys, values [slots, kv_heads, d] -> [T, heads, d]."""
+    query: Tensor, keys: Tensor, values: Tensor, rows: RowPass, scale: float, window: int | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """query [T, heads, d]; keys, values [slots, kv_heads, d] -> [T, heads, d]. `arrived`: of Memory."""
     if query.is_cuda:
         return paged_attention(
             query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale,
-            window=window, out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
+            window=window, out=torch.empty(query.shape, dtype=query.dtype, device=query.device), arrived=arrived,
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if cpu.attend(

@@ -14,6 +14,7 @@ class Graphs:
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, Any] = {}
+        self.side: Any = None  # the stream of warm-ups: one, for the matrix library keeps memory for each
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.graphs
@@ -29,7 +30,7 @@ class Graphs:
         return self.outputs[key]
 
     def warm(self, work: Callable[[], Any]) -> None:
-        stream = torch.cuda.Stream()
+        stream = self.side = self.side or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

@@ -57,7 +57,7 @@ class Layer:
         else:
             turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
             query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
-        seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window)
+        seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window, memory.arrived)
         normed, residual = add_norm(self.out.shares(seen.flatten(1)), residual, self.after, self.eps)
         return self.down.shares(self.gate_up.gated(normed)), residual
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.kernels.paged_attention import counters
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -30,18 +32,16 @@ class Memory:
         self.pages, self.size = pages, size
         slots = (pages + 1) * size
         self.nowhere = pages * size  # the first slot of the page that is nobody's
+        self.arrived = counters(device)
         # zeros: a masked key is still multiplied, by zero
         self.keys, self.values = (
             [torch.zeros(slots, s.kv_heads, s.head_dim, dtype=s.dtype, device=device) for s in shapes] for _ in range(2)
         )
 
     def clear(self, pages: list[int]) -> None:
-        """Pages that get a new owner: whole pages are read, and what is left in them need not be numbers.
-
-        On a GPU nothing is read that was not written for the one who reads.
-        """
-        if pages and self.keys[0].device.type == "cpu":
-            at = torch.tensor(pages)
+        """Zeros: whole pages are read, and what a request left in them that failed need not be numbers."""
+        if pages:
+            at = torch.tensor(pages, device=self.keys[0].device)
             for cache in (*self.keys, *self.values):
                 cache.unflatten(0, (-1, self.size))[at] = 0
 

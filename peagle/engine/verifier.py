@@ -85,4 +85,5 @@ def plain_layer(layer: nn.Module) -> bool:
         and gated - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
         and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
         and all(isinstance(getattr(attention, name), nn.Linear) for name in linear)
+        and all(getattr(mlp, name).bias is None for name in ("gate_proj", "up_proj", "down_proj"))
     )

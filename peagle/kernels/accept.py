@@ -32,7 +32,7 @@ def reference(
     kept = torch.minimum(holds.cumprod(1).sum(1), room)
     bonus = tokens.gather(1, kept[:, None])[:, 0]
     kept = kept.int()
-    lengths[index] = first + kept + 1
+    lengths[index] = torch.minimum(first + kept + 1, ends)  # nobody's place ends at 0, and stays there
     emitted[index] += kept + 1
     newest[index] = bonus
     return kept, bonus
@@ -59,7 +59,7 @@ if triton is not None:
         tl.store(bonus + request, token, mask=there)
         place = tl.load(index + request, mask=there, other=0)
         told = tl.load(emitted + place, mask=there, other=0)
-        tl.store(lengths + place, begin + count + 1, mask=there)
+        tl.store(lengths + place, tl.minimum(begin + count + 1, begin + room + 1), mask=there)
         tl.store(emitted + place, told + count + 1, mask=there)
         tl.store(newest + place, token, mask=there)
 

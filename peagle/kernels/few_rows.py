@@ -65,7 +65,7 @@ if triton is not None:
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
         x, weight, bias, out, rows, x_row, weight_row, columns, out_share, out_row, inner,
-        GATED: tl.constexpr, BIAS: tl.constexpr, SHARES: tl.constexpr,
+        GATED: tl.constexpr, BIAS: tl.constexpr,
         BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         n, share = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
@@ -122,7 +122,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, shares:
     _kernel[(n // sizes["BLOCK_N"], shares)](
         x, weight, x if bias is None else bias, out, len(x), x.stride(0), weight.stride(0), columns,
         out.stride(0) if shares > 1 else 0, out.stride(-2), n if gate else 0,
-        GATED=gate, BIAS=bias is not None, SHARES=shares, BLOCK_T=block_t, **sizes,
+        GATED=gate, BIAS=bias is not None, BLOCK_T=block_t, **sizes,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ Shapes: query [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d],
 first [B], sinks [heads]. Result [T, heads, d].
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ UNSEEN = -1e30  # finite: a block without a seen key leaves a row without a NaN
 ALL = 1 << 30  # a window that sees everything
 KEYS, WARPS, STAGES = 64, 8, 2  # of a short block
 PROGRAMS, MOST_SPLITS = 132, 8  # that keep a GPU busy; of a block's keys
+COUNTERS = 4096  # blocks that are split
 
 
 def reference(
@@ -159,13 +159,14 @@ if triton is not None:
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page_size: int, starts: Tensor,
     counts: Tensor, first: Tensor, most: int, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, splits: int | None = None, out: Tensor | None = None,
+    sinks: Tensor | None = None, splits: int | None = None, out: Tensor | None = None, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`most` bounds counts, on the host. The last dimension of every tensor must be contiguous, nothing else need be.
 
     Caches must be finite wherever a table points: what is masked is still multiplied, by 0.
     Rows that belong to no request are zeros; with `out`, they stay what they were. A request of no rows reads nothing.
     A position behind the table's last page sees what the table holds; its result is of no use, but finite.
+    `arrived`: zeros, int32, that nobody else uses at the same time; as they were afterwards.
     """
     if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
         if softcap is None and sinks is None:
@@ -199,11 +200,11 @@ def paged_attention(
         "BLOCK_ROWS": block_rows,
         **tiles(block_rows, block_d, query.element_size()),
     }
-    parts = tops = totals = arrived = out
+    parts = tops = totals = out
+    arrived = counters(query.device) if arrived is None else arrived
     if splits > 1:
         parts = torch.empty(rows, heads, splits, d, dtype=torch.float32, device=query.device)
         tops, totals = (parts.new_empty(rows, heads, splits) for _ in range(2))
-        arrived = counters(query.device)
         assert batch * kv_heads * blocks <= len(arrived)
     steps = scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap
     cap = 0.0 if softcap is None else softcap * LOG2_E
@@ -229,7 +230,6 @@ def tiles(block_rows: int, block_d: int, element_size: int) -> dict[str, int]:
     }
 
 
-@functools.cache
 def counters(device: torch.device) -> Tensor:
-    """How many splits of a block have finished: zeros, between launches. One tensor a device serves one stream."""
-    return torch.zeros(4096, dtype=torch.int32, device=device)
+    """How many splits of a block have finished: none."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)

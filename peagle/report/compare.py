@@ -115,6 +115,9 @@ def remarks(before: Run, after: Run, warn: Callable[[str], None]) -> None:
         apart = [key for key in sorted(one.keys() | two.keys()) if key not in ignored and one.get(key) != two.get(key)]
         if apart:
             warn(f"{name} differs: {', '.join(f'{key} {one.get(key)} and {two.get(key)}' for key in apart)}")
+    tasks = before.section("tasks"), after.section("tasks")
+    if other := [name for name in sorted(tasks[0].keys() & tasks[1].keys()) if tasks[0][name] != tasks[1][name]]:
+        warn(f"other tasks in {', '.join(other)}: the numbers are of different prompts")
     mine, theirs = ({cell.key for cell in run.cells} for run in (before, after))
     for run, only in ((before, mine - theirs), (after, theirs - mine)):
         if only:

@@ -41,7 +41,9 @@ def alike(one: Run, other: Run) -> bool:
         return False
     loads = [{k: v for k, v in run.section("settings").items() if k not in AXES} for run in (one, other)]
     mine, theirs = one.section("drafters"), other.section("drafters")
-    return loads[0] == loads[1] and all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys())
+    tasks = one.section("tasks"), other.section("tasks")
+    pairs = (mine, theirs), tasks
+    return loads[0] == loads[1] and all(a[name] == b[name] for a, b in pairs for name in a.keys() & b.keys())
 
 
 def machine_label(run: Run) -> str:

@@ -118,7 +118,7 @@ def strip(machine: Machine, grid: Grid) -> dict[str, Any]:
                 "method": best.method if best.method in ("none", "eagle3", "p-eagle") else "other",
                 "name": method_label(best.method),
                 "k": "" if best.method == "none" else f"K={best.k}",
-                "gain": times(gain.value) if gain else "",
+                "gain": times(gain.value) if gain else "1×" if best.method == "none" else "–",
                 "speed": amount(best.throughput),
                 "level": listed([label(rival) for rival in rivals]),
             }

@@ -14,7 +14,7 @@ def method_label(method: str) -> str:
 
 
 def label(cell: Cell) -> str:
-    return method_label(cell.method) if cell.method == "none" else f"{method_label(cell.method)} K={cell.k}"
+    return method_label(cell.method) if cell.k == 0 else f"{method_label(cell.method)} K={cell.k}"
 
 
 def by_method(method: str) -> tuple[int, str]:

@@ -106,11 +106,11 @@ static void bytes_of(const bf16 *x, int8_t *q, float *steps, float *extra, long 
             long at = g * GROUP + i * LANES;
             part[i] = load_bf16(x + at, k - at);
             vec size = (vec)((bits)part[i] & 0x7fffffff);
-            top = pick(size <= top, top, size); /* a NaN comes through */
+            top = pick(size <= top, top, size); /* infinity comes through; a NaN shows in `total` */
         }
         float most = 0;
         for (int l = 0; l < LANES; l++) most = top[l] <= most ? most : top[l];
-        float per = most > 0 ? 127 / most : 0;
+        float per = most > 1e-30f ? 127 / most : 0;
         vec total = {0};
         for (int i = 0; i < GROUP / LANES; i++) {
             vec whole = part[i] * per + 12582912.0f - 12582912.0f; /* to the nearest */
@@ -144,9 +144,14 @@ static void panel_rows(const struct matrix *m, const int *x, long stride, const 
 
 /* x [T, k], rows x_row apart (an even number) -> y [T, n]. */
 void multiply(const struct matrix *m, const bf16 *x, bf16 *y, long rows, long x_row, int threads) {
+    if (!rows) return;
     long words = words_of(m), groups = words * 4 / GROUP, stride = m->scales ? words : x_row / 2;
     float *steps = m->scales ? malloc(rows * (groups + 1 + words) * 4) : 0, *extra = steps + rows * groups;
     int8_t *q = (int8_t *)(extra + rows);
+    if (m->scales && !steps) { /* no memory: not numbers, which the engine tells */
+        memset(y, 0xff, rows * m->n * sizeof *y);
+        return;
+    }
 #pragma omp parallel num_threads(threads)
     {
         if (steps) {
