@@ -13,6 +13,7 @@ const EXAMPLES = {
 const ORDER = ["none", "eagle3", "p-eagle"]; // plain first: the others are told as a ratio to it
 const FRAME = 120; // milliseconds between drawings while a lane records: the page must not slow what it measures
 const WATCH = 1000; // between looks at the server's status during a race
+const WARM = { messages: [{ role: "user", content: "Hello" }], max_tokens: 24, temperature: 0, stream: true };
 const PACES = [1, 0.5, 0.2, 0.1, 0.05, 0.02];
 const LONG_ENOUGH = 1.5; // seconds: a replay that would be over sooner is slowed down, and says so
 
@@ -24,6 +25,7 @@ let records = []; // of the last race
 let race = null; // AbortController, while lanes record
 let replaying = null; // AbortController, while a replay runs
 let paceChosen = false;
+const warm = new Set(); // "method K" whose engine has answered before
 
 const key = () => at("key").value.trim();
 const entered = () => settings.read().lanes.filter((method) => available.has(method));
@@ -53,6 +55,7 @@ async function run() {
   begin(chosen, methods);
   const timer = watch(mine.signal);
   try {
+    for (const one of records) await warmUp(one, body, mine.signal);
     if (chosen.mode === "together") await Promise.all(records.map((one) => record(one, body, mine.signal, chosen)));
     else for (const one of records) await record(one, body, mine.signal, chosen);
   } finally {
@@ -88,7 +91,7 @@ function begin(chosen, methods) {
   for (const [method, lane] of lanes) {
     lane.show(methods.includes(method));
     lane.best(false);
-    lane.clear(chosen.mode === "turns" ? "waits" : "runs");
+    lane.clear("waits");
   }
   at("how").textContent = chosen.mode === "turns"
     ? "Recording in turns: each lane has the machine to itself."
@@ -97,18 +100,35 @@ function begin(chosen, methods) {
   buttons();
 }
 
+// An engine is made when it is first asked for, and its first steps are slow: a few tokens that do not count.
+async function warmUp(one, body, signal) {
+  const lane = lanes.get(one.method), peagle = ask(one, body), name = JSON.stringify(peagle);
+  if (warm.has(name) || signal.aborted) return;
+  lane.state("warms up");
+  try {
+    for await (const _ of chat({ ...WARM, peagle }, key(), signal));
+    warm.add(name);
+    lane.state("waits");
+  } catch (error) {
+    if (!signal.aborted) broken(one, lane, error);
+  }
+}
+
+// Plain decoding has no K.
+const ask = (one, body) => ({ ...(one.method === "none" ? { trace: true } : body.peagle), method: one.method });
+
 // Run one lane to its end; whatever goes wrong is said in the lane, and the others go on.
 async function record(one, body, signal, chosen) {
   const lane = lanes.get(one.method);
   if (signal.aborted) return stop(one, lane);
+  if (one.problem) return; // it did not even warm up
   lane.state("runs");
   const sent = performance.now();
   const now = () => (performance.now() - sent) / 1000;
   const draw = () => lane.draw(one, now(), chosen.tokens, plain());
   const timer = setInterval(draw, FRAME);
   try {
-    const mine = one.method === "none" ? { trace: true } : body.peagle;
-    for await (const chunk of chat({ ...body, peagle: { ...mine, method: one.method } }, key(), signal)) {
+    for await (const chunk of chat({ ...body, peagle: ask(one, body) }, key(), signal)) {
       one.add(now(), chunk);
       one.reason = chunk.choices?.[0]?.finish_reason ?? one.reason;
     }
@@ -133,6 +153,7 @@ function stop(one, lane) {
 
 function broken(one, lane, error) {
   if (!(error instanceof Refused)) console.error(error);
+  one.ended ??= 0;
   one.problem = error instanceof Refused ? error.message : "The page failed: see the browser's console.";
   lane.state("failed");
   lane.fail(one.tally.tokens ? `${one.problem} ${one.tally.tokens} tokens had come.` : one.problem);
@@ -165,7 +186,7 @@ async function finish(chosen, aborted) {
 function how({ mode, temperature, k }) {
   const ran = mode === "turns" ? "in turns, each lane with the machine to itself" : "together, sharing the machine";
   const dice = temperature > 0 ? `temperature ${temperature} with one seed for all` : "greedy";
-  return `Recorded ${ran}; K ${k}, ${dice}. Speeds are tokens a second after the first chunk; the ratio is to plain decoding.`;
+  return `Recorded ${ran}, after a short warm-up; K ${k}, ${dice}. Speeds are tokens a second after the first chunk; the ratio is to plain decoding.`;
 }
 
 // --- replay -----------------------------------------------------------------------------------------------------------
