@@ -1,4 +1,4 @@
-"""The page at /, in headless Chromium against tests/page_server.py: a race, its replay, trouble, phones, dark, keyboard."""
+"""The page at /, in headless Chromium against tests/page_server.py: race, replay, trouble, phones, dark, keyboard."""
 
 import re
 import shutil
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 FAST = 0.15  # of a step's usual time
 NAMES = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3", "none": "Plain decoding"}
@@ -27,7 +27,7 @@ NAMES = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3", "none": "Plain decoding"}
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+        "playwright.sync_api", reason="no playwright: pip install playwright"
     )
     if CHROMIUM is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
