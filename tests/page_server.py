@@ -77,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.json({"object": "list", "data": [{"id": "smollm2-135m", "object": "model"}]})
         elif self.path == "/v1/peagle/status":
-            self.json({"methods": {name: self.server.status(name) for name in self.server.methods}})
+            engines = {name: self.server.status(name) for name in self.server.methods}
+            self.json({"methods": list(engines), "method": "p-eagle", "k": "auto", "engines": engines})
         else:
             self.refuse(404, "no such page")
 

@@ -26,9 +26,7 @@ NAMES = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3", "none": "Plain decoding"}
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright: pip install playwright"
-    )
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
     with playwright.sync_playwright() as driver:
@@ -167,7 +165,7 @@ def test_stop_and_keyboard(browser: "Browser", server: PageServer) -> None:
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ("429", "The server is busy (16 requests wait): try again in 3 s."),
+        ("429", "Not now, 16 requests wait: try again in 3 s."),
         ("400", "the prompt has 9000 tokens, the model takes 8192"),
         ("broken", "The stream broke off. 8 tokens had come."),
         ("error", "the engine stopped 8 tokens had come."),

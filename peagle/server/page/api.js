@@ -32,7 +32,7 @@ async function words(response) {
   if (status === 401 || status === 403) return "The server wants an API key: enter it in the settings.";
   if (status === 429 || status === 503) {
     const wait = Number(response.headers.get("Retry-After"));
-    return `The server is busy${said ? ` (${said})` : ""}: try again ${wait > 0 ? `in ${wait} s` : "in a moment"}.`;
+    return `Not now, ${said.split(":")[0] || "the server is busy"}: try again ${wait > 0 ? `in ${wait} s` : "in a moment"}.`;
   }
   return said || `The server answered ${status}.`;
 }

@@ -254,10 +254,18 @@ async function look() {
     if (!race && error.status === 401) tell(error.message);
     return;
   }
-  const methods = body.methods ?? body;
-  const there = METHODS.filter((method) => methods[method]);
+  const there = METHODS.filter((method) => body.methods?.includes(method));
   if (there.length) offer(new Set(there));
-  for (const method of there) lanes.get(method).status(methods[method]);
+  for (const [method, lane] of lanes) {
+    const engine = engineOf(body, method);
+    if (engine) lane.status(engine);
+  }
+}
+
+// Engines are named by their method, and by K where it is not the server's own: "p-eagle", "p-eagle k=3".
+function engineOf({ engines = {}, k: usual }, method) {
+  const { k } = settings.read();
+  return method === "none" || k === usual ? engines[method] : (engines[`${method} k=${k}`] ?? engines[method]);
 }
 
 function offer(methods) {

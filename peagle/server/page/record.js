@@ -23,9 +23,8 @@ export class Record {
     const said = chunk.peagle;
     const count = said?.tokens ?? (text ? 1 : 0);
     if (!count && !text) return;
-    const told = said?.texts?.join("") === text;
-    if (!told && count > 1) this.estimated = true;
-    const texts = told ? said.texts : split(text, Math.max(1, count));
+    if (!said?.texts?.length && count > 1) this.estimated = true;
+    const texts = said?.texts?.length ? fit(said.texts, text) : split(text, Math.max(1, count));
     const step = { t, texts, accepted: said?.accepted ?? 0, drafted: said?.drafted ?? 0, k: said?.k ?? null };
     this.steps.push(step);
     this.tally.add(step);
@@ -83,6 +82,22 @@ export class Tally {
   }
 }
 
+// What of `text` each token brought. Tokens may spell what is not shown (an end), or half a character:
+// fit(["Caf", "\ufffd", "\ufffd", " au", "<end>"], "Café au") is ["Caf", "", "é", " au", ""].
+export function fit(spelled, text) {
+  const texts = [];
+  let rest = text;
+  for (const one of spelled) {
+    const at = one ? rest.indexOf(one) : -1;
+    const skipped = at > 0 ? rest.slice(0, at) : "";
+    if (skipped && texts.length) texts[texts.length - 1] += skipped;
+    texts.push(at < 0 ? "" : texts.length ? one : skipped + one);
+    if (at >= 0) rest = rest.slice(at + one.length);
+  }
+  texts[texts.length - 1] += rest;
+  return texts;
+}
+
 // A text as `count` pieces, cut where words begin: for servers that do not say where tokens end.
 export function split(text, count) {
   const words = text.match(/\s*(?:[\p{L}\p{M}\p{N}_]+|[^\s\p{L}\p{M}\p{N}_])|\s+/gu) ?? [text];
@@ -105,7 +120,7 @@ function alike(whole) {
   if (whole.length < 2) return "";
   const [first, ...rest] = whole.map((record) => record.text);
   const parting = Math.min(...rest.map((text) => parts(first, text)));
-  return parting === Infinity ? "Identical answers." : `The answers part after ${parting} characters: near ties may flip unless the server runs in exact mode.`;
+  return parting === Infinity ? "Identical answers." : `The answers part after ${parting} characters: near ties may flip unless the server runs with --exact.`;
 }
 
 function parts(a, b) {
