@@ -291,7 +291,7 @@ async function greet() {
 
 function buttons() {
   at("stop").disabled = !race && !replaying;
-  at("run").textContent = records.length ? "Race again" : "Race";
+  at("run").textContent = race ? "Racing" : records.length ? "Race again" : "Race";
   at("run").disabled = Boolean(race);
 }
 
