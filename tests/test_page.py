@@ -166,9 +166,9 @@ def test_stop_and_keyboard(browser: "Browser", server: PageServer) -> None:
     ("prompt", "words"),
     [
         ("429", "Not now, 16 requests wait: try again in 3 s."),
-        ("400", "the prompt has 9000 tokens, the model takes 8192"),
+        ("400", "The prompt has 9000 tokens, the model takes 8192."),
         ("broken", "The stream broke off. 8 tokens had come."),
-        ("error", "the engine stopped 8 tokens had come."),
+        ("error", "The engine stopped. 8 tokens had come."),
     ],
 )
 def test_trouble_is_told(browser: "Browser", server: PageServer, prompt: str, words: str) -> None:
@@ -230,6 +230,41 @@ def test_answers_that_differ_and_tokens_without_texts(browser: "Browser", server
         assert page.locator("#estimated").is_visible()
         ended(page)
         assert lane(page, "p-eagle").locator(".text").inner_text() == "".join(list(tokens(ANSWER))[:160])
+
+
+PURE = """async () => {
+  const { Record, best, fit, split, verdict } = await import('/page/record.js');
+  const lane = (method, times, text = 'ab', whole = true) => {
+    const one = new Record(method);
+    for (const t of times) one.add(t, {choices: [{delta: {content: text}}], peagle: {tokens: 2, texts: [...text]}});
+    if (whole) one.ended = times.at(-1); else one.problem = 'no';
+    return one;
+  };
+  const fast = lane('p-eagle', [1, 2, 3]), level = lane('eagle3', [1, 2, 3.04]), slow = lane('none', [1, 3, 5]);
+  return {
+    fit: [fit(['Caf', '\\ufffd', '\\ufffd', ' au', '<end>'], 'Café au'), fit(['\\ufffd', ' b'], 'é b'), fit(['x'], 'yz'), fit(['<end>'], '')],
+    split: [split('Hello world, you', 2), split('a', 3).join(''), split('', 1)],
+    verdicts: [[fast, slow], [fast, level, slow], [fast, lane('none', [1, 3], 'ac')], [fast, lane('none', [1], 'ab', false)], [lane('none', [1])], [lane('none', [])]].map(verdict),
+    best: [best([fast, slow]), best([fast, level, slow]), best([fast])],
+  };
+}"""  # noqa: E501
+
+
+def test_records_and_verdicts(browser: "Browser", server: PageServer) -> None:
+    with opened(browser, server) as page:
+        told = page.evaluate(PURE)
+    assert told["fit"] == [["Caf", "", "é", " au", ""], ["é", " b"], ["yz"], [""]]
+    assert told["split"] == [["Hello world", ", you"], "a", [""]]
+    assert told["verdicts"] == [
+        "✓ Identical answers. P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",
+        "✓ Identical answers. P-EAGLE and EAGLE-3 are level at 2.0 tokens/s, 2.00× plain decoding.",
+        "The answers part after 1 characters: near ties may flip unless the server runs with --exact."
+        " P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",
+        "P-EAGLE: 6 tokens at 2.0 tokens/s (of the lanes that finished).",
+        "Too short an answer to tell a speed.",
+        "",
+    ]
+    assert told["best"] == ["p-eagle", None, None]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

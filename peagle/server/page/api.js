@@ -34,8 +34,10 @@ async function words(response) {
     const wait = Number(response.headers.get("Retry-After"));
     return `Not now, ${said.split(":")[0] || "the server is busy"}: try again ${wait > 0 ? `in ${wait} s` : "in a moment"}.`;
   }
-  return said || `The server answered ${status}.`;
+  return said ? sentence(said) : `The server answered ${status}.`;
 }
+
+const sentence = (said) => said[0].toUpperCase() + said.slice(1).replace(/\.?$/, ".");
 
 export async function json(path, key, signal) {
   return (await call(path, key, { signal })).json();
@@ -53,7 +55,7 @@ export async function* chat(body, key, signal) {
     } catch {
       throw new Refused("The stream is not readable.");
     }
-    if (chunk.error) throw new Refused(chunk.error.message ?? "The server gave the answer up.");
+    if (chunk.error) throw new Refused(sentence(chunk.error.message ?? "the server gave the answer up"));
     yield chunk;
   }
   throw new Refused("The stream broke off.");

@@ -33,7 +33,7 @@ const say = (text) => (at("live").textContent = text);
 
 function tell(problem) {
   at("problem").hidden = !problem;
-  at("problem").textContent = problem;
+  if (at("problem").textContent !== problem) at("problem").textContent = problem; // or it would be read out again
 }
 
 function conclude(sentence) {
@@ -154,9 +154,11 @@ function stop(one, lane) {
 function broken(one, lane, error) {
   if (!(error instanceof Refused)) console.error(error);
   one.ended ??= 0;
-  one.problem = error instanceof Refused ? error.message : "The page failed: see the browser's console.";
+  const said = error instanceof Refused ? error.message : "The page failed: see the browser's console.";
+  one.problem = one.tally.tokens ? `${said} ${one.tally.tokens} tokens had come.` : said;
   lane.state("failed");
-  lane.fail(one.tally.tokens ? `${one.problem} ${one.tally.tokens} tokens had come.` : one.problem);
+  lane.fail(one.problem);
+  warm.clear(); // engines may have died
   if (error.status === 401 || error.status === 403) {
     at("settings").open = true;
     at("key").focus();
@@ -171,6 +173,7 @@ const plain = () => {
 async function finish(chosen, aborted) {
   at("estimated").hidden = !records.some((one) => one.estimated);
   const failed = records.filter((one) => one.problem);
+  if (!at("model").textContent && !failed.length) greet(); // the key was missing before
   if (failed.length === records.length) tell(failed[0].problem);
   conclude(verdict(records));
   for (const [method, lane] of lanes) lane.best(method === best(records));
