@@ -258,7 +258,7 @@ def test_records_and_verdicts(browser: "Browser", server: PageServer) -> None:
     assert told["verdicts"] == [
         "✓ Identical answers. P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",
         "✓ Identical answers. P-EAGLE and EAGLE-3 are level at 2.0 tokens/s, 2.00× plain decoding.",
-        "The answers part after 1 characters: near ties may flip unless the server runs with --exact."
+        "The answers part after 1 character: near ties may flip unless the server runs with --exact."
         " P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",
         "P-EAGLE: 6 tokens at 2.0 tokens/s (of the lanes that finished).",
         "Too short an answer to tell a speed.",

@@ -120,7 +120,7 @@ function alike(whole) {
   if (whole.length < 2) return "";
   const [first, ...rest] = whole.map((record) => record.text);
   const parting = Math.min(...rest.map((text) => parts(first, text)));
-  return parting === Infinity ? "✓ Identical answers." : `The answers part after ${parting} characters: near ties may flip unless the server runs with --exact.`;
+  return parting === Infinity ? "✓ Identical answers." : `The answers part after ${parting} character${parting === 1 ? "" : "s"}: near ties may flip unless the server runs with --exact.`;
 }
 
 function parts(a, b) {
