@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,13 +53,21 @@ def opened(browser: "Browser", server: PageServer, hash: str = "", **look: Any) 
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: said.append(request.url) if not request.url.startswith(server.url) else None)
     page.goto(server.url + hash)
-    page.wait_for_function("document.getElementById('model').textContent !== '' || !problem.hidden")
+    until(page, "document.getElementById('model').textContent !== '' || !document.getElementById('problem').hidden")
     try:
         yield page
     finally:
         context.close()
     refused = r"Failed to load resource: the server responded with a status of 4\d\d"  # the browser's own words
     assert [line for line in said if not re.match(refused, line) and not line.startswith("data:")] == []
+
+
+def until(page: "Page", true: str, seconds: float = 15.0) -> None:
+    """The page's own policy forbids what playwright's wait_for_function does, so that it is asked again and again."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(true):
+        assert time.monotonic() < end, f"never: {true}"
+        page.wait_for_timeout(30)
 
 
 def ask(page: "Page", prompt: str) -> None:
@@ -68,7 +77,7 @@ def ask(page: "Page", prompt: str) -> None:
 
 def ended(page: "Page") -> None:
     """Recorded and, where that follows, replayed."""
-    page.wait_for_function("!document.getElementById('run').disabled && document.getElementById('stop').disabled")
+    until(page, "!document.getElementById('run').disabled && document.getElementById('stop').disabled")
 
 
 def lane(page: "Page", method: str) -> Any:
@@ -131,7 +140,7 @@ def test_a_race(browser: "Browser", server: PageServer) -> None:
 def test_together_at_the_same_time(browser: "Browser", server: PageServer) -> None:
     with opened(browser, server, "#mode=together&k=4&temperature=0.7&tokens=60") as page:
         ask(page, "slow")
-        page.wait_for_function("document.querySelectorAll('.lane[data-state=runs] .token').length > 3")
+        until(page, "document.querySelectorAll('.lane[data-state=runs] .token').length > 3")
         assert page.locator(".lane[data-state=runs]").count() == 3
         page.wait_for_selector("#result:not([hidden])")
         assert "together, sharing the machine; K 4" in page.inner_text("#how").replace(", after a short warm-up", "")
@@ -206,7 +215,7 @@ def test_settings_live_in_the_address(browser: "Browser", server: PageServer) ->
         page.click("summary")
         page.fill("#tokens", "64")
         page.check("[value=together]")
-        page.wait_for_function("location.hash.includes('together')")
+        until(page, "location.hash.includes('together')")
         said = parse_qs(page.url.partition("#")[2])
         assert said["tokens"] == ["64"] and said["lanes"] == ["p-eagle,none"] and "temperature" not in said
 
@@ -214,7 +223,7 @@ def test_settings_live_in_the_address(browser: "Browser", server: PageServer) ->
 def test_one_method_is_enough(browser: "Browser", server: PageServer) -> None:
     server.methods = ("p-eagle",)
     with opened(browser, server) as page:
-        page.wait_for_function("document.querySelector('[value=none]').disabled")
+        until(page, "document.querySelector('[value=none]').disabled")
         assert lane(page, "none").is_hidden()
         ask(page, "Hi.")
         page.wait_for_selector("#result:not([hidden])")
