@@ -96,8 +96,16 @@ function begin(chosen, methods) {
   at("how").textContent = chosen.mode === "turns"
     ? "Recording in turns: each lane has the machine to itself."
     : "Running together: the lanes share the machine.";
+  reveal();
   say(`Race started with ${methods.map((method) => NAMES[method]).join(", ")}.`);
   buttons();
+}
+
+// Whoever starts a race wants to see it: on a small screen the lanes lie below the form.
+function reveal() {
+  const first = [...lanes.values()].find((lane) => !lane.card.hidden);
+  if (first.text.getBoundingClientRect().bottom > innerHeight)
+    at("race").scrollIntoView({ block: "start", behavior: calm.matches ? "auto" : "smooth" });
 }
 
 // An engine is made when it is first asked for, and its first steps are slow: a few tokens that do not count.
@@ -294,6 +302,7 @@ async function greet() {
 
 function buttons() {
   at("stop").disabled = !race && !replaying;
+  at("halt").hidden = !race; // the same, where the race is
   at("run").textContent = race ? "Racing" : records.length ? "Race again" : "Race";
   at("run").disabled = Boolean(race);
 }
@@ -334,7 +343,7 @@ at("form").addEventListener("submit", (event) => {
 });
 at("form").addEventListener("input", (event) => event.target.id !== "key" && changed());
 at("key").addEventListener("change", () => greet().then(look));
-at("stop").addEventListener("click", stopAll);
+for (const id of ["stop", "halt"]) at(id).addEventListener("click", stopAll);
 at("replay").addEventListener("click", replay);
 at("pace").addEventListener("change", () => (paceChosen = true));
 for (const button of document.querySelectorAll("[data-example]"))
