@@ -333,7 +333,7 @@ def test_contrast_and_names(browser: "Browser", server: PageServer, scheme: str)
 
 def test_every_file_is_shipped() -> None:
     pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"server/page/*"' in pyproject
+    assert '"server/page/**/*"' in pyproject
     linked = set(re.findall(r'(?:href|src)="page/([\w.]+)"', (PAGE / "index.html").read_text(encoding="utf-8")))
     for script in PAGE.glob("*.js"):
         linked |= set(re.findall(r'from "\./([\w.]+)"', script.read_text(encoding="utf-8")))
