@@ -90,7 +90,7 @@ def fits(page: "Page") -> bool:
 
 def recorded(server: PageServer) -> list[dict[str, Any]]:
     """Without the requests that only warm an engine up."""
-    return [body for body in server.requests if body["messages"][0]["content"] != "Hello"]
+    return [body for body in server.requests if body["messages"][0]["content"] != "Count to 50."]
 
 
 def test_the_traces_are_what_the_server_gives() -> None:

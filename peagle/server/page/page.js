@@ -13,7 +13,7 @@ const EXAMPLES = {
 const ORDER = ["none", "eagle3", "p-eagle"]; // plain first: the others are told as a ratio to it
 const FRAME = 120; // milliseconds between drawings while a lane records: the page must not slow what it measures
 const WATCH = 1000; // between looks at the server's status during a race
-const WARM = { messages: [{ role: "user", content: "Hello" }], max_tokens: 24, temperature: 0, stream: true };
+const WARM = { messages: [{ role: "user", content: "Count to 50." }], max_tokens: 48, temperature: 0, stream: true };
 const PACES = [1, 0.5, 0.2, 0.1, 0.05, 0.02];
 const LONG_ENOUGH = 1.5; // seconds: a replay that would be over sooner is slowed down, and says so
 
