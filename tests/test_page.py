@@ -187,6 +187,7 @@ def test_trouble_is_told(browser: "Browser", server: PageServer, prompt: str, wo
         ended(page)
         assert lane(page, "none").locator(".problem").inner_text() == words
         assert lane(page, "none").get_attribute("data-state") == "failed"
+        assert words.startswith(page.inner_text("#problem")) and page.locator("#replay-controls").is_hidden()
         ask(page, "Now a good one.")  # and it goes on
         page.wait_for_selector("#result:not([hidden])")
 
@@ -276,9 +277,9 @@ def test_records_and_verdicts(browser: "Browser", server: PageServer) -> None:
     assert told["best"] == ["p-eagle", None, None]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone(browser: "Browser", server: PageServer, scheme: str) -> None:
-    phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme, "has_touch": True}
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 390), ("light", 320)])
+def test_a_phone(browser: "Browser", server: PageServer, scheme: str, width: int) -> None:
+    phone = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": True}
     with opened(browser, server, **phone) as page:
         assert fits(page)
         ask(page, "Hi " + "and a very long word: " + "x" * 300)

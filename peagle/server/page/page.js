@@ -94,7 +94,7 @@ function begin(chosen, methods) {
     lane.clear("waits");
   }
   at("how").textContent = chosen.mode === "turns"
-    ? "Recording in turns: each lane has the machine to itself."
+    ? `Recording in turns, each lane with the machine to itself${calm.matches ? "" : "; the replay side by side follows"}.`
     : "Running together: the lanes share the machine.";
   reveal();
   say(`Race started with ${methods.map((method) => NAMES[method]).join(", ")}.`);
@@ -163,6 +163,7 @@ function broken(one, lane, error) {
   if (!(error instanceof Refused)) console.error(error);
   one.ended ??= 0;
   const said = error instanceof Refused ? error.message : "The page failed: see the browser's console.";
+  one.cause = said;
   one.problem = one.tally.tokens ? `${said} ${one.tally.tokens} tokens had come.` : said;
   lane.state("failed");
   lane.fail(one.problem);
@@ -182,13 +183,13 @@ async function finish(chosen, aborted) {
   at("estimated").hidden = !records.some((one) => one.estimated);
   const failed = records.filter((one) => one.problem);
   if (!at("model").textContent && !failed.length) greet(); // the key was missing before
-  if (failed.length === records.length) tell(failed[0].problem);
+  if (failed.length === records.length) tell(failed[0].cause);
   conclude(verdict(records));
   for (const [method, lane] of lanes) lane.best(method === best(records));
   at("how").textContent = aborted ? "Stopped." : how(chosen);
   redraw();
   say([aborted ? "Stopped." : "", at("result").textContent, failed.length ? `${failed.length} lanes failed.` : ""].join(" ").trim());
-  const several = records.filter((one) => one.steps.length).length > 1;
+  const several = records.filter((one) => one.whole).length > 1;
   at("replay-controls").hidden = !several;
   buttons();
   if (several && !aborted && chosen.mode === "turns" && !calm.matches) await replay();

@@ -13,7 +13,7 @@ export class Record {
     this.tally = new Tally();
     this.ended = null; // seconds, when the last byte was there
     this.reason = ""; // the server's finish_reason
-    this.problem = ""; // why there is no whole answer
+    this.problem = this.cause = ""; // why there is no whole answer; without how much of it there is
     this.stopped = false;
     this.estimated = false; // the server gave no texts of single tokens
   }
