@@ -1,8 +1,10 @@
 // The race: lanes that record answers, in turns or together, and the replay of what was recorded.
 
-import { Refused, chat, json } from "./api.js";
+import { json } from "./api.js";
 import { Lane } from "./lane.js";
 import { METHODS, NAMES, Record, best, verdict } from "./record.js";
+import { record, request, warmUp } from "./recording.js";
+import { fittingPace, longest, plainSpeed, play } from "./replay.js";
 import * as settings from "./settings.js";
 
 const EXAMPLES = {
@@ -11,11 +13,7 @@ const EXAMPLES = {
   chat: "Explain to a ten-year-old why the sky is blue and why sunsets are red.",
 };
 const ORDER = ["none", "eagle3", "p-eagle"]; // plain first: the others are told as a ratio to it
-const FRAME = 120; // milliseconds between drawings while a lane records: the page must not slow what it measures
 const WATCH = 1000; // between looks at the server's status during a race
-const WARM = { messages: [{ role: "user", content: "Count to 50." }], max_tokens: 48, temperature: 0, stream: true };
-const PACES = [1, 0.5, 0.2, 0.1, 0.05, 0.02];
-const LONG_ENOUGH = 1.5; // seconds: a replay that would be over sooner is slowed down, and says so
 
 const at = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -25,7 +23,6 @@ let records = []; // of the last race
 let race = null; // AbortController, while lanes record
 let replaying = null; // AbortController, while a replay runs
 let paceChosen = false;
-const warm = new Set(); // "method K" whose engine has answered before
 
 const key = () => at("key").value.trim();
 const entered = () => settings.read().lanes.filter((method) => available.has(method));
@@ -55,9 +52,9 @@ async function run() {
   begin(chosen, methods);
   const timer = watch(mine.signal);
   try {
-    for (const one of records) await warmUp(one, body, mine.signal);
-    if (chosen.mode === "together") await Promise.all(records.map((one) => record(one, body, mine.signal, chosen)));
-    else for (const one of records) await record(one, body, mine.signal, chosen);
+    for (const one of records) await warmUp(one, lanes.get(one.method), body, key(), mine.signal);
+    if (chosen.mode === "together") await Promise.all(records.map((one) => enter(one, body, mine.signal)));
+    else for (const one of records) await enter(one, body, mine.signal);
   } finally {
     clearInterval(timer);
     race = null;
@@ -66,16 +63,9 @@ async function run() {
   await finish(chosen, mine.signal.aborted);
 }
 
-function request({ prompt, temperature, tokens, k }) {
-  return {
-    messages: [{ role: "user", content: prompt }],
-    max_tokens: tokens,
-    temperature,
-    seed: Math.floor(Math.random() * 2 ** 31), // one seed for all lanes: the same dice, so the same answer
-    stream: true,
-    stream_options: { include_usage: true },
-    peagle: { k, trace: true },
-  };
+async function enter(one, body, signal) {
+  await record(one, lanes.get(one.method), body, key(), signal, () => plainSpeed(records));
+  if (one.whole) say(`${NAMES[one.method]}: ${one.tally.tokens} tokens, ${Math.round(one.tally.speed() ?? 0)} a second.`);
 }
 
 function refuse(problem, id) {
@@ -108,82 +98,12 @@ function reveal() {
     at("race").scrollIntoView({ block: "start", behavior: calm.matches ? "auto" : "smooth" });
 }
 
-// An engine is made when it is first asked for, and its first steps are slow: a few tokens that do not count.
-async function warmUp(one, body, signal) {
-  const lane = lanes.get(one.method), peagle = ask(one, body), name = JSON.stringify(peagle);
-  if (warm.has(name) || signal.aborted) return;
-  lane.state("warms up");
-  try {
-    for await (const _ of chat({ ...WARM, peagle }, key(), signal));
-    warm.add(name);
-    lane.state("waits");
-  } catch (error) {
-    if (!signal.aborted) broken(one, lane, error);
-  }
-}
-
-// Plain decoding has no K.
-const ask = (one, body) => ({ ...(one.method === "none" ? { trace: true } : body.peagle), method: one.method });
-
-// Run one lane to its end; whatever goes wrong is said in the lane, and the others go on.
-async function record(one, body, signal, chosen) {
-  const lane = lanes.get(one.method);
-  if (signal.aborted) return stop(one, lane);
-  if (one.problem) return; // it did not even warm up
-  lane.state("runs");
-  const sent = performance.now();
-  const now = () => (performance.now() - sent) / 1000;
-  const draw = () => lane.draw(one, now(), chosen.tokens, plain());
-  const timer = setInterval(draw, FRAME);
-  try {
-    for await (const chunk of chat({ ...body, peagle: ask(one, body) }, key(), signal)) {
-      one.add(now(), chunk);
-      one.reason = chunk.choices?.[0]?.finish_reason ?? one.reason;
-    }
-    one.ended = now();
-    lane.state(one.reason === "length" ? "done at the limit" : "done");
-    say(`${NAMES[one.method]}: ${one.tally.tokens} tokens, ${Math.round(one.tally.speed() ?? 0)} a second.`);
-  } catch (error) {
-    one.ended = now();
-    if (signal.aborted) stop(one, lane);
-    else broken(one, lane, error);
-  } finally {
-    clearInterval(timer);
-    draw();
-  }
-}
-
-function stop(one, lane) {
-  one.stopped = true;
-  one.ended ??= 0;
-  lane.state("stopped");
-}
-
-function broken(one, lane, error) {
-  if (!(error instanceof Refused)) console.error(error);
-  one.ended ??= 0;
-  const said = error instanceof Refused ? error.message : "The page failed: see the browser's console.";
-  one.cause = said;
-  one.problem = one.tally.tokens ? `${said} ${one.tally.tokens} tokens had come.` : said;
-  lane.state("failed");
-  lane.fail(one.problem);
-  warm.clear(); // engines may have died
-  if (error.status === 401 || error.status === 403) {
-    at("settings").open = true;
-    at("key").focus();
-  }
-}
-
-const plain = () => {
-  const found = records.find((one) => one.method === "none");
-  return found?.tally.speed() ?? null;
-};
-
 async function finish(chosen, aborted) {
   at("estimated").hidden = !records.some((one) => one.estimated);
   const failed = records.filter((one) => one.problem);
   if (!at("model").textContent && !failed.length) greet(); // the key was missing before
   if (failed.length === records.length) tell(failed[0].cause);
+  if (failed.some((one) => one.locked)) wantKey();
   conclude(verdict(records));
   for (const [method, lane] of lanes) lane.best(method === best(records));
   at("how").textContent = aborted ? "Stopped." : how(chosen);
@@ -195,6 +115,11 @@ async function finish(chosen, aborted) {
   if (several && !aborted && chosen.mode === "turns" && !calm.matches) await replay();
 }
 
+function wantKey() {
+  at("settings").open = true;
+  at("key").focus();
+}
+
 function how({ mode, temperature, k }) {
   const ran = mode === "turns" ? "in turns, each lane with the machine to itself" : "together, sharing the machine";
   const dice = temperature > 0 ? `temperature ${temperature} with one seed for all` : "greedy";
@@ -203,22 +128,19 @@ function how({ mode, temperature, k }) {
 
 // --- replay -----------------------------------------------------------------------------------------------------------
 
-const length = () => Math.max(...records.map((one) => one.tally.last));
-const longest = () => Math.max(1, ...records.map((one) => one.tally.tokens));
-
 function redraw() {
-  for (const one of records) lanes.get(one.method).draw(one, Infinity, longest(), plain());
+  for (const one of records) lanes.get(one.method).draw(one, Infinity, longest(records), plainSpeed(records));
 }
 
 async function replay() {
   halt();
   const mine = (replaying = new AbortController());
   const told = records.map((one) => lanes.get(one.method).find(".state").textContent);
-  if (!paceChosen) at("pace").value = String(PACES.find((pace) => length() / pace >= LONG_ENOUGH) ?? PACES.at(-1));
+  if (!paceChosen) at("pace").value = String(fittingPace(records));
   for (const one of records) lanes.get(one.method).clear("replays");
   document.body.classList.add("replaying");
   buttons();
-  await frames(mine.signal);
+  await play(records, lanes, mine.signal, () => Number(at("pace").value));
   if (replaying !== mine) return; // a new race has begun
   replaying = null;
   document.body.classList.remove("replaying");
@@ -228,27 +150,6 @@ async function replay() {
   });
   redraw();
   buttons();
-}
-
-function frames(signal) {
-  const end = length(), most = longest();
-  let clock = 0, before = performance.now();
-  return new Promise((resolve) => {
-    const frame = (now) => {
-      clock += (Math.max(0, now - before) / 1000) * Number(at("pace").value);
-      before = now;
-      if (signal.aborted || clock > end) return resolve();
-      const reference = records.find((one) => one.method === "none");
-      const speed = reference ? lanes.get("none").tally.speed(Math.min(clock, reference.tally.last)) : null;
-      for (const one of records) {
-        const lane = lanes.get(one.method);
-        lane.draw(one, clock, most, speed);
-        if (clock >= one.tally.last && lane.card.dataset.state === "replays") lane.state("done");
-      }
-      requestAnimationFrame(frame);
-    };
-    requestAnimationFrame(frame);
-  });
 }
 
 // --- the server -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ export class Record {
     this.reason = ""; // the server's finish_reason
     this.problem = this.cause = ""; // why there is no whole answer; without how much of it there is
     this.stopped = false;
+    this.locked = false; // a key is missing
     this.estimated = false; // the server gave no texts of single tokens
   }
 
