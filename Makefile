@@ -14,7 +14,7 @@ help: ## Show what there is to make
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,page]'
 	touch $@
 
 demo: $(READY) ## Pull the default pair, decode three prompts with every method, compare
