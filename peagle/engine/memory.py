@@ -38,8 +38,13 @@ class Memory:
             [torch.zeros(slots, s.kv_heads, s.head_dim, dtype=s.dtype, device=device) for s in shapes] for _ in range(2)
         )
 
+    def renew(self, pages: list[int]) -> None:
+        """Pages that get a new owner. On a CPU whole pages are read, also behind what their owner has written."""
+        if self.keys[0].device.type == "cpu":
+            self.clear(pages)
+
     def clear(self, pages: list[int]) -> None:
-        """Zeros: whole pages are read, and what a request left in them that failed need not be numbers."""
+        """Zeros: a masked key is still multiplied, and what is left in a page need not be a number."""
         if pages:
             at = torch.tensor(pages, device=self.keys[0].device)
             for cache in (*self.keys, *self.values):

@@ -124,6 +124,8 @@ class Rounds:
             self.metrics.cached_tokens += request.cached
             self._processing = ((), None)  # a request that comes back has a new history
         if seat.table < len(request.pages):
+            shared = request.cached // self.scheduler.pages.size
+            self.stepper.memory.renew(request.pages[max(seat.table, shared) :])
             end = min(self.scheduler.context, len(request.prompt) + request.limits.max_tokens + self.k_most)
             news.append((seat.place, end, request.pages))
             seat.table = len(request.pages)
@@ -269,7 +271,7 @@ class Rounds:
         return tuple(told)
 
     def finish(self, request: Request, reason: Reason, error: str | None = None) -> None:
-        if reason in ("error", "abort"):  # its pages may hold what is no number, and so may the one that is nobody's
+        if reason == "error":  # its pages may hold what is no number, and so may the one that is nobody's
             own = [page for page in request.pages if self.scheduler.pages.refs[page] == 1]
             self.stepper.memory.clear([*own, self.scheduler.pages.count])
         self.scheduler.finish(request, reason, error)
