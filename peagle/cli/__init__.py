@@ -25,7 +25,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["pairs", "pull", "generate", "demo", *measuring, *TRAINING, "export", "check"]
+        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check"]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -76,6 +76,7 @@ from peagle.cli import (  # noqa: E402
     pull,  # noqa: F401
     regenerate,  # noqa: F401
     report,  # noqa: F401
+    serve,  # noqa: F401
     train,  # noqa: F401
     tune,  # noqa: F401
 )

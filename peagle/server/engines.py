@@ -120,17 +120,15 @@ class Engines:
         from peagle.engine.queue import QueueFull
 
         id, ticket = f"s{next(self._ids)}", Ticket(time.monotonic())
-        slot.pending[id] = ticket
         try:
             stream = slot.engine.add(ids, id=id, **how)
         except QueueFull as error:
-            slot.pending.pop(id, None)
             raise ApiError(429, str(error), retry_after=1) from error
         except UserError as error:
-            slot.pending.pop(id, None)
             if slot.engine.closed:
                 raise ApiError(503, f"{self.reason}: try again later", retry_after=2) from error
             raise ApiError(400, str(error)) from error
+        slot.pending[id] = ticket
         self.driver.wake()
         return stream, ticket
 
