@@ -1,5 +1,6 @@
 """The command line. One file a command; torch is imported only by those that need it."""
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,14 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
         return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check"]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word."""
+        if args[:1] == ["serve"]:
+            from peagle.server.sagemaker import arguments, asked_for
+
+            args = ["serve", *(arguments(os.environ) if asked_for() else []), *args[1:]]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

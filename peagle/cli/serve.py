@@ -1,10 +1,9 @@
-import os
 from typing import Annotated
 
 import typer
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli import app, warn
+from peagle.cli import app
 from peagle.cli.options import Device, Dtype, Int8, Method, Target
 from peagle.core import parse_method
 from peagle.errors import UserError
@@ -15,6 +14,7 @@ def serve(
     pair: Annotated[
         str | None, typer.Argument(help=f"The pair, or a target's folder. Default: {DEFAULT_PAIR}.", show_default=False)
     ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The same, as vLLM calls it.", hidden=True)] = None,
     host: Annotated[str, typer.Option("--host", help="The address. 0.0.0.0: all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="The port.")] = 8000,
     engine: Annotated[str, typer.Option("--engine", help="native; vllm is not there yet.")] = "native",
@@ -97,7 +97,7 @@ def serve(
     if told.drafter and drafter:
         raise UserError("a drafter is named twice: by --drafter and by the speculative config's model")
     settings = Settings(
-        pair=pair or DEFAULT_PAIR, target=target, drafter=drafter or told.drafter, device=device, dtype=dtype,
+        pair=pair or model or DEFAULT_PAIR, target=target, drafter=drafter or told.drafter, device=device, dtype=dtype,
         host=host, port=port, method=chosen, k=told.k if told.k and k == "auto" else parse_serving_k(k),
         methods=parse_methods(methods), parallel=told.parallel, max_batch=max_batch, max_queue=max_queue,
         kv_tokens=kv_tokens, context=context, chunk=chunk, int8=int8, exact=exact, prefix_caching=prefix_caching,

@@ -64,7 +64,8 @@ def add_routes(app: FastAPI) -> None:
         reading(invoke, any_type=True)
     )
     for path in ("/health", "/ping"):
-        app.api_route(path, methods=["GET", "POST"], operation_id=path[1:], include_in_schema=path == "/health")(health)
+        app.get(path, name=path[1:], responses={503: ERRORS[503]})(health)
+        app.post(path, include_in_schema=False)(health)
     app.get("/v1/models")(models)
     app.get("/v1/models/{name:path}", responses=ERRORS)(model)
     app.get("/v1/peagle/status")(status)

@@ -30,8 +30,8 @@ async def answered(request: Request, front: Front, asked: CompletionRequest) -> 
     prompts = [await text_ids(front, prompt, asked.add_special_tokens is not False) for prompt in asked.prompts]
     if front.settings.log_prompts:
         notes(request.scope)["prompt"] = asked.prompts
-    answer = await ask(front, asked, prompts)
     echoed = [shown(front, prompt) for prompt in asked.prompts] if asked.echo else None
+    answer = await ask(front, asked, prompts)
     layout = CompletionLayout(texts_of(front), asked.top is not None, echoed, asked.choices)
     return await Reply.to(request, front, asked, answer, layout).response(request)
 

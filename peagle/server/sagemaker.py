@@ -55,7 +55,7 @@ def arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[st
     words = [*ADDRESS]
     model = environment.get(f"{PREFIX}MODEL") or folder_of(root / MODEL) or environment.get("HF_MODEL_ID")
     if model:
-        words.append(model)
+        words += ["--model", model]
     given = dict(sorted(environment.items()))
     drafter = folder_of(root / CHANNEL)
     spoken = json_object(given.get(f"{PREFIX}SPECULATIVE_CONFIG", ""))
@@ -105,12 +105,8 @@ def folder_of(path: Path) -> str | None:
 
 
 def main() -> None:
-    """The console script `serve`."""
-    from peagle.cli import app, err
+    """The console script `serve`. Where the environment has our variables, the command line reads them anyway."""
+    from peagle.cli import app
 
-    try:
-        words = arguments(os.environ)
-    except UserError as error:
-        err.print(f"error: {error}", highlight=False, soft_wrap=True, markup=False)
-        sys.exit(2)
+    words = [] if asked_for() else arguments(os.environ)
     app(["serve", *words, *sys.argv[1:]], prog_name="peagle")
