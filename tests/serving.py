@@ -114,6 +114,24 @@ def all_free(front: Front) -> bool:
     return all(not slot.busy and slot.engine.pages.free == slot.engine.pages.count for slot in front.engines.slots)
 
 
+@contextmanager
+def slowed(front: Front, seconds: float) -> Iterator[None]:
+    """Every step of the server's own engine takes so long."""
+    assert front.engines.main is not None
+    rounds = front.engines.main.engine.rounds
+    real = rounds.run
+
+    def run() -> bool:
+        time.sleep(seconds)
+        return real()
+
+    rounds.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        rounds.run = real  # type: ignore[method-assign]
+
+
 def raw_request(url: str, head: str, body: bytes = b"") -> socket.socket:
     """A connection on which this was sent; for clients that do not behave."""
     host, _, port = url.removeprefix("http://").partition(":")

@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai")
 
 from peagle.server.front import Front
 from peagle.server.run import Server
-from tests.serving import all_free, events, front_of, raw_request, running, until, word_tokenizer
+from tests.serving import all_free, events, front_of, raw_request, running, slowed, until, word_tokenizer
 
 HELLO: Any = [{"role": "user", "content": "w6 w9 w30"}]
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -117,7 +117,7 @@ def test_clients_that_leave(live: tuple[Front, str], stream: bool) -> None:
         "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
         f"content-type: application/json\ncontent-length: {len(body)}"
     )
-    with engine.lock:  # none of them is answered before it leaves
+    with slowed(front, 0.1):
         connections = [raw_request(url, head, body) for _ in range(5)]
         end = time.monotonic() + 20
         while len(engine.scheduler.live) < 20 and time.monotonic() < end:
@@ -125,9 +125,10 @@ def test_clients_that_leave(live: tuple[Front, str], stream: bool) -> None:
         assert len(engine.scheduler.live) == 20
         for connection in connections:
             connection.close()
-    wait_free(front)
-    assert engine.status()["finished"]["abort"] - before >= 4  # most of them; some may have been quick
-    assert front.drain.open == 0 or time.sleep(0.5) is None
+        wait_free(front)
+    assert engine.status()["finished"]["abort"] - before == 20
+    while front.drain.open:
+        time.sleep(0.01)
 
 
 def test_half_a_body_and_silence(live: tuple[Front, str]) -> None:
@@ -163,67 +164,56 @@ def test_a_client_that_does_not_read() -> None:
         stalled.close()
 
 
-def drained(server: Server) -> None:
-    assert server.loop is not None
+def asking(url: str, stream: bool, replies: dict[bool, httpx.Response]) -> threading.Thread:
+    def ask() -> None:
+        replies[stream] = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": stream}, timeout=60)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def drain(server: Server, front: Front, requests: int) -> None:
+    """SIGTERM, while so many requests are answered."""
+    while len(front.drain.answers) < requests:
+        time.sleep(0.01)
     server.handle_exit(signal.SIGTERM, None)
+    while not front.drain.begun:
+        time.sleep(0.01)
 
 
-def test_drain_lets_streams_finish() -> None:
-    front = front_of(drain_seconds=30)
-    with running(front) as (server, url), httpx.Client(base_url=url, timeout=60) as client:
-        assert front.engines.main is not None
-        lock = front.engines.main.engine.lock
-        replies = list[httpx.Response]()
+def wait_exit(server: Server) -> None:
+    end = time.monotonic() + 30
+    while not server.should_exit:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
-        def asks() -> None:
-            replies.append(httpx.post(f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60))
 
-        lock.acquire()
-        asking = threading.Thread(target=asks)
-        asking.start()
-        while not front.drain.answers:
-            time.sleep(0.01)
-        drained(server)
-        while not front.drain.begun:
-            time.sleep(0.01)
-        assert client.get("/health").status_code == client.get("/ping").status_code == 503
-        refused = client.post("/v1/completions", json=LONG)
+def test_drain_lets_answers_finish() -> None:
+    front, replies = front_of(drain_seconds=30), dict[bool, httpx.Response]()
+    with running(front) as (server, url), slowed(front, 0.01):
+        threads = [asking(url, stream, replies) for stream in (True, False)]
+        drain(server, front, 2)
+        assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/ping").status_code == 503
+        refused = httpx.post(f"{url}/v1/completions", json=LONG)
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
-        lock.release()
-        asking.join(timeout=60)
-        assert events(replies[0].text)[-1]["choices"][0]["finish_reason"] == "length"
-        end = time.monotonic() + 20
-        while not server.should_exit and time.monotonic() < end:
-            time.sleep(0.01)
-        assert server.should_exit
+        for thread in threads:
+            thread.join(timeout=60)
+        assert events(replies[True].text)[-1]["choices"][0]["finish_reason"] == "length"
+        assert replies[False].json()["usage"]["completion_tokens"] == 200
+        wait_exit(server)
 
 
 def test_drain_ends_what_takes_too_long() -> None:
-    front = front_of(drain_seconds=0.3)
-    with running(front) as (server, url):
-        assert front.engines.main is not None
-        lock = front.engines.main.engine.lock
-        replies = dict[bool, httpx.Response]()
-
-        def asks(stream: bool) -> None:
-            replies[stream] = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": stream}, timeout=60)
-
-        askers = [threading.Thread(target=asks, args=(stream,)) for stream in (True, False)]
-        with lock:
-            for asker in askers:
-                asker.start()
-            while len(front.drain.answers) < 2:
-                time.sleep(0.01)
-            drained(server)
-            while front.drain.answers:  # closing them needs the lock
-                if not lock._is_owned() or time.sleep(0.05):  # type: ignore[attr-defined]
-                    break
-                if server.front.drain.begun and time.monotonic() > 0:
-                    break
-        for asker in askers:
-            asker.join(timeout=30)
-        assert events(replies[True].text)[-1].get("error", {}).get("code", 503) == 503
-        assert replies[False].status_code in (200, 503)
+    front, replies = front_of(drain_seconds=0.2), dict[bool, httpx.Response]()
+    with running(front) as (server, url), slowed(front, 0.1):
+        threads = [asking(url, stream, replies) for stream in (True, False)]
+        drain(server, front, 2)
+        for thread in threads:
+            thread.join(timeout=30)
+        assert events(replies[True].text)[-1]["error"]["code"] == 503
+        assert replies[False].status_code == 503 and "shut down" in replies[False].json()["error"]["message"]
+        wait_exit(server)
 
 
 @pytest.fixture(scope="module")
