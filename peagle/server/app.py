@@ -18,7 +18,7 @@ from peagle import __version__
 from peagle.server.auth import Auth
 from peagle.server.chat import chat
 from peagle.server.completions import complete
-from peagle.server.errors import ApiError, on_api_error, on_http_error
+from peagle.server.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.front import Front, front_of
 from peagle.server.limits import read_object, validated
 from peagle.server.logs import Requests
@@ -44,7 +44,7 @@ def build(front: Front) -> ASGIApp:
 
     app = FastAPI(
         title="peagle", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
-        exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Gone: on_gone},
+        exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Gone: on_gone, Exception: on_error},
     )  # fmt: skip
     app.state.front = front
     add_routes(app)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from peagle.engine import Engine
 
 T = TypeVar("T")
+PATIENCE = 5.0  # seconds for the pass or the download under way, when it stops
 IDLE = 1.0  # seconds without a sign before the thread looks for itself
 
 
@@ -67,7 +68,7 @@ class Driver:
         self._stopped = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(PATIENCE)
 
     def wake(self) -> None:
         """There may be something to do."""

@@ -111,6 +111,8 @@ class Engines:
         """Made when it is first asked for."""
         self.require_ready()
         slot = self.main if key == self.key else self.others.get(key)
+        if slot is None and key == self.key:  # it died just now
+            raise ApiError(503, "the engine stopped: try again later", retry_after=2)
         if slot is None:
             slot = await asyncio.wrap_future(self.driver.submit(lambda: self._other(key)))
         slot.used = time.monotonic()

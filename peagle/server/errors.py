@@ -7,8 +7,6 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from peagle.errors import UserError
-
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
     408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
@@ -40,18 +38,24 @@ INTERNAL = "something went wrong on the server: its log tells more under this re
 def from_validation(error: ValidationError) -> ApiError:
     """The first of what pydantic found; of a union, the branch that got furthest."""
     found = max(error.errors(include_url=False, include_input=False, include_context=False), key=lambda e: len(e["loc"]))
-    where = ".".join(str(part) for part in found["loc"] if not str(part).startswith(("function-", "list[", "constr")))
+    where = ".".join(str(part) for part in found["loc"] if is_place(part))
     message = found["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{where}: {message}" if where else message, where or None)
 
 
-def from_user(error: UserError) -> ApiError:
-    return ApiError(400, str(error))
+def is_place(part: int | str) -> bool:
+    """A field or an index; pydantic also names the branches of unions there."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float", "bool"))
 
 
 async def on_api_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     return error.response
+
+
+async def on_error(_: Request, __: Exception) -> JSONResponse:
+    """Ours to repair: the log has it."""
+    return ApiError(500, INTERNAL).response
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -12,6 +12,7 @@ from peagle.server.errors import ApiError, from_validation
 from peagle.server.schema import Model, refuse_unsupported
 
 M = TypeVar("M", bound=Model)
+LARGE = 1 << 18  # bytes that would hold the others up
 DEEPEST = 64  # levels of arrays and objects
 
 
@@ -23,7 +24,7 @@ async def read_object(request: Request, most: int, seconds: float, any_type: boo
             data = await read_bytes(request, most)
     except TimeoutError as error:
         raise ApiError(408, f"the body was not complete after {seconds:g} seconds") from error
-    return parse(data)
+    return await asyncio.to_thread(parse, data) if len(data) > LARGE else parse(data)
 
 
 def check_type(given: str) -> None:
