@@ -1,6 +1,6 @@
 """Many streams for a while against `peagle serve`: errors, p99 of the time to the first token, memory, pages.
 
-    python -m tests.measure_serve http://127.0.0.1:8000 --streams 200 --seconds 300 --pid PID
+python -m tests.measure_serve http://127.0.0.1:8000 --streams 200 --seconds 300 --pid PID
 """
 
 import argparse
@@ -14,7 +14,12 @@ from typing import Any
 
 import httpx
 
-WORDS = ["Write a function that adds two numbers.", "Why is the sky blue?", "Tell me a story about rain.", "What is 12 * 7?"]
+WORDS = [
+    "Write a function that adds two numbers.",
+    "Why is the sky blue?",
+    "Tell me a story about rain.",
+    "What is 12 * 7?",
+]
 
 
 class Load:
@@ -37,7 +42,8 @@ class Load:
 
     async def ask(self, chance: random.Random) -> None:
         body = {
-            "messages": [{"role": "user", "content": chance.choice(WORDS)}], "stream": True, "seed": chance.randrange(99),
+            "messages": [{"role": "user", "content": chance.choice(WORDS)}], "stream": True,
+            "seed": chance.randrange(99),
             "max_tokens": chance.randint(self.tokens // 2, self.tokens), "temperature": chance.choice([0, 0.8]),
             "stream_options": {"include_usage": True},
         }  # fmt: skip
@@ -82,7 +88,8 @@ async def main(url: str, streams: int, seconds: float, tokens: int, pid: int | N
     cuts = statistics.quantiles(load.first, n=100) if len(load.first) > 1 else [0.0] * 99
     print(json.dumps({
         "streams": streams, "seconds": round(spent, 1), "answers": len(load.whole), "errors": load.errors,
-        "tokens_per_second": round(load.said / spent, 1), "ttft_p50": round(cuts[49], 3), "ttft_p99": round(cuts[98], 3),
+        "tokens_per_second": round(load.said / spent, 1), "ttft_p50": round(cuts[49], 3),
+        "ttft_p99": round(cuts[98], 3),
         "rss_mb": [None if m is None else round(m) for m in memory],
         "kv_usage_after": {name: one["kv_usage"] for name, one in status.items()},
         "acceptance_length": {name: one["acceptance_length"] for name, one in status.items()},

@@ -46,7 +46,10 @@ def tiny_pair() -> LoadedPair:
     """A random target and drafters that agree with it now and then: a chain of the same words."""
     target = make_target()
     target.tokenizer = word_tokenizer()
-    drafters: dict[Method, Any] = {"p-eagle": make_drafter(target, "p-eagle", 2), "eagle3": make_drafter(target, "eagle3", 1)}
+    drafters: dict[Method, Any] = {
+        "p-eagle": make_drafter(target, "p-eagle", 2),
+        "eagle3": make_drafter(target, "eagle3", 1),
+    }
     pair = Pair("tiny", TargetSource(order=("folder",)), {method: DrafterSource() for method in drafters})
     return LoadedPair(pair, target, drafters)
 

@@ -8,11 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("fastapi")
-
 from peagle import __version__
 from peagle.server.front import Front
-from tests.serving import all_free, client_of, events, front_of, tiny_pair, until
+from tests.serving import all_free, client_of, events, front_of, tiny_pair, until, word_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "w6 w9 w30"}]
@@ -158,16 +156,16 @@ def test_completion_logprobs_with_echo() -> None:
 def check_scores(ids: list[int], told: dict[str, list[Any]], length: int) -> None:
     import torch
 
-    target = tiny_pair().target
+    target, words = tiny_pair().target, word_tokenizer()
     assert [len(told[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [length] * 4
-    tokens = ids + [int(word[1:]) for word in told["tokens"][len(ids) :]]
-    assert told["tokens"] == [f"w{token}" for token in tokens]
+    tokens = ids + words.convert_tokens_to_ids(told["tokens"][len(ids) :])
+    assert told["tokens"] == words.convert_ids_to_tokens(tokens)
     assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
     logits = target.forward(torch.tensor(tokens)).logits.log_softmax(-1)
     for i in range(1, length):
         assert told["token_logprobs"][i] == pytest.approx(float(logits[i - 1, tokens[i]]), abs=1e-3)
-        best = int(logits[i - 1].argmax())
-        assert told["top_logprobs"][i][f"w{best}"] == max(told["top_logprobs"][i].values())
+        best = words.convert_ids_to_tokens(int(logits[i - 1].argmax()))
+        assert told["top_logprobs"][i][best] == max(told["top_logprobs"][i].values())
         if i >= len(ids):  # greedy, and told as such: lm-eval compares the two
             assert told["token_logprobs"][i] == max(told["top_logprobs"][i].values())
     assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(length)]
@@ -335,7 +333,12 @@ def test_metrics() -> None:
         assert values[f"vllm:generation_tokens_total{label}}}"] == 16
         assert values[f"vllm:prompt_tokens_total{label}}}"] == 8
         assert values[f"vllm:kv_cache_usage_perc{label}}}"] == values[f"vllm:num_requests_running{label}}}"] == 0
-        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_time_per_output_token"):
+        for name in (
+            "time_to_first_token",
+            "e2e_request_latency",
+            "request_queue_time",
+            "request_time_per_output_token",
+        ):
             assert values[f"vllm:{name}_seconds_count{label}}}"] == 2, name
         assert values[f"vllm:inter_token_latency_seconds_count{label}}}"] > 0
         assert 'finished_reason="length"' in page and 'position="0"' in page

@@ -1,16 +1,14 @@
-"""What a client is told when something is wrong: the right status, OpenAI's layout, no traceback; and nothing is left over."""
+"""What a client is told when something is wrong: status, OpenAI's layout, no traceback; and nothing is left over."""
 
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-
-pytest.importorskip("fastapi")
 
 from peagle.errors import UserError
 from peagle.server.front import Front
@@ -125,30 +123,25 @@ def test_bad_bodies() -> None:
     async def test(client: httpx.AsyncClient, front: Front) -> None:
         headers = {"content-type": "application/json"}
         for name, (body, words) in RAW.items():
-            for path in (CHAT, "/invocations", "/tokenize"):
+            for path in (CHAT, "/invocations", *(["/tokenize"] if name != "1e999" else [])):
                 error = error_of(await client.post(path, content=body, headers=headers), 400)
                 assert words in error["message"], (name, error)
-        long = b'{"x": "' + b"a" * 2000 + b'"}'
-        error_of(await client.post(CHAT, content=long, headers=headers), 413)
+        form = {"content-type": "application/x-www-form-urlencoded"}
+        assert "application/json" in error_of(await client.post(CHAT, content=b"{}", headers=form), 415)["message"]
 
-        async def pieces():  # no content-length
+    served(test)
+
+
+def test_long_bodies() -> None:
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        body, headers = json.dumps({"messages": HELLO, "x": "a" * 2000}), {"content-type": "application/json"}
+        assert "--max-body-mb" in error_of(await client.post(CHAT, content=body, headers=headers), 413)["message"]
+
+        async def pieces() -> AsyncIterator[bytes]:  # no content-length
             for _ in range(100):
                 yield b"a" * 100
 
         error_of(await client.post(CHAT, content=pieces(), headers=headers), 413)
-        form = {"content-type": "application/x-www-form-urlencoded"}
-        assert "application/json" in error_of(await client.post(CHAT, content=b"{}", headers=form), 415)["message"]
-
-    served(test, max_body=1 << 18)
-    # the deep body needs room; the long one does not get it
-    served_small()
-
-
-def served_small() -> None:
-    async def test(client: httpx.AsyncClient, front: Front) -> None:
-        body = json.dumps({"messages": HELLO, "x": "a" * 2000})
-        error = error_of(await client.post(CHAT, content=body, headers={"content-type": "application/json"}), 413)
-        assert "--max-body-mb" in error["message"]
 
     served(test, max_body=1000)
 

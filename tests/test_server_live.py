@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
-
-pytest.importorskip("fastapi")
-openai = pytest.importorskip("openai")
 
 from peagle.server.front import Front
 from peagle.server.run import Server

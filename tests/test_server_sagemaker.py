@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("fastapi")
-
 from peagle.cli import app
 from peagle.errors import UserError
 from peagle.server import run
@@ -87,7 +85,7 @@ def test_speculative_config() -> None:
         ('{"num_speculative_tokens": 0}', "1 or more"),
         ('{"num_speculative_tokens": true}', "1 or more"),
         ('{"method": "ngram"}', "not drafted here"),
-        ('{"method": "eagle4"}', "Did you mean 'eagle3'"),
+        ('{"method": "eagel3"}', "Did you mean 'eagle3'"),
         ('{"parallel_drafting": "yes"}', "true or false"),
         ('{"draft_tensor_parallel_size": 2}', "one device"),
         ('{"parallel_drafting_spec": {"trees": 2}}', "parallel_drafting"),
@@ -115,7 +113,14 @@ def test_the_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch, "--max-queue", "7", SM_VLLM_MODEL="m", SM_VLLM_MAX_NUM_SEQS="5", SM_VLLM_MAX_MODEL_LEN="512",
         SM_VLLM_SPECULATIVE_CONFIG=JUMPSTART, SM_VLLM_SERVED_MODEL_NAME='["a","b"]',
     )  # fmt: skip
-    assert (got.pair, got.host, got.port, got.max_batch, got.context, got.max_queue) == ("m", "0.0.0.0", 8080, 5, 512, 7)
+    assert (got.pair, got.host, got.port, got.max_batch, got.context, got.max_queue) == (
+        "m",
+        "0.0.0.0",
+        8080,
+        5,
+        512,
+        7,
+    )
     assert (got.method, got.k, got.parallel, got.names) == ("p-eagle", 3, True, ("a", "b"))
     assert got.drafter == json.loads(JUMPSTART)["model"]
     assert settings_of(monkeypatch, "other", "--port", "9").pair == "other"

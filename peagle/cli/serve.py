@@ -30,15 +30,15 @@ def serve(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option("--api-key", help="A key to ask for.", envvar="PEAGLE_API_KEY", show_envvar=True, show_default=False),
+        typer.Option(
+            "--api-key", help="A key to ask for.", envvar="PEAGLE_API_KEY", show_envvar=True, show_default=False
+        ),
     ] = None,
     names: Annotated[
         list[str] | None,
         typer.Option("--served-model-name", help="What requests call it. Default: the pair's.", show_default=False),
     ] = None,
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", "--max-num-seqs", help="Requests that run at once.")
-    ] = 64,
+    max_batch: Annotated[int, typer.Option("--max-batch", "--max-num-seqs", help="Requests that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option("--max-queue", help="Requests that may wait; more get a 429.")] = 1024,
     kv_tokens: Annotated[
         int | None,
@@ -47,7 +47,9 @@ def serve(
     context: Annotated[
         int | None,
         typer.Option(
-            "--context", "--max-model-len", help="Tokens of a prompt and its answer. Default: the target's.",
+            "--context",
+            "--max-model-len",
+            help="Tokens of a prompt and its answer. Default: the target's.",
             show_default=False,
         ),
     ] = None,
@@ -101,8 +103,8 @@ def serve(
         host=host, port=port, method=chosen, k=told.k if told.k and k == "auto" else parse_serving_k(k),
         methods=parse_methods(methods), parallel=told.parallel, max_batch=max_batch, max_queue=max_queue,
         kv_tokens=kv_tokens, context=context, chunk=chunk, int8=int8, exact=exact, prefix_caching=prefix_caching,
-        graphs=not eager, names=tuple(names or ()), api_keys=tuple(api_key or ()), max_body=int(max_body_mb * (1 << 20)),
-        timeout=timeout, drain_seconds=drain_seconds, log_prompts=log_prompts,
+        graphs=not eager, names=tuple(names or ()), api_keys=tuple(api_key or ()),
+        max_body=int(max_body_mb * (1 << 20)), timeout=timeout, drain_seconds=drain_seconds, log_prompts=log_prompts,
     )  # fmt: skip
     require_packages()
     from peagle.server.run import serve as run

@@ -53,13 +53,13 @@ def build(front: Front) -> ASGIApp:
 
 
 def add_routes(app: FastAPI) -> None:
-    for path, handler, model in (
+    for path, handler, kind in (
         ("/v1/chat/completions", chat, ChatRequest),
         ("/v1/completions", complete, CompletionRequest),
         ("/tokenize", tokenize, TokenizeRequest),
         ("/detokenize", detokenize, DetokenizeRequest),
     ):
-        app.post(path, openapi_extra=body_of(model), responses=ERRORS)(reading(handler))
+        app.post(path, openapi_extra=body_of(kind), responses=ERRORS)(reading(handler))
     app.post("/invocations", openapi_extra=body_of(ChatRequest, CompletionRequest), responses=ERRORS)(
         reading(invoke, any_type=True)
     )

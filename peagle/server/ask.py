@@ -21,7 +21,9 @@ async def ask(front: Front, body: ChatRequest | CompletionRequest, prompts: list
     wanted = body.peagle
     key = front.engines.choose(wanted.method if wanted else None, wanted.k if wanted else None)
     if len(prompts) * body.choices > front.settings.max_queue:
-        raise ApiError(400, f"{len(prompts) * body.choices} answers at once: the queue holds {front.settings.max_queue}")
+        raise ApiError(
+            400, f"{len(prompts) * body.choices} answers at once: the queue holds {front.settings.max_queue}"
+        )
     slot = await front.engines.slot(key)
     context = slot.engine.scheduler.context
     for ids in prompts:

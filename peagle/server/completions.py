@@ -1,4 +1,4 @@
-"""/v1/completions: text or token ids, one prompt or several, echoed if wanted, with the prompt's own log-probabilities."""
+"""/v1/completions: text or token ids, one prompt or several, echoed if wanted with their own log-probabilities."""
 
 from typing import TYPE_CHECKING, Any
 

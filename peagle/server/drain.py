@@ -1,6 +1,6 @@
 """Going down in good order: no new requests, those under way finish, up to a limit; then they are told.
 
-    serving -> begin() -> draining: health 503, new requests 503 -> finished, or time is up: aborted -> stop
+serving -> begin() -> draining: health 503, new requests 503 -> finished, or time is up: aborted -> stop
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The engines of a server: one for its method and K, others when a request asks for them; made again when they die.
 
-    loading -> ready <-> restarting      failed: what was asked for cannot be served at all
+loading -> ready <-> restarting      failed: what was asked for cannot be served at all
 """
 
 import asyncio

@@ -37,7 +37,9 @@ INTERNAL = "something went wrong on the server: its log tells more under this re
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first of what pydantic found; of a union, the branch that got furthest."""
-    found = max(error.errors(include_url=False, include_input=False, include_context=False), key=lambda e: len(e["loc"]))
+    found = max(
+        error.errors(include_url=False, include_input=False, include_context=False), key=lambda e: len(e["loc"])
+    )
     where = ".".join(str(part) for part in found["loc"] if is_place(part))
     message = found["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{where}: {message}" if where else message, where or None)

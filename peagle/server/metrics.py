@@ -109,7 +109,9 @@ class EngineCollector(Collector):
         at = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted.", labels=[*LABELS, "position"]
         )
-        done = CounterMetricFamily("vllm:request_success", "Answers, by their end.", labels=[*LABELS, "finished_reason"])
+        done = CounterMetricFamily(
+            "vllm:request_success", "Answers, by their end.", labels=[*LABELS, "finished_reason"]
+        )
         for engine, told in counts.items():
             for position in sorted(key[1] for key in told if isinstance(key, tuple) and key[0] == "accepted_at"):
                 at.add_metric([self.model, engine, str(position)], told["accepted_at", position])

@@ -10,15 +10,19 @@ from peagle.server.front import Front
 from peagle.server.schema import Message
 
 LONGEST_TOKEN = 128  # characters: a text of more than that times the context cannot fit
-OURS = ("chat_template", "conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding",
-        "truncation", "max_length", "tools", "documents", "tokenizer_kwargs", "messages")  # fmt: skip
+OURS = (
+    "chat_template", "conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding",
+    "truncation", "max_length", "tools", "documents", "tokenizer_kwargs", "messages",
+)  # fmt: skip
 
 
 async def chat_ids(front: Front, messages: Sequence[Message], more: dict[str, Any] | None = None) -> list[int]:
     """Under the target's chat template; `more`: what the template may want to know."""
     plain = [message.plain() for message in messages]
     if bad := next((name for name in more or {} if name in OURS), None):
-        raise ApiError(400, f"chat_template_kwargs.{bad} is for the server to say: leave it out", "chat_template_kwargs")
+        raise ApiError(
+            400, f"chat_template_kwargs.{bad} is for the server to say: leave it out", "chat_template_kwargs"
+        )
     check_length(front, sum(len(message["content"]) for message in plain))
     pair = front.engines.require_ready()
     if not more:
@@ -52,14 +56,17 @@ async def tokenized(front: Front, encode: Callable[[], list[int]]) -> list[int]:
 def check_length(front: Front, characters: int) -> None:
     most = front.engines.context
     if characters > most * LONGEST_TOKEN:
-        raise ApiError(400, f"a prompt of {characters} characters does not fit the context of {most} tokens: shorten it")
+        raise ApiError(
+            400, f"a prompt of {characters} characters does not fit the context of {most} tokens: shorten it"
+        )
 
 
 def check_room(front: Front, context: int, prompt: int, answer: int | None) -> None:
     """What was asked for must fit; without a limit an answer ends with the context."""
     if prompt >= context:
         raise ApiError(
-            400, f"the prompt has {prompt} tokens, but with one token of the answer it must fit the context of {context}"
+            400,
+            f"the prompt has {prompt} tokens, but with one token of the answer it must fit the context of {context}",
         )
     if answer is not None and prompt + answer > context:
         raise ApiError(

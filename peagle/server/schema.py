@@ -1,4 +1,4 @@
-"""What a client may send. Unknown fields are ignored; what is known and cannot be honoured is refused, never dropped."""
+"""What a client may send. Unknown fields are ignored; what is known and cannot be honoured is refused."""
 
 from typing import Annotated, Any, Literal
 
@@ -145,9 +145,7 @@ class CompletionRequest(Asked):
         str
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)
-        ]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     max_tokens: int | None = Field(None, ge=0, le=LARGEST)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
@@ -168,8 +166,8 @@ class CompletionRequest(Asked):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""A prompt's own log-probabilities: one teacher-forced pass of the target, in parts, so that others get on between them."""
+"""A prompt's own log-probabilities: one teacher-forced pass of the target, in parts, so that others get on."""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING
