@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import UserError
@@ -50,22 +51,44 @@ class Answer:
         self.front, self.slot, self.choices = front, slot, choices
         seconds = front.settings.timeout
         self.deadline = asyncio.get_running_loop().time() + seconds if seconds else None
-        self._news: asyncio.Queue[tuple[Choice | None, Piece | Exception]] = asyncio.Queue()
+        self._news: deque[tuple[Choice | None, Piece | Exception]] = deque()
+        self._there = asyncio.Event()
         self._left = sum(choice.stream is not None for choice in choices)
-        self._tasks = [asyncio.create_task(self._pump(choice)) for choice in choices if choice.stream is not None]
         self._closed = False
+        for choice in choices:
+            if choice.stream is not None:
+                self._hear(choice, choice.stream)
         front.drain.answers.add(self)
 
-    async def next(self) -> "tuple[Choice, Piece] | None":
-        """What comes next, of whichever choice; None when all have ended."""
+    async def next(self, single: bool = False) -> "tuple[Choice, Piece] | None":
+        """What comes next, of whichever choice; None when all have ended.
+
+        Pieces that have piled up are one, unless `single`: where the engine is faster than we can send, chunks grow.
+        """
         if not self._left:
             return None
+        await self._wait()
+        choice, piece = self._take()
+        while self._news and not single and self._news[0][0] is choice and not isinstance(self._news[0][1], Exception):
+            more = self._take()[1]
+            piece = replace(
+                more, text=piece.text + more.text, logprobs=piece.logprobs + more.logprobs, step=more.step or piece.step
+            )
+        return choice, piece
+
+    async def _wait(self) -> None:
+        if self._news:
+            return
+        self._there.clear()
         try:
             async with asyncio.timeout_at(self.deadline):
-                choice, piece = await self._news.get()
+                await self._there.wait()
         except TimeoutError as error:
             seconds = self.front.settings.timeout
             raise ApiError(504, f"the answer was not complete after {seconds:g} seconds: ask for less") from error
+
+    def _take(self) -> "tuple[Choice, Piece]":
+        choice, piece = self._news.popleft()
         if isinstance(piece, Exception):
             raise self._told(piece)
         assert choice is not None
@@ -85,15 +108,13 @@ class Answer:
 
     def abort(self, error: ApiError) -> None:
         """Whoever reads is told."""
-        self._news.put_nowait((None, error))
+        self._put(None, error)
 
     def close(self) -> None:
         """The end, whatever it was: pages are free again."""
         if self._closed:
             return
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
         for choice in self.choices:
             if choice.stream is not None and choice.reason is None:
                 choice.stream.abort()
@@ -134,13 +155,24 @@ class Answer:
             "acceptance_length": self.speculation["mean_acceptance_length"],
         }
 
-    async def _pump(self, choice: Choice) -> None:
-        assert choice.stream is not None
-        try:
-            async for piece in choice.stream:
-                self._news.put_nowait((choice, piece))
-        except UserError as error:  # the request failed, or the engine did
-            self._news.put_nowait((choice, error))
+    def _hear(self, choice: Choice, stream: "Stream") -> None:
+        """Pieces that are there now, and those that come."""
+        bell = self.front.engines.driver.bell
+
+        def collect() -> None:
+            try:
+                for piece in stream.waiting():
+                    self._put(choice, piece)
+            except UserError as error:  # the request failed, or the engine did
+                self._put(choice, error)
+
+        bell.listen()
+        stream.notify(lambda: bell.ring(collect))
+        collect()
+
+    def _put(self, choice: Choice | None, piece: "Piece | Exception") -> None:
+        self._news.append((choice, piece))
+        self._there.set()
 
     def _told(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):

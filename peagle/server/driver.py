@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from peagle.server.bell import Bell
+
 if TYPE_CHECKING:
     from peagle.engine import Engine
 
@@ -54,6 +56,7 @@ class Driver:
     def __init__(self, on_death: Callable[[Slot, Exception], None]) -> None:
         """`on_death`: told, on this thread, that a step of an engine raised."""
         self.on_death = on_death
+        self.bell = Bell()
         self.slots: list[Slot] = []  # only this thread changes it
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._slow: deque[tuple[Future[Any], Generator[None, None, Any]]] = deque()
@@ -132,11 +135,14 @@ class Driver:
         if not slot.busy:
             return False
         started = time.monotonic()
+        self.bell.hold()
         try:
             worked = slot.engine.step()
         except Exception as error:
             self.on_death(slot, error)
             return True
+        finally:
+            self.bell.release()
         if slot.pending:
             slot.admit(started)
         return worked

@@ -75,7 +75,7 @@ class Reply:
             if choice.stream is None:
                 left -= 1
                 yield self._chunk([self.layout.ending(choice)], wants_usage, always, last=not left)
-        while (news := await self.answer.next()) is not None:
+        while (news := await self.answer.next(self._traces)) is not None:
             choice, piece = news
             if piece.step is not None and (piece.text or piece.logprobs or self._traces):
                 yield self._chunk([self.layout.piece(choice, piece)], wants_usage, always) | self._trace(piece)
