@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -23,8 +23,10 @@ WORDS = [
 
 
 class Load:
-    def __init__(self, client: httpx.AsyncClient, tokens: int) -> None:
-        self.client, self.tokens = client, tokens
+    """Plain sockets: a client that parses every chunk would be slower than the server."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        self.url, self.tokens = urlsplit(url), tokens
         self.first: list[float] = []
         self.whole: list[float] = []
         self.errors: dict[str, int] = {}
@@ -43,28 +45,42 @@ class Load:
     async def ask(self, chance: random.Random) -> None:
         body = {
             "messages": [{"role": "user", "content": chance.choice(WORDS)}], "stream": True,
-            "seed": chance.randrange(99),
-            "max_tokens": chance.randint(self.tokens // 2, self.tokens), "temperature": chance.choice([0, 0.8]),
-            "stream_options": {"include_usage": True},
+            "seed": chance.randrange(99), "max_tokens": chance.randint(self.tokens // 2, self.tokens),
+            "temperature": chance.choice([0, 0.8]), "stream_options": {"include_usage": True},
         }  # fmt: skip
-        started, first, usage = time.perf_counter(), None, None
-        async with self.client.stream("POST", "/v1/chat/completions", json=body) as reply:
-            if reply.status_code != 200:
-                raise RuntimeError(f"HTTP {reply.status_code}")
-            async for line in reply.aiter_lines():
-                data = line.removeprefix("data: ")
-                if not data or data == "[DONE]":
-                    continue
-                event: dict[str, Any] = json.loads(data)
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                if first is None and event["choices"] and event["choices"][0]["delta"].get("content"):
-                    first = time.perf_counter() - started
-                usage = event.get("usage") or usage
-        assert usage is not None, "no usage"
-        self.said += usage["completion_tokens"]
-        self.first += [first] if first is not None else []
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.url.netloc}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        started = time.perf_counter()
+        reader, writer = await asyncio.open_connection(self.url.hostname, self.url.port, limit=1 << 20)
+        try:
+            writer.write(head.encode() + data)
+            first, usage = await self.read(reader)
+        finally:
+            writer.close()
+        self.first.append(first - started)
         self.whole.append(time.perf_counter() - started)
+        self.said += usage["completion_tokens"]
+
+    async def read(self, reader: asyncio.StreamReader) -> tuple[float, dict[str, int]]:
+        """When the first token was there, and the usage."""
+        status = (await reader.readline()).split()[1]
+        if status != b"200":
+            raise RuntimeError(f"HTTP {status.decode()}")
+        first, last, done = 0.0, b"", False
+        async for line in reader:
+            if b'"error"' in line:
+                raise RuntimeError(line.decode()[:200])
+            if line.startswith(b"data: {"):
+                last = line
+                if not first and b'"content":' in line and b'"content":""' not in line:
+                    first = time.perf_counter()
+            done = done or b"[DONE]" in line
+        if not done:
+            raise RuntimeError("the stream broke off")
+        return first or time.perf_counter(), json.loads(last.removeprefix(b"data: "))["usage"]
 
 
 def rss(pid: int | None) -> float | None:
@@ -76,15 +92,13 @@ def rss(pid: int | None) -> float | None:
 
 
 async def main(url: str, streams: int, seconds: float, tokens: int, pid: int | None) -> None:
-    limits, memory = httpx.Limits(max_connections=None), list[float | None]()
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        load, started = Load(client, tokens), time.perf_counter()
-        users = [asyncio.create_task(load.user(i, started + seconds)) for i in range(streams)]
-        while not all(user.done() for user in users):
-            await asyncio.sleep(min(10, seconds / 4))
-            memory.append(rss(pid))
-        spent = time.perf_counter() - started
-        status = (await client.get("/v1/peagle/status")).json()["engines"]
+    load, started, memory = Load(url, tokens), time.perf_counter(), list[float | None]()
+    users = [asyncio.create_task(load.user(i, started + seconds)) for i in range(streams)]
+    while not all(user.done() for user in users):
+        await asyncio.sleep(min(10, seconds / 4))
+        memory.append(rss(pid))
+    spent = time.perf_counter() - started
+    status = httpx.get(f"{url}/v1/peagle/status", timeout=60).json()["engines"]
     cuts = statistics.quantiles(load.first, n=100) if len(load.first) > 1 else [0.0] * 99
     print(json.dumps({
         "streams": streams, "seconds": round(spent, 1), "answers": len(load.whole), "errors": load.errors,
