@@ -263,6 +263,16 @@ def test_the_process_from_start_to_end(folder: Path) -> None:
     assert "ready" in told and "draining" in told and "stopped" in told
 
 
+def test_sigterm_while_it_loads(folder: Path) -> None:
+    process, first = start(folder, str(folder / "target"), "--port", "0", "--method", "none")
+    assert first["event"] == "listening"
+    url = f"http://127.0.0.1:{first['port']}"
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 503
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in rest and "terminate" not in rest
+
+
 def test_what_cannot_be_served_ends_the_process(folder: Path) -> None:
     args = ("--port", "0", "--drafter", str(folder / "nothing"))
     process, first = start(folder, str(folder / "target"), *args)

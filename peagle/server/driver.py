@@ -73,6 +73,10 @@ class Driver:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(PATIENCE)
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def wake(self) -> None:
         """There may be something to do."""
         self._wake.set()

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -70,7 +72,11 @@ def serve(settings: Settings) -> None:
     tell("listening", host=host, port=port, model=settings.model_names[0])
     if settings.open_to_all:
         tell("anybody who reaches this address can use it: set --api-key, or --host 127.0.0.1", logging.WARNING)
-    server = Server(Front.of(settings))
+    front = Front.of(settings)
+    server = Server(front)
     server.run(sockets=[here])
+    if server.failure is None and front.engines.driver.alive:  # it is loading, or in a long pass: nobody waits for that
+        sys.stderr.flush()
+        os._exit(0)
     if server.failure is not None:
         raise UserError(server.failure)
