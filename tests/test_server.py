@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from peagle import __version__
+from peagle.server import app
 from peagle.server.front import Front
 from tests.serving import all_free, client_of, events, front_of, tiny_pair, until, word_tokenizer
 
@@ -302,6 +305,39 @@ def test_small_endpoints() -> None:
         assert (await client.get("/")).status_code in (200, 404)  # the page
         document = (await client.get("/openapi.json")).json()
         assert document["components"]["schemas"]["ChatRequest"]["properties"]["messages"]
+
+    served(test)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index.html").write_text("<title>race</title>")
+    (tmp_path / "race.js").write_text("export const k = 7;")
+    monkeypatch.setattr(app, "PAGE", tmp_path)
+
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        index = await client.get("/")
+        assert index.text == "<title>race</title>" and "default-src 'self'" in index.headers["content-security-policy"]
+        script = await client.get("/page/race.js")
+        assert "javascript" in script.headers["content-type"] and script.headers["x-content-type-options"] == "nosniff"
+        assert (await client.get("/page/none.js")).json()["error"]["code"] == 404
+
+    served(test, api_keys=("key",))  # the page is open: it asks for the key itself
+
+
+def test_a_client_that_leaves_while_its_prompt_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peagle.server import scoring
+
+    real = scoring.part
+    monkeypatch.setattr(scoring, "ROWS", 1)
+    monkeypatch.setattr(scoring, "part", lambda *args: (time.sleep(0.02), real(*args))[1])
+
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        body = {"prompt": [7] * 200, "echo": True, "logprobs": 1, "max_tokens": 1}
+        asking = asyncio.create_task(client.post(TEXT, json=body))
+        await until(lambda: front.engines.driver._slow)
+        asking.cancel()
+        await until(lambda: not front.engines.driver._slow, seconds=2)
+        assert (await ask(client))["usage"]["completion_tokens"] == 8
 
     served(test)
 

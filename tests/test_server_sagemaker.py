@@ -1,6 +1,7 @@
 """The environment of a SageMaker container, and vLLM's speculative config."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from peagle.cli import app
 from peagle.errors import UserError
 from peagle.server import run
-from peagle.server.sagemaker import arguments
+from peagle.server.sagemaker import arguments, main
 from peagle.server.settings import Settings
 from peagle.server.speculative import Speculative, parse_speculative
 
@@ -124,6 +125,21 @@ def test_the_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert (got.method, got.k, got.parallel, got.names) == ("p-eagle", 3, True, ("a", "b"))
     assert got.drafter == json.loads(JUMPSTART)["model"]
     assert settings_of(monkeypatch, "other", "--port", "9").pair == "other"
+
+
+@pytest.mark.parametrize("environment", [{}, {"SM_VLLM_MAX_NUM_SEQS": "3"}])
+def test_the_script_serve(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our variables or without: SageMaker's address, and what is typed has the last word."""
+    found: list[Settings] = []
+    monkeypatch.setattr(run, "serve", found.append)
+    monkeypatch.setattr(sys, "argv", ["serve", "--max-queue", "9"])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert (found[0].host, found[0].port, found[0].max_queue) == ("0.0.0.0", 8080, 9)
+    assert found[0].max_batch == (3 if environment else 64)
 
 
 def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:

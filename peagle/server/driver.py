@@ -120,19 +120,23 @@ class Driver:
     def _part(self) -> bool:
         if not self._slow:
             return False
-        future, parts = self._slow.popleft()
+        future, parts = self._slow[0]
         if future.cancelled():
             parts.close()
+            self._slow.popleft()
             return True
         try:
             next(parts)
-            self._slow.append((future, parts))
         except StopIteration as end:
+            self._slow.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_result(end.value)
         except Exception as error:
+            self._slow.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
+        else:
+            self._slow.rotate(-1)  # they take turns
         return True
 
     def _step(self, slot: Slot) -> bool:
