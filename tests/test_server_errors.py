@@ -275,6 +275,19 @@ def test_an_engine_that_dies_comes_back(monkeypatch: pytest.MonkeyPatch) -> None
     served(test)
 
 
+def test_an_engine_in_disorder_tells_its_requests_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        assert front.engines.main is not None
+        engine = front.engines.main.engine
+        monkeypatch.setattr(engine.rounds, "_prefill", lambda *_: 1 / 0)
+        monkeypatch.setattr(engine.rounds, "fail_all", lambda *_: 1 / 0)
+        error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
+        await until(lambda: front.healthy)
+        assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
+
+    served(test)
+
+
 def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: httpx.AsyncClient, front: Front) -> None:
         assert front.engines.main is not None

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.core import Method
@@ -231,8 +232,9 @@ class Engines:
         self._retire(slot)
 
     def _retire(self, slot: Slot) -> None:
-        self.gone.setdefault(slot.name, Counter()).update(counts_of(slot))
         self.driver.slots.remove(slot)
+        with suppress(Exception):  # the last counts of an engine in disorder are not worth a second failure
+            self.gone.setdefault(slot.name, Counter()).update(counts_of(slot))
         if slot is self.main:
             self.main = None
         self.others = {key: one for key, one in self.others.items() if one is not slot}
@@ -244,7 +246,7 @@ class Engines:
         ours = slot is self.main
         if ours:
             self.state = "restarting" if self.state == "ready" else self.state
-        slot.engine.close()
+        end(slot)
         self._retire(slot)
         if ours:
             if time.monotonic() - self._since > HEALTHY:
@@ -273,6 +275,19 @@ class Engines:
             self._again(reload=True)
             return
         tell("restarted", engine=self.key[0], restarts=self.restarts)
+
+
+def end(slot: Slot) -> None:
+    """Tells everybody who waits for this engine, in whatever state its last step left it."""
+    from peagle.engine.stream import Piece
+
+    try:
+        slot.engine.close()
+    except Exception as error:
+        tell("a dead engine could not be closed", logging.ERROR, error, engine=slot.name)
+        slot.engine.closed = True
+        for seat in list(slot.engine.seats.values()):
+            seat.stream.put(Piece(None, reason="error", error=slot.engine.failure))
 
 
 def check_drafting(method: Method, parallel: bool | None, loaded: "LoadedPair") -> None:

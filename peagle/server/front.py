@@ -43,7 +43,7 @@ class Front:
 
     @property
     def healthy(self) -> bool:
-        return self.engines.state == "ready" and not self.drain.begun
+        return self.engines.state == "ready" and self.engines.driver.alive and not self.drain.begun
 
 
 def front_of(request: Request) -> Front:
