@@ -1,5 +1,6 @@
 """The command line. One file a command; torch is imported only by those that need it."""
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +26,15 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["pairs", "pull", "generate", "demo", *measuring, *TRAINING, "export", "check"]
+        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check"]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word."""
+        if args[:1] == ["serve"]:
+            from peagle.server.sagemaker import arguments, asked_for
+
+            args = ["serve", *(arguments(os.environ) if asked_for() else []), *args[1:]]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -76,6 +85,7 @@ from peagle.cli import (  # noqa: E402
     pull,  # noqa: F401
     regenerate,  # noqa: F401
     report,  # noqa: F401
+    serve,  # noqa: F401
     train,  # noqa: F401
     tune,  # noqa: F401
 )

@@ -52,6 +52,10 @@ class Stream:
         if (wake := self._wake) is not None:
             wake()
 
+    def notify(self, wake: Callable[[], None]) -> None:
+        """For those who take pieces with `waiting`: called, on the engine's thread, when one has come."""
+        self._wake = wake
+
     def abort(self) -> None:
         self._abort(self.id)
 

@@ -1,0 +1,82 @@
+"""/v1/completions: text or token ids, one prompt or several, echoed if wanted with their own log-probabilities."""
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+
+from peagle.server.answer import Choice
+from peagle.server.ask import ask
+from peagle.server.front import Front
+from peagle.server.limits import validated
+from peagle.server.logprobs import completion_logprobs
+from peagle.server.logs import notes
+from peagle.server.prompts import text_ids
+from peagle.server.reply import Reply, texts_of
+from peagle.server.schema import CompletionRequest
+from peagle.server.sse import unless_gone
+from peagle.server.tokens import TokenTexts
+
+if TYPE_CHECKING:
+    from peagle.engine.stream import Piece, TokenLogprob
+
+
+async def complete(request: Request, front: Front, body: dict[str, Any]) -> Response:
+    asked = validated(CompletionRequest, body)
+    front.require(asked.model)
+    return await unless_gone(request, answered(request, front, asked))
+
+
+async def answered(request: Request, front: Front, asked: CompletionRequest) -> Response:
+    prompts = [await text_ids(front, prompt, asked.add_special_tokens is not False) for prompt in asked.prompts]
+    if front.settings.log_prompts:
+        notes(request.scope)["prompt"] = asked.prompts
+    echoed = [shown(front, prompt) for prompt in asked.prompts] if asked.echo else None
+    answer = await ask(front, asked, prompts)
+    layout = CompletionLayout(texts_of(front), asked.top is not None, echoed, asked.choices)
+    return await Reply.to(request, front, asked, answer, layout).response(request)
+
+
+def shown(front: Front, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else front.engines.require_ready().decode(prompt)
+
+
+class CompletionLayout:
+    object = chunk = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, texts: TokenTexts, logprobs: bool, echoed: list[str] | None, each: int) -> None:
+        """`echoed`: the prompts' texts; `each`: choices of a prompt."""
+        self.texts, self.logprobs, self.echoed, self.each = texts, logprobs, echoed, each
+        self.offsets: dict[int, int] = {}  # by choice: characters of the tokens told so far
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        if self.echoed is None:
+            return None
+        told = self._told(choice, self._prompt(choice)) if self.logprobs else None
+        return self._choice(choice, self._echo(choice), told)
+
+    def piece(self, choice: Choice, piece: "Piece") -> dict[str, Any]:
+        return self._choice(choice, piece.text, self._told(choice, list(piece.logprobs)) if self.logprobs else None)
+
+    def ending(self, choice: Choice) -> dict[str, Any]:
+        return self._choice(choice, "", None) | {"finish_reason": choice.reason}
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        told = self._told(choice, [*self._prompt(choice), *choice.logprobs]) if self.logprobs else None
+        return self._choice(choice, self._echo(choice) + choice.text, told) | {"finish_reason": choice.reason}
+
+    def _echo(self, choice: Choice) -> str:
+        return self.echoed[choice.index // self.each] if self.echoed is not None else ""
+
+    def _prompt(self, choice: Choice) -> "list[TokenLogprob | None]":
+        """Of an echoed prompt; None for its first token."""
+        return [None, *choice.scored] if choice.scored is not None else []
+
+    def _told(self, choice: Choice, told: "list[Any]") -> dict[str, Any]:
+        at = self.offsets.get(choice.index, 0)
+        laid = completion_logprobs(self.texts, told, at, choice.prompt[0])
+        self.offsets[choice.index] = at + sum(map(len, laid["tokens"]))
+        return laid
+
+    def _choice(self, choice: Choice, text: str, told: dict[str, Any] | None) -> dict[str, Any]:
+        return {"index": choice.index, "text": text, "logprobs": told, "finish_reason": None}

@@ -1,0 +1,82 @@
+"""The process: a socket that accepts at once, a web server behind it, signals that begin a drain."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from peagle.errors import UserError
+from peagle.server.app import build
+from peagle.server.front import Front
+from peagle.server.logs import set_up, tell
+from peagle.server.settings import Settings
+
+BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Connections are accepted from now on; whoever connects waits for the rest of us."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    here = socket.socket(family, socket.SOCK_STREAM)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        here.bind((host, port))
+    except OSError as error:
+        here.close()
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): use another --port or --host") from error
+    here.listen(BACKLOG)
+    here.set_inheritable(True)
+    return here
+
+
+class Server(uvicorn.Server):
+    def __init__(self, front: Front) -> None:
+        super().__init__(uvicorn.Config(
+            build(front), log_config=None, access_log=False, server_header=False, timeout_keep_alive=30,
+            timeout_graceful_shutdown=3, backlog=BACKLOG, lifespan="on",
+        ))  # fmt: skip
+        self.front, self.failure = front, None  # type: Front, str | None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        front.engines.on_failure = self.fail
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second does not wait."""
+        if self.loop is None or self.front.drain.begun:
+            self.should_exit = self.force_exit = True
+            return
+        tell("draining", signal=sig, seconds=self.front.settings.drain_seconds, open=self.front.drain.open)
+        self.loop.call_soon_threadsafe(self.front.drain.begin, self.stop)
+
+    def stop(self) -> None:
+        tell("stopped")
+        self.should_exit = True
+
+    def fail(self, reason: str) -> None:
+        """What was asked for cannot be served: from the driver's thread."""
+        self.failure = reason
+        self.should_exit = True
+
+
+def serve(settings: Settings) -> None:
+    set_up()
+    here = listen(settings.host, settings.port)
+    host, port = here.getsockname()[:2]
+    tell("listening", host=host, port=port, model=settings.model_names[0])
+    if settings.open_to_all:
+        tell("anybody who reaches this address can use it: set --api-key, or --host 127.0.0.1", logging.WARNING)
+    front = Front.of(settings)
+    server = Server(front)
+    server.run(sockets=[here])
+    if server.failure is None and front.engines.driver.alive:  # it is loading, or in a long pass: nobody waits for that
+        sys.stderr.flush()
+        os._exit(0)
+    if server.failure is not None:
+        raise UserError(server.failure)

@@ -1,0 +1,87 @@
+"""vLLM's speculative config, as `--speculative-config` and SM_VLLM_SPECULATIVE_CONFIG carry it.
+
+    {"method": "eagle3", "model": "/opt/ml/.../eagle", "num_speculative_tokens": 7, "parallel_drafting": true}
+
+`parallel_drafting` makes it P-EAGLE. What our engine cannot honour is refused; what makes no difference to it is not.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.core import Method
+from peagle.errors import UserError, nearest
+
+METHODS = ("eagle3", "eagle", "p-eagle")
+USED = ("method", "model", "num_speculative_tokens", "parallel_drafting")
+HARMLESS = (  # they tune vLLM, not the answer
+    "max_model_len", "enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction", "revision",
+    "code_revision", "attention_backend", "moe_backend",
+)  # fmt: skip
+REFUSED = {
+    "draft_tensor_parallel_size": "the native engine runs on one device: use 1 or leave it out",
+    "quantization": "a drafter runs in the target's dtype: leave it out",
+    "disable_by_batch_size": "automatic K (num_speculative_tokens left out) follows the load by itself: leave it out",
+    "prompt_lookup_max": "there is no n-gram drafting here: leave it out",
+    "prompt_lookup_min": "there is no n-gram drafting here: leave it out",
+    "speculative_token_tree": "drafts are a chain here, not a tree: leave it out",
+    "parallel_drafting_spec": "no engine of ours drafts trees yet, and no vLLM knows this key: use parallel_drafting",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speculative:
+    drafter: str | None = None
+    method: Method | None = None
+    k: int | None = None
+    parallel: bool | None = None
+
+
+def parse_speculative(text: str, source: str = "--speculative-config") -> Speculative:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source} is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise UserError(f'{source} must be an object like {{"model": "DIR", "num_speculative_tokens": 7}}')
+    for key, value in given.items():
+        check_key(key, value, source)
+    parallel = given.get("parallel_drafting")
+    if parallel is not None and not isinstance(parallel, bool):
+        raise UserError(f"{source}: parallel_drafting must be true or false, not {parallel!r}")
+    return Speculative(drafter_of(given, source), method_of(given, source), k_of(given, source), parallel)
+
+
+def check_key(key: str, value: Any, source: str) -> None:
+    if key in REFUSED and value not in (None, False) and not (key == "draft_tensor_parallel_size" and value == 1):
+        raise UserError(f"{source}: {key} cannot be honoured: {REFUSED[key]}")
+    if key not in (*USED, *HARMLESS, *REFUSED):
+        known = [*USED, *HARMLESS, *REFUSED]
+        raise UserError(f"{source}: unknown key {key!r}: use {', '.join(USED)}.{nearest(key, known)}")
+
+
+def drafter_of(given: dict[str, Any], source: str) -> str | None:
+    model = given.get("model")
+    if model is not None and (not isinstance(model, str) or not model):
+        raise UserError(f"{source}: model must be a drafter's folder, not {model!r}")
+    return model
+
+
+def method_of(given: dict[str, Any], source: str) -> Method | None:
+    """With `parallel_drafting`, vLLM's eagle3 is P-EAGLE; the drafter's folder says the rest."""
+    method = given.get("method")
+    if method is None:
+        return "p-eagle" if given.get("parallel_drafting") else None
+    if method not in METHODS:
+        word = str(method)
+        raise UserError(f"{source}: method {word!r} is not drafted here: use eagle3.{nearest(word, list(METHODS))}")
+    if method == "p-eagle" or given.get("parallel_drafting"):
+        return "p-eagle"
+    return "eagle3"
+
+
+def k_of(given: dict[str, Any], source: str) -> int | None:
+    k = given.get("num_speculative_tokens")
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+        raise UserError(f"{source}: num_speculative_tokens is {k!r}: use 1 or more, or leave it out for automatic K")
+    return k

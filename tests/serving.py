@@ -1,0 +1,143 @@
+"""A tiny pair with a tokenizer, and servers over it: in process, or behind a real socket."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from peagle.core import DrafterSource, Method, Pair, TargetSource
+from peagle.loaded import LoadedPair
+from peagle.server.app import build
+from peagle.server.engines import Engines
+from peagle.server.front import Front
+from peagle.server.run import Server, listen
+from peagle.server.settings import Settings
+from tests.conftest import MASK, make_drafter, make_target
+
+SETTINGS = Settings(
+    pair="tiny", port=0, method="p-eagle", k=3, max_batch=8, kv_tokens=4096, timeout=60, drain_seconds=5, backoff=0.05
+)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {f"w{i}": i for i in range(94) if i != MASK} | {"<user>": 94, "<unk>": 95}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="w1")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+        "<user> {{ m['content'] }} {% endfor %}{% if more %}{{ more }}{% endif %}"
+    )
+    return tokenizer
+
+
+@cache
+def tiny_pair() -> LoadedPair:
+    """A random target and drafters that agree with it now and then: a chain of the same words."""
+    target = make_target()
+    target.tokenizer = word_tokenizer()
+    drafters: dict[Method, Any] = {
+        "p-eagle": make_drafter(target, "p-eagle", 2),
+        "eagle3": make_drafter(target, "eagle3", 1),
+    }
+    pair = Pair("tiny", TargetSource(order=("folder",)), {method: DrafterSource() for method in drafters})
+    return LoadedPair(pair, target, drafters)
+
+
+def front_of(loader: Callable[[], LoadedPair] = tiny_pair, **changes: Any) -> Front:
+    settings = replace(SETTINGS, **changes)
+    return Front.of(settings, Engines(settings, loader))
+
+
+async def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def client_of(front: Front, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
+    app = build(front)
+    front.engines.start()
+    try:
+        if ready:
+            await until(lambda: front.engines.state == "ready")
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
+            yield client
+    finally:
+        front.engines.close()
+
+
+@contextmanager
+def running(front: Front, ready: bool = True) -> Iterator[tuple[Server, str]]:
+    """A real server on a thread of its own."""
+    here = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{here.getsockname()[1]}"
+    server = Server(front)
+    thread = threading.Thread(target=lambda: server.run(sockets=[here]), daemon=True)
+    thread.start()
+    try:
+        end = time.monotonic() + 60
+        while ready and front.engines.state != "ready":
+            assert time.monotonic() < end, front.engines.state
+            time.sleep(0.01)
+        while server.loop is None:
+            time.sleep(0.01)
+        yield server, url
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        here.close()
+        assert not thread.is_alive(), "the server does not stop"
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Of a whole stream; its end is checked."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def all_free(front: Front) -> bool:
+    """Nobody holds a page, nobody waits."""
+    for slot in front.engines.slots:
+        slot.engine.check_integrity()
+    return all(not slot.busy and slot.engine.pages.free == slot.engine.pages.count for slot in front.engines.slots)
+
+
+@contextmanager
+def slowed(front: Front, seconds: float) -> Iterator[None]:
+    """Every step of the server's own engine takes so long."""
+    assert front.engines.main is not None
+    rounds = front.engines.main.engine.rounds
+    real = rounds.run
+
+    def run() -> bool:
+        time.sleep(seconds)
+        return real()
+
+    rounds.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        rounds.run = real  # type: ignore[method-assign]
+
+
+def raw_request(url: str, head: str, body: bytes = b"") -> socket.socket:
+    """A connection on which this was sent; for clients that do not behave."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+    return connection
