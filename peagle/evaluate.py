@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.core import Generation, Method, Sampling, Step, check_k, parse_method
-from peagle.data.bench import Task
+from peagle.data.bench import TURN_SEEDS, Task
 from peagle.data.records import Report, ignore
 from peagle.errors import UserError
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
 
 Advance = Callable[[str], None]  # called with what was decoded, after every task
-TURN_SEEDS = 1_000_003  # between the seeds of a task's turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ answers before it. Every cell gets the same jobs, in the same order, with the sa
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from peagle.data.bench import Task
-
-TURN_SEEDS = 1_000_003  # between the seeds of a task's turns
+from peagle.data.bench import TURN_SEEDS, Task
 
 Messages = list[dict[str, str]]
 Seen = Callable[[], None]  # called after every request

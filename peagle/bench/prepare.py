@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.environment import drafter_of, environment, target_of
+from peagle.bench import FORMAT
+from peagle.bench.environment import drafter_of, environment, named, target_of
 from peagle.bench.load import Job, jobs_of
 from peagle.bench.profile import fit, parse_profile
-from peagle.bench.results import FORMAT, Results, path_of
+from peagle.bench.results import Results, path_of
 from peagle.bench.session import Session, digest
 from peagle.bench.settings import Settings
 from peagle.core import DrafterSource, Method
@@ -65,7 +66,7 @@ def native_session(asked: Asked, tasks: Tasks, loaded: LoadedPair, warn: Warn) -
             warn(f"the {method} drafter of this pair is untrained: its drafts are noise")
     jobs = make_jobs(tasks, asked.settings, loaded, warn)
     told = {
-        "pair": short(loaded.pair.name),
+        "pair": named(loaded.pair.name),
         "target": target_of(loaded.target),
         "engine": "native",
         "endpoint": None,
@@ -81,7 +82,7 @@ def endpoint_session(
     methods = asked.settings.methods or ("endpoint",)
     jobs = make_jobs(tasks, asked.settings, None, warn)
     told = {
-        "pair": short(pair or endpoint.model or "endpoint"),
+        "pair": named(pair or endpoint.model or "endpoint"),
         "target": {"name": endpoint.model or pair, "revision": None, "dtype": None, "sha": None},
         "engine": "endpoint",
         "endpoint": url,
@@ -132,8 +133,3 @@ def load_pair(
             raise UserError(f"two {found.config.method} drafters are given: measure them in two runs (--name)")
         models[found.config.method], sources[found.config.method] = found, DrafterSource(folder=folder)
     return LoadedPair(replace(loaded.pair, drafters=sources), loaded.target, models)
-
-
-def short(pair: str) -> str:
-    """A folder's own name: where it lies is nobody's business."""
-    return Path(pair).name if Path(pair).is_dir() else pair

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from peagle.bench import FORMAT
 from peagle.bench.cell import EXACT, Key, Run, cell_of
 from peagle.bench.load import Record
 from peagle.errors import UserError
 from peagle.home import write_json
 
-FORMAT = "peagle-bench/1"
 SAME = ("format", "pair", "target", "engine", "endpoint", "drafters", "settings", "tasks")  # or it is another run
 MACHINE = ("cpu", "gpu", "threads", "driver", "torch", "transformers", "peagle", "commit")
 

@@ -16,6 +16,7 @@ from peagle.home import home
 
 SPEED_BENCH = ("speed_bench", *(f"speed_bench_throughput_{size}k" for size in (1, 2, 8, 16, 32)))
 SETS = ("humaneval", "mt_bench", "gsm8k", "mbpp", "spec_bench", *SPEED_BENCH)
+TURN_SEEDS = 1_000_003  # between the seeds of a task's turns
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench's rows that its licence keeps back
 EXTRA = ("prompt", "entry_point", "test", "answer")

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peagle.kernels import swiglu
-
 try:
     import triton
     import triton.language as tl
@@ -94,9 +92,7 @@ if triton is not None:
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[T, N], or shares of it [S, T, N]; whole wherever the kernel does not fit."""
-    if not fits(x, weight):
-        return reference(x, weight, bias)
+    """[T, N], or shares of it [S, T, N]. For what `fits`."""
     shares, n = shares_of(weight), len(weight)
     if shares == 1:
         out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
@@ -107,9 +103,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x gate) * (x up), [T, I]."""
-    if not fits(x, weight, 2):
-        return swiglu.reference(linear(x, weight))
+    """silu(x gate) * (x up), [T, I]. For what `fits` in two halves."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, out, 1, True)
     return out

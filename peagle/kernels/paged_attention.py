@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels import cpu
+from peagle.kernels.cpu import EVERYTHING
 
 try:
     import triton
@@ -33,7 +34,6 @@ ROWS, MOST_ROWS, MOST_WIDE = 16, 64, 32  # of a block: at least, at most, at mos
 KEY_BYTES = 16384  # a block of keys: 64 of 128 dimensions in bf16
 LOG2_E = 1.4426950408889634
 UNSEEN = -1e30  # finite: a block without a seen key leaves a row without a NaN
-ALL = 1 << 30  # a window that sees everything
 KEYS, WARPS, STAGES = 64, 8, 2  # of a short block
 PROGRAMS, MOST_SPLITS = 132, 8  # that keep a GPU busy; of a block's keys
 COUNTERS = 4096  # blocks that are split
@@ -59,7 +59,7 @@ def reference(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         p = (position + torch.arange(count, device=query.device))[:, None]
-        seen = (at <= p) & (at > p - (ALL if window is None else window))  # [rows, keys]
+        seen = (at <= p) & (at > p - (EVERYTHING if window is None else window))  # [rows, keys]
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().view(kv_heads, -1, 1).expand(count, -1, -1, 1)], -1)
@@ -213,8 +213,8 @@ def paged_attention(
     )  # fmt: skip
     _kernel[(batch, kv_heads, blocks * splits)](
         query, key_cache, value_cache, tables, starts, counts, first, query if sinks is None else sinks,
-        out, parts, tops, totals, arrived, steps, cap, ALL if window is None else window, tables.shape[1], *strides,
-        **sizes,
+        out, parts, tops, totals, arrived, steps, cap, EVERYTHING if window is None else window, tables.shape[1],
+        *strides, **sizes,
     )  # fmt: skip
     return out
 

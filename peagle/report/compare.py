@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from peagle.errors import UserError, nearest
+from peagle.report.machines import AXES
 from peagle.report.runs import Cell, Run, difference, overlap
 from peagle.report.words import by_k, by_method, label
 
@@ -111,7 +112,7 @@ def remarks(before: Run, after: Run, warn: Callable[[str], None]) -> None:
     """What a reader should know: another machine, another load, cells of one side only, failures."""
     for name in ("environment", "settings", "drafters"):
         one, two = before.section(name), after.section(name)
-        ignored = ("sets", "methods", "k", "concurrency", "repeats") if name == "settings" else ("peagle", "commit")
+        ignored = AXES if name == "settings" else ("peagle", "commit")
         apart = [key for key in sorted(one.keys() | two.keys()) if key not in ignored and one.get(key) != two.get(key)]
         if apart:
             warn(f"{name} differs: {', '.join(f'{key} {one.get(key)} and {two.get(key)}' for key in apart)}")

@@ -7,9 +7,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from peagle.bench import FORMAT
 from peagle.errors import UserError
 
-FORMAT = "peagle-bench/1"
 IDENTITY = ("name", "dtype", "revision", "sha")  # of a target; what is not known contradicts nothing
 
 
