@@ -1,8 +1,7 @@
-"""`peagle report`: what is read and refused, the numbers, the sentence, the page, README's table."""
+"""`peagle report`: what is read and refused, the numbers, the sentence, the page."""
 
 import json
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -367,36 +366,3 @@ def test_contrast(colours: dict[str, str]) -> None:
             assert contrast(colours[mark], colours[ground]) >= 3
     assert len({MARKERS[slot] for slot in SLOTS}) == len(SLOTS)
     assert len(set(LIGHT.values())) == len(LIGHT) and LIGHT.keys() == DARK.keys()
-
-
-# README
-
-
-def test_readme_blocks(tmp_path: Path) -> None:
-    write(tmp_path / "results" / "cpu", result(sets=("humaneval", "gsm8k")))
-    readme = tmp_path / "README.md"
-    blocks = [f"<!-- bench:start {name} -->\nold\n<!-- bench:end -->\n" for name in ("cpu", "cpu:gsm8k")]
-    readme.write_text("a\n" + "b\n".join(blocks))
-    command = [sys.executable, str(ROOT / "tools" / "readme_table.py"), "--readme", str(readme)]
-    command += ["--results", str(tmp_path / "results")]
-
-    def call(*more: str) -> int:
-        return subprocess.run([*command, *more], capture_output=True, cwd=ROOT, env=None).returncode
-
-    assert call("--check") == 1 and "old" in readme.read_text()
-    assert call() == 0 and call("--check") == 0
-    text = readme.read_text()
-    assert (
-        text.startswith("a\n<!-- bench:start cpu -->\n**smollm2") and "old" not in text and text.count("| `none`") == 2
-    )
-    readme.write_text("<!-- bench:start nowhere -->\n<!-- bench:end -->\n")
-    assert call() == 2
-    readme.write_text("<!-- bench:start cpu -->\n")
-    assert call() == 2
-
-
-def test_readme_is_not_stale() -> None:
-    if "<!-- bench:start" not in (ROOT / "README.md").read_text():
-        pytest.skip("README has no block of results")
-    call = subprocess.run([sys.executable, str(ROOT / "tools" / "readme_table.py"), "--check"], cwd=ROOT)
-    assert call.returncode == 0
