@@ -71,7 +71,7 @@ class Load:
             raise RuntimeError(f"HTTP {status.decode()}")
         first, last, done = 0.0, b"", False
         async for line in reader:
-            if b'"error"' in line:
+            if line.startswith(b'data: {"error"'):
                 raise RuntimeError(line.decode()[:200])
             if line.startswith(b"data: {"):
                 last = line

@@ -13,10 +13,11 @@ beginning of one is held back. The stop string that is complete first ends the a
 answer with and without speculation. The first `min_tokens` tokens are not searched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle.errors import UserError
 
@@ -42,7 +43,7 @@ class Words:
             raise UserError("stop strings need a tokenizer: use stop token ids instead")
         if not all(stop):
             raise UserError("an empty stop string would end every answer: leave it out")
-        self.tokenizer, self.stop, self.include_stop = tokenizer, tuple(stop), include_stop
+        self.decode, self.stop, self.include_stop = decoder_of(tokenizer), tuple(stop), include_stop
         self.ids: list[int] = []  # the window: context, then tokens that are not all shown
         self.context = 0
         self.shown = 0  # characters of the decoded window that were taken from it
@@ -58,6 +59,8 @@ class Words:
         safe = self._take(tokens[:free]) if free else ""
         before = list(self.ids), self.context, self.shown
         text = self.held + self._take(tokens[free:])
+        if not self.stop:
+            return Pushed(safe + text, False, len(tokens))
         found = self._find(text)
         if found is None:
             self.held = self._beginning(text)
@@ -100,9 +103,7 @@ class Words:
         self.shown = len(self._decode(self.ids[: self.context])) + beyond
 
     def _decode(self, ids: list[int]) -> str:
-        if self.tokenizer is None or not ids:
-            return ""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return self.decode(ids) if ids else ""
 
     def _find(self, text: str) -> tuple[int, int] | None:
         """Start and end of the stop string that is complete first; of two, the longer."""
@@ -124,3 +125,13 @@ class Words:
             if length >= end:
                 return used
         return len(tokens)
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[list[int]], str]:
+    """Ids to text without special tokens. Where transformers would only pass them on, its road is left out."""
+    if tokenizer is None:
+        return lambda ids: ""
+    plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+    if plain and not tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))

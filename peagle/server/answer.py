@@ -49,8 +49,6 @@ class Choice:
 class Answer:
     def __init__(self, front: Front, slot: Slot, choices: list[Choice]) -> None:
         self.front, self.slot, self.choices = front, slot, choices
-        seconds = front.settings.timeout
-        self.deadline = asyncio.get_running_loop().time() + seconds if seconds else None
         self._news: deque[tuple[Choice | None, Piece | Exception]] = deque()
         self._there = asyncio.Event()
         self._left = sum(choice.stream is not None for choice in choices)
@@ -59,6 +57,11 @@ class Answer:
             if choice.stream is not None:
                 self._hear(choice, choice.stream)
         front.drain.answers.add(self)
+        self._timer = self._limit(front.settings.timeout)
+
+    def _limit(self, seconds: float) -> asyncio.TimerHandle | None:
+        late = ApiError(504, f"the answer was not complete after {seconds:g} seconds: ask for less")
+        return asyncio.get_running_loop().call_later(seconds, self.abort, late) if seconds else None
 
     async def next(self, single: bool = False) -> "tuple[Choice, Piece] | None":
         """What comes next, of whichever choice; None when all have ended.
@@ -67,7 +70,9 @@ class Answer:
         """
         if not self._left:
             return None
-        await self._wait()
+        if not self._news:
+            self._there.clear()
+            await self._there.wait()
         choice, piece = self._take()
         while self._news and not single and self._news[0][0] is choice and not isinstance(self._news[0][1], Exception):
             more = self._take()[1]
@@ -75,17 +80,6 @@ class Answer:
                 more, text=piece.text + more.text, logprobs=piece.logprobs + more.logprobs, step=more.step or piece.step
             )
         return choice, piece
-
-    async def _wait(self) -> None:
-        if self._news:
-            return
-        self._there.clear()
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                await self._there.wait()
-        except TimeoutError as error:
-            seconds = self.front.settings.timeout
-            raise ApiError(504, f"the answer was not complete after {seconds:g} seconds: ask for less") from error
 
     def _take(self) -> "tuple[Choice, Piece]":
         choice, piece = self._news.popleft()
@@ -115,6 +109,8 @@ class Answer:
         if self._closed:
             return
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         for choice in self.choices:
             if choice.stream is not None and choice.reason is None:
                 choice.stream.abort()

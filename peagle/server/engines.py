@@ -20,6 +20,7 @@ from peagle.server.driver import Driver, Slot, Ticket
 from peagle.server.errors import ApiError
 from peagle.server.logs import tell
 from peagle.server.settings import Settings
+from peagle.settled import settle
 
 if TYPE_CHECKING:
     from peagle.engine.stream import Stream
@@ -151,7 +152,9 @@ class Engines:
         from peagle.bench.prepare import load_pair
 
         how = self.settings
-        return load_pair(how.pair, how.target, how.drafter, how.device, how.dtype)
+        loaded = load_pair(how.pair, how.target, how.drafter, how.device, how.dtype)
+        settle()
+        return loaded
 
     def _load(self) -> None:
         started = time.monotonic()
@@ -300,11 +303,9 @@ def check_drafting(method: Method, parallel: bool | None, loaded: "LoadedPair") 
 
 def release(loaded: "LoadedPair | None") -> None:
     """An engine's memory, before the next one wants as much."""
-    import gc
-
     import torch
 
-    gc.collect()
+    settle()
     if loaded is not None and loaded.target.device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -53,6 +53,7 @@ class Measured:
             name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
+        self.series: dict[tuple[str, str], Histogram] = {}
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
@@ -78,7 +79,10 @@ class Measured:
                 self.choice(answer.slot.name, choice)
 
     def _observe(self, name: str, engine: str, value: float) -> None:
-        self.histograms[name].labels(self.model, engine).observe(value)
+        found = self.series.get((name, engine))
+        if found is None:  # looking it up takes longer than counting
+            found = self.series[name, engine] = self.histograms[name].labels(self.model, engine)
+        found.observe(value)
 
 
 class EngineCollector(Collector):
