@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 18  # characters
 KEPT = 128  # compiled grammars
+MESSAGE = 400  # characters of what the library says
 SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON's tokens: with no end to it, small targets write nothing else
 
 
@@ -47,6 +48,7 @@ class Grammar:
     def ebnf(cls, rules: str) -> "Grammar":
         """Lark's notation, or GBNF."""
         require_package()
+        check_length(rules)
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
@@ -55,8 +57,7 @@ class Grammar:
             raise UserError(f"the grammar cannot be read: {error}") from error
 
     def __post_init__(self) -> None:
-        if len(self.text) > LONGEST:
-            raise UserError(f"the grammar has {len(self.text):,} characters, the most is {LONGEST:,}: make it smaller")
+        check_length(self.text)
 
 
 class Grammars:
@@ -101,16 +102,31 @@ class Grammars:
         require_package()
         from llguidance import LLMatcher, LLParserLimits
 
-        if grammar.kind == "json":
-            rules = LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": SPACE})
-        elif grammar.kind == "regex":
-            rules = LLMatcher.grammar_from_regex(grammar.text)
-        else:
-            rules = LLMatcher.grammar_from_lark(grammar.text)
-        matcher = LLMatcher(self._vocabulary, rules, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if matcher.is_error():
-            raise UserError(f"the grammar cannot be used: {matcher.get_error().strip()}")
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            matcher = LLMatcher(self._vocabulary, rules_of(grammar), log_level=0, limits=limits)
+            tried = matcher.deep_copy()
+            tried.compute_bitmask()  # some that can say nothing at all are found here
+            reason = tried.get_error()
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            raise UserError(f"the grammar cannot be used: {' '.join(reason.split())[:MESSAGE]}")
         return matcher
+
+
+def rules_of(grammar: Grammar) -> str:
+    """As llguidance writes them."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "json":
+        return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": SPACE})
+    return (LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark)(grammar.text)
+
+
+def check_length(text: str) -> None:
+    if len(text) > LONGEST:
+        raise UserError(f"the grammar has {len(text):,} characters, the most is {LONGEST:,}: make it smaller")
 
 
 def require_package() -> None:
