@@ -45,10 +45,10 @@ SCHEMAS: list[dict[str, Any]] = [
     BOB,
     BOB | {"required": ["age"]},
     {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"enum": [1, 12, "ok"]}]}, "minItems": 2, "maxItems": 6},
-    COMPACT | {"anyOf": [{"type": "string", "pattern": "^[a-f]{2,9}$"}, {"type": "integer", "minimum": 10, "maximum": 99999}]},
+    COMPACT | {"anyOf": [{"type": "string", "pattern": "^[a-f]{2,9}$"}, {"type": "integer", "minimum": 10}]},
     COMPACT | {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"],
-     "additionalProperties": False, "$defs": {
-         "n": {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "minItems": 4, "maxItems": 8}}},
+               "additionalProperties": False,
+               "$defs": {"n": {"type": "array", "items": {"enum": [4, 12, 777]}, "minItems": 4, "maxItems": 8}}},
 ]  # fmt: skip
 PATTERN, CHOICES = r"[0-9]{3}-[a-c]{1,4}(ok)?", ["yes", "no", "nobody"]
 GRAMMARS = [Grammar.json(schema) for schema in SCHEMAS] + [
@@ -69,8 +69,8 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 @cache
-def bound_pair() -> LoadedPair:
-    target = Target(make_target(seed=3, num_hidden_layers=7).model, letters(), "tiny")
+def bound_pair(device: str = "cpu") -> LoadedPair:
+    target = Target(make_target(seed=3, num_hidden_layers=7).model.to(device), letters(), "tiny")
     drafters = {"p-eagle": make_drafter(target, "p-eagle", 1), "eagle3": make_drafter(target, "eagle3", 1)}
     return pair_of(target, drafters)
 
@@ -149,12 +149,15 @@ def test_pages_run_out(exact: bool) -> None:
     assert engine.scheduler.preemptions or exact
 
 
-def test_neighbours_do_not_notice() -> None:
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_neighbours_do_not_notice(lookahead: int) -> None:
+    """With a lookahead, as on a GPU, plain requests would be read back one step later; bound ones cannot wait."""
     plain = [(ids, {"max_tokens": 24, "seed": i, "temperature": i % 2 * 1.0, "ignore_eos": True, "logprobs": 2})
              for i, (ids, _) in enumerate(some_requests(8, seed=4))]  # fmt: skip
     alone = [ask(bound_engine("none"), ids, **settings) for ids, settings in plain]
     mixed = [each for pair in zip(plain, ASKED, strict=True) for each in pair]
     engine = bound_engine("p-eagle")
+    engine.rounds.lookahead = lookahead
     streams = [engine.add(ids, **settings) for ids, settings in mixed]
     engine.drain()
     pieces = [list(stream) for stream in streams]
@@ -221,10 +224,20 @@ def test_ends() -> None:
 def test_logprobs_are_of_what_the_grammar_allows() -> None:
     engine = bound_engine("p-eagle")
     _, pieces = ask(engine, [10, 20, 30], grammar=Grammar.choice(["a", "b", "c"]), logprobs=5)
-    told = [one for piece in pieces for one in piece.logprobs][0]
+    told = next(one for piece in pieces for one in piece.logprobs)
     assert set(told.top) == {VOCAB.index(letter) for letter in "abc"}
     assert sum(2.718281828**value for value in told.top.values()) == pytest.approx(1, abs=1e-4)
     assert told.logprob == max(told.top.values()) and told.rank == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_on_cuda(method: Method) -> None:
+    """Graphs and all, in float32 against the CPU."""
+    engine = engine_of(bound_pair("cuda"), method, tokens=1200)
+    engine.warm_up()
+    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == without_drafts()
+    assert engine.rounds.graphs
 
 
 # Sampling: every answer to [ab][ab]?, with its probability by definition.

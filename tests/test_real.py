@@ -7,12 +7,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
 from peagle import reference
 from peagle.core import Method, Sampling
 from peagle.decode import decode
+from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
 from peagle.proposer import proposer_for
 from tests.test_decode import PATTERNS, Oracle, plain, tokens_of, transformers_generate
@@ -75,6 +77,20 @@ def test_answers_make_sense(real: LoadedPair) -> None:
     answer = real.generate("What is the capital of France?", method="none", max_tokens=32)
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
+
+
+def test_json_for_a_schema(real: LoadedPair) -> None:
+    text = {"type": "string", "maxLength": 30}
+    properties = {"name": text, "capital": text, "population": {"type": "integer", "minimum": 0, "maximum": 10**9}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    answers = [
+        real.generate("Describe France as JSON.", method=method, max_tokens=80, grammar=Grammar.json(schema))
+        for method in ("none", *DRAFTED)
+    ]
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    jsonschema.validate(json.loads(answers[0].text), schema)
+    assert all(answer.acceptance_length > 1.2 for answer in answers[1:]), "drafts inside the grammar are accepted"
 
 
 def test_two_gigabytes_and_three_seconds() -> None:
