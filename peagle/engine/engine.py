@@ -109,7 +109,10 @@ class Engine:
         grammar: Grammar | None = None,
         **sampling: Any,
     ) -> Stream:
-        """Queues a request; its answer comes through the stream. `sampling`: the fields of core.Sampling."""
+        """Queues a request; its answer comes through the stream, and keeps to the grammar where there is one.
+
+        `sampling`: the fields of core.Sampling.
+        """
         if grammar is not None and ignore_eos:
             raise UserError("ignore_eos does not go with a grammar: an answer ends where its grammar does")
         settings = Sampling(**sampling).seeded()

@@ -58,13 +58,11 @@ class Prefilling:
         at: list[int],
         k: int,
         processing: Processing | None,
-        masks: Masks | None,
         top: int | None,
         graphs: bool,
+        masks: Masks | None = None,
     ) -> Result | None:
-        """Consumes the chunks. `processing`, `masks` and the result are of those that end a prompt without an answer
-        yet.
-        """
+        """Consumes the chunks. `processing`, `masks` and the result: of those that end a prompt and have no answer."""
         size = self.size(chunks, k, graphs)
         vector = self._upload(numbers_of(chunks, at, size, self.places.count), size, graphs)
         part = views_of(vector, size)

@@ -42,6 +42,14 @@ class Seat:
     drafted: int = 0  # drafts that wait to be verified
     table: int = 0  # pages the device knows
 
+    def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """Up to a stop token or the end of the grammar; is there one?"""
+        end = next((n + 1 for n, token in enumerate(tokens) if token in self.stops), None)
+        tokens = tokens[:end]
+        if self.binding is None:
+            return tokens, end is not None
+        return tokens[: self.binding.consume(tokens)], self.binding.over or end is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -141,7 +149,7 @@ class Rounds:
         k = self.k_most  # what is not wanted is left unused
         result = self.stepper.prefilling.run(
             [chunk for chunk, _ in chunks], [member.place for _, member in chunks], k, self._process(fresh),
-            self._masks(fresh), self._top(fresh), self.graphs,
+            self._top(fresh), self.graphs, self._masks(fresh),
         )  # fmt: skip
         with self.lock:
             for chunk, member in chunks:
@@ -242,15 +250,10 @@ class Rounds:
         drafted = min(flight.k, max(self.scheduler.context - 1 - request.computed, 0)) if not flight.prefill else 0
         room = self.scheduler.cap(request) - request.length
         tokens = tokens[:room]
-        end = next((n + 1 for n, token in enumerate(tokens) if token in seat.stops), None)
-        if end is not None:
-            tokens = tokens[:end]
-        over = False
-        if seat.binding is not None:
-            tokens, over = tokens[: seat.binding.consume(tokens)], seat.binding.over
-            if seat.binding.refused:
-                self.finish(request, "error", f"the answer left its grammar: {seat.binding.refused}")
-                return
+        tokens, ended = seat.cut(tokens)
+        if seat.binding is not None and seat.binding.refused:
+            self.finish(request, "error", f"the answer left its grammar: {seat.binding.refused}")
+            return
         pushed = seat.words.push(tokens)
         if pushed.stopped:
             tokens = tokens[: pushed.tokens_used]
@@ -263,7 +266,7 @@ class Rounds:
         told = self._logprobs(flight.logprobs, i, tokens, limits.logprobs)
         step = Step(tuple(tokens), drafted, kept)
         reason: Reason | None = None
-        if pushed.stopped or over or (end is not None and tokens[-1] in seat.stops):
+        if pushed.stopped or ended:
             reason = "stop"
         elif request.length >= self.scheduler.cap(request):
             reason = "length"
