@@ -240,17 +240,15 @@ def test_on_cuda(method: Method) -> None:
     assert engine.rounds.graphs
 
 
-# Sampling: every answer to [ab][ab]?, with its probability by definition.
+# Sampling: every answer to [ab]{1,3}, with its probability by definition.
 
 
-def outcomes(target: Target, ids: list[int]) -> Iterator[tuple[tuple[int, ...], float]]:
-    a, b, ab, bb, eos = (VOCAB.index(token) for token in ("a", "b", "ab", "bb", "<eos>"))
-    for first, p in shares(target, ids, [a, b, ab, bb]):
-        if first in (ab, bb):
-            yield (first,), p
-        else:
-            for second, q in shares(target, [*ids, first], [a, b, eos]):
-                yield (first, second), p * q
+def outcomes(target: Target, ids: list[int], room: int, said: tuple[int, ...] = ()) -> Iterator[tuple[Any, float]]:
+    allowed = [VOCAB.index(token) for token in ("a", "b", "ab", "bb") if len(token) <= room] + [1] * bool(said)
+    for token, p in shares(target, [*ids, *said], allowed):
+        left = 0 if token == 1 else room - len(VOCAB[token])
+        for answer, q in outcomes(target, ids, left, (*said, token)) if left else [((*said, token), 1.0)]:
+            yield answer, p * q
 
 
 def shares(target: Target, ids: list[int], allowed: list[int]) -> list[tuple[int, float]]:
@@ -263,9 +261,9 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     """Chi-square at level 1e-3 over 600 answers; seeds are fixed, so the verdict is too."""
     pair, ids, runs = bound_pair(), [12, 30, 44, 9], 600
     pair.target.tap(())
-    exact = dict(outcomes(pair.target, ids))
+    exact = dict(outcomes(pair.target, ids, 3))
     engine = bound_engine("p-eagle", 2, max_batch=64, tokens=3000)
-    how = {"grammar": Grammar.regex("[ab][ab]?"), "temperature": 8.0, "max_tokens": 4}
+    how = {"grammar": Grammar.regex("[ab]{1,3}"), "temperature": 8.0, "max_tokens": 4}
     streams = [engine.add(ids, seed=seed, **how) for seed in range(runs)]
     while engine.step():
         engine.stepper.places.drafts[:, :2] = torch.tensor([VOCAB.index(letter) for letter in drafts])
@@ -273,7 +271,7 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     counts = Counter(tuple(tokens_of(steps)) for steps in answers)
     assert p_value(counts, exact, runs) > 1e-3
     assert sum(step.accepted for steps in answers for step in steps) > 20
-    assert len(exact) == len(counts) == 8
+    assert len(counts) > 15 and sum(exact.values()) == pytest.approx(1)
 
 
 # What cannot be used.

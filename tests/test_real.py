@@ -82,12 +82,8 @@ def test_answers_make_sense(real: LoadedPair) -> None:
 def test_json_for_a_schema(real: LoadedPair) -> None:
     properties = {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 130}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    answers = [
-        real.generate(
-            "Describe a person named Bob, 30 years old, as JSON.", method=method, grammar=Grammar.json(schema)
-        )
-        for method in ("none", *DRAFTED)
-    ]
+    words, grammar = "Describe a person named Bob, 30 years old, as JSON.", Grammar.json(schema)
+    answers = [real.generate(words, method=method, grammar=grammar) for method in ("none", *DRAFTED)]
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
     assert all(answer.finish_reason == "stop" for answer in answers)
     jsonschema.validate(json.loads(answers[0].text), schema)
