@@ -8,9 +8,10 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "LoadedPair", "UserError", "load"]
+__all__ = ["Engine", "Grammar", "LoadedPair", "UserError", "load"]
 
 from peagle.errors import UserError
+from peagle.grammar import Grammar
 
 if TYPE_CHECKING:
     from peagle.engine import Engine

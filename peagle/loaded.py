@@ -15,6 +15,7 @@ from peagle.drafter import Drafter, checkpoint
 from peagle.drafter.config import config_for
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
+from peagle.grammar import Grammar, Grammars
 from peagle.precision import choose_dtype
 from peagle.pull import pull, receipt
 from peagle.pull.progress import Progress, silent
@@ -36,6 +37,7 @@ class LoadedPair:
         self.pair, self.target = pair, target
         self._drafters = dict(drafters or {})
         self._engines: dict[tuple[Any, ...], Engine] = {}
+        self.grammars = Grammars(target)
 
     def drafter(self, method: Method) -> Drafter:
         """Loaded when first asked for; untrained where the pair has no trained one yet."""
@@ -79,6 +81,7 @@ class LoadedPair:
         exact: bool | None = None,
         int8: bool = False,
         on_text: Callable[[str], None] | None = None,
+        grammar: Grammar | None = None,
         **sampling: Any,
     ) -> Generation:
         """The target's answer; `on_text` receives it as it grows.
@@ -92,12 +95,13 @@ class LoadedPair:
         ids = self.encode(prompt, raw)
         check_request(self.target, ids, max_tokens)
         engine = self.engine(chosen, k, exact, min(len(ids) + max_tokens, self.target.context) + 2 * k, int8)
-        start, prefill, steps = time.perf_counter(), 0.0, list[Step]()
-        stream = engine.add(ids, max_tokens=max_tokens, **asdict(settings))
+        start, prefill, steps, reason = time.perf_counter(), 0.0, list[Step](), None
+        stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
         try:
             while not stream.ended:
                 engine.step()
                 for piece in stream.waiting():
+                    reason = piece.reason
                     prefill = prefill or time.perf_counter() - start
                     steps += [piece.step] if piece.step else []
                     if on_text and piece.text:
@@ -110,7 +114,7 @@ class LoadedPair:
             token_ids=tokens,
             prompt_tokens=len(ids),
             steps=steps,
-            finish_reason="stop" if tokens[-1] in self.target.stop_ids else "length",
+            finish_reason="stop" if reason == "stop" else "length",
             method=chosen,
             k=k,
             seconds=time.perf_counter() - start,

@@ -7,12 +7,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
 from peagle import reference
 from peagle.core import Method, Sampling
 from peagle.decode import decode
+from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
 from peagle.proposer import proposer_for
 from tests.test_decode import PATTERNS, Oracle, plain, tokens_of, transformers_generate
@@ -75,6 +77,17 @@ def test_answers_make_sense(real: LoadedPair) -> None:
     answer = real.generate("What is the capital of France?", method="none", max_tokens=32)
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
+
+
+def test_json_for_a_schema(real: LoadedPair) -> None:
+    properties = {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 130}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    words, grammar = "Describe a person named Bob, 30 years old, as JSON.", Grammar.json(schema)
+    answers = [real.generate(words, method=method, grammar=grammar) for method in ("none", *DRAFTED)]
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    jsonschema.validate(json.loads(answers[0].text), schema)
+    assert all(answer.acceptance_length > 1.2 for answer in answers[1:]), "drafts inside the grammar are accepted"
 
 
 def test_two_gigabytes_and_three_seconds() -> None:

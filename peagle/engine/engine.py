@@ -15,6 +15,7 @@ import torch
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, Sampling, parse_method
 from peagle.engine.adaptive import AdaptiveK, FixedK
+from peagle.engine.binding import Binding
 from peagle.engine.exactness import exact_multiple
 from peagle.engine.history import check_bias
 from peagle.engine.pages import Pages
@@ -25,6 +26,7 @@ from peagle.engine.stepper import Stepper, shapes_of
 from peagle.engine.stream import Stream
 from peagle.engine.text import Words
 from peagle.errors import UserError
+from peagle.grammar import Grammar
 from peagle.kernels.library import state
 from peagle.kernels.matrix import possible
 from peagle.loaded import LoadedPair, Prompt, load
@@ -104,9 +106,15 @@ class Engine:
         id: str | None = None,
         raw: bool = False,
         include_stop: bool = False,
+        grammar: Grammar | None = None,
         **sampling: Any,
     ) -> Stream:
-        """Queues a request; its answer comes through the stream. `sampling`: the fields of core.Sampling."""
+        """Queues a request; its answer comes through the stream, and keeps to the grammar where there is one.
+
+        `sampling`: the fields of core.Sampling.
+        """
+        if grammar is not None and ignore_eos:
+            raise UserError("ignore_eos does not go with a grammar: an answer ends where its grammar does")
         settings = Sampling(**sampling).seeded()
         ids = list(self.pair.encode(prompt, raw))
         limits = Limits(max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs)
@@ -117,12 +125,13 @@ class Engine:
         check_bias(settings, self.target.vocab_size)
         words = Words(self.target.tokenizer, limits.stop, include_stop, limits.min_tokens)
         stops = limits.stop_ids | (frozenset() if ignore_eos else self.target.stop_ids)
+        binding = None if grammar is None else Binding(self.pair.grammars, grammar, stops, limits.min_tokens)
         with self.lock:
             self._require_open()
             request = Request(id or f"r{next(self.ids)}", ids, settings, limits, user)
             self.scheduler.add(request)
             stream = Stream(request.id, len(ids), self.abort)
-            self.seats[request.id] = Seat(stream, words, stops)
+            self.seats[request.id] = Seat(stream, words, stops, binding)
             self.metrics.prompt_tokens += len(ids)
             self.lock.notify_all()
         return stream

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.engine.binding import Masks
 from peagle.engine.drafting import Drafting, Verified
 from peagle.engine.graphs import Graphs
 from peagle.engine.layout import MASK, Size, numbers_of, views_of
 from peagle.engine.memory import Memory
 from peagle.engine.places import Places
-from peagle.engine.processing import Processing, broken, logprobs
+from peagle.engine.processing import Processing, broken, likeliest, logprobs
 from peagle.engine.request import Chunk
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
@@ -52,9 +53,16 @@ class Prefilling:
 
     @torch.inference_mode()
     def run(
-        self, chunks: list[Chunk], at: list[int], k: int, processing: Processing | None, top: int | None, graphs: bool
+        self,
+        chunks: list[Chunk],
+        at: list[int],
+        k: int,
+        processing: Processing | None,
+        top: int | None,
+        graphs: bool,
+        masks: Masks | None = None,
     ) -> Result | None:
-        """Consumes the chunks. `processing` and the result are of those that end a prompt without an answer yet."""
+        """Consumes the chunks. `processing`, `masks` and the result: of those that end a prompt and have no answer."""
         size = self.size(chunks, k, graphs)
         vector = self._upload(numbers_of(chunks, at, size, self.places.count), size, graphs)
         part = views_of(vector, size)
@@ -64,10 +72,14 @@ class Prefilling:
         fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
         who = None if len(fresh) == size.requests else self.places.upload(fresh, torch.long)
         logits, tokens = (x if who is None else x[who] for x in (consumed.logits, consumed.tokens))
+        if masks is not None:
+            masks.apply(logits, [[]] * len(fresh))
+            tokens = likeliest(logits)
         if processing is not None and fresh:
             nothing = torch.zeros(len(fresh), dtype=torch.int32, device=tokens.device)
             tokens = processing.choose(logits, tokens[:, :0], nothing)
             processing.commit(tokens, nothing)
+        if masks is not None or (processing is not None and fresh):
             consumed.tokens[slice(None) if who is None else who] = tokens
         packed = self.graphs.run(("seat", size, k), lambda: self.seat(part, consumed, size, k))
         if not fresh:

@@ -1,7 +1,7 @@
 """Rounds: plan a step, launch it, read back the one before, hand out what it says.
 
 On a GPU the device always has work while the host thinks; on a CPU there is nothing to overlap, and each step is read
-back at once.
+back at once. So is a round with a request that is bound to a grammar: its next masks depend on what it said.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from peagle.core import Step
 from peagle.engine.adaptive import AdaptiveK, Policy
+from peagle.engine.binding import Binding, Masks
 from peagle.engine.history import History
 from peagle.engine.metrics import Metrics
 from peagle.engine.processing import Logprobs, Processing
@@ -34,10 +36,19 @@ class Seat:
     stream: Stream
     words: Words
     stops: frozenset[int]
+    binding: Binding | None = None  # to its grammar
     place: int | None = None
     history: History | None = None
     drafted: int = 0  # drafts that wait to be verified
     table: int = 0  # pages the device knows
+
+    def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """Up to a stop token or the end of the grammar; is there one?"""
+        end = next((n + 1 for n, token in enumerate(tokens) if token in self.stops), None)
+        tokens = tokens[:end]
+        if self.binding is None:
+            return tokens, end is not None
+        return tokens[: self.binding.consume(tokens)], self.binding.over or end is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,8 @@ class Rounds:
         for part in [[member] for member in members] if self.exact else [members] if members else []:
             self._decode(part, alone=not chunks)
         worked = bool(chunks or members)
-        while self.flights and (len(self.flights) > self.lookahead or not worked):
+        bound = any(member.seat.binding for member in (*members, *(member for _, member in chunks)))
+        while self.flights and (len(self.flights) > self.lookahead or bound or not worked):
             self._read(self.flights.popleft())
             worked = True
         return worked
@@ -119,7 +131,7 @@ class Rounds:
             seat.history = History(
                 request.sampling, request.prompt, request.limits.max_tokens + self.k_most + 1,
                 vocab=self.stepper.target.vocab_size, device=self.stepper.target.device,
-                min_tokens=request.limits.min_tokens, stop_ids=seat.stops, output=request.output,
+                min_tokens=0 if seat.binding else request.limits.min_tokens, stop_ids=seat.stops, output=request.output,
             )  # fmt: skip
             self.metrics.cached_tokens += request.cached
             self._processing = ((), None)  # a request that comes back has a new history
@@ -137,7 +149,7 @@ class Rounds:
         k = self.k_most  # what is not wanted is left unused
         result = self.stepper.prefilling.run(
             [chunk for chunk, _ in chunks], [member.place for _, member in chunks], k, self._process(fresh),
-            self._top(fresh), self.graphs,
+            self._top(fresh), self.graphs, self._masks(fresh),
         )  # fmt: skip
         with self.lock:
             for chunk, member in chunks:
@@ -159,8 +171,9 @@ class Rounds:
         if self.graphs:
             self._capture(len(members), k, made)
         result = self.stepper.decode(
-            [member.place for member in members], k, made, self._process(members), self._top(members)
-        )
+            [member.place for member in members], k, made, self._process(members), self._top(members),
+            self._masks(members),
+        )  # fmt: skip
         with self.lock:
             for member in members:
                 member.request.ahead += k + 1
@@ -179,6 +192,10 @@ class Rounds:
         if self._processing[0] != names:
             self._processing = (names, Processing(histories))
         return self._processing[1]
+
+    def _masks(self, members: list[Member]) -> Masks | None:
+        bound = [(row, member.seat.binding) for row, member in enumerate(members) if member.seat.binding is not None]
+        return Masks(bound) if bound else None
 
     def _top(self, members: list[Member]) -> int | None:
         """The most log-probabilities that one of them wants; at least the token's own."""
@@ -233,9 +250,10 @@ class Rounds:
         drafted = min(flight.k, max(self.scheduler.context - 1 - request.computed, 0)) if not flight.prefill else 0
         room = self.scheduler.cap(request) - request.length
         tokens = tokens[:room]
-        end = next((n + 1 for n, token in enumerate(tokens) if token in seat.stops), None)
-        if end is not None:
-            tokens = tokens[:end]
+        tokens, ended = seat.cut(tokens)
+        if seat.binding is not None and seat.binding.refused:
+            self.finish(request, "error", f"the answer left its grammar: {seat.binding.refused}")
+            return
         pushed = seat.words.push(tokens)
         if pushed.stopped:
             tokens = tokens[: pushed.tokens_used]
@@ -248,7 +266,7 @@ class Rounds:
         told = self._logprobs(flight.logprobs, i, tokens, limits.logprobs)
         step = Step(tuple(tokens), drafted, kept)
         reason: Reason | None = None
-        if pushed.stopped or (end is not None and tokens[-1] in seat.stops):
+        if pushed.stopped or ended:
             reason = "stop"
         elif request.length >= self.scheduler.cap(request):
             reason = "length"
@@ -266,8 +284,9 @@ class Rounds:
         assert logprobs is not None
         told = []
         for r, token in enumerate(tokens):
-            top = dict(zip(logprobs.ids[i, r, :most].tolist(), logprobs.values[i, r, :most].tolist(), strict=True))
-            told.append(TokenLogprob(token, float(logprobs.chosen[i, r]), int(logprobs.rank[i, r]), top))
+            top = zip(logprobs.ids[i, r, :most].tolist(), logprobs.values[i, r, :most].tolist(), strict=True)
+            likely = {other: value for other, value in top if value > -inf}  # a grammar may allow fewer
+            told.append(TokenLogprob(token, float(logprobs.chosen[i, r]), int(logprobs.rank[i, r]), likely))
         return tuple(told)
 
     def finish(self, request: Request, reason: Reason, error: str | None = None) -> None:

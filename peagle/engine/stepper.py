@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter import Drafter
+from peagle.engine.binding import Masks
 from peagle.engine.drafting import Drafting, Verified
 from peagle.engine.exactness import filled
 from peagle.engine.graphs import Graphs
@@ -18,7 +19,7 @@ from peagle.engine.lean import LeanTarget
 from peagle.engine.memory import Memory, Shape
 from peagle.engine.places import Places
 from peagle.engine.prefilling import Prefilling
-from peagle.engine.processing import Processing, broken, logprobs
+from peagle.engine.processing import Processing, broken, likeliest, logprobs
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
 from peagle.engine.verifier import cache_shapes, verifier_for
@@ -74,17 +75,28 @@ class Stepper:
 
     @torch.inference_mode()
     def decode(
-        self, at: list[int], k: int, k_next: int, processing: Processing | None, top: int | None = None
+        self,
+        at: list[int],
+        k: int,
+        k_next: int,
+        processing: Processing | None,
+        top: int | None = None,
+        masks: Masks | None = None,
     ) -> Result:
         """Verifies the k drafts of these places and makes k_next new ones.
 
-        `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens.
+        `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens; `masks`:
+        None if nobody is bound to a grammar.
         """
         count = len(at)
         batch = bucket(count) if self.places.device.type == "cuda" else count
         index = self._index(at, batch)
+        drafts = self.places.drafts[index[:count], :k].tolist() if masks is not None else []  # before the pass
         block: Block = self.graphs.run(("verify", batch, k), lambda: self.verify(index, k))
         logits, tokens = block.logits[:count], block.tokens[:count]
+        if masks is not None:
+            masks.apply(logits, drafts)
+            tokens.copy_(likeliest(logits))
         if processing is not None:
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], self.places.emitted[index[:count]]))
         packed = self.graphs.run(("settle", batch, k, k_next), lambda: self.settle(index, block, k_next))[:count]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.server.answer import Answer, Choice
 from peagle.server.driver import Ticket
 from peagle.server.errors import ApiError
+from peagle.server.formats import compiled
 from peagle.server.front import Front
 from peagle.server.prompts import check_room
 from peagle.server.schema import ChatRequest, CompletionRequest
@@ -31,6 +32,7 @@ async def ask(front: Front, body: ChatRequest | CompletionRequest, prompts: list
             raise ApiError(400, "the prompt has no tokens: give at least one", "prompt")
         check_room(front, context, len(ids), body.most)
         check_ids(ids, slot.engine.target.vocab_size)
+    grammar = await compiled(front, body)
     scored = await scores(front, body, prompts)
     choices: list[Choice] = []
     try:
@@ -40,7 +42,7 @@ async def ask(front: Front, body: ChatRequest | CompletionRequest, prompts: list
                 if body.most == 0:
                     choice.reason = "length"
                 else:
-                    how = settings_of(body, i, len(ids), context)
+                    how = settings_of(body, i, len(ids), context) | {"grammar": grammar}
                     choice.stream, choice.ticket = front.engines.add(slot, ids, **how)
                 choices.append(choice)
         front.drain.check()  # it may have begun while we waited

@@ -11,12 +11,13 @@ LARGEST = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-GRAMMAR = "answers are not bound to a grammar by this server yet: leave it out"
+KEEPER = "llguidance keeps answers to their grammar: leave it out"
 REFUSED = {  # fields that other servers know, when they hold something
     "tools": "tools are not parsed by this server: leave them out",
     "functions": "functions are not parsed by this server: leave them out",
-    "guided_json": GRAMMAR, "guided_regex": GRAMMAR, "guided_choice": GRAMMAR, "guided_grammar": GRAMMAR,
-    "structured_outputs": GRAMMAR,
+    "guided_decoding_backend": KEEPER,
+    "guided_whitespace_pattern": "JSON has up to 40 spaces between its tokens here: leave it out, or use guided_regex",
+    "structural_tag": "tools are not parsed by this server: leave it out",
     "suffix": "there is no infilling: leave it out",
     "use_beam_search": "there is no beam search: leave it out",
     "prompt_embeds": "prompts are text or token ids: use prompt",
@@ -42,8 +43,27 @@ class StreamOptions(Model):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(Model):
+    name: str | None = None
+    asked: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None  # either way the answer is kept to the schema
+
+
 class ResponseFormat(Model):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Model):
+    """vLLM's; what is not here is refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    schema_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class Extension(Model):
@@ -77,6 +97,11 @@ class Asked(Model):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     peagle: Extension | None = None
 
@@ -90,9 +115,6 @@ class Asked(Model):
 
     def check(self) -> None:
         """What pydantic cannot say."""
-        if self.response_format is not None and self.response_format.type != "text":
-            kind = self.response_format.type
-            raise ApiError(400, f"response_format {kind!r}: {GRAMMAR}, or use {{'type': 'text'}}", "response_format")
         if self.skip_special_tokens is False:
             raise ApiError(400, "skip_special_tokens false: special tokens are never shown", "skip_special_tokens")
         if self.stream_options is not None and not self.stream:

@@ -1,0 +1,134 @@
+"""A grammar: what an answer must look like; and grammars compiled for one target, by llguidance (of the extra `serve`).
+
+Grammar -> Grammars.matcher (compiled once, copied for each request) -> engine/binding.py
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from peagle.target import Target
+
+LONGEST = 1 << 18  # characters
+KEPT = 128  # compiled grammars
+MESSAGE = 400  # characters of what the library says
+SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON's tokens: with no end to it, small targets write nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | bool | str | None = None) -> "Grammar":
+        """Of a JSON schema; without one, any JSON object."""
+        schema = {"type": "object"} if schema is None else schema
+        return cls("json", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Grammar":
+        if not texts or not all(texts):
+            raise UserError("a choice needs texts to choose from, none of them empty")
+        return cls("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+    @classmethod
+    def ebnf(cls, rules: str) -> "Grammar":
+        """Lark's notation, or GBNF."""
+        require_package()
+        check_length(rules)
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return cls("lark", any_to_lark(rules))
+        except Exception as error:  # the converter raises whatever it stumbles over
+            raise UserError(f"the grammar cannot be read: {error}") from error
+
+    def __post_init__(self) -> None:
+        check_length(self.text)
+
+
+class Grammars:
+    """Compiled once for a target's tokenizer; every method may be called from any thread."""
+
+    def __init__(self, target: "Target") -> None:
+        self._target = target
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    def matcher(self, grammar: Grammar) -> "LLMatcher":
+        """At the beginning of an answer; of its own."""
+        return self._compiled(grammar).deep_copy()
+
+    @cached_property
+    def executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+    @cached_property
+    def _vocabulary(self) -> "LLTokenizer":
+        """Half a second to a second."""
+        require_package()
+        from llguidance import LLTokenizer
+        from tokenizers import Tokenizer, decoders
+
+        target = self._target
+        backend = getattr(target.tokenizer, "backend_tokenizer", None)
+        if backend is None or not target.stop_ids:
+            raise UserError(f"a grammar needs a fast tokenizer and an end token, which {target.name!r} lacks")
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        if "ByteLevel" in str(backend.decoder):  # GGUF files have it behind others, where it is overlooked
+            backend.decoder = decoders.ByteLevel()
+        try:
+            return LLTokenizer(backend.to_str(), n_vocab=target.vocab_size, eos_token=sorted(target.stop_ids))
+        except ValueError as error:
+            raise UserError(f"the tokenizer of {target.name!r} cannot be bound to a grammar: {error}") from error
+
+    def _compile(self, grammar: Grammar) -> "LLMatcher":
+        require_package()
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            matcher = LLMatcher(self._vocabulary, rules_of(grammar), log_level=0, limits=limits)
+            tried = matcher.deep_copy()
+            tried.compute_bitmask()  # some that can say nothing at all are found here
+            reason = tried.get_error()
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            raise UserError(f"the grammar cannot be used: {' '.join(reason.split())[:MESSAGE]}")
+        return matcher
+
+
+def rules_of(grammar: Grammar) -> str:
+    """As llguidance writes them."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "json":
+        return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": SPACE})
+    return (LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark)(grammar.text)
+
+
+def check_length(text: str) -> None:
+    if len(text) > LONGEST:
+        raise UserError(f"the grammar has {len(text):,} characters, the most is {LONGEST:,}: make it smaller")
+
+
+def require_package() -> None:
+    if find_spec("llguidance") is None:
+        raise UserError("a grammar needs llguidance: pip install 'peagle[serve]'")
