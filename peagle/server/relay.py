@@ -99,6 +99,7 @@ class Passage:
             except (Lost, httpx.TransportError) as error:
                 tried.append(self._worker)
                 await self._leave()
+                await tried[-1].well()
                 notes(self.scope)["lost"] = [worker.name for worker in tried]
                 if len(tried) == TRIES:
                     raise ApiError(503, STOPPED, retry_after=2) from error

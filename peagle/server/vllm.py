@@ -122,8 +122,8 @@ def arguments(
     words += ["--served-model-name", *how.model_names, "--max-num-seqs", str(how.max_batch), "--dtype", how.dtype]
     words += ["--enable-prefix-caching" if how.prefix_caching else "--no-enable-prefix-caching"]
     words += ["--disable-uvicorn-access-log"]
-    if installed.version >= TOLD:
-        words += ["--enable-per-request-metrics"]
+    if speculative and installed.version >= TOLD:
+        words += ["--per-request-spec-decode-metrics", "summary"]
     for option, value in {
         "--max-model-len": how.context, "--max-num-batched-tokens": how.chunk,
         "--tensor-parallel-size": how.tensor_parallel, "--pipeline-parallel-size": how.pipeline_parallel,

@@ -85,11 +85,14 @@ class Worker:
         return await self.client.get(path, timeout=seconds)
 
     async def well(self) -> bool:
-        """Asked now: whoever got no answer wants to know whether there will be one."""
+        """Asked now, by whoever got no answer; where it is not, nobody else is sent there."""
         try:
-            return (await self.get("/health")).status_code == 200
+            found = (await self.get("/health")).status_code == 200
         except httpx.HTTPError:
-            return False
+            found = False
+        if not found and self.state == "ready":
+            self.state = "unwell"
+        return found
 
     def about(self) -> dict[str, Any]:
         told = {"state": self.state, "restarts": self.restarts, "in_flight": self.in_flight, "pid": self.pid}
