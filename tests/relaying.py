@@ -1,13 +1,17 @@
 """Gateways over pretended workers (fake_worker.py), behind a real socket."""
 
+import json
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from peagle.server.gateway import Gateway
 from peagle.server.run import Server, listen
@@ -76,6 +80,56 @@ def pids_of(folder: Path, worker: Worker | str) -> list[int]:
     """A pretended worker's process, and the one that it would leave behind."""
     name = worker if isinstance(worker, str) else worker.name
     return [int(word) for word in (folder / f"{name}.pids").read_text().split()]
+
+
+def below(pid: int) -> list[int]:
+    """All processes that descend from it."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents.setdefault(int(entry.read_text().rpartition(")")[2].split()[1]), []).append(int(entry.parent.name))
+        except OSError:
+            continue
+    found = parents.get(pid, [])
+    return [*found, *(deeper for child in found for deeper in below(child))]
+
+
+@contextmanager
+def serving(log: Path, *args: str, seconds: float = 120.0, **environment: str) -> Iterator[tuple[Any, str]]:
+    """`peagle serve` as people start it, when it answers; its log goes into a file."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SM_VLLM_")}
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "peagle", "serve", "--port", "0", *args]
+        process = subprocess.Popen(command, env=kept | environment, stderr=file)
+    try:
+        wait_for(lambda: '"listening"' in log.read_text(), seconds)
+        url = f"http://127.0.0.1:{lines_of(log, 'listening')[0]['port']}"
+        wait_for(lambda: process.poll() is not None or healthy(url), seconds)
+        assert process.poll() is None, log.read_text()[-3000:]
+        yield process, url
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def lines_of(log: Path, event: str) -> list[dict[str, Any]]:
+    """The server's own lines, its workers' left out; the last one may be half written."""
+    found = []
+    for line in log.read_text().split("\n")[:-1]:
+        with suppress(ValueError):
+            told = json.loads(line)
+            found += [told] if told["event"] == event else []
+    return found
 
 
 def alive(pid: int) -> bool:
