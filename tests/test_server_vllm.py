@@ -151,6 +151,8 @@ def test_our_extension() -> None:
     kind.k = 5
     assert kind.passed_on({"prompt": "x", "peagle": {"method": "p-eagle", "k": 5, "trace": True}}) == {"prompt": "x"}
     assert kind.passed_on({"prompt": "x", "peagle": {"k": "auto"}}) == {"prompt": "x"}
+    streamed = kind.passed_on({"stream": True, "peagle": {"trace": True}})
+    assert streamed["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     for asked in ({"method": "eagle3"}, {"k": 4}, {"k": "many"}, 7):
         with pytest.raises(ApiError) as error:
             kind.passed_on({"prompt": "x", "peagle": asked})

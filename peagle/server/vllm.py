@@ -77,23 +77,33 @@ class Vllm:
         return dict(self.settings.speculative) | own | {"parallel_drafting": self.method == "p-eagle"}
 
     def passed_on(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Without our extension, which must ask for nothing but what is served; vLLM has no trace."""
-        if body.get("peagle") is not None:
-            try:
-                asked = Extension.model_validate(body["peagle"])
-            except ValidationError as error:
-                raise from_validation(error) from error
-            if asked.method not in (None, self.method):
-                raise ApiError(400, f"peagle.method {asked.method!r} is not served: this server has {self.method}")
-            if asked.k not in (None, "auto", self.k):
-                raise ApiError(400, f"peagle.k {asked.k} cannot be had: vLLM runs with K {self.k}")
-        return {name: value for name, value in body.items() if name != "peagle"}
+        """Without our extension, which must ask for nothing but what is served."""
+        if body.get("peagle") is None:
+            return body
+        try:
+            asked = Extension.model_validate(body["peagle"])
+        except ValidationError as error:
+            raise from_validation(error) from error
+        if asked.method not in (None, self.method):
+            raise ApiError(400, f"peagle.method {asked.method!r} is not served: this server has {self.method}")
+        if asked.k not in (None, "auto", self.k):
+            raise ApiError(400, f"peagle.k {asked.k} cannot be had: vLLM runs with K {self.k}")
+        rest = {name: value for name, value in body.items() if name != "peagle"}
+        return traced(rest) if asked.trace and body.get("stream") else rest
 
     def status(self, replies: Mapping[Worker, httpx.Response]) -> dict[str, Any]:
         engines = {}
         for reply in replies.values():  # there is one
             engines[self.method] = from_vllm(reply.text) | {"k": self.k, "k_reason": "vLLM's K is fixed"}
         return {"methods": [self.method], "method": self.method, "k": self.k, "engines": engines}
+
+
+def traced(body: dict[str, Any]) -> dict[str, Any]:
+    """vLLM does not tell its steps, but counts the tokens along: chunks hold several."""
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        return body  # vLLM says what is wrong with it
+    return body | {"stream_options": options | {"include_usage": True, "continuous_usage_stats": True}}
 
 
 def resolved(how: Settings) -> Pair:

@@ -1,4 +1,4 @@
-"""`peagle serve --engine vllm` with the shipped pair: the native engine's answers, metrics, kill -9 of vLLM's engine."""
+"""`peagle serve --engine vllm` with the shipped pair: the native engine's answers, metrics, kill -9 of its engine."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
     for thread in threads:
         thread.join(timeout=60)
     lines = [line.removeprefix("data: ") for line in found[True].text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]" and "error" in json.loads(lines[-2]) and len(lines) > 10
+    assert lines[-1] == "[DONE]" and "error" in json.loads(lines[-2]) and len(lines) > 3
     assert found[False].status_code == 503 and found[False].headers["retry-after"]
     assert ask(url, "x").status_code == 503
     told = time.monotonic() - killed
