@@ -3,9 +3,9 @@
 python -m tests.fake_worker SOCKET FOLDER NAME
 
 What a prompt begins with chooses the trouble: `die` (before anything is sent), `dead` (it answers 500 and is unwell
-from then on), `mid` (after three events), `half` (in the middle of an event), `slow`, `bad`. Files in FOLDER:
-`crash-NAME` (it ends at once, with the code the file holds), `sick-NAME` (its health is 503); NAME.log tells what came
-in.
+from then on), `mid` (after three events), `half` (in the middle of an event), `slow`, `bad`; `die@NAME` is for that
+worker alone. Files in FOLDER: `crash-NAME` (it ends at once, with the code the file holds), `sick-NAME` (its health is
+503); NAME.log tells what came in.
 """
 
 import asyncio
@@ -71,6 +71,8 @@ class Fake:
         prompt = str(body.get("prompt", ""))
         headers = {key.decode(): value.decode() for key, value in scope["headers"]}
         self.note(f"{scope['path']} {prompt} {headers.get('x-request-id')} {headers.get('authorization')}")
+        if prompt.partition("@")[2] not in ("", self.name):
+            prompt = "hello"
         if prompt.startswith("die"):
             os.kill(os.getpid(), signal.SIGKILL)
         if prompt.startswith("dead"):

@@ -116,6 +116,16 @@ def test_nothing_sent_is_asked_again_once(trouble: str, stream: bool, tmp_path: 
         assert [worker.restarts for worker in gateway.workers.all] == [1, 1, 0]
 
 
+@pytest.mark.parametrize("trouble", ["die@fake-0", "dead@fake-0"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_one_worker_lost_another_answers(trouble: str, stream: bool, live: Live) -> None:
+    gateway, url, _ = live
+    reply = post(url, trouble, stream=stream)
+    assert reply.status_code == 200, reply.text
+    assert (chunks(reply)[0] if stream else reply.json())["worker"] == "fake-1"
+    wait_for(lambda: gateway.workers.restarts == 1 and len(gateway.workers.ready) == 2)
+
+
 def test_a_dead_workers_requests_go_to_another(live: Live) -> None:
     """Its process is stopped, so that the request has certainly come to it, and then killed."""
     gateway, url, folder = live

@@ -55,7 +55,7 @@ def pass_on(line: str, worker: str) -> None:
     except (ValueError, AssertionError):
         tell("log", worker=worker, line=line)
     else:
-        print(json.dumps(told | {"worker": worker}, ensure_ascii=False), file=sys.stderr, flush=True)
+        sys.stderr.write(json.dumps(told | {"worker": worker}, ensure_ascii=False) + "\n")  # whole: threads write too
 
 
 def notes(scope: Scope) -> dict[str, Any]:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STOPPED = "the engine stopped while it answered: try again"
-TRIES = 2
 PATHS = {
     "chat": "/v1/chat/completions", "complete": "/v1/completions", "tokenize": "/tokenize",
     "detokenize": "/detokenize",
@@ -87,27 +86,28 @@ class Passage:
 
     async def open(self) -> None:
         """Until there is something to send."""
-        tried: list[Worker] = []
-        while True:
-            self._worker = self.gateway.workers.pick(tried)
-            self._worker.in_flight += 1
-            notes(self.scope)["worker"] = self._worker.name
+        lost: list[Worker] = []
+        for last in (False, True):
+            self._worker = worker = self.gateway.workers.pick(lost)
+            worker.in_flight += 1
+            notes(self.scope)["worker"] = worker.name
             try:
-                await self._timed(self._ask(self._worker))
+                await self._timed(self._ask(worker))
                 notes(self.scope)["ttft"] = round(time.monotonic() - self.began, 4)
                 return
             except (Lost, httpx.TransportError) as error:
-                tried.append(self._worker)
                 await self._leave()
-                await tried[-1].well()
-                notes(self.scope)["lost"] = [worker.name for worker in tried]
-                if len(tried) == TRIES:
+                notes(self.scope)["asked_again"] = True
+                if not await worker.well():
+                    lost.append(worker)
+                if last:
                     raise ApiError(503, STOPPED, retry_after=2) from error
 
     async def _ask(self, worker: Worker) -> None:
         headers = {
             "content-type": "application/json", "accept-encoding": "identity", "x-request-id": request_id(self.scope),
         }  # fmt: skip
+        self.body, self._rest = None, b""
         asked = worker.client.build_request("POST", self.path, content=self.content, headers=headers)
         self._reply = reply = await worker.client.send(asked, stream=True)
         if reply.headers.get("content-type", "").startswith("text/event-stream"):

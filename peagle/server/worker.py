@@ -128,7 +128,7 @@ class Worker:
 
     async def _watch(self) -> None:
         while True:
-            with suppress(httpx.HTTPError):
+            with suppress(httpx.HTTPError, ValueError, LookupError):
                 reply = await self.get("/health", SILENCE)
                 self._heard = time.monotonic()
                 if reply.status_code == 200:
