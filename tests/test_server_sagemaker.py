@@ -162,6 +162,7 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--replicas", "0"], "1 or more"),
         (["--", "--seed", "1"], "--engine vllm"),
         (["--engine", "vllm", "--int8"], "--quantization"),
+        (["--engine", "vllm", "--", "--api-key=x"], "--api-key=x must not stand behind --"),
         (["--engine", "vllm", "--exact"], "float32"),
         (["--engine", "vllm", "--kv-tokens", "4096"], "--gpu-memory-utilization"),
         (["--engine", "vllm", "--methods", "none"], "one method"),

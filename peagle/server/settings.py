@@ -9,6 +9,7 @@ from peagle.core import Method, check_k, parse_method
 from peagle.errors import UserError, nearest
 
 EngineKind = Literal["native", "vllm"]
+OURS = ("--model", "--served-model-name", "--api-key", "--host", "--port", "--uds", "--root-path", "--ssl-keyfile")
 ENGINES: tuple[EngineKind, ...] = get_args(EngineKind)
 
 
@@ -66,19 +67,19 @@ class Settings:
             "--api-key must not be empty: leave it out": all(self.api_keys),
             "--served-model-name must not be empty: leave it out": all(self.names),
         }
-        for rule, holds in (
-            rules | self._vllm_rules() if self.engine == "vllm" else rules | self._native_rules()
-        ).items():
+        rules |= self._vllm_rules() if self.engine == "vllm" else self._native_rules()
+        for rule, holds in rules.items():
             if not holds:
                 raise UserError(rule)
 
     def _vllm_rules(self) -> dict[str, bool]:
+        taken = [word for word in self.vllm_arguments if word.partition("=")[0] in OURS]
         return {
+            f"{' '.join(taken)} must not stand behind --: give it to peagle serve, or leave it out": not taken,
             "--int8 cannot be had from vLLM: use -- --quantization ..., or --engine native": not self.int8,
             "--exact cannot be had from vLLM: use --dtype float32, or --engine native": not self.exact,
             "--methods cannot be had from vLLM: it serves one method, --method": not self.methods,
-            "--kv-tokens cannot be had from vLLM: use -- --gpu-memory-utilization 0.85":
-                self.kv_tokens is None,
+            "--kv-tokens cannot be had from vLLM: use -- --gpu-memory-utilization 0.85": self.kv_tokens is None,
             "--device must be auto, cpu or cuda with --engine vllm: choose GPUs by CUDA_VISIBLE_DEVICES":
                 self.device in ("auto", "cpu", "cuda"),
             "--replicas is for --engine native: use --data-parallel-size N": self.replicas is None,

@@ -148,9 +148,9 @@ def arguments(
 
 
 def environment(installed: Installed, how: Settings, method: Method) -> dict[str, str]:
-    """What the user's own says stays, but for the runner: P-EAGLE is drafted by the first one only."""
+    """The user's own has the last word; but keys are asked for by us, and P-EAGLE runs on the first runner only."""
     usual = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if installed.cpu or how.device == "cpu":
         usual["VLLM_CPU_KVCACHE_SPACE"] = CPU_SPACE
     needed = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if method == "p-eagle" else {}
-    return usual | dict(os.environ) | needed
+    return usual | {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | needed
