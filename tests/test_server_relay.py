@@ -275,6 +275,16 @@ def test_drain(patience: float, tmp_path: Path) -> None:
     assert not any(alive(pid) for name in ("fake-0", "fake-1") for pid in pids_of(tmp_path, name))
 
 
+def test_nobody_waits_for_what_is_still_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = gateway_of(tmp_path, 1)
+    monkeypatch.setattr(gateway.kind, "launches", lambda folder: time.sleep(600))
+    with passing(gateway, ready=0) as (server, url):
+        assert httpx.get(f"{url}/health").status_code == 503 and post(url, "x").status_code == 503
+        server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server.should_exit)
+    # `passing` asserts that the server's thread ends
+
+
 ORPHANS = """
 import sys, time
 from pathlib import Path

@@ -4,9 +4,12 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import httpx
 
@@ -20,6 +23,8 @@ from peagle.server.served import Handler, check_name
 from peagle.server.settings import Settings
 from peagle.server.worker import Launch, Worker
 from peagle.server.workers import Workers
+
+T = TypeVar("T")
 
 
 class Kind(Protocol):
@@ -77,7 +82,7 @@ class Gateway:
 
     async def _start(self, on_failure: Callable[[str], None]) -> None:
         try:
-            launches = await asyncio.to_thread(self.kind.launches, self._folder)
+            launches = await apart(lambda: self.kind.launches(self._folder))
         except Exception as error:
             known = isinstance(error, UserError | OSError)
             tell("failed to start", logging.ERROR, None if known else error, reason=str(error))
@@ -100,3 +105,18 @@ class Gateway:
         replies = await self.workers.ask("/metrics")
         pages = {worker: reply.text for worker, reply in replies.items()}
         return await asyncio.to_thread(page_of, pages, self.workers, self.model)
+
+
+async def apart(work: Callable[[], T]) -> T:
+    """On a thread that nobody waits for when the server ends."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        with suppress(InvalidStateError):  # nobody wants to know any more
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
