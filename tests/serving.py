@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.core import DrafterSource, Method, Pair, TargetSource
+from peagle.drafter import compact
 from peagle.loaded import LoadedPair
 from peagle.server.app import build
 from peagle.server.engines import Engines
@@ -52,6 +54,16 @@ def tiny_pair() -> LoadedPair:
     }
     pair = Pair("tiny", TargetSource(order=("folder",)), {method: DrafterSource() for method in drafters})
     return LoadedPair(pair, target, drafters)
+
+
+def tiny_folder(root: Path) -> Path:
+    """The same on disk: `target` and `p-eagle`."""
+    target = make_target()
+    target.model.save_pretrained(root / "target")
+    word_tokenizer().save_pretrained(root / "target")
+    target.name = str(root / "target")
+    compact.save(make_drafter(target, "p-eagle", 2), root / "p-eagle", target)
+    return root
 
 
 def front_of(loader: Callable[[], LoadedPair] = tiny_pair, **changes: Any) -> Front:

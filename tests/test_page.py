@@ -251,7 +251,10 @@ PURE = """async () => {
     return one;
   };
   const fast = lane('p-eagle', [1, 2, 3]), level = lane('eagle3', [1, 2, 3.04]), slow = lane('none', [1, 3, 5]);
+  const counted = new Record('p-eagle'); // a server that tells no steps, but counts along
+  for (const sum of [1, 4, 4, 9]) counted.add(sum, {choices: [{delta: {content: 'x'}}], usage: {completion_tokens: sum}});
   return {
+    counted: [counted.tally.tokens, counted.estimated],
     fit: [fit(['Caf', '\\ufffd', '\\ufffd', ' au', '<end>'], 'Café au'), fit(['\\ufffd', ' b'], 'é b'), fit(['x'], 'yz'), fit(['<end>'], '')],
     split: [split('Hello world, you', 2), split('a', 3).join(''), split('', 1)],
     verdicts: [[fast, slow], [fast, level, slow], [fast, lane('none', [1, 3], 'ac')], [fast, lane('none', [1], 'ab', false)], [lane('none', [1])], [lane('none', [])]].map(verdict),
@@ -264,6 +267,7 @@ def test_records_and_verdicts(browser: "Browser", server: PageServer) -> None:
     with opened(browser, server) as page:
         told = page.evaluate(PURE)
     assert told["fit"] == [["Caf", "", "é", " au", ""], ["é", " b"], ["yz"], [""]]
+    assert told["counted"] == [10, True]  # a chunk with text is a token at least
     assert told["split"] == [["Hello world", ", you"], "a", [""]]
     assert told["verdicts"] == [
         "✓ Identical answers. P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",

@@ -319,6 +319,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert index.text == "<title>race</title>" and "default-src 'self'" in index.headers["content-security-policy"]
         script = await client.get("/page/race.js")
         assert "javascript" in script.headers["content-type"] and script.headers["x-content-type-options"] == "nosniff"
+        assert script.headers["cache-control"] == "no-cache" and script.headers["etag"]
+        again = await client.get("/page/race.js", headers={"if-none-match": script.headers["etag"]})
+        assert again.status_code == 304
         assert (await client.get("/page/none.js")).json()["error"]["code"] == 404
 
     served(test, api_keys=("key",))  # the page is open: it asks for the key itself

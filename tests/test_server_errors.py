@@ -335,6 +335,8 @@ def test_logs_have_no_prompts(capfd: pytest.CaptureFixture[str]) -> None:
     set_up()
 
     async def test(client: httpx.AsyncClient, front: Front) -> None:
+        for quiet in ("/health", "/metrics", "/v1/peagle/status"):  # asked every few seconds
+            assert (await client.get(quiet)).status_code == 200
         await client.post(TEXT, json={"prompt": "w6 w77", "max_tokens": 4}, headers={"x-request-id": "seen"})
 
     for wanted in (False, True):

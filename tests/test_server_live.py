@@ -18,7 +18,7 @@ import pytest
 
 from peagle.server.front import Front
 from peagle.server.run import Server
-from tests.serving import all_free, events, front_of, raw_request, running, slowed, until, word_tokenizer
+from tests.serving import all_free, events, front_of, raw_request, running, slowed, tiny_folder, until
 
 HELLO: Any = [{"role": "user", "content": "w6 w9 w30"}]
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -216,16 +216,7 @@ def test_drain_ends_what_takes_too_long() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from peagle.drafter import compact
-    from tests.conftest import make_drafter, make_target
-
-    root = tmp_path_factory.mktemp("tiny")
-    target = make_target()
-    target.model.save_pretrained(root / "target")
-    word_tokenizer().save_pretrained(root / "target")
-    target.name = str(root / "target")
-    compact.save(make_drafter(target, "p-eagle", 2), root / "p-eagle", target)
-    return root
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def start(folder: Path, *args: str, **environment: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:

@@ -152,13 +152,22 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--engine", "vllm"], "not there yet"),
         (["--engine", "natve"], "Did you mean 'native'"),
         (["--k", "many"], "auto or a number"),
         (["--k", "0"], "at least one token"),
         (["--methods", "none,medusa"], "unknown method"),
         (["--trust-remote-code"], "never runs code"),
-        (["--tensor-parallel-size", "2"], "one device"),
+        (["--tensor-parallel-size", "2"], "--engine vllm, or --replicas"),
+        (["--data-parallel-size", "2"], "--replicas"),
+        (["--replicas", "0"], "1 or more"),
+        (["--", "--seed", "1"], "--engine vllm"),
+        (["--engine", "vllm", "--int8"], "--quantization"),
+        (["--engine", "vllm", "--", "--api-key=x"], "--api-key=x must not stand behind --"),
+        (["--engine", "vllm", "--exact"], "float32"),
+        (["--engine", "vllm", "--kv-tokens", "4096"], "--gpu-memory-utilization"),
+        (["--engine", "vllm", "--methods", "none"], "one method"),
+        (["--engine", "vllm", "--replicas", "2"], "--data-parallel-size"),
+        (["--engine", "vllm", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["--speculative-config", '{"modle": "d"}'], "Did you mean 'model'"),
         (["--drafter", "a", "--speculative-config", '{"model": "d"}'], "twice"),
         (["--port", "99999"], "--port"),
@@ -166,6 +175,29 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes_of_the_command(args: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in settings_of(monkeypatch, *args, code=2)
+
+
+def test_what_goes_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken = '{"model": "d", "draft_tensor_parallel_size": 2, "num_speculative_tokens": 4}'
+    options = ["--engine", "vllm", "--tensor-parallel-size", "2", "--trust-remote-code", "--speculative-config", spoken]
+    got = settings_of(monkeypatch, "pair", *options, "--vllm-python", "py", "--", "--seed", "1", "--no-x")
+    assert (got.pair, got.engine, got.tensor_parallel, got.trust_remote_code) == ("pair", "vllm", 2, True)
+    assert (got.vllm_python, got.vllm_arguments) == ("py", ("--seed", "1", "--no-x"))
+    assert (got.drafter, got.k, got.speculative) == ("d", 4, {"draft_tensor_parallel_size": 2})
+    assert settings_of(monkeypatch, PEAGLE_VLLM_PYTHON="py").vllm_python is None  # the native engine has no use for it
+
+
+def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {
+        "SM_VLLM_ENGINE": "vllm", "SM_VLLM_MODEL": "smollm2-135m", "SM_VLLM_GPU_MEMORY_UTILIZATION": "0.9",
+        "SM_VLLM_ASYNC_SCHEDULING": "true", "SM_VLLM_ENABLE_EXPERT_PARALLEL": "false",
+        "SM_VLLM_LORA_MODULES": '["a=x", "b=y"]', "SM_VLLM_MAX_NUM_SEQS": "3",
+    }  # fmt: skip
+    got = settings_of(monkeypatch, "--", "--seed", "1", **environment)
+    assert (got.engine, got.host, got.max_batch) == ("vllm", "0.0.0.0", 3)
+    assert got.vllm_arguments == (
+        "--async-scheduling", "--gpu-memory-utilization", "0.9", "--lora-modules", "a=x", "b=y", "--seed", "1",
+    )  # fmt: skip
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,15 @@ class Commands(TyperGroup):
         return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check"]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word."""
-        if args[:1] == ["serve"]:
-            from peagle.server.sagemaker import arguments, asked_for
+        """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word.
 
-            args = ["serve", *(arguments(os.environ) if asked_for() else []), *args[1:]]
+        What stands behind `--` is for vLLM.
+        """
+        if args[:1] == ["serve"]:
+            from peagle.server.sagemaker import arguments, asked_for, passed_on
+
+            end = args.index("--") if "--" in args else len(args)
+            args = ["serve", *(arguments(os.environ) if asked_for() else []), *args[1:end], *passed_on(args[end + 1 :])]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -17,7 +17,13 @@ def serve(
     model: Annotated[str | None, typer.Option("--model", help="The same, as vLLM calls it.", hidden=True)] = None,
     host: Annotated[str, typer.Option("--host", help="The address. 0.0.0.0: all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="The port.")] = 8000,
-    engine: Annotated[str, typer.Option("--engine", help="native; vllm is not there yet.")] = "native",
+    engine: Annotated[str, typer.Option("--engine", help="native, or vllm behind the same front.")] = "native",
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas", help="Native engines, each in a process and on a GPU of its own.", show_default=False
+        ),
+    ] = None,
     method: Method = None,
     k: Annotated[str, typer.Option("-k", "--k", help="How many tokens to draft; auto follows the load.")] = "auto",
     methods: Annotated[
@@ -68,10 +74,27 @@ def serve(
         bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Share prompts' beginnings.")
     ] = True,
     eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
-    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel-size", help="Only 1.", hidden=True)] = 1,
+    vllm_python: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm-python",
+            help="The interpreter that has vLLM.",
+            envvar="PEAGLE_VLLM_PYTHON",
+            show_envvar=True,
+            show_default=False,
+        ),
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel-size", help="vLLM: GPUs that share a layer.")] = 1,
+    pipeline_parallel: Annotated[
+        int, typer.Option("--pipeline-parallel-size", help="vLLM: groups of GPUs that share the layers.")
+    ] = 1,
+    data_parallel: Annotated[int, typer.Option("--data-parallel-size", help="vLLM: copies of the model.")] = 1,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Refused: code in a checkpoint is never run.")
+        bool, typer.Option("--trust-remote-code", help="vLLM only: run code that lies in the checkpoint.")
     ] = False,
+    vllm_arguments: Annotated[
+        list[str] | None, typer.Option("--vllm-argument", help="A word for vLLM's command line.", hidden=True)
+    ] = None,
     max_body_mb: Annotated[float, typer.Option("--max-body-mb", help="The longest request.")] = 25,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds an answer may take; 0: no limit.")] = 600,
     drain_seconds: Annotated[float, typer.Option("--drain-seconds", help="After SIGTERM, for answers under way.")] = 25,
@@ -84,17 +107,16 @@ def serve(
     With SM_VLLM_* variables in the environment it listens as SageMaker wants (port 8080); see docs/serve.md.
 
     Example: peagle serve smollm2-135m --port 8000 --api-key SECRET
+
+    With --engine vllm, what stands behind -- goes to vLLM as it is:
+    peagle serve PAIR --engine vllm --tensor-parallel-size 4 -- --gpu-memory-utilization 0.92
     """
     from peagle.server import require_packages
-    from peagle.server.settings import Settings, check_engine, parse_methods, parse_serving_k
+    from peagle.server.settings import Settings, parse_engine, parse_methods, parse_serving_k
     from peagle.server.speculative import Speculative, parse_speculative
 
-    check_engine(engine)
-    if trust_remote_code:
-        raise UserError("--trust-remote-code cannot be had: the native engine never runs code from a checkpoint")
-    if tensor_parallel != 1:
-        raise UserError(f"--tensor-parallel-size {tensor_parallel} cannot be had: the native engine runs on one device")
-    told = parse_speculative(speculative) if speculative else Speculative()
+    kind = parse_engine(engine)
+    told = parse_speculative(speculative, vllm=kind == "vllm") if speculative else Speculative()
     chosen = parse_method(method) if method else told.method
     if told.drafter and drafter:
         raise UserError("a drafter is named twice: by --drafter and by the speculative config's model")
@@ -105,6 +127,10 @@ def serve(
         kv_tokens=kv_tokens, context=context, chunk=chunk, int8=int8, exact=exact, prefix_caching=prefix_caching,
         graphs=not eager, names=tuple(names or ()), api_keys=tuple(api_key or ()),
         max_body=int(max_body_mb * (1 << 20)), timeout=timeout, drain_seconds=drain_seconds, log_prompts=log_prompts,
+        engine=kind, replicas=replicas, vllm_python=vllm_python if kind == "vllm" else None,
+        vllm_arguments=tuple(vllm_arguments or ()), tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel, data_parallel=data_parallel, trust_remote_code=trust_remote_code,
+        speculative=told.more,
     )  # fmt: skip
     require_packages()
     from peagle.server.run import serve as run

@@ -48,4 +48,5 @@ class Metrics:
             "acceptance_length": round(self.acceptance_length, 4),
             "accepted_per_position": [round(share, 4) for share in shares],
             "accepted_at": list(self.accepted_at),
+            "drafted_at": list(self.drafted_at),
         }

@@ -1,13 +1,13 @@
 """The application: which path does what."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -16,52 +16,47 @@ from starlette.types import ASGIApp
 
 from peagle import __version__
 from peagle.server.auth import Auth
-from peagle.server.chat import chat
-from peagle.server.completions import complete
 from peagle.server.errors import ApiError, on_api_error, on_error, on_http_error
-from peagle.server.front import Front, front_of
-from peagle.server.limits import read_object, validated
+from peagle.server.limits import read_object
 from peagle.server.logs import Requests
-from peagle.server.prompts import chat_ids, check_length, text_ids
 from peagle.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from peagle.server.served import Handler, Served, served_of
 from peagle.server.sse import Gone
 
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 STARTED = int(time.time())
 
-Handler = Callable[[Request, Front, dict[str, Any]], Awaitable[Response]]
 
-
-def build(front: Front) -> ASGIApp:
-    """What a web server runs. The engines are started with it and closed with it."""
+def build(front: Served, on_failure: Callable[[str], None] = lambda reason: None) -> ASGIApp:
+    """What a web server runs. Whoever answers is started with it and closed with it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        front.engines.start()
+        await front.start(on_failure)
         yield
-        front.engines.close()
+        await front.close()
 
     app = FastAPI(
         title="peagle", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
         exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Gone: on_gone, Exception: on_error},
     )  # fmt: skip
     app.state.front = front
-    add_routes(app)
+    add_routes(app, front.handlers)
     describe(app)
     return Requests(Auth(app, front.settings.api_keys), front.drain)
 
 
-def add_routes(app: FastAPI) -> None:
-    for path, handler, kind in (
-        ("/v1/chat/completions", chat, ChatRequest),
-        ("/v1/completions", complete, CompletionRequest),
-        ("/tokenize", tokenize, TokenizeRequest),
-        ("/detokenize", detokenize, DetokenizeRequest),
+def add_routes(app: FastAPI, handlers: Mapping[str, Handler]) -> None:
+    for path, name, kind in (
+        ("/v1/chat/completions", "chat", ChatRequest),
+        ("/v1/completions", "complete", CompletionRequest),
+        ("/tokenize", "tokenize", TokenizeRequest),
+        ("/detokenize", "detokenize", DetokenizeRequest),
     ):
-        app.post(path, openapi_extra=body_of(kind), responses=ERRORS)(reading(handler))
-    app.post("/invocations", openapi_extra=body_of(ChatRequest, CompletionRequest), responses=ERRORS)(
-        reading(invoke, any_type=True)
+        app.post(path, name=name, openapi_extra=body_of(kind), responses=ERRORS)(reading(handlers[name]))
+    app.post("/invocations", name="invoke", openapi_extra=body_of(ChatRequest, CompletionRequest), responses=ERRORS)(
+        reading(invoking(handlers), any_type=True)
     )
     for path in ("/health", "/ping"):
         app.get(path, name=path[1:], responses={503: ERRORS[503]})(health)
@@ -72,88 +67,59 @@ def add_routes(app: FastAPI) -> None:
     app.get("/version")(version)
     app.get("/metrics")(metrics)
     app.get("/", include_in_schema=False)(page)
-    app.mount("/page", StaticFiles(directory=PAGE, check_dir=False))
+    app.mount("/page", Page(directory=PAGE, check_dir=False))
 
 
 def reading(handler: Handler, any_type: bool = False) -> Callable[[Request], Awaitable[Response]]:
     async def read(request: Request) -> Response:
-        front = front_of(request)
-        how = front.settings
-        body = await read_object(request, how.max_body, how.body_timeout, any_type)
-        return await handler(request, front, body)
+        how = served_of(request).settings
+        return await handler(request, await read_object(request, how.max_body, how.body_timeout, any_type))
 
-    read.__name__ = handler.__name__
-    read.__doc__ = handler.__doc__
     return read
 
 
-async def invoke(request: Request, front: Front, body: dict[str, Any]) -> Response:
-    """SageMaker's: chat or completion, by what the body holds."""
-    if "messages" in body:
-        return await chat(request, front, body)
-    if "prompt" in body:
-        return await complete(request, front, body)
-    raise ApiError(400, "the body holds neither messages (chat) nor prompt (completion)")
+def invoking(handlers: Mapping[str, Handler]) -> Handler:
+    async def invoke(request: Request, body: dict[str, Any]) -> Response:
+        """SageMaker's: chat or completion, by what the body holds."""
+        if "messages" in body:
+            return await handlers["chat"](request, body)
+        if "prompt" in body:
+            return await handlers["complete"](request, body)
+        raise ApiError(400, "the body holds neither messages (chat) nor prompt (completion)")
 
-
-async def tokenize(_: Request, front: Front, body: dict[str, Any]) -> Response:
-    asked = validated(TokenizeRequest, body)
-    front.require(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError(400, "give either prompt or messages")
-    if asked.messages is not None:
-        ids = await chat_ids(front, asked.messages)
-    else:
-        ids = await text_ids(front, asked.prompt or "", asked.add_special_tokens is not False)
-    texts = front.engines.texts
-    told = [texts.text(token) for token in ids] if asked.return_token_strs and texts is not None else None
-    context = front.engines.context
-    return JSONResponse({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": told})
-
-
-async def detokenize(_: Request, front: Front, body: dict[str, Any]) -> Response:
-    asked = validated(DetokenizeRequest, body)
-    pair = front.require(asked.model)
-    check_length(front, len(asked.tokens))
-    size = max(pair.target.vocab_size, len(pair.target.tokenizer))
-    if bad := [token for token in asked.tokens if token >= size]:
-        raise ApiError(400, f"token ids {bad[:5]} are outside the vocabulary of {size}", "tokens")
-    return JSONResponse({"prompt": pair.target.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+    return invoke
 
 
 async def health(request: Request) -> Response:
     """200: the model is there and answers."""
-    front = front_of(request)
+    front = served_of(request)
     if front.healthy:
         return Response(status_code=200)
-    reason = "the server is shutting down" if front.drain.begun else front.engines.reason
+    reason = "the server is shutting down" if front.drain.begun else front.reason
     raise ApiError(503, reason, retry_after=1)
 
 
 async def models(request: Request) -> dict[str, Any]:
-    front = front_of(request)
+    front = served_of(request)
     return {"object": "list", "data": [card(front, name) for name in front.settings.model_names]}
 
 
 async def model(request: Request, name: str) -> dict[str, Any]:
-    front = front_of(request)
+    front = served_of(request)
     if name not in front.settings.model_names:
         raise ApiError(404, f"there is no model {name!r} here", "model")
     return card(front, name)
 
 
-def card(front: Front, name: str) -> dict[str, Any]:
-    context = front.engines.context or None
+def card(front: Served, name: str) -> dict[str, Any]:
+    context = front.context or None
     about = {"id": name, "object": "model", "created": STARTED, "owned_by": "peagle", "parent": None}
     return about | {"root": front.model, "max_model_len": context}
 
 
 async def status(request: Request) -> dict[str, Any]:
     """What the engines do: K and why, queue, pages, acceptance by position."""
-    engines = front_of(request).engines
-    method, k = engines.key
-    about = {"model": front_of(request).model, "state": engines.state, "restarts": engines.restarts}
-    return about | {"methods": list(engines.methods), "method": method, "k": k, "engines": engines.status()}
+    return await served_of(request).status()
 
 
 async def version() -> dict[str, str]:
@@ -161,7 +127,7 @@ async def version() -> dict[str, str]:
 
 
 async def metrics(request: Request) -> Response:
-    return Response(front_of(request).measured.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(await served_of(request).metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def page() -> Response:
@@ -169,6 +135,15 @@ async def page() -> Response:
     if not index.is_file():
         raise ApiError(404, "there is no page here: ask /v1/chat/completions")
     return FileResponse(index, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
+
+
+class Page(StaticFiles):
+    """A newer server's page is seen at once: browsers ask whether theirs is still the same."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
 
 
 async def on_gone(_: Request, __: Exception) -> Response:

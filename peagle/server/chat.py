@@ -6,7 +6,7 @@ from fastapi import Request, Response
 
 from peagle.server.answer import Choice
 from peagle.server.ask import ask
-from peagle.server.front import Front
+from peagle.server.front import Front, front_of
 from peagle.server.limits import validated
 from peagle.server.logprobs import chat_logprobs
 from peagle.server.logs import notes
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from peagle.engine.stream import Piece
 
 
-async def chat(request: Request, front: Front, body: dict[str, Any]) -> Response:
+async def chat(request: Request, body: dict[str, Any]) -> Response:
+    front = front_of(request)
     asked = validated(ChatRequest, body)
     front.require(asked.model)
     return await unless_gone(request, answered(request, front, asked))

@@ -11,14 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.core import Method
 from peagle.errors import UserError, nearest
+from peagle.server.counts import Tallies, status_of
 from peagle.server.driver import Driver, Slot, Ticket
 from peagle.server.errors import ApiError
 from peagle.server.logs import tell
+from peagle.server.methods import Key, settle
 from peagle.server.settings import Settings
 from peagle.settled import settle
 
@@ -28,16 +29,11 @@ if TYPE_CHECKING:
     from peagle.server.tokens import TokenTexts
 
 State = Literal["loading", "ready", "restarting", "failed", "closed"]
-Key = tuple[Method, int | str]
 MOST = 4  # engines beside the server's own
 MODEST = 1 << 13  # positions each of them has room for
 SMALL = 16  # requests each of them runs at once
 LONGEST = 30.0  # seconds between two tries
 HEALTHY = 60.0  # an engine that lived so long begins with a short wait again
-COUNTED = (
-    "prompt_tokens", "generated_tokens", "drafts", "draft_tokens", "accepted_tokens", "preemptions", "steps",
-    "prefix_queries", "prefix_hits",
-)  # fmt: skip
 
 
 class Engines:
@@ -50,7 +46,7 @@ class Engines:
         self.key: Key = ("none", 0)
         self.methods: tuple[Method, ...] = ()
         self.others: dict[Key, Slot] = {}
-        self.gone: dict[str, Counter[Any]] = {}  # what engines counted that are no more
+        self.tallies = Tallies()
         self.restarts = 0
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.driver = Driver(self._died)
@@ -140,11 +136,7 @@ class Engines:
         return {slot.name: status_of(slot) for slot in self.slots}
 
     def counts(self) -> dict[str, Counter[Any]]:
-        """By engine's name, those that are no more included: they never go down."""
-        told = {name: Counter(counts) for name, counts in self.gone.items()}
-        for slot in self.slots:
-            told.setdefault(slot.name, Counter()).update(counts_of(slot))
-        return told
+        return self.tallies.with_those_of(self.slots)
 
     # --- on the driver's thread ---------------------------------------------------------------------------------------
 
@@ -178,21 +170,10 @@ class Engines:
         """Which methods there are, and which is the server's own."""
         from peagle.server.tokens import TokenTexts
 
-        how, has = self.settings, tuple(loaded.pair.drafters)
         if loaded.target.tokenizer is None:
             raise UserError(f"target {loaded.target.name!r} has no tokenizer: put its files into the target's folder")
         self.texts = TokenTexts(loaded.target.tokenizer)
-        usual: Method = loaded.pair.method if loaded.pair.method in has else next(iter(has), "none")
-        method = how.method or usual
-        if method != "none":
-            check_drafting(method, how.parallel, loaded)
-        self.methods = how.methods or ("none", *sorted(has))
-        for one in self.methods:
-            if one != "none":
-                loaded.pair.drafter(one)  # refused now, not when it is first asked for
-        if method not in self.methods:
-            raise UserError(f"--method {method} is not among --methods {','.join(self.methods)}: add it there")
-        self.key = (method, how.k if method != "none" else 0)
+        self.key, self.methods = settle(self.settings, loaded.pair)
 
     def _build_main(self) -> None:
         how = self.settings
@@ -236,8 +217,7 @@ class Engines:
 
     def _retire(self, slot: Slot) -> None:
         self.driver.slots.remove(slot)
-        with suppress(Exception):  # the last counts of an engine in disorder are not worth a second failure
-            self.gone.setdefault(slot.name, Counter()).update(counts_of(slot))
+        self.tallies.keep(slot)
         if slot is self.main:
             self.main = None
         self.others = {key: one for key, one in self.others.items() if one is not slot}
@@ -293,14 +273,6 @@ def end(slot: Slot) -> None:
             seat.stream.put(Piece(None, reason="error", error=slot.engine.failure))
 
 
-def check_drafting(method: Method, parallel: bool | None, loaded: "LoadedPair") -> None:
-    """What a speculative config says of its drafter must be true."""
-    loaded.pair.drafter(method)
-    if parallel is not None and parallel != (method == "p-eagle"):
-        word = "true" if method == "p-eagle" else "false"
-        raise UserError(f"the drafter is {method}, so parallel_drafting must be {word} in the speculative config")
-
-
 def release(loaded: "LoadedPair | None") -> None:
     """An engine's memory, before the next one wants as much."""
     import torch
@@ -308,18 +280,3 @@ def release(loaded: "LoadedPair | None") -> None:
     settle()
     if loaded is not None and loaded.target.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def status_of(slot: Slot) -> dict[str, Any]:
-    pages = slot.engine.pages
-    more = {"prefix_queries": pages.asked, "prefix_hits": pages.found, "kv_tokens": pages.count * pages.size}
-    return slot.engine.status() | more | {"context": slot.engine.scheduler.context, "k_most": slot.engine.k_most}
-
-
-def counts_of(slot: Slot) -> Counter[Any]:
-    """Plain counters by name; (finished, reason) and (accepted_at, position) by two."""
-    status = status_of(slot)
-    told: Counter[Any] = Counter({name: status[name] for name in COUNTED})
-    told.update({("finished", reason): count for reason, count in status["finished"].items()})
-    told.update({("accepted_at", at): count for at, count in enumerate(status["accepted_at"])})
-    return told

@@ -1,15 +1,15 @@
-"""What every handler needs: the settings, the engines, the drain, the histograms."""
+"""Engines in this process, and what every handler needs of them: the settings, the drain, the histograms."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from peagle.errors import nearest
 from peagle.server.drain import Drain
 from peagle.server.engines import Engines
-from peagle.server.errors import ApiError
 from peagle.server.metrics import Measured
+from peagle.server.served import Handler, check_name
 from peagle.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,15 +35,44 @@ class Front:
     def require(self, model: str | None) -> "LoadedPair":
         """The pair, if a new request may come in and calls the model by its name, or by none."""
         self.drain.check()
-        names = self.settings.model_names
-        if model and model not in names:
-            close = nearest(model, list(names))
-            raise ApiError(404, f"there is no model {model!r} here: use {', '.join(map(repr, names))}.{close}", "model")
+        check_name(model, self.settings.model_names)
         return self.engines.require_ready()
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        from peagle.server.chat import chat
+        from peagle.server.completions import complete
+        from peagle.server.tokenizing import detokenize, tokenize
+
+        return {"chat": chat, "complete": complete, "tokenize": tokenize, "detokenize": detokenize}
 
     @property
     def healthy(self) -> bool:
         return self.engines.state == "ready" and self.engines.driver.alive and not self.drain.begun
+
+    @property
+    def reason(self) -> str:
+        return self.engines.reason
+
+    @property
+    def context(self) -> int:
+        return self.engines.context
+
+    async def start(self, on_failure: Callable[[str], None]) -> None:
+        self.engines.on_failure = on_failure
+        self.engines.start()
+
+    async def close(self) -> None:
+        self.engines.close()
+
+    async def status(self) -> dict[str, Any]:
+        engines = self.engines
+        method, k = engines.key
+        about = {"model": self.model, "state": engines.state, "restarts": engines.restarts}
+        return about | {"methods": list(engines.methods), "method": method, "k": k, "engines": engines.status()}
+
+    async def metrics(self) -> bytes:
+        return self.measured.page()
 
 
 def front_of(request: Request) -> Front:

@@ -17,7 +17,7 @@ from peagle.server.errors import INTERNAL, ApiError
 
 log = logging.getLogger("peagle.server")
 GIVEN = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # what a client may call its request
-QUIET = ("/health", "/ping", "/metrics")  # asked every few seconds
+QUIET = ("/health", "/ping", "/metrics", "/v1/peagle/status")  # asked every few seconds
 
 
 class Lines(logging.Formatter):
@@ -45,6 +45,17 @@ def set_up(level: int = logging.INFO) -> None:
 
 def tell(event: str, level: int = logging.INFO, error: BaseException | None = None, **fields: Any) -> None:
     log.log(level, event, extra={"fields": fields}, exc_info=error)
+
+
+def pass_on(line: str, worker: str) -> None:
+    """A worker's line: JSON gets the worker's name, anything else becomes a line of ours."""
+    try:
+        told = json.loads(line)
+        assert isinstance(told, dict)
+    except (ValueError, AssertionError):
+        tell("log", worker=worker, line=line)
+    else:
+        sys.stderr.write(json.dumps(told | {"worker": worker}, ensure_ascii=False) + "\n")  # whole: threads write too
 
 
 def notes(scope: Scope) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from peagle.server.answer import Answer, Choice
 from peagle.server.front import Front
 from peagle.server.logs import notes, request_id
 from peagle.server.schema import Asked
-from peagle.server.sse import EventStream
+from peagle.server.sse import DONE, EventStream, event
 from peagle.server.tokens import TokenTexts
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ class Reply:
 
     async def response(self, request: Request) -> Response:
         if self.body.stream:
-            return EventStream(self.events(), lambda: self._close(request), self.front.settings.timeout)
+            return EventStream(self._sent(), lambda: self._close(request), self.front.settings.timeout)
         try:
             await self.answer.whole()
             return JSONResponse(self.whole())
         finally:
-            self._close(request)
+            await self._close(request)
 
     def whole(self) -> dict[str, Any]:
         choices = [self.layout.whole(choice) for choice in self.answer.choices]
@@ -85,6 +85,11 @@ class Reply:
         if wants_usage:
             yield self._chunk([], wants_usage, always) | {"usage": self.answer.usage} | self._metrics()
 
+    async def _sent(self) -> AsyncIterator[bytes]:
+        async for data in self.events():
+            yield event(data)
+        yield DONE
+
     @property
     def _traces(self) -> bool:
         return bool(self.body.peagle and self.body.peagle.trace)
@@ -107,7 +112,7 @@ class Reply:
     def _metrics(self) -> dict[str, Any]:
         return {"metrics": {"speculative_decoding": self.answer.speculation}}
 
-    def _close(self, request: Request) -> None:
+    async def _close(self, request: Request) -> None:
         self.answer.close()
         notes(request.scope).update(self.answer.notes())
 

@@ -12,8 +12,12 @@ import uvicorn
 from peagle.errors import UserError
 from peagle.server.app import build
 from peagle.server.front import Front
+from peagle.server.gateway import Gateway
 from peagle.server.logs import set_up, tell
+from peagle.server.replicas import Replicas
+from peagle.server.served import Served
 from peagle.server.settings import Settings
+from peagle.server.vllm import Vllm
 
 BACKLOG = 2048
 
@@ -33,15 +37,22 @@ def listen(host: str, port: int) -> socket.socket:
     return here
 
 
+def listen_at(path: str) -> socket.socket:
+    """A Unix socket: only who may open the file can connect."""
+    here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    here.bind(path)
+    here.listen(BACKLOG)
+    return here
+
+
 class Server(uvicorn.Server):
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Served) -> None:
         super().__init__(uvicorn.Config(
-            build(front), log_config=None, access_log=False, server_header=False, timeout_keep_alive=30,
+            build(front, self.fail), log_config=None, access_log=False, server_header=False, timeout_keep_alive=30,
             timeout_graceful_shutdown=3, backlog=BACKLOG, lifespan="on",
         ))  # fmt: skip
-        self.front, self.failure = front, None  # type: Front, str | None
+        self.front, self.failure = front, None  # type: Served, str | None
         self.loop: asyncio.AbstractEventLoop | None = None
-        front.engines.on_failure = self.fail
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -60,23 +71,30 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def fail(self, reason: str) -> None:
-        """What was asked for cannot be served: from the driver's thread."""
+        """What was asked for cannot be served: from any thread."""
         self.failure = reason
         self.should_exit = True
 
 
 def serve(settings: Settings) -> None:
     set_up()
-    here = listen(settings.host, settings.port)
-    host, port = here.getsockname()[:2]
-    tell("listening", host=host, port=port, model=settings.model_names[0])
-    if settings.open_to_all:
-        tell("anybody who reaches this address can use it: set --api-key, or --host 127.0.0.1", logging.WARNING)
-    front = Front.of(settings)
+    here = listen_at(settings.socket) if settings.socket else listen(settings.host, settings.port)
+    if settings.socket is None:
+        host, port = here.getsockname()[:2]
+        tell("listening", host=host, port=port, model=settings.model_names[0])
+        if settings.open_to_all:
+            tell("anybody who reaches this address can use it: set --api-key, or --host 127.0.0.1", logging.WARNING)
+    front = front_for(settings)
     server = Server(front)
     server.run(sockets=[here])
-    if server.failure is None and front.engines.driver.alive:  # it is loading, or in a long pass: nobody waits for that
-        sys.stderr.flush()
-        os._exit(0)
     if server.failure is not None:
         raise UserError(server.failure)
+    if isinstance(front, Front) and front.engines.driver.alive:  # loading, or in a long pass: nobody waits for that
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def front_for(settings: Settings) -> Served:
+    if settings.engine == "vllm":
+        return Gateway(settings, Vllm(settings))
+    return Gateway(settings, Replicas(settings)) if settings.replicas else Front.of(settings)

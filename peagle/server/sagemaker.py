@@ -5,13 +5,14 @@
     SM_VLLM_SERVED_MODEL_NAME=["a","b"]  --served-model-name a b      an array: one word per element
     SM_VLLM_SPECULATIVE_CONFIG={...}     --speculative-config {...}   an object: as it is
 
+With SM_VLLM_ENGINE=vllm, variables that we do not know are passed on to vLLM.
 Model: SM_VLLM_MODEL > a non-empty /opt/ml/model > HF_MODEL_ID. The drafter lies on the channel `eagle`.
 """
 
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peagle.errors import UserError, nearest
@@ -25,7 +26,8 @@ MOST_BYTES = 1024  # of one value, by SageMaker's own limit
 VALUES = (  # options of `peagle serve` that take a value, under vLLM's names or ours
     "host", "port", "api-key", "served-model-name", "speculative-config", "max-model-len", "max-num-seqs",
     "max-num-batched-tokens", "dtype", "device", "method", "methods", "k", "max-queue", "max-batch", "kv-tokens",
-    "context", "drafter", "target", "max-body-mb", "timeout", "drain-seconds", "engine", "tensor-parallel-size",
+    "context", "drafter", "target", "max-body-mb", "timeout", "drain-seconds", "engine", "replicas", "vllm-python",
+    "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size",
 )  # fmt: skip
 FLAGS = (
     "int8", "exact", "log-prompts", "trust-remote-code", "enforce-eager", "enable-prefix-caching",
@@ -61,17 +63,21 @@ def arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[st
     spoken = json_object(given.get(f"{PREFIX}SPECULATIVE_CONFIG", ""))
     if drafter and "model" not in spoken and f"{PREFIX}DRAFTER" not in given:
         words += ["--drafter", drafter]
+    vllm = given.get(f"{PREFIX}ENGINE") == "vllm"
     for name, value in given.items():
         if name.startswith(PREFIX) and name != f"{PREFIX}MODEL":
-            words += option(name, value)
+            words += option(name, value, vllm)
     return words
 
 
-def option(name: str, value: str) -> list[str]:
+def option(name: str, value: str, vllm: bool = False) -> list[str]:
+    """`vllm`: what we do not know is vLLM's to judge."""
     if len(value.encode()) > MOST_BYTES:
         raise UserError(f"{name} has {len(value.encode())} bytes: SageMaker allows {MOST_BYTES} per value")
     flag = name.removeprefix(PREFIX).lower().replace("_", "-")
     known = [*VALUES, *FLAGS, *IGNORED]
+    if vllm and flag not in (*VALUES, *FLAGS):
+        return [] if value == "false" else passed_on([f"--{flag}", *([] if value in ("true", "") else elements(value))])
     if flag not in known:
         close = nearest(name, [PREFIX + word.upper().replace("-", "_") for word in known])
         raise UserError(f"{name} is not known: it would be --{flag} of peagle serve.{close}")
@@ -80,6 +86,11 @@ def option(name: str, value: str) -> list[str]:
     if flag in FLAGS or value in ("true", ""):
         return [f"--{flag}"]
     return [word for one in elements(value) for word in (f"--{flag}", one)]
+
+
+def passed_on(words: Sequence[str]) -> list[str]:
+    """Words for vLLM, as `peagle serve` takes them when something may come behind them."""
+    return [f"--vllm-argument={word}" for word in words]
 
 
 def elements(value: str) -> list[str]:

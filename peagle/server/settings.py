@@ -1,12 +1,16 @@
 """How a server is set up: every choice of `peagle serve`, checked before anything is loaded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, check_k, parse_method
 from peagle.errors import UserError, nearest
 
-ENGINES = ["native", "vllm"]
+EngineKind = Literal["native", "vllm"]
+OURS = ("--model", "--served-model-name", "--api-key", "--host", "--port", "--uds", "--root-path", "--ssl-keyfile")
+ENGINES: tuple[EngineKind, ...] = get_args(EngineKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,16 @@ class Settings:
     drain_seconds: float = 25.0
     backoff: float = 1.0  # seconds before an engine that died is made again; doubled each time
     log_prompts: bool = False
+    engine: EngineKind = "native"
+    replicas: int | None = None  # processes with a native engine each; None: the engine is in this process
+    socket: str | None = None  # a Unix socket to listen on, instead of host and port
+    vllm_python: str | None = None  # the interpreter that has vLLM; None: looked for
+    vllm_arguments: tuple[str, ...] = ()  # as they are
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    trust_remote_code: bool = False
+    speculative: Mapping[str, Any] = field(default_factory=dict)  # further keys of vLLM's speculative config
 
     def __post_init__(self) -> None:
         rules = {
@@ -53,9 +67,38 @@ class Settings:
             "--api-key must not be empty: leave it out": all(self.api_keys),
             "--served-model-name must not be empty: leave it out": all(self.names),
         }
+        rules |= self._vllm_rules() if self.engine == "vllm" else self._native_rules()
         for rule, holds in rules.items():
             if not holds:
                 raise UserError(rule)
+
+    def _vllm_rules(self) -> dict[str, bool]:
+        taken = [word for word in self.vllm_arguments if word.partition("=")[0] in OURS]
+        return {
+            f"{' '.join(taken)} must not stand behind --: give it to peagle serve, or leave it out": not taken,
+            "--int8 cannot be had from vLLM: use -- --quantization ..., or --engine native": not self.int8,
+            "--exact cannot be had from vLLM: use --dtype float32, or --engine native": not self.exact,
+            "--methods cannot be had from vLLM: it serves one method, --method": not self.methods,
+            "--kv-tokens cannot be had from vLLM: use -- --gpu-memory-utilization 0.85": self.kv_tokens is None,
+            "--device must be auto, cpu or cuda with --engine vllm: choose GPUs by CUDA_VISIBLE_DEVICES":
+                self.device in ("auto", "cpu", "cuda"),
+            "--replicas is for --engine native: use --data-parallel-size N": self.replicas is None,
+            "--tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size must be 1 or more":
+                min(self.tensor_parallel, self.pipeline_parallel, self.data_parallel) >= 1,
+        }  # fmt: skip
+
+    def _native_rules(self) -> dict[str, bool]:
+        one = "the native engine runs on one device: use --engine vllm, or --replicas N for N engines"
+        return {
+            "--trust-remote-code cannot be had: the native engine never runs code from a checkpoint":
+                not self.trust_remote_code,
+            f"--tensor-parallel-size {self.tensor_parallel} cannot be had: {one}": self.tensor_parallel == 1,
+            f"--pipeline-parallel-size {self.pipeline_parallel} cannot be had: {one}": self.pipeline_parallel == 1,
+            f"--data-parallel-size {self.data_parallel} cannot be had: use --replicas N": self.data_parallel == 1,
+            "--vllm-python and arguments behind -- go with --engine vllm":
+                self.vllm_python is None and not self.vllm_arguments,
+            "--replicas must be 1 or more": self.replicas is None or self.replicas >= 1,
+        }  # fmt: skip
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -89,8 +132,8 @@ def parse_methods(words: str | None) -> tuple[Method, ...]:
     return tuple(dict.fromkeys(parse_method(word.strip()) for word in words.split(","))) if words else ()
 
 
-def check_engine(word: str) -> None:
-    if word == "vllm":
-        raise UserError("--engine vllm is not there yet: use --engine native, or `peagle export` and vllm serve")
-    if word != "native":
-        raise UserError(f"unknown engine {word!r}: use native.{nearest(word, ENGINES)}")
+def parse_engine(word: str) -> EngineKind:
+    for engine in ENGINES:
+        if word == engine:
+            return engine
+    raise UserError(f"unknown engine {word!r}: use {' or '.join(ENGINES)}.{nearest(word, list(ENGINES))}")

@@ -6,7 +6,8 @@
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.core import Method
@@ -35,21 +36,25 @@ class Speculative:
     method: Method | None = None
     k: int | None = None
     parallel: bool | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)  # keys for vLLM alone
 
 
-def parse_speculative(text: str, source: str = "--speculative-config") -> Speculative:
+def parse_speculative(text: str, source: str = "--speculative-config", vllm: bool = False) -> Speculative:
+    """`vllm`: keys we do not use are vLLM's to judge."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{source} is no JSON: {error}") from error
     if not isinstance(given, dict):
         raise UserError(f'{source} must be an object like {{"model": "DIR", "num_speculative_tokens": 7}}')
+    more = {key: value for key, value in given.items() if key not in USED} if vllm else {}
     for key, value in given.items():
-        check_key(key, value, source)
+        if key not in more:
+            check_key(key, value, source)
     parallel = given.get("parallel_drafting")
     if parallel is not None and not isinstance(parallel, bool):
         raise UserError(f"{source}: parallel_drafting must be true or false, not {parallel!r}")
-    return Speculative(drafter_of(given, source), method_of(given, source), k_of(given, source), parallel)
+    return Speculative(drafter_of(given, source), method_of(given, source), k_of(given, source), parallel, more)
 
 
 def check_key(key: str, value: Any, source: str) -> None:

@@ -28,11 +28,14 @@ class Gone(Exception):
 
 
 class EventStream(Response):
-    """Sends events until they end, the client leaves, or time is up; `close` is called in any case."""
+    """Sends events until they end, the client leaves, or time is up; `close` is called in any case.
+
+    `events` end with DONE; where they end with an ApiError, the client is told it, and DONE.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], None], limit: float) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]], limit: float) -> None:
         super().__init__(headers=HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self.events, self.close, self.limit = events, close, limit + GRACE if limit else None
@@ -48,24 +51,24 @@ class EventStream(Response):
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            self.close()
+            await self.close()
 
     async def _send(self, scope: Scope, send: Send) -> None:
         with suppress(OSError):  # it left between two events
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            last = b""
             try:
                 async for data in self.events:
-                    await send({"type": "http.response.body", "body": event(data), "more_body": True})
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
             except ApiError as error:
                 notes(scope)["error"] = error.message
-                await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+                last = event(error.body) + DONE
             except OSError:
                 raise
             except Exception as error:
                 tell("error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"])
-                body = event(ApiError(500, INTERNAL).body)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                last = event(ApiError(500, INTERNAL).body) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def left(receive: Receive) -> None:

@@ -17,12 +17,15 @@ export class Record {
     this.stopped = false;
     this.locked = false; // a key is missing
     this.estimated = false; // the server gave no texts of single tokens
+    this.counted = 0; // tokens so far, where a server that gives no steps counts along
   }
 
   add(t, chunk) {
     const text = chunk.choices?.[0]?.delta?.content ?? "";
     const said = chunk.peagle;
-    const count = said?.tokens ?? (text ? 1 : 0);
+    const grown = (chunk.usage?.completion_tokens ?? 0) - this.counted;
+    this.counted += Math.max(0, grown);
+    const count = said?.tokens ?? (text ? Math.max(1, grown) : 0);
     if (!count && !text) return;
     if (!said?.texts?.length && count > 1) this.estimated = true;
     const texts = said?.texts?.length ? fit(said.texts, text) : split(text, Math.max(1, count));

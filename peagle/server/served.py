@@ -1,0 +1,55 @@
+"""What the application needs of whoever answers: engines in this process (front.py), or workers (gateway.py)."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+
+from peagle.errors import nearest
+from peagle.server.drain import Drain
+from peagle.server.errors import ApiError
+from peagle.server.settings import Settings
+
+Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
+
+
+class Served(Protocol):
+    settings: Settings
+    drain: Drain
+    model: str
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """Of chat, complete, tokenize and detokenize."""
+
+    @property
+    def healthy(self) -> bool: ...
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot answer now."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a prompt and its answer; 0: not known yet."""
+
+    async def start(self, on_failure: Callable[[str], None]) -> None:
+        """`on_failure`: told, from any thread, that what was asked for cannot be served at all."""
+
+    async def close(self) -> None: ...
+
+    async def status(self) -> dict[str, Any]: ...
+
+    async def metrics(self) -> bytes: ...
+
+
+def served_of(request: Request) -> Served:
+    found: Served = request.app.state.front
+    return found
+
+
+def check_name(model: Any, names: tuple[str, ...]) -> None:
+    """A request calls the model by one of its names, or by none."""
+    if model and model not in names:
+        close = nearest(str(model), list(names))
+        raise ApiError(404, f"there is no model {model!r} here: use {', '.join(map(repr, names))}.{close}", "model")

@@ -1,0 +1,201 @@
+"""A worker: a server in a process of its own, behind a Unix socket; started, watched, started again when it ends.
+
+starting -> ready <-> unwell (it says 503 of itself) -> down -> starting ...      closed
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from peagle.errors import UserError
+from peagle.server.logs import pass_on, tell
+
+State = Literal["starting", "ready", "unwell", "down", "closed"]
+LEASH = Path(__file__).with_name("leash.py")
+TRIES = 3  # of a first start
+REFUSED = 2  # the exit code of a mistake that another try repeats
+LONGEST, HEALTHY = 30.0, 60.0  # seconds: between two tries; a worker that was ready so long begins with a short wait
+GLANCE, LOOK = 0.05, 0.5  # seconds between looks: at the process; at its health
+SILENCE = 60.0  # seconds without any word from a process that is there
+STOP, KILL = 8.0, 15.0  # seconds to stop in good order; to be gone when killed
+LINES = 15  # of its log, told when it cannot start
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a worker is started."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    socket: Path
+    patience: float  # seconds it may say 503 of itself, once it was ready, before it is started again
+
+
+class Worker:
+    def __init__(self, launch: Launch, backoff: float) -> None:
+        self.launch, self.backoff = launch, backoff
+        self.name = launch.name
+        self.state: State = "starting"
+        self.restarts = self.in_flight = self.context = 0
+        self.pid: int | None = None
+        self.proven = False  # it has been ready once
+        self._ready_at, self._heard, self._well = 0.0, 0.0, 0.0
+        self._last: deque[str] = deque(maxlen=LINES)
+        self._reader: threading.Thread
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
+        transport = httpx.AsyncHTTPTransport(uds=str(launch.socket), limits=limits)
+        timeout = httpx.Timeout(None, connect=5)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=timeout)
+
+    async def run(self) -> None:
+        """Until it is cancelled. UserError: it never was ready, and will not be."""
+        wait = self.backoff
+        try:
+            for tries in itertools.count(1):
+                code = await self._life()
+                if not self.proven and (code == REFUSED or tries == TRIES):
+                    raise UserError(self._obituary(code))
+                if self._ready_at and time.monotonic() - self._ready_at > HEALTHY:
+                    wait = self.backoff
+                tell("worker ended", logging.WARNING, worker=self.name, code=code, next_try_in=wait)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, LONGEST)
+                self.restarts += 1
+        finally:
+            self.state = "closed"
+            await self.client.aclose()
+
+    async def get(self, path: str, seconds: float = 5.0) -> httpx.Response:
+        return await self.client.get(path, timeout=seconds)
+
+    async def well(self) -> bool:
+        """Asked now, by whoever got no answer; where it is not, nobody else is sent there."""
+        try:
+            found = (await self.get("/health")).status_code == 200
+        except httpx.HTTPError:
+            found = False
+        if not found and self.state == "ready":
+            self.state = "unwell"
+        return found
+
+    def about(self) -> dict[str, Any]:
+        told = {"state": self.state, "restarts": self.restarts, "in_flight": self.in_flight, "pid": self.pid}
+        return {"name": self.name} | told
+
+    async def _life(self) -> int:
+        """One process from its start to its end; its exit code."""
+        self.state, self._ready_at = "starting", 0.0
+        self._heard = self._well = time.monotonic()
+        self._last.clear()
+        self.launch.socket.unlink(missing_ok=True)
+        process = self._start()
+        watching = asyncio.create_task(self._watch())
+        try:
+            while process.poll() is None and not self._lost():
+                await asyncio.sleep(GLANCE)
+        finally:
+            self.state = "down"
+            watching.cancel()
+            await self._end(process)
+        return process.returncode
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(LEASH), *self.launch.command], env=dict(self.launch.environment),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self.pid = process.pid
+        tell("worker started", worker=self.name, pid=process.pid)
+        self._reader = threading.Thread(target=self._log, args=(process,), daemon=True)
+        self._reader.start()
+        return process
+
+    async def _watch(self) -> None:
+        while True:
+            with suppress(httpx.HTTPError, ValueError, LookupError):
+                reply = await self.get("/health", SILENCE)
+                self._heard = time.monotonic()
+                if reply.status_code == 200:
+                    await self._found_well()
+                elif self.state == "ready":
+                    self.state = "unwell"
+                    tell("worker unwell", logging.WARNING, worker=self.name)
+            await asyncio.sleep(LOOK)
+
+    async def _found_well(self) -> None:
+        self._well = time.monotonic()
+        if self.state == "ready":
+            return
+        if not self._ready_at:
+            models = (await self.get("/v1/models")).json()
+            self.context = int(models["data"][0].get("max_model_len") or 0)
+            self._ready_at = time.monotonic()
+        self.state, self.proven = "ready", True
+        tell("worker ready", worker=self.name, context=self.context, restarts=self.restarts)
+
+    def _lost(self) -> bool:
+        """It is there, but will not answer any more."""
+        if not self._ready_at:
+            return False
+        now = time.monotonic()
+        return now - self._heard > SILENCE or (self.state == "unwell" and now - self._well > self.launch.patience)
+
+    async def _end(self, process: "subprocess.Popen[bytes]") -> None:
+        """In good order; else by letting the leash go; else the whole group."""
+        assert process.stdin is not None
+        with suppress(ProcessLookupError):
+            process.terminate()
+        if not await gone(process, STOP):
+            tell("worker killed", logging.WARNING, worker=self.name)
+            process.stdin.close()
+            await gone(process, KILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await gone(process, KILL)
+        process.stdin.close()
+        await asyncio.to_thread(self._reader.join, 1)  # its last lines
+
+    def _log(self, process: "subprocess.Popen[bytes]") -> None:
+        """Its lines become ours. On a thread."""
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for raw in lines:
+                if line := raw.decode(errors="replace").rstrip():
+                    self._last.append(line)
+                    pass_on(line, self.name)
+
+    def _obituary(self, code: int) -> str:
+        lines = "\n".join(f"  {said(line)}" for line in self._last)
+        return f"{self.name} cannot be started (exit code {code}). The end of its log:\n{lines}"
+
+
+def said(line: str) -> str:
+    """A JSON line's own words."""
+    try:
+        told = json.loads(line)
+        return str(told.get("reason") or told["event"])
+    except (ValueError, KeyError, AttributeError):
+        return line
+
+
+async def gone(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        await asyncio.sleep(GLANCE)
+    return process.poll() is not None
