@@ -143,12 +143,12 @@ def prepare_native(
     from peagle.bench.native import Native
     from peagle.bench.prepare import load_pair, native_session
     from peagle.pull.progress import shown
-    from peagle.settled import settle
+    from peagle.steady import steady
 
     tasks = asked.tasks(warn)  # what cannot be found is told before anything is loaded
     with shown(err) as progress:
         loaded = load_pair(pair, target, drafter, device, dtype, progress)
-    settle()
+    steady()
     session = native_session(asked, tasks, loaded, warn)
     jobs, how = [job for found in session.jobs.values() for job in found], session.settings
     return session, Native(loaded, jobs, max(how.concurrency), how.temperature, how.exact, how.warmup), loaded

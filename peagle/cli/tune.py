@@ -47,7 +47,7 @@ def tune(
     from peagle.bench.tune import explain
     from peagle.core import check_k
     from peagle.pull.progress import shown
-    from peagle.settled import settle
+    from peagle.steady import steady
 
     counts, ks = sorted(parse_counts(concurrency)), sorted(check_k(one) for one in parse_counts(k, "-k"))
     if price is not None and price <= 0:
@@ -57,7 +57,7 @@ def tune(
     jobs = mixed_jobs(sets, data, max_tokens)
     with shown(err) as progress:
         loaded = load_pair(pair, target, drafter, device, dtype, progress)
-    settle()
+    steady()
     methods = trained_methods(loaded)
     if dry:
         tell_plan(loaded, methods, counts, ks, len(jobs))

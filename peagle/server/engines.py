@@ -21,7 +21,7 @@ from peagle.server.errors import ApiError
 from peagle.server.logs import tell
 from peagle.server.methods import Key, settle
 from peagle.server.settings import Settings
-from peagle.settled import settle
+from peagle.steady import steady
 
 if TYPE_CHECKING:
     from peagle.engine.stream import Stream
@@ -145,7 +145,7 @@ class Engines:
 
         how = self.settings
         loaded = load_pair(how.pair, how.target, how.drafter, how.device, how.dtype)
-        settle()
+        steady()
         return loaded
 
     def _load(self) -> None:
@@ -277,6 +277,6 @@ def release(loaded: "LoadedPair | None") -> None:
     """An engine's memory, before the next one wants as much."""
     import torch
 
-    settle()
+    steady()
     if loaded is not None and loaded.target.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ SWITCH = 50e-6  # seconds a thread may keep the interpreter while others want it
 YOUNG = 50_000  # new objects before a collection
 
 
-def settle() -> None:
+def steady() -> None:
     """What is there now is not looked at again, until this is called once more."""
     gc.unfreeze()
     gc.collect()
