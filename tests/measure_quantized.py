@@ -1,0 +1,134 @@
+"""What a quantised target costs and gives: the shipped pair in bf16, fp8, int8 and int4, the same drafters.
+
+    python -m tests.measure_quantized make WORK DATA [--prompts 8]     the targets, the drafters for vLLM, the prompts
+    python -m tests.measure_quantized run WORK OUT.json [--seconds 540] [--tokens 128] [-k 7] [--device auto] [--speed]
+    python tests/vllm/measure_quantized.py WORK OUT.json               the same in vLLM, in its own environment
+
+DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode, one request at a time: the
+acceptance length, the answers beside those of bf16, and that drafts change nothing. `--speed`: tokens a second too, not
+exact, as a ratio to bf16 with the same method. OUT is written after every cell; what did not fit the time is not in it.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from peagle.bench.step import measure_prompts
+from peagle.core import Generation, Method
+from peagle.data.bench import read_sets
+from peagle.drafter.export import export
+from peagle.evaluate import summarise
+from peagle.loaded import LoadedPair, load
+from peagle.quantized.formats import FORMATS
+from peagle.quantized.write import quantize
+from tests.vllm.measure_quantized import agreement
+
+PAIR, PLAIN = "smollm2-135m", "bf16"
+SETS, METHODS = ("humaneval", "mt_bench", "gsm8k"), ("none", "p-eagle", "eagle3")
+Json = dict[str, Any]
+
+
+def make(work: Path, data: Path, count: int) -> None:
+    """WORK/bf16 (a link), fp8, int8, int4, drafters/, prompts.json."""
+    pair = load(PAIR, dtype="bfloat16", device="cpu")
+    source = pair.target.folder
+    assert source is not None
+    work.mkdir(parents=True, exist_ok=True)
+    (work / PLAIN).unlink(missing_ok=True)
+    (work / PLAIN).symlink_to(source)
+    for name, to in FORMATS.items():
+        if not (work / name / "config.json").is_file():
+            print(json.dumps(quantize(source, work / name, to).as_dict()), flush=True)
+    served = {"name_or_path": str(source), "architectures": pair.target.model.config.architectures}
+    for method in pair.pair.drafters:
+        export(pair.drafter(method), work / "drafters" / method, "vllm", pair.pair.k, served)
+    prompts = {
+        name: [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
+        for name, tasks in read_sets(list(SETS), data, count).items()
+    }
+    (work / "prompts.json").write_text(json.dumps(prompts))
+
+
+def answered(pair: LoadedPair, method: Method, k: int, prompts: list[list[int]], tokens: int) -> list[Generation]:
+    return [pair.generate(ids, k, method, tokens, exact=True) for ids in prompts]
+
+
+class Measuring:
+    def __init__(self, work: Path, out: Path, tokens: int, k: int, device: str, speed: bool) -> None:
+        self.work, self.out, self.tokens, self.k, self.device, self.speed = work, out, tokens, k, device, speed
+        self.prompts: dict[str, list[list[int]]] = json.loads((work / "prompts.json").read_text())
+        self.answers: dict[tuple[str, Method, str], list[list[int]]] = {}
+        self.speeds: dict[tuple[Method, str], float] = {}
+        self.cells: list[Json] = []
+
+    def run(self, formats: list[str], end: float) -> None:
+        for name in formats:
+            if time.monotonic() > end:
+                return
+            pair = load(PAIR, target=self.work / name, dtype="bfloat16", device=self.device)
+            for label in self.prompts:
+                for method in METHODS:
+                    if time.monotonic() < end:
+                        self.cells.append(self.cell(pair, name, method, label))
+                        self.tell(pair)
+
+    def cell(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
+        got = answered(pair, method, self.k, self.prompts[label], self.tokens)
+        answers = self.answers[name, method, label] = [one.token_ids for one in got]
+        status = pair.engine(method, got[0].k, True, 1).status()
+        cell = {"format": name, "method": method, "set": label, "weights": status["weights"]}
+        if method != "none":
+            found = summarise((step for one in got for step in one.steps), self.k)
+            cell["acceptance_length"] = round(found.acceptance_length, 4)
+            cell["per_position"] = [round(share, 4) for share in found.accepted_per_position]
+            cell["as_none"] = agreement(self.answers[name, "none", label], answers)
+        if name != PLAIN and (PLAIN, method, label) in self.answers:
+            cell["as_bf16"] = agreement(self.answers[PLAIN, method, label], answers)
+        return cell | (self.timed(pair, name, method, label) if self.speed else {})
+
+    def timed(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
+        speed = measure_prompts(pair, method, self.k, 1, self.prompts[label], self.tokens, 2).tokens_per_second
+        if name == PLAIN:
+            self.speeds[method, label] = speed
+        plain = self.speeds.get((method, label))
+        return {"tokens_per_second": round(speed, 1), "of_bf16": None if plain is None else round(speed / plain, 3)}
+
+    def tell(self, pair: LoadedPair) -> None:
+        head = {"tokens": self.tokens, "k": self.k, "device": str(pair.target.device)}
+        sizes = {folder.name: weights(folder) for folder in self.work.iterdir() if (folder / "config.json").is_file()}
+        self.out.write_text(json.dumps(head | {"bytes": sizes, "cells": self.cells}, indent=1))
+        print(json.dumps(self.cells[-1]), flush=True)
+
+
+def weights(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make")
+    making.add_argument("work", type=Path)
+    making.add_argument("data", type=Path)
+    making.add_argument("--prompts", type=int, default=8)
+    running = commands.add_parser("run")
+    running.add_argument("work", type=Path)
+    running.add_argument("out", type=Path)
+    running.add_argument("--formats", default=",".join([PLAIN, *FORMATS]))
+    running.add_argument("--seconds", type=float, default=540)
+    running.add_argument("--tokens", type=int, default=128)
+    running.add_argument("-k", type=int, default=7)
+    running.add_argument("--device", default="auto")
+    running.add_argument("--speed", action="store_true")
+    asked = parser.parse_args()
+    if asked.command == "make":
+        make(asked.work, asked.data, asked.prompts)
+        return
+    measuring = Measuring(asked.work, asked.out, asked.tokens, asked.k, asked.device, asked.speed)
+    measuring.run(asked.formats.split(","), time.monotonic() + asked.seconds)
+
+
+if __name__ == "__main__":
+    main()

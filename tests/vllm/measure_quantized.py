@@ -1,0 +1,157 @@
+"""The pair with a quantised target in vLLM: acceptance length, answers and speed beside bf16.
+
+    python tests/vllm/measure_quantized.py WORK OUT.json [--formats bf16,fp8,int8,int4] [--methods none,p-eagle,eagle3]
+        [--seconds 540] [--tokens 128] [-k 5] [--eager]
+
+WORK: what `python -m tests.measure_quantized make` wrote. Each format and method runs in a process of its own, since an
+engine cannot be taken down inside one; OUT is written after each, and what did not fit the time, or was refused, is told
+there. Nothing of peagle is imported: a GPU needs `PYTHONPATH=VLLM` alone.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # counters are read in this process
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # P-EAGLE needs the first
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+Json = dict[str, Any]
+FORMATS, METHODS = ("bf16", "fp8", "int8", "int4"), ("none", "p-eagle", "eagle3")
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "per_position",
+}
+
+
+def counters(llm: Any) -> Json:
+    found = {COUNTERS[metric.name]: metric for metric in llm.get_metrics() if metric.name in COUNTERS}
+    return {name: list(m.values) if hasattr(m, "values") else m.value for name, m in found.items()}
+
+
+def one(work: Path, name: str, method: str, asked: argparse.Namespace) -> Json:
+    """One format and method, every set: in a process of its own."""
+    os.environ |= ENVIRONMENT
+    from vllm import LLM, SamplingParams
+
+    more: Json = {}
+    if method != "none":
+        more["speculative_config"] = {
+            "method": "eagle3", "model": str(work / "drafters" / method), "num_speculative_tokens": asked.k,
+            "parallel_drafting": method == "p-eagle",
+        }  # fmt: skip
+    llm = LLM(
+        model=str(work / name), dtype="bfloat16", max_num_seqs=1, max_model_len=2048, enforce_eager=asked.eager,
+        gpu_memory_utilization=0.3, enable_prefix_caching=False, seed=0, disable_log_stats=False, **more,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0.0, max_tokens=asked.tokens)
+    sets: Json = {}
+    for label, prompts in json.loads((work / "prompts.json").read_text()).items():
+        asks = [{"prompt_token_ids": ids} for ids in prompts]
+        llm.generate(asks[:1], sampling, use_tqdm=False)
+        before, start = counters(llm), time.perf_counter()
+        answers = [list(answer.outputs[0].token_ids) for answer in llm.generate(asks, sampling, use_tqdm=False)]
+        spent, after = time.perf_counter() - start, counters(llm)
+        sets[label] = {"answers": answers, "tokens_per_second": round(sum(map(len, answers)) / spent, 1)}
+        if method != "none":
+            sets[label] |= acceptance(before, after)
+    return sets
+
+
+def acceptance(before: Json, after: Json) -> Json:
+    drafts = after["drafts"] - before.get("drafts", 0)
+    earlier = before.get("per_position") or [0] * len(after["per_position"])
+    shares = [(b - a) / drafts for a, b in zip(earlier, after["per_position"], strict=True)]
+    length = 1 + (after["accepted"] - before.get("accepted", 0)) / drafts
+    return {"acceptance_length": round(length, 4), "per_position": [round(share, 4) for share in shares]}
+
+
+def run(work: Path, name: str, method: str, asked: argparse.Namespace, left: float) -> Json:
+    """In a process of its own; what vLLM refuses is told by its last words."""
+    result = asked.out.with_suffix(f".{name}.{method}.part")
+    result.unlink(missing_ok=True)
+    command = [sys.executable, __file__, str(work), str(result), "--one", name, method, "--tokens", str(asked.tokens)]
+    command += ["-k", str(asked.k), *(["--eager"] if asked.eager else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer within {left:.0f} s"}
+    if done.returncode or not result.is_file():
+        return {"failed": last_words(done.stderr + done.stdout)}
+    found = json.loads(result.read_text())
+    result.unlink()
+    return found
+
+
+def last_words(text: str) -> str:
+    errors = [line.strip() for line in text.splitlines() if "Error" in line and "Traceback" not in line]
+    return (errors or text.strip().splitlines() or ["no reason given"])[-1][-600:]
+
+
+def agreement(plain: list[list[int]], other: list[list[int]]) -> Json:
+    """How many answers are the same, and for how many tokens they are alike, in the mean."""
+    alike = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        for a, b in zip(plain, other, strict=True)
+    ]
+    same = sum(a == b for a, b in zip(plain, other, strict=True))
+    return {"same": same, "of": len(plain), "alike_for": round(sum(alike) / len(alike), 1)}
+
+
+def told(results: dict[tuple[str, str], Json], asked: argparse.Namespace) -> Json:
+    """Without the answers: each beside bf16's, drafted ones beside `none`'s of their own format."""
+    cells = []
+    for (name, method), sets in results.items():
+        if "failed" in sets:
+            cells.append({"format": name, "method": method, "failed": sets["failed"]})
+            continue
+        for label, found in sets.items():
+            cell = {"format": name, "method": method, "set": label}
+            cell |= {key: value for key, value in found.items() if key != "answers"}
+            for key, other in {"as_bf16": ("bf16", method), "as_none": (name, "none")}.items():
+                if label in results.get(other, {}) and other != (name, method):
+                    cell[key] = agreement(results[other][label]["answers"], found["answers"])
+            cells.append(cell)
+    return {"tokens": asked.tokens, "k": asked.k, "eager": asked.eager, "cells": cells}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("-k", type=int, default=5)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--one", nargs=2)
+    asked = parser.parse_args()
+    if asked.one:
+        asked.out.write_text(json.dumps(one(asked.work, *asked.one, asked)))
+        return
+    end, results = time.monotonic() + asked.seconds, dict[tuple[str, str], Json]()
+    for method in asked.methods.split(","):
+        for name in asked.formats.split(","):
+            left = end - time.monotonic()
+            results[name, method] = run(asked.work, name, method, asked, left) if left > 5 else {"failed": "no time left"}
+            found = told(results, asked)
+            asked.out.write_text(json.dumps(found, indent=1))
+            for cell in (c for c in found["cells"] if (c["format"], c["method"]) == (name, method)):
+                print(json.dumps(cell), flush=True)
+
+
+if __name__ == "__main__":
+    main()
