@@ -77,8 +77,7 @@ class Measuring:
     def cell(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
         got = answered(pair, method, self.k, self.prompts[label], self.tokens)
         answers = self.answers[name, method, label] = [one.token_ids for one in got]
-        status = pair.engine(method, got[0].k, True, 1).status()
-        cell = {"format": name, "method": method, "set": label, "weights": status["weights"]}
+        cell: Json = {"format": name, "method": method, "set": label, "weights": got[0].weights}
         if method != "none":
             found = summarise((step for one in got for step in one.steps), self.k)
             cell["acceptance_length"] = round(found.acceptance_length, 4)

@@ -197,6 +197,19 @@ def multiplies(rows: int, n: int, columns: int, bias: bool, device: str, dtype: 
         assert torch.equal(alone, found), "a row depends on its neighbours"
 
 
+def multiplies_small(rows: int, n: int, columns: int, small: torch.dtype, device: str, dtype: torch.dtype) -> None:
+    """A weight in 8 bits, with a scale for each of its rows."""
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x, scales = (some(rows, columns) / columns**0.5).to(device, dtype), (some(n, seed=3).abs() / 40 + 0.01).to(device)
+    weight, extra = (40 * some(n, columns, seed=1)).to(small).to(device), some(n, seed=2).to(device, dtype)
+    shares = few_rows.shares_of(weight)
+    found = few_rows.few_rows(x, weight, extra, scales)
+    near(found, few_rows.reference(x, weight, extra, shares, scales), 4 if shares == 1 else 10)
+    plain = few_rows.reference(x, weight, scales=scales)
+    near(few_rows.gated(x, weight, scales), swiglu.reference(plain), 8)
+    assert torch.equal(few_rows.few_rows(x[2:3], weight, extra, scales), found[..., 2:3, :])
+
+
 def picks(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
     logits = some(rows, 2 * size).to(device, dtype)[:, :size]
     logits[0] = float("-inf")
@@ -226,6 +239,9 @@ CASES: dict[str, Case] = {
     "few rows": partial(multiplies, 8, 192, 128, False),
     "few rows, shares": partial(multiplies, 15, 128, 1024, True),
     "few rows, bias": partial(multiplies, 1, 128, 192, True),
+    "few rows, int8": partial(multiplies_small, 8, 256, 192, torch.int8),
+    "few rows, fp8": partial(multiplies_small, 8, 256, 192, torch.float8_e4m3fn),
+    "few rows, int8, shares": partial(multiplies_small, 5, 128, 1024, torch.int8),
     "few rows, many": partial(multiplies, 40, 128, 1024, False),
     "best": partial(picks, 5, 10_000),
     "best, one piece": partial(picks, 3, 77),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from peagle.errors import UserError
 from peagle.quantized.codes import Codes
-from peagle.quantized.layout import AGAIN, WEIGHT, read_codes
+from peagle.quantized.layout import AGAIN, PACKED, WEIGHT, read_codes
 from peagle.quantized.shards import read_shard, shards
 
 METHOD = "compressed-tensors"
@@ -35,11 +35,11 @@ def format_name(quantization: dict[str, Any]) -> str:
 
 
 def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Codes]]:
-    """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row."""
+    """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row. Words are for inputs as they are."""
     stored = {name: tensor for file in shards(folder) for name, tensor in read_shard(file).items()}
     codes, tensors = read_codes(stored)
     tensors |= {name + WEIGHT: found.matrix(dtype) for name, found in codes.items()}
-    return tensors, {name: found for name, found in codes.items() if found.by_row}
+    return tensors, {name: found for name, found in codes.items() if found.by_row and name + PACKED not in stored}
 
 
 def attach(model: nn.Module, codes: dict[str, Codes]) -> None:
