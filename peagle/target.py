@@ -159,13 +159,14 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, name: str = "", r
         raise UserError(f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}: get it again")
     target = Target(model.to(device), tokenizer, name or str(folder), revision)
     target.folder = folder.resolve()
+    attach(model, info.get("codes", {}), device)
     target.format = None if quantization is None else format_name(quantization)
     target.require_rollback()
     return target
 
 
 def from_quantised(folder: Path, dtype: torch.dtype, **how: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model in `dtype` whose weights were multiplied out; layers that can be read in 8 bits keep their codes."""
+    """A model in `dtype` whose weights were multiplied out, and the codes of those that may be read in 8 bits."""
     format_name(quantization_of(folder) or {})  # a layout that we do not read
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     del config.quantization_config
@@ -175,8 +176,7 @@ def from_quantised(folder: Path, dtype: torch.dtype, **how: Any) -> tuple[PreTra
     model, info = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **how)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    attach(model, codes)
-    return model, info
+    return model, info | {"codes": codes}
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -21,8 +21,7 @@ from peagle.kernels.add_norm import add_norm
 from peagle.kernels.layer import Whole, Work
 from peagle.kernels.library import library
 from peagle.kernels.rope_store import rope_store, turn
-from peagle.quantized.codes import beside
-from peagle.quantized.read import codes_of
+from peagle.quantized.read import joined_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def merged(parts: list[Any]) -> bool:
 
 def weight_of(parts: list[Any]) -> Weight:
     """Of linear layers with the same inputs."""
-    return Weight(*merge(parts), beside([codes_of(part) for part in parts]))
+    return Weight(*merge(parts), joined_codes(parts))
 
 
 def layer_of(module: Any, before: Tensor, after: Tensor, eps: float, head_dim: int, window: int | None) -> Layer:

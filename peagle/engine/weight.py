@@ -4,8 +4,9 @@ PyTorch's own linear layer gives its matrix library plain rows every time; for t
 as the multiplication itself. Our own kernel (kernels/matrix.py) reads the matrix once, at the speed of memory; where it
 cannot be had, the library's layout is used. The laid-out copy is a second one: the model's own modules keep theirs.
 
-Of a quantised target the codes come along. They take the weight's place (`shrink`) where a kernel reads them: int8 on a CPU
-that has dot products of it, int8 and fp8 on a GPU for the few rows of a step. Elsewhere the weight is what they stand for.
+Of a quantised target the codes come along. They take the weight's place (`shrink`) where a kernel reads them: int8 on a
+CPU that has dot products of it, int8 and fp8 on a GPU for the few rows of a step. Elsewhere the weight is what they
+stand for.
 """
 
 import torch

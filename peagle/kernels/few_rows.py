@@ -7,11 +7,11 @@ launch that computes it.
 
 In which order a number is summed depends on the matrix alone, not on how many rows there are.
 
-A weight in 8 bits (int8 or fp8, with a scale for each row of it) is half as much to read: it becomes x's dtype on the way to
-the product, exactly, and its scale meets the sum.
+A weight in 8 bits (int8 or fp8, with a scale for each row of it) is half as much to read: it becomes x's dtype on the
+way to the product, exactly, and its scale meets the sum.
 
-Shapes: x [T, K], weight [N, K], bias and scales [N]. Result [T, N], or shares [S, T, N] in float32. Gated: weight [2I, K] with the
-gate's rows first, result [T, I]; rounded where swiglu rounds.
+Shapes: x [T, K], weight [N, K], bias and scales [N]. Result [T, N], or shares [S, T, N] in float32. Gated: weight
+[2I, K] with the gate's rows first, result [T, I]; rounded where swiglu rounds.
 """
 
 from typing import Any

@@ -30,7 +30,8 @@ def card(source: Path, config: dict[str, Any], written: "Written") -> str:
         [
             f"{TITLE}: {made_of}, {written.format}",
             "",
-            f"{how} Rounded to the nearest.{cut} No data was used. Embeddings, lm_head, norms and biases are as they were.",
+            f"{how} Rounded to the nearest.{cut} No data was used. Embeddings, lm_head, norms and biases are as they"
+            " were.",
             "",
             "| | |",
             "|---|---|",

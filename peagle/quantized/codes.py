@@ -2,8 +2,9 @@
 
     W[n, k] is about codes[n, k] * scales[n, k // group]
 
-Rounding is to the nearest. Of whole numbers, how much of a row's (or group's) largest magnitude is kept is searched: cutting
-an outlier off may leave the others closer to what they were. Numbers of fp8 are as exact as they are large: no use there.
+Rounding is to the nearest. Of whole numbers, how much of a row's (or group's) largest magnitude is kept is searched:
+cutting an outlier off may leave the others closer to what they were. A number of fp8 is as exact as any other of its
+kind, whatever the scale: nothing is searched there.
 """
 
 from dataclasses import dataclass, replace

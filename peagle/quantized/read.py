@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import UserError
-from peagle.quantized.codes import Codes
+from peagle.quantized.codes import Codes, beside
 from peagle.quantized.layout import AGAIN, PACKED, WEIGHT, read_codes
 from peagle.quantized.shards import read_shard, shards
 
@@ -30,23 +30,34 @@ def format_name(quantization: dict[str, Any]) -> str:
     layouts = {group.get("format") or quantization.get("format") for group in quantization["config_groups"].values()}
     if unknown := sorted(map(str, layouts - set(LAYOUTS))):
         raise UserError(f"the target is stored as {unknown[0]}, and we read {', '.join(LAYOUTS)}: {AGAIN}")
-    kinds = {(group["weights"]["type"], group["weights"]["num_bits"]) for group in quantization["config_groups"].values()}
+    kinds = {
+        (group["weights"]["type"], group["weights"]["num_bits"]) for group in quantization["config_groups"].values()
+    }
     return {"float8": "fp8"}.get(name := "mixed" if len(kinds) != 1 else "{}{}".format(*kinds.pop()), name)
 
 
 def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Codes]]:
-    """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row. Words are for inputs as they are."""
+    """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row; not of words, whose inputs stay."""
     stored = {name: tensor for file in shards(folder) for name, tensor in read_shard(file).items()}
     codes, tensors = read_codes(stored)
     tensors |= {name + WEIGHT: found.matrix(dtype) for name, found in codes.items()}
     return tensors, {name: found for name, found in codes.items() if found.by_row and name + PACKED not in stored}
 
 
-def attach(model: nn.Module, codes: dict[str, Codes]) -> None:
-    """To the layers they belong to: `codes_of` finds them there."""
+def attach(model: nn.Module, codes: dict[str, Codes], device: str) -> None:
+    """To the layers they belong to, where kernels of that device could read them: `joined_codes` finds them there."""
     for name, found in codes.items():
-        model.get_submodule(name).codes = found
+        if not device.startswith("cpu") or found.codes.dtype == torch.int8:
+            layer: Any = model.get_submodule(name)
+            layer.codes = found
 
 
-def codes_of(layer: Any) -> Codes | None:
-    return getattr(layer, "codes", None)
+def joined_codes(layers: list[Any]) -> Codes | None:
+    """Of linear layers with the same inputs, as one and on their device; kept for the next engine."""
+    first = layers[0]
+    if not hasattr(first, "joined"):
+        found = beside([getattr(layer, "codes", None) for layer in layers])
+        first.joined = None if found is None else found.to(first.weight.device)
+        for layer in layers if found is not None else ():
+            del layer.codes
+    return first.joined

@@ -130,7 +130,7 @@ def linear_layers(source: Path) -> tuple[dict[str, int], list[str]]:
     known = {id(module.weight) for module in names} | {id(model.get_input_embeddings().weight)}
     if strange := [n for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in known]:
         raise UserError(
-            f"{strange[0]} is no matrix of a linear layer (as in a mixture of experts): only dense targets are quantised"
+            f"{strange[0]} is no matrix of a linear layer (as of experts): only dense targets are quantised"
         )
     chosen = {name: module.in_features for module, name in names.items() if module in inside and module is not head}
     return chosen, [name for module, name in names.items() if name not in chosen]

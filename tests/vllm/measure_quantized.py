@@ -4,8 +4,8 @@
         [--seconds 540] [--tokens 128] [-k 5] [--eager]
 
 WORK: what `python -m tests.measure_quantized make` wrote. Each format and method runs in a process of its own, since an
-engine cannot be taken down inside one; OUT is written after each, and what did not fit the time, or was refused, is told
-there. Nothing of peagle is imported: a GPU needs `PYTHONPATH=VLLM` alone.
+engine cannot be taken down inside one; OUT is written after each, and what did not fit the time, or was refused, is
+told there. Nothing of peagle is imported.
 """
 
 import argparse
@@ -146,7 +146,9 @@ def main() -> None:
     for method in asked.methods.split(","):
         for name in asked.formats.split(","):
             left = end - time.monotonic()
-            results[name, method] = run(asked.work, name, method, asked, left) if left > 5 else {"failed": "no time left"}
+            results[name, method] = (
+                run(asked.work, name, method, asked, left) if left > 5 else {"failed": "no time left"}
+            )
             found = told(results, asked)
             asked.out.write_text(json.dumps(found, indent=1))
             for cell in (c for c in found["cells"] if (c["format"], c["method"]) == (name, method)):
