@@ -4,7 +4,7 @@
     python -m tests.measure_quantized run WORK OUT.json [--seconds 540] [--tokens 128] [-k 7] [--device auto] [--speed]
     python tests/vllm/measure_quantized.py WORK OUT.json               the same in vLLM, in its own environment
 
-DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode, one request at a time: the
+DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode where it can be had, one request at a time: the
 acceptance length, the answers beside those of bf16, and that drafts change nothing. `--speed`: tokens a second too, not
 exact, as a ratio to bf16 with the same method. OUT is written after every cell; what did not fit the time is not in it.
 """
@@ -52,7 +52,7 @@ def make(work: Path, data: Path, count: int) -> None:
 
 
 def answered(pair: LoadedPair, method: Method, k: int, prompts: list[list[int]], tokens: int) -> list[Generation]:
-    return [pair.generate(ids, k, method, tokens, exact=True) for ids in prompts]
+    return [pair.generate(ids, k, method, tokens) for ids in prompts]
 
 
 class Measuring:
@@ -77,7 +77,7 @@ class Measuring:
     def cell(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
         got = answered(pair, method, self.k, self.prompts[label], self.tokens)
         answers = self.answers[name, method, label] = [one.token_ids for one in got]
-        cell: Json = {"format": name, "method": method, "set": label, "weights": got[0].weights}
+        cell: Json = {"format": name, "method": method, "set": label, "weights": got[0].weights, "exact": got[0].exact}
         if method != "none":
             found = summarise((step for one in got for step in one.steps), self.k)
             cell["acceptance_length"] = round(found.acceptance_length, 4)

@@ -37,7 +37,7 @@ def format_name(quantization: dict[str, Any]) -> str:
 
 
 def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Codes]]:
-    """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row; not of words, whose inputs stay."""
+    """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row (words: no, their inputs stay)."""
     stored = {name: tensor for file in shards(folder) for name, tensor in read_shard(file).items()}
     codes, tensors = read_codes(stored)
     tensors |= {name + WEIGHT: found.matrix(dtype) for name, found in codes.items()}

@@ -54,9 +54,12 @@ def one(work: Path, name: str, method: str, asked: argparse.Namespace) -> Json:
         }  # fmt: skip
     llm = LLM(
         model=str(work / name), dtype="bfloat16", max_num_seqs=1, max_model_len=2048, enforce_eager=asked.eager,
-        gpu_memory_utilization=0.3, enable_prefix_caching=False, seed=0, disable_log_stats=False, **more,
+        skip_tokenizer_init=True, gpu_memory_utilization=0.3, enable_prefix_caching=False, seed=0,
+        disable_log_stats=False, **more,
     )  # fmt: skip
-    sampling = SamplingParams(temperature=0.0, max_tokens=asked.tokens)
+    ends = json.loads((work / name / "config.json").read_text()).get("eos_token_id")
+    stops = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    sampling = SamplingParams(temperature=0.0, max_tokens=asked.tokens, stop_token_ids=stops, detokenize=False)
     sets: Json = {}
     for label, prompts in json.loads((work / "prompts.json").read_text()).items():
         asks = [{"prompt_token_ids": ids} for ids in prompts]
