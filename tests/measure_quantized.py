@@ -4,9 +4,12 @@
     python -m tests.measure_quantized run WORK OUT.json [--seconds 540] [--tokens 128] [-k 7] [--device auto] [--speed]
     python tests/vllm/measure_quantized.py WORK OUT.json               the same in vLLM, in its own environment
 
-DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode where it can be had, one request at a time: the
-acceptance length, the answers beside those of bf16, and that drafts change nothing. `--speed`: tokens a second too, not
-exact, as a ratio to bf16 with the same method. OUT is written after every cell; what did not fit the time is not in it.
+DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode where it can be had, one
+request at a time: the acceptance length, the answers beside those of bf16, how many of them repeat themselves (that is
+easy to draft), and that drafts change nothing. Along bf16's answers, by what the codes stand for: the KL divergence of
+the target's distribution from bf16's, and the share of tokens that stay the likeliest. `--speed`: tokens a second too,
+not exact, as a ratio to bf16 with the same method. OUT is written after every cell; what did not fit the time is not in
+it.
 """
 
 import argparse
@@ -14,6 +17,9 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from peagle.bench.step import measure_prompts
 from peagle.core import Generation, Method
@@ -23,6 +29,7 @@ from peagle.evaluate import summarise
 from peagle.loaded import LoadedPair, load
 from peagle.quantized.formats import FORMATS
 from peagle.quantized.write import quantize
+from peagle.regenerate.loops import repetitive
 from tests.vllm.measure_quantized import agreement
 
 PAIR, PLAIN = "smollm2-135m", "bf16"
@@ -55,12 +62,19 @@ def answered(pair: LoadedPair, method: Method, k: int, prompts: list[list[int]],
     return [pair.generate(ids, k, method, tokens) for ids in prompts]
 
 
+def distribution(pair: LoadedPair, ids: list[int], answer: list[int]) -> Tensor:
+    """[tokens, vocabulary] log-probabilities of an answer's tokens, in one pass."""
+    logits = pair.target.forward(torch.tensor(ids + answer, device=pair.target.device)).logits
+    return logits[len(ids) - 1 : -1].float().log_softmax(-1).cpu()
+
+
 class Measuring:
     def __init__(self, work: Path, out: Path, tokens: int, k: int, device: str, speed: bool) -> None:
         self.work, self.out, self.tokens, self.k, self.device, self.speed = work, out, tokens, k, device, speed
         self.prompts: dict[str, list[list[int]]] = json.loads((work / "prompts.json").read_text())
         self.answers: dict[tuple[str, Method, str], list[list[int]]] = {}
         self.speeds: dict[tuple[Method, str], float] = {}
+        self.distributions: dict[str, list[Tensor]] = {}  # bf16's, [tokens, vocabulary] each
         self.cells: list[Json] = []
 
     def run(self, formats: list[str], end: float) -> None:
@@ -78,7 +92,9 @@ class Measuring:
         got = answered(pair, method, self.k, self.prompts[label], self.tokens)
         answers = self.answers[name, method, label] = [one.token_ids for one in got]
         cell: Json = {"format": name, "method": method, "set": label, "weights": got[0].weights, "exact": got[0].exact}
-        if method != "none":
+        if method == "none":
+            cell |= {"repetitive": sum(map(repetitive, answers))} | self.apart(pair, name, label)
+        else:
             found = summarise((step for one in got for step in one.steps), self.k)
             cell["acceptance_length"] = round(found.acceptance_length, 4)
             cell["per_position"] = [round(share, 4) for share in found.accepted_per_position]
@@ -86,6 +102,20 @@ class Measuring:
         if name != PLAIN and (PLAIN, method, label) in self.answers:
             cell["as_bf16"] = agreement(self.answers[PLAIN, method, label], answers)
         return cell | (self.timed(pair, name, method, label) if self.speed else {})
+
+    def apart(self, pair: LoadedPair, name: str, label: str) -> Json:
+        """The distributions along bf16's answers."""
+        if (PLAIN, "none", label) not in self.answers:
+            return {}
+        texts = zip(self.prompts[label], self.answers[PLAIN, "none", label], strict=True)
+        found = [distribution(pair, ids, answer) for ids, answer in texts]
+        if name == PLAIN:
+            self.distributions[label] = found
+            return {}
+        pairs = [(p.float(), q.float()) for p, q in zip(self.distributions[label], found, strict=True)]
+        divergence = torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs]).mean()
+        kept = torch.cat([(p.argmax(-1) == q.argmax(-1)).float() for p, q in pairs]).mean()
+        return {"kl": round(float(divergence), 5), "likeliest_kept": round(float(kept), 4)}
 
     def timed(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
         speed = measure_prompts(pair, method, self.k, 1, self.prompts[label], self.tokens, 2).tokens_per_second
@@ -96,7 +126,7 @@ class Measuring:
 
     def tell(self, pair: LoadedPair) -> None:
         head = {"tokens": self.tokens, "k": self.k, "device": str(pair.target.device)}
-        sizes = {folder.name: weights(folder) for folder in self.work.iterdir() if (folder / "config.json").is_file()}
+        sizes = {name: weights(self.work / name) for name in (PLAIN, *FORMATS)}
         self.out.write_text(json.dumps(head | {"bytes": sizes, "cells": self.cells}, indent=1))
         print(json.dumps(self.cells[-1]), flush=True)
 
