@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peagle.bench.step import measure_prompts
-from peagle.core import Generation, Method
+from peagle.core import METHODS, Generation, Method, parse_method
 from peagle.data.bench import read_sets
 from peagle.drafter.export import export
 from peagle.evaluate import summarise
@@ -33,7 +33,7 @@ from peagle.regenerate.loops import repetitive
 from tests.vllm.measure_quantized import agreement
 
 PAIR, PLAIN = "smollm2-135m", "bf16"
-SETS, METHODS = ("humaneval", "mt_bench", "gsm8k"), ("none", "p-eagle", "eagle3")
+SETS = ("humaneval", "mt_bench", "gsm8k")
 Json = dict[str, Any]
 
 
@@ -73,20 +73,22 @@ class Measuring:
         self.work, self.out, self.tokens, self.k, self.device, self.speed = work, out, tokens, k, device, speed
         self.prompts: dict[str, list[list[int]]] = json.loads((work / "prompts.json").read_text())
         self.answers: dict[tuple[str, Method, str], list[list[int]]] = {}
-        self.speeds: dict[tuple[Method, str], float] = {}
+        self.speeds: dict[Method, float] = {}  # of bf16
         self.distributions: dict[str, list[Tensor]] = {}  # bf16's, [tokens, vocabulary] each
         self.cells: list[Json] = []
 
-    def run(self, formats: list[str], end: float) -> None:
+    def run(self, formats: list[str], methods: list[Method], end: float) -> None:
         for name in formats:
             if time.monotonic() > end:
                 return
             pair = load(PAIR, target=self.work / name, dtype="bfloat16", device=self.device)
             for label in self.prompts:
-                for method in METHODS:
+                for method in methods:
                     if time.monotonic() < end:
-                        self.cells.append(self.cell(pair, name, method, label))
-                        self.tell(pair)
+                        self.tell(pair, self.cell(pair, name, method, label))
+            for method in methods if self.speed else ():
+                if time.monotonic() < end:
+                    self.tell(pair, self.timed(pair, name, method))
 
     def cell(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
         got = answered(pair, method, self.k, self.prompts[label], self.tokens)
@@ -98,10 +100,11 @@ class Measuring:
             found = summarise((step for one in got for step in one.steps), self.k)
             cell["acceptance_length"] = round(found.acceptance_length, 4)
             cell["per_position"] = [round(share, 4) for share in found.accepted_per_position]
-            cell["as_none"] = agreement(self.answers[name, "none", label], answers)
+            if (name, "none", label) in self.answers:
+                cell["as_none"] = agreement(self.answers[name, "none", label], answers)
         if name != PLAIN and (PLAIN, method, label) in self.answers:
             cell["as_bf16"] = agreement(self.answers[PLAIN, method, label], answers)
-        return cell | (self.timed(pair, name, method, label) if self.speed else {})
+        return cell
 
     def apart(self, pair: LoadedPair, name: str, label: str) -> Json:
         """The distributions along bf16's answers."""
@@ -117,18 +120,21 @@ class Measuring:
         kept = torch.cat([(p.argmax(-1) == q.argmax(-1)).float() for p, q in pairs]).mean()
         return {"kl": round(float(divergence), 5), "likeliest_kept": round(float(kept), 4)}
 
-    def timed(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
-        speed = measure_prompts(pair, method, self.k, 1, self.prompts[label], self.tokens, 2).tokens_per_second
+    def timed(self, pair: LoadedPair, name: str, method: Method) -> Json:
+        """All prompts, one request at a time."""
+        prompts = [ids for of_set in self.prompts.values() for ids in of_set]
+        speed = measure_prompts(pair, method, self.k, 1, prompts, self.tokens, 2).tokens_per_second
         if name == PLAIN:
-            self.speeds[method, label] = speed
-        plain = self.speeds.get((method, label))
-        return {"tokens_per_second": round(speed, 1), "of_bf16": None if plain is None else round(speed / plain, 3)}
+            self.speeds[method] = speed
+        cell: Json = {"format": name, "method": method, "tokens_per_second": round(speed, 1)}
+        return cell | ({"of_bf16": round(speed / self.speeds[method], 3)} if method in self.speeds else {})
 
-    def tell(self, pair: LoadedPair) -> None:
+    def tell(self, pair: LoadedPair, cell: Json) -> None:
+        self.cells.append(cell)
         head = {"tokens": self.tokens, "k": self.k, "device": str(pair.target.device)}
         sizes = {name: weights(self.work / name) for name in (PLAIN, *FORMATS)}
         self.out.write_text(json.dumps(head | {"bytes": sizes, "cells": self.cells}, indent=1))
-        print(json.dumps(self.cells[-1]), flush=True)
+        print(json.dumps(cell), flush=True)
 
 
 def weights(folder: Path) -> int:
@@ -146,6 +152,7 @@ def main() -> None:
     running.add_argument("work", type=Path)
     running.add_argument("out", type=Path)
     running.add_argument("--formats", default=",".join([PLAIN, *FORMATS]))
+    running.add_argument("--methods", default=",".join(METHODS), help="none first: the others are compared with it")
     running.add_argument("--seconds", type=float, default=540)
     running.add_argument("--tokens", type=int, default=128)
     running.add_argument("-k", type=int, default=7)
@@ -156,7 +163,8 @@ def main() -> None:
         make(asked.work, asked.data, asked.prompts)
         return
     measuring = Measuring(asked.work, asked.out, asked.tokens, asked.k, asked.device, asked.speed)
-    measuring.run(asked.formats.split(","), time.monotonic() + asked.seconds)
+    methods = [parse_method(word) for word in asked.methods.split(",")]
+    measuring.run(asked.formats.split(","), methods, time.monotonic() + asked.seconds)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,12 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 def format_name(quantization: dict[str, Any]) -> str:
     """fp8, int8, int4; `mixed` where groups of layers differ."""
-    layouts = {group.get("format") or quantization.get("format") for group in quantization["config_groups"].values()}
+    groups = quantization["config_groups"].values()
+    layouts = {group.get("format") or quantization.get("format") for group in groups}
     if unknown := sorted(map(str, layouts - set(LAYOUTS))):
         raise UserError(f"the target is stored as {unknown[0]}, and we read {', '.join(LAYOUTS)}: {AGAIN}")
-    kinds = {
-        (group["weights"]["type"], group["weights"]["num_bits"]) for group in quantization["config_groups"].values()
-    }
-    return {"float8": "fp8"}.get(name := "mixed" if len(kinds) != 1 else "{}{}".format(*kinds.pop()), name)
+    kinds = {f"{group['weights']['type']}{group['weights']['num_bits']}" for group in groups}
+    return kinds.pop().replace("float", "fp") if len(kinds) == 1 else "mixed"
 
 
 def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Codes]]:
