@@ -23,7 +23,7 @@ SWEEP = {"BLOCK_N": (16, 32, 64), "BLOCK_K": (64, 128, 256), "num_warps": (2, 4)
 
 
 def made(n: int, k: int, kind: torch.dtype) -> list[Tensor]:
-    one = torch.randint(-100, 101, (n, k), device="cuda").to(kind)
+    one = torch.randint(-100, 101, (n, k), device="cuda").float().to(kind)
     return [one.clone() for _ in range(-(-MUCH // one.nbytes))]
 
 

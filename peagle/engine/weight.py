@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peagle.kernels.few_rows import few_rows, fits, gated
+from peagle.kernels.few_rows import few_rows, fits, gated, reads
 from peagle.kernels.matrix import Matrix, possible, quantised
 from peagle.kernels.swiglu import swiglu
 from peagle.quantized.codes import Codes
@@ -60,7 +60,7 @@ class Weight:
         if self.matrix is not None and codes.dtype == torch.int8:
             self.matrix = Matrix(codes, self.bias, scales)
             return True
-        if fits(self.plain[:1], self.plain):  # a row of its own inputs
+        if fits(self.plain[:1], self.plain) and reads(codes.dtype, self.plain.device):  # any row: here one of its own
             self.read, self.scales = codes.to(self.plain.device), scales.to(self.plain.device)
             return True
         return False

@@ -57,6 +57,11 @@ def fits(x: Tensor, weight: Tensor, halves: int = 1) -> bool:
     return narrow and aligned and len(x) <= MOST and x.stride(1) == weight.stride(1) == 1
 
 
+def reads(kind: torch.dtype, device: torch.device) -> bool:
+    """Weights of that kind: GPUs know fp8 from Ada on."""
+    return kind != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def shares_of(weight: Tensor) -> int:
     """Programs that share a row of the matrix."""
     tiles, columns, shares = weight.shape[0] // ALIGNED, weight.shape[1], 1

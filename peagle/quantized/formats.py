@@ -25,7 +25,7 @@ class Format:
     bits: int
     low: float
     high: float
-    whole: float  # a scale of whole / largest magnitude cuts nothing off
+    whole: float  # a scale of the largest magnitude / whole cuts nothing off
     codes: torch.dtype
     scales: torch.dtype
     grouped: bool = False
@@ -43,7 +43,9 @@ class Format:
         for group in GROUPS:
             if all(width % group == 0 for width in widths):
                 return group
-        raise UserError(f"{self.name} needs matrices with a multiple of {GROUPS[-1]} inputs, and one has {widths}")
+        raise UserError(
+            f"{self.name} needs matrices with a multiple of {GROUPS[-1]} inputs, and these have {widths}: use int8"
+        )
 
 
 FORMATS = {

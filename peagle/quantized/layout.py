@@ -57,7 +57,7 @@ def read_codes(tensors: dict[str, Tensor]) -> tuple[dict[str, Codes], dict[str, 
     return found, plain
 
 
-def _from_words(name: str, words: Tensor, shape: Tensor | None) -> Tensor | None:
+def _from_words(name: str, words: Tensor, shape: Tensor | None) -> Tensor:
     if shape is None or shape.numel() != 2 or words.ndim != 2 or words.dtype != torch.int32:
         raise UserError(f"{name}{PACKED} and {name}{SHAPE} do not belong together: {AGAIN}")
     n, k = shape.tolist()

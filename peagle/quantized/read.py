@@ -54,9 +54,11 @@ def attach(model: nn.Module, codes: dict[str, Codes], device: str) -> None:
 def joined_codes(layers: list[Any]) -> Codes | None:
     """Of linear layers with the same inputs, as one and on their device; kept for the next engine."""
     first = layers[0]
-    if not hasattr(first, "joined"):
-        found = beside([getattr(layer, "codes", None) for layer in layers])
-        first.joined = None if found is None else found.to(first.weight.device)
-        for layer in layers if found is not None else ():
+    if hasattr(first, "joined"):
+        return first.joined
+    found = beside([getattr(layer, "codes", None) for layer in layers])
+    if found is not None:
+        first.joined = found = found.to(first.weight.device)
+        for layer in layers:
             del layer.codes
-    return first.joined
+    return found

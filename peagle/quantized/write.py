@@ -18,9 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from peagle.errors import UserError
 from peagle.home import publish_folder, save_tensors, write_json
 from peagle.pull.progress import Progress, silent
+from peagle.quantized.card import TITLE, card
 from peagle.quantized.codes import quantised
 from peagle.quantized.formats import Format, quantization_config
 from peagle.quantized.layout import WEIGHT, stored
+from peagle.quantized.read import quantization_of
 from peagle.quantized.shards import INDEX, read_shard, shards
 
 OURS = ("README.md", "peagle.json")  # a card and a receipt are of their own folder
@@ -66,8 +68,6 @@ class Written:
 
 def quantize(source: Path, out: Path, to: Format, progress: Progress = silent) -> Written:
     """Writes `out` whole or not at all."""
-    from peagle.quantized.card import card
-
     out = out_folder(out, source)
     matrices, ignored = linear_layers(source)
     written = Written(to.name, to.group_of(matrices.values()))
@@ -165,8 +165,5 @@ def out_folder(out: Path, source: Path) -> Path:
 
 
 def is_ours(folder: Path) -> bool:
-    from peagle.quantized.card import TITLE
-    from peagle.quantized.read import quantization_of
-
-    card = folder / "README.md"
-    return quantization_of(folder) is not None and card.is_file() and card.read_text().startswith(TITLE)
+    told = folder / "README.md"
+    return quantization_of(folder) is not None and told.is_file() and told.read_text().startswith(TITLE)
