@@ -109,7 +109,7 @@ def test_groups_divide_every_matrix() -> None:
     assert FORMATS["int4"].group_of([576, 1536]) == 64
     assert FORMATS["int4"].group_of([4096, 14336]) == 128
     assert FORMATS["int8"].group_of([576, 1536]) is None
-    with pytest.raises(UserError, match="multiple of 32 inputs"):
+    with pytest.raises(UserError, match="a multiple of 32 inputs"):
         FORMATS["int4"].group_of([48, 64])
 
 

@@ -43,9 +43,7 @@ class Format:
         for group in GROUPS:
             if all(width % group == 0 for width in widths):
                 return group
-        raise UserError(
-            f"{self.name} needs matrices with a multiple of {GROUPS[-1]} inputs, and these have {widths}: use int8"
-        )
+        raise UserError(f"{self.name} needs a multiple of {GROUPS[-1]} inputs, and matrices have {widths}: use int8")
 
 
 FORMATS = {

@@ -49,9 +49,9 @@ def read_codes(tensors: dict[str, Tensor]) -> tuple[dict[str, Codes], dict[str, 
         scales = plain.pop(name + SCALE)
         if name + PACKED in plain:
             codes = _from_words(name, plain.pop(name + PACKED), plain.pop(name + SHAPE, None))
+            found[name] = _checked(name, codes, scales)
         else:
-            codes = plain.pop(name + WEIGHT, None)
-        found[name] = _checked(name, codes, scales)
+            found[name] = _checked(name, plain.pop(name + WEIGHT, None), scales)
     if orphans := sorted(name for name, x in plain.items() if x.dtype in SMALL or name.endswith(PACKED)):
         raise UserError(f"tensor {orphans[0]} has no {SCALE[1:]} beside it: {AGAIN}")
     return found, plain
