@@ -109,8 +109,14 @@ def test_groups_divide_every_matrix() -> None:
     assert FORMATS["int4"].group_of([576, 1536]) == 64
     assert FORMATS["int4"].group_of([4096, 14336]) == 128
     assert FORMATS["int8"].group_of([576, 1536]) is None
+    assert FORMATS["int4"].group_of([576, 1536], 32) == 32
     with pytest.raises(UserError, match="a multiple of 32 inputs"):
         FORMATS["int4"].group_of([48, 64])
+    with pytest.raises(UserError, match="a multiple of 128 inputs"):
+        FORMATS["int4"].group_of([576, 1536], 128)
+    for name, wanted in (("int4", 16), ("int8", 64)):
+        with pytest.raises(UserError, match=f"a group of {wanted} cannot be had in {name}"):
+            FORMATS[name].group_of([576], wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,14 @@ from peagle.cli.options import Json
 def quantize(
     target: Annotated[str, typer.Argument(help="A target: a folder, a pair's name or a hub id.")] = DEFAULT_PAIR,
     to: Annotated[str, typer.Option("--format", help="fp8, int8 or int4.")] = "int8",
+    group: Annotated[
+        int | None,
+        typer.Option(
+            "--group",
+            help="int4: inputs that share a scale: 32, 64 or 128. Default: the largest that fits.",
+            show_default=False,
+        ),
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option("--out", help="Where it is written. Default: NAME-FORMAT, here.", show_default=False),
@@ -32,7 +40,7 @@ def quantize(
     folder = folder or Path(f"{Path(pair.name).name}-{to}")
     with shown(err, quiet=as_json) as progress:
         source = pull(pair, progress=progress)
-        written = write(source, folder, chosen, progress)
+        written = write(source, folder, chosen, progress, group)
     if as_json:
         print(json.dumps({"folder": str(folder)} | written.as_dict()))
         return

@@ -35,15 +35,17 @@ class Format:
         """Is it worth while to cut outliers off?"""
         return not self.codes.is_floating_point
 
-    def group_of(self, inputs: Iterable[int]) -> int | None:
+    def group_of(self, inputs: Iterable[int], wanted: int | None = None) -> int | None:
         """The inputs that share a scale, for matrices with so many; None: all of them."""
+        if wanted is not None and not (self.grouped and wanted in GROUPS):
+            raise UserError(f"a group of {wanted} cannot be had in {self.name}: int4 has {', '.join(map(str, GROUPS))}")
         if not self.grouped:
             return None
-        widths = sorted(set(inputs))
-        for group in GROUPS:
+        widths, sizes = sorted(set(inputs)), GROUPS if wanted is None else (wanted,)
+        for group in sizes:
             if all(width % group == 0 for width in widths):
                 return group
-        raise UserError(f"{self.name} needs a multiple of {GROUPS[-1]} inputs, and matrices have {widths}: use int8")
+        raise UserError(f"{self.name} needs a multiple of {sizes[-1]} inputs, and matrices have {widths}: use int8")
 
 
 FORMATS = {

@@ -66,11 +66,11 @@ class Written:
         }
 
 
-def quantize(source: Path, out: Path, to: Format, progress: Progress = silent) -> Written:
-    """Writes `out` whole or not at all."""
+def quantize(source: Path, out: Path, to: Format, progress: Progress = silent, group: int | None = None) -> Written:
+    """Writes `out` whole or not at all. `group`: inputs that share a scale in int4; None: as many as can be."""
     out = out_folder(out, source)
     matrices, ignored = linear_layers(source)
-    written = Written(to.name, to.group_of(matrices.values()))
+    written = Written(to.name, to.group_of(matrices.values(), group))
     with publish_folder(out) as staging:
         for file in source.iterdir():
             if file.is_file() and file.name not in (*OURS, INDEX) and file.suffix not in WEIGHTS:
