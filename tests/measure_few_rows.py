@@ -19,7 +19,7 @@ from peagle.kernels import few_rows
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 KINDS = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MUCH, REPEATS = 400 << 20, 10  # bytes: several times the cache of an H200
-SWEEP = {"BLOCK_N": (16, 32, 64), "BLOCK_K": (64, 128, 256), "num_warps": (2, 4), "num_stages": (4, 6, 8)}
+SWEEP = {"BLOCK_N": (16, 32, 64), "BLOCK_K": (64, 128, 256), "num_warps": (2, 4), "num_stages": (4, 8)}
 
 
 def made(n: int, k: int, kind: torch.dtype) -> list[Tensor]:
