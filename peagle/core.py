@@ -204,6 +204,7 @@ class Generation:
     prefill_seconds: float
     seed: int | None = None
     dtype: str = ""
+    weights: str = ""  # what the target's matrices are multiplied as: the dtype, or a quantised target's format
     exact: bool = False
     trained: bool = True
 
@@ -252,6 +253,7 @@ class Generation:
             "prefill_seconds": round(self.prefill_seconds, 4),
             "seed": self.seed,
             "dtype": self.dtype,
+            "weights": self.weights,
             "exact": self.exact,
             "trained": self.trained,
         }

@@ -121,6 +121,7 @@ class LoadedPair:
             prefill_seconds=prefill,
             seed=settings.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),
+            weights=engine.weights,
             exact=engine.exact,
             trained=chosen == "none" or self.drafter(chosen).config.trained,
         )

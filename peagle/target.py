@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from peagle.cache import RollbackCache
 from peagle.errors import UserError
+from peagle.quantized.read import attach, format_name, quantization_of, read
 
 NO_LIMIT = 1 << 20  # the context of a target that does not say
 
@@ -33,6 +34,7 @@ class Target:
         self.name = name or model.config.name_or_path
         self.revision = revision
         self.folder: Path | None = None  # where it was loaded from
+        self.format: str | None = None  # of a quantised one
         self.layers = decoder_layers(model)
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -143,10 +145,13 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, name: str = "", r
         raise UserError(f"no target in {folder}: config.json is missing. Give a folder that `peagle pull` made")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    quantization = quantization_of(folder)
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained
-        model, info = read(folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True)
+        load: Any = AutoModelForCausalLM.from_pretrained if quantization is None else from_quantised
+        model, info = load(folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
+    except UserError:
+        raise
     except Exception as error:  # transformers raises whatever the file brings up
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load the target in {folder}: {reason}") from error
@@ -154,8 +159,24 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, name: str = "", r
         raise UserError(f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}: get it again")
     target = Target(model.to(device), tokenizer, name or str(folder), revision)
     target.folder = folder.resolve()
+    attach(model, info.get("codes", {}), device)
+    target.format = None if quantization is None else format_name(quantization)
     target.require_rollback()
     return target
+
+
+def from_quantised(folder: Path, dtype: torch.dtype, **how: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model in `dtype` whose weights were multiplied out, and the codes of those that may be read in 8 bits."""
+    format_name(quantization_of(folder) or {})  # a layout that we do not read
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    del config.quantization_config
+    with torch.device("meta"):
+        kind: Any = type(AutoModelForCausalLM.from_config(config))
+    tensors, codes = read(folder, dtype)
+    model, info = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **how)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model, info | {"codes": codes}
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from peagle.drafter import compact
 from peagle.loaded import LoadedPair, load
 from tests.conftest import MASK, make_drafter, make_target
 
-COMMANDS = ["pairs", "pull", "generate", "demo", "serve", "bench", "tune", "export", "check"]
+COMMANDS = ["pairs", "pull", "generate", "demo", "serve", "bench", "tune", "export", "quantize", "check"]
 
 
 @pytest.fixture(scope="module")

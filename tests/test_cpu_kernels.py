@@ -109,7 +109,10 @@ def test_attention_does_not_depend_on_neighbours(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1, 2), (48, 32), (50, 34), (96, 576), (130, 48)])
 def test_products(n: int, k: int, bias: bool, int8: bool) -> None:
     weight, plus = (some(n, k) / k**0.5).bfloat16(), some(n).bfloat16() if bias else None
-    matrix = Matrix(weight, plus, int8)
+    matrix = Matrix(weight, plus)
+    if int8:
+        codes, scales = quantised(weight)
+        matrix = Matrix(codes, plus, scales)
     x = some(30, k + 2).bfloat16()[:, 2:]  # rows apart
     if int8:
         whole, scales = quantised(weight)

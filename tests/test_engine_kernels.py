@@ -17,7 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 pytest.importorskip("triton")
 
+from peagle.engine.weight import Weight
 from peagle.kernels import accept, add_norm, best, expand, few_rows, paged_attention, rope_store, swiglu, take
+from peagle.quantized.codes import Codes
 from peagle.rows import draft_rows
 from tests.test_kernels import INTERPRETED, index_of_one_element, interpreted  # noqa: F401 (a fixture for every test)
 
@@ -197,6 +199,33 @@ def multiplies(rows: int, n: int, columns: int, bias: bool, device: str, dtype: 
         assert torch.equal(alone, found), "a row depends on its neighbours"
 
 
+def multiplies_small(rows: int, n: int, columns: int, small: torch.dtype, device: str, dtype: torch.dtype) -> None:
+    """A weight in 8 bits, with a scale for each of its rows."""
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x, scales = (some(rows, columns) / columns**0.5).to(device, dtype), (some(n, seed=3).abs() / 40 + 0.01).to(device)
+    weight, extra = (40 * some(n, columns, seed=1)).to(small).to(device), some(n, seed=2).to(device, dtype)
+    shares = few_rows.shares_of(weight)
+    found = few_rows.few_rows(x, weight, extra, scales)
+    near(found, few_rows.reference(x, weight, extra, shares, scales), 4 if shares == 1 else 10)
+    plain = few_rows.reference(x, weight, scales=scales)
+    near(few_rows.gated(x, weight, scales), swiglu.reference(plain), 8)
+    assert torch.equal(few_rows.few_rows(x[2:3], weight, extra, scales), found[..., 2:3, :])
+
+
+def shrinks(n: int, columns: int, small: torch.dtype, device: str, dtype: torch.dtype) -> None:
+    """A quantised target's weight is read by its codes: scales that no other rounding would find."""
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    codes = Codes((40 * some(n, columns, seed=1)).to(small), some(n, 1, seed=3).abs() / 40 + 0.01).to(
+        torch.device(device)
+    )
+    weight = Weight(torch.zeros(n, columns, dtype=dtype, device=device), None, codes)
+    assert weight.shrink()
+    x = (some(8, columns) / columns**0.5).to(device, dtype)
+    wanted = few_rows.reference(x, codes.codes, scales=codes.scales[:, 0])
+    near(weight.shares(x), wanted, 4)
+    near(weight.gated(x), swiglu.reference(wanted), 8)
+
+
 def picks(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
     logits = some(rows, 2 * size).to(device, dtype)[:, :size]
     logits[0] = float("-inf")
@@ -226,6 +255,11 @@ CASES: dict[str, Case] = {
     "few rows": partial(multiplies, 8, 192, 128, False),
     "few rows, shares": partial(multiplies, 15, 128, 1024, True),
     "few rows, bias": partial(multiplies, 1, 128, 192, True),
+    "few rows, int8": partial(multiplies_small, 8, 256, 192, torch.int8),
+    "few rows, fp8": partial(multiplies_small, 8, 256, 192, torch.float8_e4m3fn),
+    "few rows, int8, shares": partial(multiplies_small, 5, 128, 1024, torch.int8),
+    "a weight by its codes, int8": partial(shrinks, 256, 192, torch.int8),
+    "a weight by its codes, fp8": partial(shrinks, 256, 192, torch.float8_e4m3fn),
     "few rows, many": partial(multiplies, 40, 128, 1024, False),
     "best": partial(picks, 5, 10_000),
     "best, one piece": partial(picks, 3, 77),

@@ -26,7 +26,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check"]
+        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "quantize", "check"]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word.
@@ -87,6 +87,7 @@ from peagle.cli import (  # noqa: E402
     make_drafter,  # noqa: F401
     pairs,  # noqa: F401
     pull,  # noqa: F401
+    quantize,  # noqa: F401
     regenerate,  # noqa: F401
     report,  # noqa: F401
     serve,  # noqa: F401

@@ -68,7 +68,7 @@ def generate(
     err.print(
         f"[dim]{answer.method} K={answer.k}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
         f" acceptance length {answer.acceptance_length:.2f}, {answer.tokens_per_second:.1f} tokens/s,"
-        f" {answer.dtype}{', exact' if answer.exact else ''}, finished by {answer.finish_reason}[/]",
+        f" {answer.weights}{', exact' if answer.exact else ''}, finished by {answer.finish_reason}[/]",
         highlight=False,
         soft_wrap=True,
     )

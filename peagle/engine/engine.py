@@ -76,6 +76,7 @@ class Engine:
         self.int8 = int8
         if int8:
             self.stepper.quantise()
+        self.weights = "int8" if int8 else self.stepper.weights
         self.exact = self._make_exact(exact, page)
         self.pages = Pages(pages, page, caching=prefix_caching and not self.exact)
         whole = self.context * max_batch  # exact: a prompt is never cut, or its bits would depend on its neighbours
@@ -194,6 +195,7 @@ class Engine:
                 "method": self.method,
                 "exact": self.exact,
                 "int8": self.int8,
+                "weights": self.weights,
                 "kernels": "triton" if self.target.device.type == "cuda" else state(),
             }
 

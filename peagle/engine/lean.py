@@ -21,6 +21,7 @@ from peagle.kernels.add_norm import add_norm
 from peagle.kernels.layer import Whole, Work
 from peagle.kernels.library import library
 from peagle.kernels.rope_store import rope_store, turn
+from peagle.quantized.read import joined_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +112,21 @@ def merged(parts: list[Any]) -> bool:
     return True
 
 
+def weight_of(parts: list[Any]) -> Weight:
+    """Of linear layers with the same inputs."""
+    return Weight(*merge(parts), joined_codes(parts))
+
+
 def layer_of(module: Any, before: Tensor, after: Tensor, eps: float, head_dim: int, window: int | None) -> Layer:
     """From a layer with transformers' names, as the drafter's blocks have them too."""
     attention, mlp = module.self_attn, module.mlp
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
     return Layer(
-        Weight(*merge([attention.q_proj, attention.k_proj, attention.v_proj])),
-        Weight(attention.o_proj.weight, attention.o_proj.bias),
-        Weight(*merge([mlp.gate_proj, mlp.up_proj])),
-        Weight(mlp.down_proj.weight),
+        weight_of([attention.q_proj, attention.k_proj, attention.v_proj]),
+        weight_of([attention.o_proj]),
+        weight_of([mlp.gate_proj, mlp.up_proj]),
+        weight_of([mlp.down_proj]),
         before.detach(), after.detach(), q_norm, k_norm, eps,
         attention.q_proj.weight.shape[0] // head_dim, attention.k_proj.weight.shape[0] // head_dim, head_dim, window,
     ).joined()  # fmt: skip
@@ -153,6 +159,12 @@ class LeanTarget:
         self.lm_head = Weight(target.lm_head)
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
+
+    def shrink(self) -> float:
+        """A quantised target's layers by their codes from now on, where kernels read them: the share of matrices."""
+        small = [weight.shrink() for layer in self.layers for weight in layer.weights]
+        self.layers = [layer.joined() for layer in self.layers]
+        return sum(small) / len(small)
 
     def quantise(self) -> None:
         """Matrices in int8 from now on. Not before: that the target is Llama-like is tried with its own."""

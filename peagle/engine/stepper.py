@@ -51,6 +51,7 @@ class Stepper:
         self.target = target
         length = context + k + 1
         self.verifier = verifier_for(target, length)
+        self.small = self.verifier.shrink() if target.format and isinstance(self.verifier, LeanTarget) else 0.0
         shapes = shapes_of(target, drafter)
         self.memory = Memory(shapes, pages, page, target.device)
         self.places = Places(batch, k, length, page, target.device)
@@ -64,6 +65,14 @@ class Stepper:
         weights = sum(p.numel() for p in target.layers.parameters())
         self.prefilling = Prefilling(self.verifier, self.drafting, self.places, self.memory, self.graphs, weights)
         self.inputs: dict[int, Tensor] = {}
+
+    @property
+    def weights(self) -> str:
+        """What the layers' matrices are multiplied as."""
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        if not self.target.format or not self.small:
+            return f"{self.target.format}, multiplied out to {dtype}" if self.target.format else dtype
+        return self.target.format if self.small == 1 else f"{self.target.format}, {1 - self.small:.0%} in {dtype}"
 
     def quantise(self) -> None:
         """Matrices of target and drafter in int8 from now on."""

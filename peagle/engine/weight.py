@@ -3,22 +3,29 @@
 PyTorch's own linear layer gives its matrix library plain rows every time; for the few rows of a step that costs as much
 as the multiplication itself. Our own kernel (kernels/matrix.py) reads the matrix once, at the speed of memory; where it
 cannot be had, the library's layout is used. The laid-out copy is a second one: the model's own modules keep theirs.
+
+Of a quantised target the codes come along. They take the weight's place (`shrink`) where a kernel reads them: int8 on a
+CPU that has dot products of it, int8 and fp8 on a GPU for the few rows of a step. Elsewhere the weight is what they
+stand for.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peagle.kernels.few_rows import few_rows, fits, gated
-from peagle.kernels.matrix import Matrix, possible
+from peagle.kernels.few_rows import few_rows, fits, gated, reads
+from peagle.kernels.matrix import Matrix, possible, quantised
 from peagle.kernels.swiglu import swiglu
+from peagle.quantized.codes import Codes
 
 ROWS = 8  # the library's layout is the best for about so many rows
 
 
 class Weight:
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, codes: Codes | None = None) -> None:
         self.plain, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.codes, self.scales = codes, None  # type: Codes | None, Tensor | None
+        self.read = self.plain  # what the kernel of few rows reads
         self.matrix = Matrix(self.plain, self.bias) if possible(self.plain) else None
         reorder = self.matrix is None and packable(weight)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, ROWS) if reorder else None
@@ -33,16 +40,30 @@ class Weight:
 
     def shares(self, x: Tensor) -> Tensor:
         """The same, or shares [S, T, outputs] that must be added up: for add_norm and rope_store, which do that."""
-        return few_rows(x, self.plain, self.bias) if fits(x, self.plain) else self(x)
+        return few_rows(x, self.read, self.bias, self.scales) if fits(x, self.read) else self(x)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, of a gate and an up projection side by side: [T, outputs / 2]"""
-        return gated(x, self.plain) if fits(x, self.plain, 2) else swiglu(self(x))
+        return gated(x, self.read, self.scales) if fits(x, self.read, 2) else swiglu(self(x))
 
     def quantise(self) -> None:
         """From now on in int8, where `possible`."""
         assert self.matrix is not None
-        self.matrix = Matrix(self.plain, self.bias, int8=True)
+        codes, scales = quantised(self.plain)
+        self.matrix = Matrix(codes, self.bias, scales)
+
+    def shrink(self) -> bool:
+        """From now on by its codes. False: there are none, or no kernel reads them here."""
+        if self.codes is None or not self.codes.by_row:
+            return False
+        codes, scales = self.codes.codes, self.codes.scales[:, 0].float()
+        if self.matrix is not None and codes.dtype == torch.int8:
+            self.matrix = Matrix(codes, self.bias, scales)
+            return True
+        if fits(self.plain[:1], self.plain) and reads(codes.dtype, self.plain.device):  # any row: here one of its own
+            self.read, self.scales = codes.to(self.plain.device), scales.to(self.plain.device)
+            return True
+        return False
 
 
 def packable(weight: Tensor) -> bool:

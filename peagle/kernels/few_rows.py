@@ -7,8 +7,11 @@ launch that computes it.
 
 In which order a number is summed depends on the matrix alone, not on how many rows there are.
 
-Shapes: x [T, K], weight [N, K], bias [N]. Result [T, N], or shares [S, T, N] in float32. Gated: weight [2I, K] with the
-gate's rows first, result [T, I]; rounded where swiglu rounds.
+A weight in 8 bits (int8 or fp8, with a scale for each row of it) is half as much to read: it becomes x's dtype on the
+way to the product, exactly, and its scale meets the sum.
+
+Shapes: x [T, K], weight [N, K], bias and scales [N]. Result [T, N], or shares [S, T, N] in float32. Gated: weight
+[2I, K] with the gate's rows first, result [T, I]; rounded where swiglu rounds.
 """
 
 from typing import Any
@@ -28,8 +31,14 @@ ALIGNED = 64  # rows and columns of the matrix come in such pieces
 TILES, MOST_SHARES, LEAST = 192, 4, 512  # programs that keep a GPU busy; shares of the columns; columns of a share
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, shares: int = 1) -> Tensor:
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, shares: int = 1, scales: Tensor | None = None
+) -> Tensor:
     """What the kernel computes, in plain PyTorch. The bias is in the first share."""
+    if scales is not None:
+        wide = weight.float() * scales[:, None]
+        out = reference(x.float(), wide, None if bias is None else bias.float(), shares)
+        return out if shares > 1 else out.to(x.dtype)
     if shares == 1:
         return linear(x, weight, bias)
     parts = zip(x.float().chunk(shares, 1), weight.float().chunk(shares, 1), strict=True)
@@ -48,6 +57,11 @@ def fits(x: Tensor, weight: Tensor, halves: int = 1) -> bool:
     return narrow and aligned and len(x) <= MOST and x.stride(1) == weight.stride(1) == 1
 
 
+def reads(kind: torch.dtype, device: torch.device) -> bool:
+    """Weights of that kind: GPUs know fp8 from Ada on."""
+    return kind != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def shares_of(weight: Tensor) -> int:
     """Programs that share a row of the matrix."""
     tiles, columns, shares = weight.shape[0] // ALIGNED, weight.shape[1], 1
@@ -62,8 +76,8 @@ if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        x, weight, bias, out, rows, x_row, weight_row, columns, out_share, out_row, inner,
-        GATED: tl.constexpr, BIAS: tl.constexpr,
+        x, weight, bias, scales, out, rows, x_row, weight_row, columns, out_share, out_row, inner,
+        GATED: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
         BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         n, share = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
@@ -76,9 +90,13 @@ if triton is not None:
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         for at in range(0, columns, BLOCK_K):
             state = tl.load(theirs + at, mask=there, other=0.0)
-            total = tl.dot(tl.load(mine + at), state, total, input_precision="ieee")
+            total = tl.dot(tl.load(mine + at).to(state.dtype), state, total, input_precision="ieee")
             if GATED:
-                up = tl.dot(tl.load(other + at), state, up, input_precision="ieee")
+                up = tl.dot(tl.load(other + at).to(state.dtype), state, up, input_precision="ieee")
+        if SCALED:
+            total *= tl.load(scales + n)[:, None]
+            if GATED:
+                up *= tl.load(scales + inner + n)[:, None]
         if BIAS:
             total += tl.where(share == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
         dtype = x.dtype.element_ty
@@ -91,32 +109,34 @@ if triton is not None:
         )
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     """[T, N], or shares of it [S, T, N]. For what `fits`."""
     shares, n = shares_of(weight), len(weight)
     if shares == 1:
         out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
     else:
         out = torch.empty(shares, len(x), n, dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, out, shares, False)
+    _launch(x, weight, bias, scales, out, shares, False)
     return out
 
 
-def gated(x: Tensor, weight: Tensor) -> Tensor:
+def gated(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
     """silu(x gate) * (x up), [T, I]. For what `fits` in two halves."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, out, 1, True)
+    _launch(x, weight, None, scales, out, 1, True)
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, shares: int, gate: bool) -> None:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, out: Tensor, shares: int, gate: bool
+) -> None:
     n, columns = len(weight) // (2 if gate else 1), weight.shape[1] // shares
     block_t = max(16, triton.next_power_of_2(len(x)))
     sizes = blocks(n * shares, columns, block_t, gate)
     _kernel[(n // sizes["BLOCK_N"], shares)](
-        x, weight, x if bias is None else bias, out, len(x), x.stride(0), weight.stride(0), columns,
-        out.stride(0) if shares > 1 else 0, out.stride(-2), n if gate else 0,
-        GATED=gate, BIAS=bias is not None, BLOCK_T=block_t, **sizes,
+        x, weight, x if bias is None else bias, x if scales is None else scales, out, len(x), x.stride(0),
+        weight.stride(0), columns, out.stride(0) if shares > 1 else 0, out.stride(-2), n if gate else 0,
+        GATED=gate, BIAS=bias is not None, SCALED=scales is not None, BLOCK_T=block_t, **sizes,
     )  # fmt: skip
 
 

@@ -28,14 +28,12 @@ class Struct(ctypes.Structure):
 
 
 class Matrix:
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
-        """weight [N, K], bias [N]: see `possible`."""
-        assert possible(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> None:
+        """weight [N, K] (see `possible`), or int8 with scales [N] float32; bias [N]."""
+        assert weight.dtype == (torch.bfloat16 if scales is None else torch.int8)
         self.n, self.k = weight.shape
         self.bias = None if bias is None else bias.contiguous()
-        self.scales: Tensor | None = None
-        if int8:
-            weight, self.scales = quantised(weight)
+        self.scales = None if scales is None else scales.contiguous()
         self.packed = pack(weight)
         held = (None if x is None else x.data_ptr() for x in (self.packed, self.scales, self.bias))
         self.struct = Struct(*held, self.n, self.k)

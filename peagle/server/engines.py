@@ -163,8 +163,9 @@ class Engines:
             self.on_failure(str(error))
             return
         seconds = round(time.monotonic() - started, 2)
-        names = list(self.settings.model_names)
-        tell("ready", model=names[0], method=self.key[0], k=self.key[1], seconds=seconds, context=self.context)
+        names, weights = list(self.settings.model_names), self.main.engine.weights if self.main else ""
+        tell("ready", model=names[0], method=self.key[0], k=self.key[1], seconds=seconds, context=self.context,
+             weights=weights)  # fmt: skip
 
     def _settle(self, loaded: "LoadedPair") -> None:
         """Which methods there are, and which is the server's own."""
