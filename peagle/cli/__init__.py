@@ -26,7 +26,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check"]
+        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check", "deploy"]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word."""
@@ -77,6 +77,7 @@ from peagle.cli import (  # noqa: E402
     check,  # noqa: F401
     compare,  # noqa: F401
     demo,  # noqa: F401
+    deploy,  # noqa: F401
     evaluate,  # noqa: F401
     export,  # noqa: F401
     generate,  # noqa: F401
