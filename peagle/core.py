@@ -60,7 +60,7 @@ class DrafterSource:
     folder: Path | None = None
     hub: str | None = None
     revision: str | None = None
-    long_context: str | None = None  # a hub id: the same for contexts beyond LONG
+    long_context: str | None = None  # a hub id: the same, for contexts above 10,000 tokens
     format: Format | None = None
     depth: int | None = None  # K in training; None: unknown
     layers: int = 4
