@@ -26,7 +26,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check", "deploy"]
+        return ["catalog", "pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check", "deploy"]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word."""
@@ -74,6 +74,8 @@ from peagle.cli import (  # noqa: E402
     bench,  # noqa: F401
     bench_step,  # noqa: F401
     capture,  # noqa: F401
+    catalog,  # noqa: F401
+    catalog_add,  # noqa: F401
     check,  # noqa: F401
     compare,  # noqa: F401
     demo,  # noqa: F401
@@ -82,7 +84,6 @@ from peagle.cli import (  # noqa: E402
     export,  # noqa: F401
     generate,  # noqa: F401
     make_drafter,  # noqa: F401
-    pairs,  # noqa: F401
     pull,  # noqa: F401
     regenerate,  # noqa: F401
     report,  # noqa: F401
