@@ -26,7 +26,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["catalog", "pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check", "deploy"]
+        return ["catalog", "pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check", "deploy", "sagemaker"]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word."""
@@ -80,6 +80,7 @@ from peagle.cli import (  # noqa: E402
     compare,  # noqa: F401
     demo,  # noqa: F401
     deploy,  # noqa: F401
+    deploy_sagemaker,  # noqa: F401
     evaluate,  # noqa: F401
     export,  # noqa: F401
     generate,  # noqa: F401
@@ -87,6 +88,7 @@ from peagle.cli import (  # noqa: E402
     pull,  # noqa: F401
     regenerate,  # noqa: F401
     report,  # noqa: F401
+    sagemaker,  # noqa: F401
     serve,  # noqa: F401
     train,  # noqa: F401
     tune,  # noqa: F401
