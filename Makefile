@@ -40,7 +40,7 @@ $(VLLM)/.ready: tests/vllm/requirements.txt
 
 test-vllm: $(READY) $(VLLM)/.ready ## Every proposal against vLLM's own, in an environment of its own (10 minutes)
 	PEAGLE_REAL_TARGET=$$($(BIN)/peagle pull --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["folder"])') \
-	PEAGLE_REAL_DRAFTER=peagle/drafters/smollm2-135m/p-eagle PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
+	PEAGLE_REAL_DRAFTER=peagle/drafters/smollm2-135m/p-eagle PEAGLE_DATA=$(DATA) PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
 
 bench-vllm: $(READY) $(VLLM)/.ready ## Tokens a second on this CPU beside vLLM's; DATA=folder with humaneval.jsonl (15 minutes)
 	PYTHONPATH=. $(BIN)/python -m tests.measure_cpu $(DATA) $(VLLM)/bin/python

@@ -91,19 +91,21 @@ def sagemaker(
 ) -> None:
     """Create or update a SageMaker endpoint. Run again it changes nothing; with other choices it updates, blue/green.
 
-    Example: peagle deploy sagemaker gpt-oss-20b --role arn:aws:iam::123456789012:role/SageMaker --region us-west-2 --dry-run
+    Example: peagle deploy sagemaker gpt-oss-20b --role ARN --region us-west-2 --autoscale 1 4 8 --dry-run
     """
     from peagle.deploy.sagemaker.choices import Autoscale
 
     if format not in FORMATS:
         raise UserError(f"unknown format {format!r}: use {', '.join(FORMATS)}.{nearest(format, FORMATS)}")
-    given = {"bucket": bucket, "image": image, "ami": ami, "notify": notify}
-    choices, planned = decide(
-        pair, dict(role=role, instance=instance, region=region, name=name, count=count, startup=startup, from_hub=from_hub,
-                   isolated=not from_hub if isolated is None else isolated, variables=parse_variables(variables or []),
-                   autoscale=Autoscale(*autoscale) if autoscale else None, **{k: v for k, v in given.items() if v}),
-        dict(k=k, concurrency=concurrency, context=context, drafter=drafter), gpus,
-    )  # fmt: skip
+    given = {"bucket": bucket, "image": image, "ami": ami, "notify": notify, "instance": instance, "region": region,
+             "name": name}  # fmt: skip
+    wanted = {key: value for key, value in given.items() if value} | {
+        "role": role, "count": count, "startup": startup, "from_hub": from_hub,
+        "isolated": not from_hub if isolated is None else isolated, "variables": parse_variables(variables or []),
+        "autoscale": Autoscale(*autoscale) if autoscale else None,
+    }  # fmt: skip
+    asked = {"k": k, "concurrency": concurrency, "context": context, "drafter": drafter}
+    choices, planned = decide(pair, wanted, asked, gpus)
     if dry_run:
         print(json.dumps(rendered(choices, planned, format), indent=2))
         return
@@ -123,13 +125,13 @@ def decide(name: str, choices: dict[str, Any], asked: dict[str, Any], gpus: int 
     from peagle.pull import target_folder
 
     known = find(name)
-    choices["instance"] = choices["instance"] or next(iter(known.production.instances), None)
+    defaults = {"name": f"peagle-{dns_label(Path(known.name).name)}"}
+    if known.production.instances:
+        defaults["instance"] = known.production.instances[0]
+    choices = defaults | choices
     for option in ("instance", "region"):
-        if choices[option] is None:
-            raise UserError(
-                f"--{option} is missing" + (f": the type {name} needs is unknown" if option == "instance" else "")
-            )
-    choices["name"] = choices["name"] or f"peagle-{dns_label(Path(known.name).name)}"
+        if option not in choices:
+            raise UserError(f"--{option} is missing, and {name} has none in the catalogue")
     wanted = Choices(**choices)
     found = instances().get(wanted.instance)
     used = gpus or (found.gpus if found else 1)

@@ -13,16 +13,12 @@ from peagle.deploy.sagemaker.wait import Tell, until_gone
 
 def belongings(clients: Clients, name: str) -> list[tuple[str, Call]]:
     """In the order in which they can go."""
-    ours = re.compile(rf"{re.escape(name)}-[0-9a-f]{{{DIGEST}}}")
-    found = []
-    of = {"ServiceNamespace": "sagemaker", "ResourceIds": [scaled(name)["ResourceId"]]}
-    if clients.look(Call("application-autoscaling", "DescribeScalableTargets", of), "ScalableTargets[0]"):
-        found.append(("scaling", Call("application-autoscaling", "DeregisterScalableTarget", scaled(name))))
+    found = [*scaling(clients, name)]
     if clients.look(Call("sagemaker", "DescribeEndpoint", {"EndpointName": name})):
         found.append((f"endpoint {name}", Call("sagemaker", "DeleteEndpoint", {"EndpointName": name})))
     for noun in ("EndpointConfig", "Model"):
         for one in names(clients, noun, name):
-            if ours.fullmatch(one):
+            if belongs(one, name):
                 found.append((f"{noun} {one}", Call("sagemaker", f"Delete{noun}", {f"{noun}Name": one})))
     told = [f"{name}-errors", f"{name}-latency"]
     for alarm in clients.call(Call("cloudwatch", "DescribeAlarms", {"AlarmNames": told}))["MetricAlarms"]:
@@ -31,10 +27,28 @@ def belongings(clients: Clients, name: str) -> list[tuple[str, Call]]:
     return found
 
 
-def names(clients: Clients, noun: str, part: str) -> Iterator[str]:
+def belongs(one: str, endpoint: str) -> bool:
+    """Is that the name of a model or config of this endpoint?"""
+    return bool(re.fullmatch(rf"{re.escape(endpoint)}-[0-9a-f]{{{DIGEST}}}", one))
+
+
+def scaling(clients: Clients, name: str) -> Iterator[tuple[str, Call]]:
+    service, dimension = "application-autoscaling", scaled(name)
+    of = {"ServiceNamespace": "sagemaker"}
+    told = clients.call(Call(service, "DescribeScalingPolicies", of | {"ResourceId": dimension["ResourceId"]}))
+    for policy in told["ScalingPolicies"]:
+        one = {"PolicyName": policy["PolicyName"]}
+        yield f"scaling policy {policy['PolicyName']}", Call(service, "DeleteScalingPolicy", one | dimension)
+    told = clients.call(Call(service, "DescribeScalableTargets", of | {"ResourceIds": [dimension["ResourceId"]]}))
+    if told["ScalableTargets"]:
+        yield f"scalable target of {name}", Call(service, "DeregisterScalableTarget", dimension)
+
+
+def names(clients: Clients, noun: str, part: str = "") -> Iterator[str]:
     """All of that kind whose name contains `part`."""
     operation = {"EndpointConfig": "list_endpoint_configs", "Model": "list_models"}[noun]
-    for page in clients["sagemaker"].get_paginator(operation).paginate(NameContains=part):
+    wanted = {"NameContains": part} if part else {}
+    for page in clients["sagemaker"].get_paginator(operation).paginate(**wanted):
         yield from (one[f"{noun}Name"] for one in page[f"{noun}s"])
 
 
@@ -49,15 +63,15 @@ def delete(
 
 
 def weights(clients: Clients, name: str) -> list[str]:
-    """The prefixes in S3 from which the endpoint's models read."""
-    found: dict[str, None] = {}
-    for model in names(clients, "Model", f"{name}-"):
+    """The prefixes in S3 from which the endpoint's models read, and no other model of this region does."""
+    ours, others = dict[str, None](), dict[str, None]()
+    for model in names(clients, "Model"):
         told = clients.look(Call("sagemaker", "DescribeModel", {"ModelName": model})) or {}
         container = told.get("PrimaryContainer", {})
         for source in [container.get("ModelDataSource", {}), *container.get("AdditionalModelDataSources", [])]:
             if uri := source.get("S3DataSource", {}).get("S3Uri"):
-                found[uri] = None
-    return list(found)
+                (ours if belongs(model, name) else others)[uri] = None
+    return [uri for uri in ours if not any(other.startswith(uri) or uri.startswith(other) for other in others)]
 
 
 def empty(client: Any, uri: str) -> int:

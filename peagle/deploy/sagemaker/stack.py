@@ -13,7 +13,7 @@ from typing import Any
 from peagle.deploy.sagemaker.artifact import Artifact
 from peagle.deploy.sagemaker.choices import Autoscale, Choices
 from peagle.deploy.sagemaker.environment import CHANNEL, CHANNEL_FOLDER, MODEL, environment
-from peagle.deploy.sagemaker.limits import DIGEST, check_environment
+from peagle.deploy.sagemaker.limits import DIGEST, check_environment, check_prefix
 from peagle.deploy.spec import Deployment
 
 Parameters = dict[str, Any]
@@ -72,12 +72,12 @@ class Places:
 
     @classmethod
     def of(cls, bucket: str, pair: str, target: Artifact, drafter: Artifact) -> "Places":
-        root = f"{bucket}{pair}/{target.identity}/"
+        root = check_prefix(f"{bucket}{pair}/{target.identity}/")
         return cls(root, f"{root}target/", f"{root}{CHANNEL}-{drafter.identity}/")
 
 
 def stack(choices: Choices, deployment: Deployment, target: Artifact, drafter: Artifact, channel: bool = True) -> Stack:
-    """`channel`: the drafter on a channel of its own; else both lie in the model's folder, for who knows no channels."""
+    """`channel`: the drafter on a channel of its own. Without, both lie in the model's folder."""
     places = Places.of(choices.bucket, deployment.pair, target, drafter)
     uploads = (Upload("target", target, places.target), Upload("drafter", drafter, places.drafter))
     container = hub_container(deployment) if choices.from_hub else container_of(deployment, places, channel)
