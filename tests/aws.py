@@ -9,7 +9,6 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 from moto.sagemaker.models import FakeEndpointConfig
 
-from peagle.core import DrafterSource, Pair, TargetSource
 from peagle.deploy.sagemaker.artifact import Artifact, content
 from peagle.deploy.sagemaker.choices import Autoscale, Choices
 from peagle.deploy.sagemaker.clients import Clients
@@ -20,7 +19,6 @@ REGION = "us-west-2"
 ROLE = "arn:aws:iam::123456789012:role/service/SageMaker"
 NAME = "peagle-tiny"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_SESSION_TOKEN": "testing"}
-SLEPT: list[float] = []
 
 
 @pytest.fixture
@@ -48,24 +46,28 @@ def weights(tmp_path: Path) -> tuple[Artifact, Artifact]:
 
 
 def deployment(**changes: Any) -> Deployment:
-    given = {"pair": "tiny", "target": "org/tiny", "drafter": "org/drafter", "method": "p-eagle", "k": 5,
-             "vllm": "0.27.1", "context": 4096, "flags": {"enforce-eager": True, "limit-mm-per-prompt": {"image": 0}}}  # fmt: skip
+    flags = {"enforce-eager": True, "limit-mm-per-prompt": {"image": 0}}
+    given = {
+        "pair": "tiny", "target": "org/tiny", "drafter": "org/drafter", "method": "p-eagle", "k": 5, "vllm": "0.27.1",
+        "context": 4096, "flags": flags,
+    }  # fmt: skip
     return Deployment(**given | changes)
 
 
 def choices(**changes: Any) -> Choices:
-    given = {"name": NAME, "role": ROLE, "instance": "ml.g7e.2xlarge", "region": REGION, "bucket": "s3://weights/peagle"}
+    given = {
+        "name": NAME,
+        "role": ROLE,
+        "instance": "ml.g7e.2xlarge",
+        "region": REGION,
+        "bucket": "s3://weights/peagle",
+    }
     return Choices(**given | changes)
 
 
 def scaled_stack(weights: tuple[Artifact, Artifact], k: int = 5, **changes: Any) -> Stack:
     given = {"autoscale": Autoscale(1, 4, 8)} | changes
     return stack(choices(**given), deployment(k=k), *weights)
-
-
-def tiny_pair(folder: Path) -> Pair:
-    target = TargetSource(order=("folder",), folder=folder / "target")
-    return Pair("tiny", target, {"p-eagle": DrafterSource(folder=folder / "drafter")})
 
 
 def left(aws: Clients) -> list[str]:
@@ -76,8 +78,12 @@ def left(aws: Clients) -> list[str]:
     found += [one["EndpointName"] for one in sagemaker.list_endpoints()["Endpoints"]]
     found += [one["AlarmName"] for one in aws["cloudwatch"].describe_alarms()["MetricAlarms"]]
     scaling = aws["application-autoscaling"]
-    found += [one["ResourceId"] for one in scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]]
-    found += [one["PolicyName"] for one in scaling.describe_scaling_policies(ServiceNamespace="sagemaker")["ScalingPolicies"]]
+    found += [
+        one["ResourceId"] for one in scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]
+    ]
+    found += [
+        one["PolicyName"] for one in scaling.describe_scaling_policies(ServiceNamespace="sagemaker")["ScalingPolicies"]
+    ]
     return found
 
 
@@ -95,4 +101,4 @@ def refuse(monkeypatch: pytest.MonkeyPatch, operation: str, name: str = "") -> N
 
 
 def sleep(seconds: float) -> None:
-    SLEPT.append(seconds)
+    """Nobody waits for a pretended AWS."""

@@ -132,7 +132,9 @@ def seconds(text: str) -> int:
 @sagemaker_app.command()
 def delete(
     name: Name,
-    weights: Annotated[bool, typer.Option("--weights", help="Its weights in S3 too, where no other model reads them.")] = False,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Its weights in S3 too, where no other model reads them.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     region: Region = None,
     profile: Profile = None,

@@ -26,11 +26,11 @@ from peagle.data.bench import Task, read_sets
 from peagle.deploy.plan import plan
 from peagle.deploy.sagemaker import artifact
 from peagle.errors import UserError
-from peagle.evaluate import Settings, evaluate
-from peagle.loaded import LoadedPair, load
+from peagle.evaluate import SetResult, Settings, answer, summarise
+from peagle.loaded import load
 
 pytestmark = pytest.mark.vllm
-PAIR, K, TASKS, TOKENS = "smollm2-135m", 7, 12, 128
+PAIR, K, TASKS, TOKENS = "smollm2-135m", 7, 8, 128
 ROLE = "arn:aws:iam::123456789012:role/SageMaker"
 FOLDERS = {"/opt/ml/model": "target", "/opt/ml/additional-model-data-sources/eagle": "drafter"}
 ON_THIS_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -60,7 +60,7 @@ def arguments(variables: dict[str, str]) -> list[str]:
 @contextmanager
 def served(variables: dict[str, str], folders: dict[str, Path], log: Path) -> Iterator[str]:
     """vLLM as the container starts it: the model is what lies in /opt/ml/model."""
-    words = [word for word in arguments(variables)]
+    words = arguments(variables)
     for place, kind in FOLDERS.items():
         words = [word.replace(place, str(folders[kind])) for word in words]
     with socket.socket() as free:
@@ -115,9 +115,7 @@ def test_what_is_deployed_answers_as_the_native_engine_does(tmp_path: Path, figu
     with served(environment(), folders, tmp_path / "vllm.log") as url:  # type: ignore[arg-type]
         theirs = [asked(url, task) for task in tasks]
         drafts, accepted = counters(url)
-    loaded = load(PAIR, dtype="float32", device="cpu")
-    ours = [native(loaded, task) for task in tasks]
-    measured = evaluate(loaded, {"humaneval": tasks}, Settings((K,), max_tokens=TOKENS)).results[0]
+    ours, measured = evaluated(tasks)
     length = 1 + accepted / drafts
     equal = sum(one == other for one, other in zip(theirs, ours, strict=True))
     figures.append(
@@ -130,5 +128,8 @@ def test_what_is_deployed_answers_as_the_native_engine_does(tmp_path: Path, figu
     assert abs(length / measured.acceptance_length - 1) < 0.02
 
 
-def native(loaded: LoadedPair, task: Task) -> str:
-    return loaded.generate(task.turns[0], K, "p-eagle", TOKENS).text
+def evaluated(tasks: list[Task]) -> tuple[list[str], SetResult]:
+    """What `peagle evaluate` decodes and counts, and the texts it throws away."""
+    loaded, settings = load(PAIR, dtype="float32", device="cpu"), Settings((K,), max_tokens=TOKENS)
+    answers = [one for task in tasks for one in answer(loaded, task, K, 0.0, 0, settings)]
+    return [one.text for one in answers], summarise((step for one in answers for step in one.steps), K)

@@ -32,8 +32,9 @@ def events(
 def look(client: Any, name: str, since: int) -> Iterator[dict[str, Any]]:
     from botocore.exceptions import ClientError
 
+    asked = {"logGroupName": LOGS + name, "startTime": since, "interleaved": True}
     try:
-        for page in client.get_paginator("filter_log_events").paginate(logGroupName=LOGS + name, startTime=since):
+        for page in client.get_paginator("filter_log_events").paginate(**asked):
             yield from page["events"]
     except ClientError as error:
         if absent(error):
