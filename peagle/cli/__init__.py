@@ -26,7 +26,19 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["catalog", "pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "check", "deploy"]
+        return [
+            "catalog",
+            "pairs",
+            "pull",
+            "generate",
+            "demo",
+            "serve",
+            *measuring,
+            *TRAINING,
+            "export",
+            "check",
+            "deploy",
+        ]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word."""
