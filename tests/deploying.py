@@ -59,7 +59,9 @@ def container_of(kind: str, read: dict[str, Any]) -> dict[str, Any]:
 
 
 def shell_words(text: str) -> list[str]:
-    return shlex.split(text.replace("\\\n", " ").replace('"$HOST"', "127.0.0.1").replace('"$PORT"', "8000"))
+    return shlex.split(
+        text.replace("\\\n", " ").replace('"$@"', "").replace('"$HOST"', "127.0.0.1").replace('"$PORT"', "8000")
+    )
 
 
 def speculative_of(kind: str, files: dict[str, str]) -> dict[str, Any]:
