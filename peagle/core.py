@@ -90,7 +90,7 @@ class Pair:
     k: int = 7
     license: str = "unknown"
     k_by_concurrency: Mapping[int, Best] = field(default_factory=dict)  # measured here by `peagle tune`, or empty
-    production: Production = Production()
+    production: Production = field(default_factory=Production)
 
     def best(self, concurrency: int) -> Best:
         """As tuned at the nearest load that is no higher (else at the lowest); untuned, the pair's own method and K."""

@@ -1,5 +1,6 @@
 """One entry of a catalogue, from TOML to a Pair: every field known, of its kind, and in accord with the others."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,13 +38,13 @@ def parse_pair(name: str, entry: Mapping[str, Any], root: Path, source: str) -> 
     given = fields(entry, PAIR, source)
     if "target" not in given:
         raise UserError(f'{source}: [target] is missing: add one with hub = "ORG/NAME" or folder = "DIR"')
+    parts = fields(given.get("drafters", {}), dict.fromkeys(METHODS, dict), f"{source}: [drafters]")
     drafters = {
-        method_of(word, source): drafter_of(sub, root, f"{source}: [drafters.{word}]")
-        for word, sub in fields(given.get("drafters", {}), dict.fromkeys(METHODS, dict), f"{source}: [drafters]").items()
+        method_of(word, source): drafter_of(sub, root, f"{source}: [drafters.{word}]") for word, sub in parts.items()
     }
     method = method_of(given.get("method", next(iter(drafters), "none")), source)
     if method != "none" and method not in drafters:
-        raise UserError(f"{source}: method is {method!r}, but there is no [drafters.{method}]: add it, or method = none")
+        raise UserError(f"{source}: method is {method!r}, but there is no [drafters.{method}]: add it")
     pair = Pair(
         name=name,
         target=target_of(given["target"], root, f"{source}: [target]"),
@@ -154,8 +155,8 @@ def by_concurrency(given: Mapping[str, Any], where: str) -> dict[int, int]:
 
 def memory_of(entry: Any, where: str) -> Memory:
     given = fields(entry, MEMORY, where)
-    sizes = [given.get(key) for key in ("layers", "kv_heads", "head_dim")]
-    position = 2 * sizes[0] * sizes[1] * sizes[2] * 2 if None not in sizes else None
+    sizes = [given[key] for key in ("layers", "kv_heads", "head_dim") if key in given]
+    position = 2 * math.prod(sizes) * 2 if len(sizes) == 3 else None
     return Memory(given.get("weights"), position, given.get("drafter"), given.get("source", ""))
 
 

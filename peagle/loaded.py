@@ -161,8 +161,8 @@ def load(
     if target is None and drafter is None:  # what was tuned holds for the pair's own two
         pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
         if pair.method in pair.drafters:
-            source = replace(pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress))
-            pair = replace(pair, drafters={**pair.drafters, pair.method: source})
+            own = replace(pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress))
+            pair = replace(pair, drafters={**pair.drafters, pair.method: own})
     loaded = LoadedPair(pair, load_target(folder, chosen, device, name, found.get("revision")))
     if drafter is not None:
         folder = Path(drafter).expanduser()

@@ -45,11 +45,14 @@ def _folder(pair: Pair, method: Method, source: DrafterSource, folder: Path) -> 
     except UserError as error:
         return [Finding("error", f"{method}: {error}")]
     config, context = found.config, pair.production.context
-    said = {"method": (method, config.method), "format": (source.format, found.format)}
-    said["depth"] = (source.depth, config.k_trained)
+    said = (
+        ("method", method, config.method),
+        ("format", source.format, found.format),
+        ("depth", source.depth, config.k_trained),
+    )
     errors = [
         f"{method}: the entry says {key} {told}, {folder} says {true}"
-        for key, (told, true) in said.items()
+        for key, told, true in said
         if None not in (told, true) and told != true
     ]
     errors += [f"{method}: {line}" for line in found.problems()]

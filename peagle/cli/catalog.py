@@ -36,7 +36,9 @@ def listing(as_json: Json = False) -> None:
         print(json.dumps([as_dict(pair) for pair in pairs], indent=2))
         return
     rest = ("drafter", "depth", "K (by load)", "vLLM", "memory", "here")
-    table = Table(Column("pair", no_wrap=True), *rest, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table = Table(
+        Column("pair", no_wrap=True), *rest, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+    )
     for pair in pairs:
         name = f"[bold]{pair.name}[/]*" if pair.name == DEFAULT_PAIR else pair.name
         table.add_row(name, *row(pair), "yes" if here(pair) else "-", style=None if pair.name in shipped() else "cyan")

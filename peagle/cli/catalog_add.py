@@ -23,7 +23,9 @@ def add(
         str | None, typer.Option("--format", help="The drafter's: peagle, vllm or speculators.", show_default=False)
     ] = None,
     depth: Annotated[int | None, typer.Option("--depth", help="K in its training.", show_default=False)] = None,
-    vllm: Annotated[str | None, typer.Option("--vllm", help="The first version, like 0.18.", show_default=False)] = None,
+    vllm: Annotated[
+        str | None, typer.Option("--vllm", help="The first version, like 0.18.", show_default=False)
+    ] = None,
     context: Annotated[int | None, typer.Option("--context", help="Tokens of a request.", show_default=False)] = None,
     license: Annotated[str | None, typer.Option("--license", help="The target's.", show_default=False)] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a pair of yours by that name.")] = False,
@@ -72,9 +74,7 @@ def place(word: str) -> dict[str, str]:
     return {"folder": str(folder.resolve())} if folder.is_dir() else {"hub": word}
 
 
-def described_drafter(
-    word: str, method: str | None, form: str | None, depth: int | None
-) -> tuple[str, dict[str, Any]]:
+def described_drafter(word: str, method: str | None, form: str | None, depth: int | None) -> tuple[str, dict[str, Any]]:
     """A folder tells its own method, format and depth; of what is on the hub, the options tell."""
     where = place(word)
     if "folder" in where:

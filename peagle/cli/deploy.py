@@ -37,7 +37,9 @@ def command(kind: str) -> Any:
         ] = None,
         drafter: Annotated[
             str | None,
-            typer.Option(help="A hub id, or a folder: exported to DIR/drafter. Default: the pair's.", show_default=False),
+            typer.Option(
+                help="A hub id, or a folder: exported to DIR/drafter. Default: the pair's.", show_default=False
+            ),
         ] = None,
         gpus: Annotated[int, typer.Option(help="GPUs of a replica, tensor parallel.")] = 1,
         gpu: Annotated[str | None, typer.Option(help="Their type, as the place calls it.", show_default=False)] = None,
@@ -46,7 +48,9 @@ def command(kind: str) -> Any:
             int | None, typer.Option(help="Tokens of a prompt and its answer.", show_default=False)
         ] = None,
         port: Annotated[int, typer.Option(help="The port of the endpoint.")] = 8000,
-        name: Annotated[str | None, typer.Option(help="Of what is made. Default: peagle-PAIR.", show_default=False)] = None,
+        name: Annotated[
+            str | None, typer.Option(help="Of what is made. Default: peagle-PAIR.", show_default=False)
+        ] = None,
         served: Annotated[
             str | None, typer.Option("--served-model-name", help="What requests call it.", show_default=False)
         ] = None,

@@ -118,4 +118,3 @@ def version_notes(pair: Pair, version: str) -> list[str]:
     if samples_wrongly(version):
         notes.append(f"vLLM {version} verifies drafts wrongly at temperatures above 0: 0.25 or later does it right")
     return notes
-

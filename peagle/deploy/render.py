@@ -36,8 +36,10 @@ def filled(template: str, deployment: Deployment, **more: str) -> str:
     if kind == "vllm":  # on the host itself nothing is mounted
         drafter = "./drafter" if deployment.local_drafter else deployment.drafter
         deployment = replace(deployment, drafter=drafter, target=deployment.target_folder or deployment.target)
-    return environment().get_template(template).render(
-        d=deployment, kind=kind, version=__version__, ray=RAY, rays=RAYS, **more
+    return (
+        environment()
+        .get_template(template)
+        .render(d=deployment, kind=kind, version=__version__, ray=RAY, rays=RAYS, **more)
     )
 
 

@@ -47,7 +47,9 @@ class Deployment:
             "--replicas must be 1 or more": self.replicas >= 1,
             "--port must be in 1024..65535": 1024 <= self.port <= 65535,
             "--context must be 2 or more": self.context is None or self.context >= 2,
-            "--name must be a-z, 0-9 and dashes, at most 40": re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name),
+            "--name must be a-z, 0-9 and dashes, at most 40": re.fullmatch(
+                r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name
+            ),
             # Kubernetes turns a Service `vllm` into VLLM_PORT and the like, which vLLM reads as its own settings
             "--name must not be or begin with vllm: its settings would clash": not self.name.startswith("vllm"),
         }

@@ -2,7 +2,7 @@
 {% include "_header" %}
 #
 # The two secrets come from the environment: VLLM_API_KEY (clients send it as a bearer token), and HF_TOKEN
-# where the hub asks for one. HOST and PORT move the address; beyond 127.0.0.1 a key is demanded.
+# where the hub asks for one. HOST and PORT move the address; beyond 127.0.0.1 a key is demanded. Arguments are passed on.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -24,5 +24,6 @@ export {{ name }}={{ value | shell }}
 exec vllm serve {{ d.target | shell }} \
   --host "$HOST" --port "$PORT" \
 {% for word in d.option_words %}
-  {{ word | shell }}{{ "" if loop.last else " \\" }}
+  {{ word | shell }} \
 {% endfor %}
+  "$@"
