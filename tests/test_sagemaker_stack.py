@@ -19,6 +19,7 @@ from peagle.deploy.sagemaker import artifact
 from peagle.deploy.sagemaker.artifact import Artifact
 from peagle.deploy.sagemaker.choices import Autoscale
 from peagle.deploy.sagemaker.cloudformation import cloudformation
+from peagle.deploy.sagemaker.dryrun import steps
 from peagle.deploy.sagemaker.environment import environment
 from peagle.deploy.sagemaker.instances import instances, smallest
 from peagle.deploy.sagemaker.limits import check_environment, check_memory
@@ -147,6 +148,19 @@ def test_terraform() -> None:
     assert model["environment"]["A"] == "$${b}"
     alarm = made["resource"]["aws_cloudwatch_metric_alarm"]["errors"]
     assert alarm["dimensions"] == {"EndpointName": NAME, "VariantName": "AllTraffic"}
+
+
+def test_secrets_are_not_printed() -> None:
+    given = {"HF_TOKEN": "hf_secret", "SM_VLLM_API_KEY": "sk-secret", "SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"}
+    made = stack(choices(variables=given), deployment(), *WEIGHTS, channel=False)
+    assert made.resources[0].create.parameters["PrimaryContainer"]["Environment"]["HF_TOKEN"] == "hf_secret"
+    for printed in map(json.dumps, (steps(made), cloudformation(made), terraform(made))):
+        assert "secret" not in printed and '"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"' in printed
+    assert [str(one) for one in lint(json.dumps(cloudformation(made)), regions=[REGION])] == []
+    spelt = terraform(made)
+    assert set(spelt["variable"]) == {"hf_token", "sm_vllm_api_key"}
+    environment = spelt["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"]["environment"]
+    assert environment["HF_TOKEN"] == "${var.hf_token}"
 
 
 def check_block(block: dict[str, Any], schema: dict[str, Any], where: str) -> None:

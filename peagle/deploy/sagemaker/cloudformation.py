@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from peagle.deploy.sagemaker.secrets import secrets, veiled
 from peagle.deploy.sagemaker.stack import Parameters, Resource, Stack
 
 TYPES = {
@@ -15,10 +16,12 @@ TYPES = {
 
 
 def cloudformation(stack: Stack) -> dict[str, Any]:
+    hidden = {parameter(name): {"Type": "String", "NoEcho": True} for name in secrets(stack.resources[0])}
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
         "Description": f"peagle: endpoint {stack.name}. The weights are uploaded before: see Metadata.",
         "Metadata": {"Uploads": {upload.uri: upload.artifact.source for upload in stack.uploads}},
+        **({"Parameters": hidden} if hidden else {}),
         "Resources": {logical(resource): described(resource, stack) for resource in stack.resources},
         "Outputs": {"Endpoint": {"Value": stack.name}, "LogGroup": {"Value": stack.logs}},
     }
@@ -33,6 +36,8 @@ def logical(resource: Resource) -> str:
 def described(resource: Resource, stack: Stack) -> dict[str, Any]:
     properties = dict(resource.create.parameters)
     told: dict[str, Any] = {"Type": TYPES[resource.kind], "Properties": properties}
+    if resource.kind == "model":
+        told["Properties"] = veiled(resource, lambda name: {"Ref": parameter(name)})
     if resource.kind == "endpoint config":
         told["Properties"] = properties | {"ProductionVariants": with_model(properties["ProductionVariants"])}
     if resource.kind == "endpoint":
@@ -48,6 +53,11 @@ def described(resource: Resource, stack: Stack) -> dict[str, Any]:
     if resource.kind == "scaling policy":
         told["DependsOn"] = ["ScalableTarget"]
     return told
+
+
+def parameter(variable: str) -> str:
+    """HF_TOKEN -> HfToken"""
+    return "".join(word.capitalize() for word in variable.split("_"))
 
 
 def with_model(variants: list[Parameters]) -> list[Parameters]:

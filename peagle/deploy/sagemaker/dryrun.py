@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from peagle.deploy.sagemaker.secrets import veiled
 from peagle.deploy.sagemaker.stack import Call, Resource, Stack, Upload
 
 
@@ -27,6 +28,8 @@ def upload_step(upload: Upload) -> dict[str, Any]:
 
 def call_step(resource: Resource) -> dict[str, Any]:
     told = told_of(resource.create)
+    if resource.kind == "model":
+        told["parameters"] = veiled(resource, lambda name: "***")
     if resource.change is not None and resource.change != resource.create:
         told["if_it_exists_otherwise"] = told_of(resource.change)
     return told

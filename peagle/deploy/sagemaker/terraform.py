@@ -4,6 +4,7 @@ and maps of dimensions as maps."""
 import re
 from typing import Any
 
+from peagle.deploy.sagemaker.secrets import secrets
 from peagle.deploy.sagemaker.stack import Parameters, Resource, Stack
 
 PROVIDER = {"source": "hashicorp/aws", "version": ">= 6.25, < 7"}
@@ -24,11 +25,13 @@ def terraform(stack: Stack) -> dict[str, Any]:
     resources: dict[str, dict[str, Any]] = {}
     for resource in stack.resources:
         resources.setdefault(TYPES[resource.kind], {})[label(resource)] = arguments(resource, stack)
+    hidden = {name.lower(): {"type": "string", "sensitive": True} for name in secrets(stack.resources[0])}
     weights = {upload.uri: upload.artifact.source for upload in stack.uploads}
     return {
         "//": {"weights, uploaded before": weights},
         "terraform": {"required_version": ">= 1.5", "required_providers": {"aws": PROVIDER}},
         "provider": {"aws": {"region": stack.region}},
+        **({"variable": hidden} if hidden else {}),
         "resource": resources,
         "output": {"endpoint": {"value": "${aws_sagemaker_endpoint.peagle.name}"}, "log_group": {"value": stack.logs}},
     }
@@ -46,6 +49,7 @@ def arguments(resource: Resource, stack: Stack) -> dict[str, Any]:
         given["production_variants"][0]["model_name"] = "${aws_sagemaker_model.peagle.name}"
         given["lifecycle"] = {"create_before_destroy": True}
     if resource.kind == "model":
+        given["primary_container"]["environment"] |= {name: f"${{var.{name.lower()}}}" for name in secrets(resource)}
         given["lifecycle"] = {"create_before_destroy": True}
     if resource.kind == "endpoint":
         assert resource.change is not None
