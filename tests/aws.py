@@ -10,9 +10,10 @@ from moto import mock_aws
 from moto.sagemaker.models import FakeEndpointConfig
 
 from peagle.deploy.sagemaker.artifact import Artifact, content
+from peagle.deploy.sagemaker.calls import Call
 from peagle.deploy.sagemaker.choices import Autoscale, Choices
 from peagle.deploy.sagemaker.clients import Clients
-from peagle.deploy.sagemaker.stack import Call, Stack, stack
+from peagle.deploy.sagemaker.stack import Stack, stack
 from peagle.deploy.spec import Deployment
 
 REGION = "us-west-2"

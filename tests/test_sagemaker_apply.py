@@ -174,6 +174,7 @@ def updating(aws: Clients, stack: Stack) -> Iterator[Stubber]:
 def test_an_update(aws: Clients, weights: Weights) -> None:
     stack = scaled_stack(weights, autoscale=None)
     with updating(aws, stack) as stub:
+        stub.add_response("describe_endpoint", endpoint("old"))  # too early to see it
         stub.add_response("describe_endpoint", endpoint("old", "Updating"))
         stub.add_response("describe_endpoint", endpoint(stack.resources[1].name))
         done = apply(stack, aws, wait=True)

@@ -1,6 +1,8 @@
 """The commands, from two folders to an endpoint on a pretended AWS and back."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
+from peagle.deploy import sagemaker
 from peagle.deploy.sagemaker import upload as uploading
 from peagle.deploy.sagemaker.clients import Clients
 from peagle.drafter import compact
@@ -103,3 +106,12 @@ def test_without_credentials_nothing_is_fetched(tiny: Path, monkeypatch: pytest.
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     assert "run `aws configure`" in deploy(tiny, code=2).stderr
     assert not (tmp_path / "home").exists()
+
+
+def test_without_boto3_there_is_still_the_dry_run(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    hidden = "import sys; sys.modules['boto3'] = sys.modules['botocore'] = None; from peagle.cli import app; app()"
+    words = ["deploy", "sagemaker", "gpt-oss-20b", "--role", ROLE, "--region", REGION, "--dry-run"]
+    done = subprocess.run([sys.executable, "-c", hidden, *words], capture_output=True, text=True, check=True)
+    assert any(step.get("operation") == "CreateEndpoint" for step in json.loads(done.stdout))
+    monkeypatch.setattr(sagemaker, "find_spec", lambda name: None)
+    assert "pip install 'peagle[deploy]'" in deploy(tiny, code=2).stderr

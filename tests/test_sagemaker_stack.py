@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 from peagle.cli import app
 from peagle.deploy.sagemaker import artifact
 from peagle.deploy.sagemaker.artifact import Artifact
+from peagle.deploy.sagemaker.calls import Call
 from peagle.deploy.sagemaker.choices import Autoscale
 from peagle.deploy.sagemaker.cloudformation import cloudformation
 from peagle.deploy.sagemaker.dryrun import steps
 from peagle.deploy.sagemaker.environment import environment
 from peagle.deploy.sagemaker.instances import instances, smallest
 from peagle.deploy.sagemaker.limits import check_environment, check_memory
-from peagle.deploy.sagemaker.stack import Call, Stack, stack
+from peagle.deploy.sagemaker.stack import Stack, stack
 from peagle.deploy.sagemaker.terraform import terraform
 from peagle.errors import UserError
 from tests.aws import NAME, REGION, ROLE, choices, deployment, scaled_stack

@@ -164,7 +164,7 @@ def rendered(choices: "Choices", planned: "Plan", format: str) -> Any:
     from peagle.deploy.sagemaker.stack import stack
     from peagle.deploy.sagemaker.terraform import terraform
 
-    weights = target(planned.pair), drafter(planned)
+    weights = (first := target(planned.pair)), drafter(planned, first)
     for one in weights:
         if one.folder is None and not choices.from_hub and one.source.endswith(" at main"):
             warn(f"{one.source} is not on this machine: once it is, its commit takes the place of `main` in all names")
@@ -197,8 +197,8 @@ def uploaded(choices: "Choices", planned: "Plan", clients: Any, quiet: bool) -> 
 
     with shown(err, quiet=quiet) as progress:
         fetch = not choices.from_hub
-        weights = target(planned.pair, progress, fetch), drafter(planned, progress, fetch)
-        made = stack(choices, planned.deployment, *weights)
+        first = target(planned.pair, progress, fetch)
+        made = stack(choices, planned.deployment, first, drafter(planned, first, progress, fetch))
         with told():
             for one in made.uploads:
                 upload(clients["s3"], one, progress)

@@ -110,8 +110,8 @@ def test_what_is_deployed_answers_as_the_native_engine_does(tmp_path: Path, figu
     except UserError as error:
         pytest.skip(str(error))
     planned = plan(PAIR, "sagemaker", k=K)
-    weights = artifact.target(planned.pair, fetch=True), artifact.drafter(planned, fetch=True)
-    folders = {kind: one.folder for kind, one in zip(("target", "drafter"), weights, strict=True)}
+    target = artifact.target(planned.pair, fetch=True)
+    folders = {"target": target.folder, "drafter": artifact.drafter(planned, target, fetch=True).folder}
     with served(environment(), folders, tmp_path / "vllm.log") as url:  # type: ignore[arg-type]
         theirs = [asked(url, task) for task in tasks]
         drafts, accepted = counters(url)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.deploy.sagemaker.calls import Call, Parameters, Resource
 from peagle.deploy.sagemaker.clients import Clients, reason
-from peagle.deploy.sagemaker.stack import Call, Parameters, Resource, Stack
+from peagle.deploy.sagemaker.stack import Stack
 from peagle.deploy.sagemaker.wait import EndpointFailed, Tell, until_gone, until_serving
 from peagle.errors import UserError
 

@@ -59,10 +59,10 @@ def target(pair: Pair, progress: Progress = silent, fetch: bool = False) -> Arti
     return pinned(f"hub {pair.target.hub}", pair.target.revision or "main")
 
 
-def drafter(plan: Plan, progress: Progress = silent, fetch: bool = False) -> Artifact:
+def drafter(plan: Plan, target: Artifact, progress: Progress = silent, fetch: bool = False) -> Artifact:
     """In a format vLLM reads: as the hub has it, or exported from its folder."""
     if plan.drafter is not None:
-        return exported(plan, plan.drafter, progress, fetch)
+        return exported(plan, plan.drafter, target, progress, fetch)
     pair, method, hub = plan.pair, plan.deployment.method, plan.deployment.drafter
     known = pair.drafters.get(method)
     source = (
@@ -79,10 +79,11 @@ def drafter(plan: Plan, progress: Progress = silent, fetch: bool = False) -> Art
     return pinned(f"hub {hub}", source.revision or "main")
 
 
-def exported(plan: Plan, folder: Path, progress: Progress, fetch: bool) -> Artifact:
+def exported(plan: Plan, folder: Path, target: Artifact, progress: Progress, fetch: bool) -> Artifact:
+    """What is exported holds embeddings of the target's, so it is the target's too that tells it apart."""
     from peagle.deploy.drafter import export_drafter
 
-    digest = content(folder, progress)
+    digest = shortened(hashlib.sha256(f"{content(folder, progress)} {target.identity}".encode()))
     made = home() / "exports" / digest
     if fetch and not made.is_dir():
         export_drafter(folder, plan.pair, plan.deployment.k, made, False, progress)

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from peagle.deploy.sagemaker import require_packages
-from peagle.deploy.sagemaker.stack import Call, Resource
+from peagle.deploy.sagemaker.calls import Call, Resource
 from peagle.errors import UserError
 
-ABSENT = re.compile(r"could not find|does not exist|cannot find|no scal", re.IGNORECASE)
+ABSENT = re.compile(r"could not find|cannot find|does not exist", re.IGNORECASE)
 ABSENT_CODES = ("ObjectNotFoundException", "ResourceNotFoundException", "ResourceNotFound", "404", "NoSuchKey")
 
 

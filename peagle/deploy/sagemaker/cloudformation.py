@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from peagle.deploy.sagemaker.calls import Parameters, Resource
 from peagle.deploy.sagemaker.secrets import secrets, veiled
-from peagle.deploy.sagemaker.stack import Parameters, Resource, Stack
+from peagle.deploy.sagemaker.stack import Stack
 
 TYPES = {
     "model": "AWS::SageMaker::Model",

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from peagle.deploy.sagemaker.alarms import alarm_names
+from peagle.deploy.sagemaker.calls import Call
 from peagle.deploy.sagemaker.clients import Clients, absent
 from peagle.deploy.sagemaker.limits import DIGEST
-from peagle.deploy.sagemaker.stack import Call, scaled
+from peagle.deploy.sagemaker.scaling import scaled
 from peagle.deploy.sagemaker.wait import Tell, until_gone
 
 
@@ -20,8 +22,9 @@ def belongings(clients: Clients, name: str) -> list[tuple[str, Call]]:
         for one in names(clients, noun, name):
             if belongs(one, name):
                 found.append((f"{noun} {one}", Call("sagemaker", f"Delete{noun}", {f"{noun}Name": one})))
-    told = [f"{name}-errors", f"{name}-latency"]
-    for alarm in clients.call(Call("cloudwatch", "DescribeAlarms", {"AlarmNames": told}))["MetricAlarms"]:
+    for alarm in clients.call(Call("cloudwatch", "DescribeAlarms", {"AlarmNames": [*alarm_names(name)]}))[
+        "MetricAlarms"
+    ]:
         one = alarm["AlarmName"]
         found.append((f"alarm {one}", Call("cloudwatch", "DeleteAlarms", {"AlarmNames": [one]})))
     return found

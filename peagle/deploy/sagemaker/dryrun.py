@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from peagle.deploy.sagemaker.calls import Call, Resource
 from peagle.deploy.sagemaker.secrets import veiled
-from peagle.deploy.sagemaker.stack import Call, Resource, Stack, Upload
+from peagle.deploy.sagemaker.stack import Stack, Upload
 
 
 def steps(stack: Stack) -> list[dict[str, Any]]:

@@ -80,10 +80,9 @@ def read(text: bytes) -> dict[str, Any]:
 
 def text_of(answer: dict[str, Any]) -> str:
     """Of a whole answer or a chunk, a chat's or a completion's."""
-    for choice in answer.get("choices") or []:
-        said = choice.get("delta") or choice.get("message") or {}
-        return said.get("content") or choice.get("text") or ""
-    return ""
+    first = (answer.get("choices") or [{}])[0]
+    said = first.get("delta") or first.get("message") or {}
+    return said.get("content") or first.get("text") or ""
 
 
 def refused(name: str, error: Exception) -> str:

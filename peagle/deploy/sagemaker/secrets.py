@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from peagle.deploy.sagemaker.stack import Parameters, Resource
+from peagle.deploy.sagemaker.calls import Parameters, Resource
 
 WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIALS")
 

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from peagle.deploy.sagemaker.alarms import alarm_names
+from peagle.deploy.sagemaker.calls import Call
 from peagle.deploy.sagemaker.clients import Clients
-from peagle.deploy.sagemaker.stack import LOGS, Call, scaled
+from peagle.deploy.sagemaker.scaling import scaled
+from peagle.deploy.sagemaker.stack import LOGS
 from peagle.deploy.sagemaker.wait import describe
 from peagle.errors import UserError
 
@@ -47,7 +50,7 @@ def running(clients: Clients, variant: dict[str, Any]) -> dict[str, Any]:
 
 
 def alarms(clients: Clients, name: str) -> dict[str, str]:
-    told = clients.call(Call("cloudwatch", "DescribeAlarms", {"AlarmNamePrefix": f"{name}-"}))
+    told = clients.call(Call("cloudwatch", "DescribeAlarms", {"AlarmNames": [*alarm_names(name)]}))
     return {alarm["AlarmName"]: alarm["StateValue"] for alarm in told["MetricAlarms"]}
 
 

@@ -4,8 +4,9 @@ and maps of dimensions as maps."""
 import re
 from typing import Any
 
+from peagle.deploy.sagemaker.calls import Parameters, Resource
 from peagle.deploy.sagemaker.secrets import secrets
-from peagle.deploy.sagemaker.stack import Parameters, Resource, Stack
+from peagle.deploy.sagemaker.stack import Stack
 
 PROVIDER = {"source": "hashicorp/aws", "version": ">= 6.25, < 7"}
 TYPES = {
