@@ -117,38 +117,44 @@ def decide(name: str, choices: dict[str, Any], asked: dict[str, Any], gpus: int 
     """Everything that can be wrong is found out here, before anybody is called."""
     from peagle.catalog import find
     from peagle.deploy.plan import plan
-    from peagle.deploy.sagemaker.artifact import target
     from peagle.deploy.sagemaker.choices import Choices
     from peagle.deploy.sagemaker.instances import instances
-    from peagle.deploy.sagemaker.limits import check_memory
     from peagle.deploy.spec import dns_label
-    from peagle.pull import target_folder
 
     known = find(name)
     defaults = {"name": f"peagle-{dns_label(Path(known.name).name)}"}
     if known.production.instances:
         defaults["instance"] = known.production.instances[0]
     choices = defaults | choices
-    for option in ("instance", "region"):
-        if option not in choices:
-            raise UserError(f"--{option} is missing, and {name} has none in the catalogue")
+    if "instance" not in choices:
+        raise UserError(f"--instance is missing, and the catalogue knows no type for {name}")
+    if "region" not in choices:
+        raise UserError("--region is missing: give it, or set AWS_REGION")
     wanted = Choices(**choices)
     found = instances().get(wanted.instance)
     used = gpus or (found.gpus if found else 1)
     planned = plan(name, "sagemaker", vllm=wanted.vllm, choices={"gpus": used}, **asked)
     if wanted.from_hub and planned.deployment.local:
         raise UserError(f"target or drafter of {name} lie on this machine only: leave --from-hub out")
-    notes = [*planned.deployment.notes, *check_memory(wanted.instance, planned.deployment)]
-    if wanted.vllm is None:
-        notes.append(f"the vLLM in {wanted.image} is unknown: whether it serves {name} was not checked")
-    if wanted.isolated and "gpt-oss" in planned.deployment.target and not target(planned.pair).vocabularies:
+    for note in notes_of(wanted, planned):
+        warn(note)
+    return wanted, planned
+
+
+def notes_of(choices: "Choices", planned: "Plan") -> list[str]:
+    from peagle.deploy.sagemaker.artifact import target
+    from peagle.deploy.sagemaker.limits import check_memory
+    from peagle.pull import target_folder
+
+    notes = [*planned.deployment.notes, *check_memory(choices.instance, planned.deployment)]
+    if choices.vllm is None:
+        notes.append(f"the vLLM in {choices.image} is unknown: whether it serves the pair was not checked")
+    if choices.isolated and "gpt-oss" in planned.deployment.target and not target(planned.pair).vocabularies:
         notes.append(
             "gpt-oss fetches o200k_base.tiktoken when it starts, and without a network it cannot:"
             f" put the file into {target_folder(planned.pair)}, or use --no-isolated"
         )
-    for note in notes:
-        warn(note)
-    return wanted, planned
+    return notes
 
 
 def parse_variables(words: list[str]) -> dict[str, str]:
