@@ -143,6 +143,7 @@ def test_a_local_pair_is_exported_and_mounted(tiny: Path, tmp_path: Path) -> Non
     assert (
         said["target"] == "/models/target" and said["drafter"] == "/models/drafter" and said["name"] == "peagle-target"
     )
+    assert said["notes"][0] == "this drafter is untrained: its drafts are noise"
     exported = checkpoint.read(tmp_path / "drafter")
     assert exported.format == "vllm" and not exported.problems()
     text = (tmp_path / "compose.yaml").read_text()

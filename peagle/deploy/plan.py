@@ -12,6 +12,7 @@ from peagle.deploy.version import RAYS, TESTED, choose_version, samples_wrongly
 from peagle.entry import HUB
 from peagle.errors import UserError
 
+UNTRAINED = "this drafter is untrained: its drafts are noise"
 LONG = 10_000  # tokens beyond which a drafter for long contexts is taken, where there is one
 
 
@@ -27,6 +28,7 @@ class Drafter:
     method: Method
     place: str | Path  # a hub id, or a folder
     depth: int | None
+    trained: bool = True
 
 
 def plan(
@@ -61,7 +63,7 @@ def plan(
         flags=told.flags,
         weights_gb=told.memory.weights_gb,
         need_gb=told.memory.need_gb(context),
-        notes=(*notes, *version_notes(pair, version)),
+        notes=(*([] if chosen.trained else [UNTRAINED]), *notes, *version_notes(pair, version)),
         **(choices or {}),
     )
     return Plan(pair, deployment, folder)
@@ -89,7 +91,7 @@ def given_drafter(pair: Pair, word: str) -> Drafter:
         from peagle.drafter.checkpoint import read
 
         config = read(folder).config
-        return Drafter(config.method, folder.resolve(), config.k_trained)
+        return Drafter(config.method, folder.resolve(), config.k_trained, config.trained)
     if not HUB.fullmatch(word):
         raise UserError(f"--drafter {word!r} is neither a folder nor a hub id (ORG/NAME)")
     known = {source.hub: (method, source.depth) for method, source in pair.drafters.items()}
@@ -114,7 +116,7 @@ def choose_k(pair: Pair, drafter: Drafter, k: int | None, concurrency: int | Non
 def version_notes(pair: Pair, version: str) -> list[str]:
     notes = []
     if pair.production.vllm is None:
-        notes.append(f"the first vLLM that serves {pair.name} is unknown: {version} was not tried with it")
+        notes.append(f"the first vLLM that serves this pair is unknown: {version} was not tried with it")
     if samples_wrongly(version):
         notes.append(f"vLLM {version} verifies drafts wrongly at temperatures above 0: 0.25 or later does it right")
     return notes

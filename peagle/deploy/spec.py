@@ -107,6 +107,14 @@ class Deployment:
         return [word_of(name, value) for name, value in self.options.items() if name not in fields]
 
     @property
+    def engine_flags(self) -> dict[str, Any]:
+        """The pair's own options as the engine's keywords: `no-x` is x = False."""
+        return {
+            name.removeprefix("no-").replace("-", "_"): False if name.startswith("no-") else value
+            for name, value in self.flags.items()
+        }
+
+    @property
     def environment(self) -> dict[str, str]:
         """P-EAGLE runs on vLLM's first model runner only."""
         runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if self.method == "p-eagle" else {}
