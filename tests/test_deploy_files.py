@@ -14,6 +14,7 @@ import pytest
 import yaml
 from compose_spec import ComposeSpecification, PyCompose
 
+from peagle.deploy.render import next_steps
 from peagle.server.app import add_routes
 from tests.deploying import KEYS, KINDS, PAIRS, container_of, documents, planned, rendered, speculative_of, words_of
 
@@ -91,6 +92,14 @@ def test_the_script(tmp_path: Path) -> None:
         script.write_text(rendered("vllm", **asked)["serve.sh"])
         subprocess.run(["bash", "-n", script], check=True)
         subprocess.run([Path(sys.executable).parent / "shellcheck", script], check=True)
+
+
+@kinds()
+def test_what_to_run_next_is_shell(kind: str) -> None:
+    for asked in ({"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}):
+        steps = next_steps(kind, planned(kind, **asked), Path("out here"))
+        subprocess.run(["bash", "-n"], input=steps, text=True, check=True)
+        assert "'out here" in steps
 
 
 def test_the_script_starts_vllm(tmp_path: Path) -> None:
