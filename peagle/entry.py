@@ -129,9 +129,11 @@ def production_of(entry: Any, where: str) -> Production:
     given = fields(entry, PRODUCTION, where)
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", given.get("vllm", "0.0")):
         raise UserError(f'{where}: vllm is {given["vllm"]!r}, but the first version is wanted, like "0.18"')
-    for flag in given.get("flags", {}):
+    for flag, value in given.get("flags", {}).items():
         if flag in OURS or flag.startswith("-"):
             raise UserError(f"{where}: flags cannot hold {flag!r}: leave the dashes out, and what `peagle deploy` sets")
+        if value is False or isinstance(value, list):
+            raise UserError(f"{where}: {flag} is {value}, but a flag is true, a text, a number or a table")
     for instance in given.get("instances", ()):
         if not re.fullmatch(r"ml\.[a-z0-9-]+\.[a-z0-9]+", str(instance)):
             raise UserError(f"{where}: instances holds {instance!r}, but a type is like ml.g7e.2xlarge")

@@ -59,9 +59,9 @@ def container_of(kind: str, read: dict[str, Any]) -> dict[str, Any]:
 
 
 def shell_words(text: str) -> list[str]:
-    return shlex.split(
-        text.replace("\\\n", " ").replace('"$@"', "").replace('"$HOST"', "127.0.0.1").replace('"$PORT"', "8000")
-    )
+    for variable, value in {"\\\n": " ", '"$HOST"': "127.0.0.1", '"$PORT"': "8000", '"$@"': ""}.items():
+        text = text.replace(variable, value)
+    return shlex.split(text)
 
 
 def speculative_of(kind: str, files: dict[str, str]) -> dict[str, Any]:

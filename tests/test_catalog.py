@@ -137,6 +137,7 @@ def test_the_shipped_drafters_are_what_the_catalogue_says() -> None:
         (changed("production.instances", ["g5.xlarge"]), "a type is like ml.g7e.2xlarge"),
         (changed("production.flags", {"port": 1}), "flags cannot hold 'port'"),
         (changed("production.flags", {"--dtype": "half"}), "leave the dashes out"),
+        (changed("production.flags", {"enable-prefix-caching": False}), "a flag is true, a text"),
         (changed("production", 3), "production must be a table"),
         ({"k": 3}, r"\[target\] is missing"),
     ],

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from compose_spec import ComposeSpecification, PyCompose
 
+from peagle.deploy.render import next_steps
 from peagle.server.app import add_routes
 from tests.deploying import KEYS, KINDS, PAIRS, container_of, documents, planned, rendered, speculative_of, words_of
 
@@ -91,6 +92,14 @@ def test_the_script(tmp_path: Path) -> None:
         script.write_text(rendered("vllm", **asked)["serve.sh"])
         subprocess.run(["bash", "-n", script], check=True)
         subprocess.run([Path(sys.executable).parent / "shellcheck", script], check=True)
+
+
+@kinds()
+def test_what_to_run_next_is_shell(kind: str) -> None:
+    for asked in ({"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}):
+        steps = next_steps(kind, planned(kind, **asked), Path("out here"))
+        subprocess.run(["bash", "-n"], input=steps, text=True, check=True)
+        assert "'out here" in steps
 
 
 def test_the_script_starts_vllm(tmp_path: Path) -> None:
@@ -275,3 +284,22 @@ def test_ray_and_skypilot_mount_a_local_drafter() -> None:
     assert files["service.yaml"]["service"]["readiness_probe"]["path"] in routes()
     said = speculative_of("ray", rendered("ray", "smollm2-135m", **LOCAL))
     assert said["model"] == "/models/drafter"
+
+
+def test_flags_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_CONFIG", str(tmp_path))
+    (tmp_path / "pairs").mkdir()
+    flags = '{ dtype = "half", no-enable-prefix-caching = true, max-num-seqs = 8, compilation-config = { level = 1 } }'
+    entry = f'[target]\nhub = "a/b"\n[drafters.p-eagle]\nhub = "c/d"\n[production]\nflags = {flags}\n'
+    (tmp_path / "pairs" / "mine.toml").write_text(entry)
+    told = ["--dtype=half", "--no-enable-prefix-caching", "--max-num-seqs=8", '--compilation-config={"level": 1}']
+    for kind in KINDS:
+        files = rendered(kind, "mine", choices={"gpu": "H100"})
+        if kind != "ray":
+            assert [word for word in words_of(kind, files) if word in told] == told, kind
+    config = documents(rendered("vllm", "mine"))["config.yaml"]
+    assert config["no-enable-prefix-caching"] is True and config["compilation-config"] == '{"level": 1}'
+    args = documents(rendered("ray", "mine"))["serve.yaml"]["applications"][0]["args"]["llm_configs"][0]
+    kwargs = args["engine_kwargs"]
+    assert (kwargs["dtype"], kwargs["enable_prefix_caching"]) == ("half", False)
+    assert kwargs["compilation_config"] == {"level": 1} and kwargs["max_num_seqs"] == 8

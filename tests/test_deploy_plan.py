@@ -18,6 +18,8 @@ from tests.conftest import make_drafter, make_target
 from tests.deploying import documents, planned, speculative_of
 from tests.test_catalog import run
 
+SHIPPED = str(Path(__file__).parents[1] / "peagle" / "drafters" / "smollm2-135m" / "p-eagle")
+
 
 @pytest.fixture(autouse=True)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +78,12 @@ def test_k(pair: str, asked: dict[str, Any], k: int) -> None:
         ("gpt-oss-20b", {"choices": {"replicas": 0}}, "--replicas must be 1 or more"),
         ("gpt-oss-20b", {"choices": {"image_name": "mine"}}, "names no version: give NAME:TAG"),
         ("gpt-oss-20b", {"choices": {"served_name": "a b"}}, "without spaces"),
-        ("gpt-oss-20b", {"choices": {"gpu": "H100\nrun: evil"}}, "control characters"),
+        ("gpt-oss-20b", {"choices": {"gpu": "H100\nrun: evil"}}, "--gpu must be the name of a type"),
+        ("gpt-oss-20b", {"choices": {"served_name": "a\x00b"}}, "control characters"),
+        ("gpt-oss-20b", {"context": 0}, "--context must be 2 or more"),
+        ("gpt-oss-20b", {"method": "eagle3"}, "has no eagle3 drafter"),
+        ("gpt-oss-20b", {"method": "none"}, "without a drafter there is no pair"),
+        ("smollm2-135m", {"drafter": SHIPPED, "method": "eagle3"}, "holds a p-eagle drafter, not eagle3"),
     ],
 )
 def test_mistakes_are_named(pair: str, asked: dict[str, Any], message: str) -> None:
@@ -102,6 +109,10 @@ def test_long_contexts_have_their_own_drafter() -> None:
 def test_a_drafter_of_the_hub_is_passed_through() -> None:
     made = planned("vllm", "qwen2.5-coder-0.5b", drafter="someone/head")
     assert made.drafter == "someone/head" and not made.local and made.method == "p-eagle"
+    assert planned("vllm", "gemma-4-31b", drafter="someone/head").speculative["parallel_drafting"] is False
+    given = planned("vllm", "gemma-4-31b", drafter="someone/head", method="p-eagle")
+    assert given.speculative["parallel_drafting"] is True and "VLLM_USE_V2_MODEL_RUNNER" in given.environment
+    assert planned("vllm", "smollm2-135m", method="eagle3").method == "eagle3"
 
 
 def test_resources_follow_the_pair() -> None:
@@ -143,6 +154,7 @@ def test_a_local_pair_is_exported_and_mounted(tiny: Path, tmp_path: Path) -> Non
     assert (
         said["target"] == "/models/target" and said["drafter"] == "/models/drafter" and said["name"] == "peagle-target"
     )
+    assert said["notes"][0] == "this drafter is untrained: its drafts are noise"
     exported = checkpoint.read(tmp_path / "drafter")
     assert exported.format == "vllm" and not exported.problems()
     text = (tmp_path / "compose.yaml").read_text()

@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from peagle.catalog import DEFAULT_PAIR, catalog, find, names, read_pair, shipped
 from peagle.cli import app, out
+from peagle.cli.check import MARKS
 from peagle.cli.options import Json
 from peagle.core import Pair
 from peagle.errors import UserError
@@ -16,7 +17,6 @@ from peagle.home import config_home
 
 catalog_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(catalog_app, name="catalog")
-MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}
 
 
 @catalog_app.callback()

@@ -5,7 +5,7 @@ import typer
 from rich.markup import escape
 
 from peagle.cli import app, err, out, warn
-from peagle.cli.options import Json, K
+from peagle.cli.options import Json, K, Method
 from peagle.errors import UserError
 
 deploy_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -41,6 +41,7 @@ def command(kind: str) -> Any:
                 help="A hub id, or a folder: exported to DIR/drafter. Default: the pair's.", show_default=False
             ),
         ] = None,
+        method: Method = None,
         gpus: Annotated[int, typer.Option(help="GPUs of a replica, tensor parallel.")] = 1,
         gpu: Annotated[str | None, typer.Option(help="Their type, as the place calls it.", show_default=False)] = None,
         replicas: Annotated[int, typer.Option(help="Replicas.")] = 1,
@@ -64,8 +65,8 @@ def command(kind: str) -> Any:
         choices = {"name": name, "served_name": served, "gpu": gpu, "image_name": image}
         made = {key: value for key, value in choices.items() if value is not None}
         write(
-            kind, folder, force, as_json, name=pair, k=k, concurrency=concurrency, drafter=drafter, vllm=vllm,
-            context=context, choices=made | {"gpus": gpus, "replicas": replicas, "port": port},
+            kind, folder, force, as_json, name=pair, k=k, concurrency=concurrency, drafter=drafter, method=method,
+            vllm=vllm, context=context, choices=made | {"gpus": gpus, "replicas": replicas, "port": port},
         )  # fmt: skip
 
     return run

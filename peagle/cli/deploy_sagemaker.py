@@ -10,7 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from peagle.cli import err, warn
 from peagle.cli.deploy import deploy_app
-from peagle.cli.options import Json, K
+from peagle.cli.options import Json, K, Method
 from peagle.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def sagemaker(
         str | None, typer.Option(help="The container. Default: AWS's vLLM.", metavar="URI", show_default=False)
     ] = None,
     k: K = None,
+    method: Method = None,
     concurrency: Annotated[
         int | None, typer.Option(help="Requests at once: chooses K, where it is known.", min=1, show_default=False)
     ] = None,
@@ -104,7 +105,7 @@ def sagemaker(
         "isolated": not from_hub if isolated is None else isolated, "variables": parse_variables(variables or []),
         "autoscale": Autoscale(*autoscale) if autoscale else None,
     }  # fmt: skip
-    asked = {"k": k, "concurrency": concurrency, "context": context, "drafter": drafter}
+    asked = {"k": k, "concurrency": concurrency, "context": context, "drafter": drafter, "method": method}
     choices, planned = decide(pair, wanted, asked, gpus)
     if dry_run:
         print(json.dumps(rendered(choices, planned, format), indent=2))

@@ -13,6 +13,7 @@ from peagle.errors import UserError
 IMAGE = "vllm/vllm-openai"
 DRAFTER_MOUNT = "/models/drafter"
 TARGET_MOUNT = "/models/target"
+LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 USABLE = 0.9  # vLLM's --gpu-memory-utilization
 
 
@@ -47,9 +48,8 @@ class Deployment:
             "--replicas must be 1 or more": self.replicas >= 1,
             "--port must be in 1024..65535": 1024 <= self.port <= 65535,
             "--context must be 2 or more": self.context is None or self.context >= 2,
-            "--name must be a-z, 0-9 and dashes, at most 40": re.fullmatch(
-                r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name
-            ),
+            "--gpu must be the name of a type": re.fullmatch(r"[\w.-]*", self.gpu or ""),
+            "--name must be a-z, 0-9 and dashes, at most 40": LABEL.fullmatch(self.name),
             # Kubernetes turns a Service `vllm` into VLLM_PORT and the like, which vLLM reads as its own settings
             "--name must not be or begin with vllm: its settings would clash": not self.name.startswith("vllm"),
         }
@@ -60,7 +60,7 @@ class Deployment:
             raise UserError(f"{self.served_name!r} is no name for requests: give --served-model-name without spaces")
         if not re.fullmatch(r"[\w.:/@-]+:[\w.-]+", self.image):
             raise UserError(f"--image {self.image!r} names no version: give NAME:TAG")
-        words = (self.pair, self.target, self.drafter, self.target_folder or "", self.gpu or "")
+        words = (self.pair, self.served_name, self.target, self.drafter, self.target_folder or "")
         if strange := [word for word in words if not word.isprintable()]:
             raise UserError(f"{strange[0]!r} holds control characters: rename it")
 
@@ -105,6 +105,14 @@ class Deployment:
         """The options for which charts have no field of their own."""
         fields = ("tensor-parallel-size", "max-model-len")
         return [word_of(name, value) for name, value in self.options.items() if name not in fields]
+
+    @property
+    def engine_flags(self) -> dict[str, Any]:
+        """The pair's own options as the engine's keywords: `no-x` is x = False."""
+        return {
+            name.removeprefix("no-").replace("-", "_"): False if name.startswith("no-") else value
+            for name, value in self.flags.items()
+        }
 
     @property
     def environment(self) -> dict[str, str]:
