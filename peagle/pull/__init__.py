@@ -1,4 +1,4 @@
-"""From a pair's name to a folder with its target: already there, or fetched from the first source that answers."""
+"""From a pair's name to folders with its target and drafters: already there, or fetched where they can be had."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from peagle.core import Pair
+from peagle.core import Method, Pair
 from peagle.errors import ChecksumError, UserError, nearest
 from peagle.home import home, publish_folder, write_json
 from peagle.pull.progress import Progress, silent
@@ -53,6 +53,24 @@ def pull(pair: Pair, wanted: Sequence[str] | None = None, progress: Progress = s
         return folder if there() else _fetch_first(pair, order, folder, progress)
 
 
+def pull_drafter(pair: Pair, method: Method, progress: Progress = silent, again: bool = False) -> Path | None:
+    """The folder of the pair's trained drafter, fetched if it is on the hub only; None where there is none yet."""
+    source = pair.drafter(method)
+    if source.folder is not None or source.hub is None:
+        return source.folder
+    folder = home() / "drafters" / pair.name / method
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{method}.lock"):
+        found = receipt(folder)
+        if again or found is None or found.get("hub") != source.hub:
+            from peagle.pull.hub import download
+
+            with publish_folder(folder) as staging:
+                revision = download(source.hub, source.revision, f"{pair.name}.{method}.hub", staging, progress)
+                _sign(staging, "hub", revision, hub=source.hub)
+    return folder
+
+
 def source_order(pair: Pair, wanted: Sequence[str] | None) -> tuple[str, ...]:
     """`wanted` (the command line), else PEAGLE_SOURCES as far as the pair has them, else the catalogue's order."""
     setting = os.environ.get("PEAGLE_SOURCES", "").replace(" ", "")
@@ -78,8 +96,7 @@ def _fetch_first(pair: Pair, order: Sequence[str], folder: Path, progress: Progr
         try:
             with publish_folder(folder) as staging:
                 revision = import_module(f"peagle.pull.{name}").fetch(pair, staging, progress)
-                files = {str(f.relative_to(staging)): f.stat().st_size for f in staging.rglob("*") if f.is_file()}
-                write_json(staging / RECEIPT, {"source": name, "revision": revision, "files": files})
+                _sign(staging, name, revision)
             return folder
         except ChecksumError:
             raise
@@ -88,6 +105,11 @@ def _fetch_first(pair: Pair, order: Sequence[str], folder: Path, progress: Progr
         except OSError as error:
             tried.append(f"{name}: {error} (is the disk full? targets lie in {folder.parent}, PEAGLE_HOME moves them)")
     raise UserError(f"could not pull {pair.name!r}. Tried " + "; ".join(tried))
+
+
+def _sign(folder: Path, source: str, revision: str, **more: str) -> None:
+    files = {str(f.relative_to(folder)): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
+    write_json(folder / RECEIPT, {"source": source, "revision": revision, "files": files} | more)
 
 
 def _is_target(folder: Path | None) -> bool:

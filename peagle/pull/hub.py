@@ -1,4 +1,4 @@
-"""A target from the Hugging Face hub. Interrupted downloads continue where they stopped."""
+"""A target or a drafter from the Hugging Face hub. Interrupted downloads continue where they stopped."""
 
 import shutil
 from pathlib import Path
@@ -17,9 +17,13 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickles
 
 
 def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
-    repo, revision = pair.target.hub, pair.target.revision
-    assert repo is not None
-    partial = home() / "downloads" / f"{pair.name}.hub"
+    assert pair.target.hub is not None
+    return download(pair.target.hub, pair.target.revision, f"{pair.name}.hub", staging, progress)
+
+
+def download(repo: str, revision: str | None, name: str, staging: Path, progress: Progress) -> str:
+    """Fills `staging` and returns the commit. `name`: of the folder that keeps what came so far."""
+    partial = home() / "downloads" / name
     disable_progress_bars()  # we draw our own
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=20)

@@ -105,10 +105,9 @@ class Settings:
         """What a request may call the model; answers use the first."""
         if self.names:
             return self.names
-        from peagle.catalog import catalog
+        from peagle.catalog import find, names
 
-        known = catalog().get(self.pair)
-        hub = known.target.hub if known is not None and self.target is None else None
+        hub = find(self.pair).target.hub if self.pair in names() and self.target is None else None
         return (self.pair, hub) if hub else (self.pair,)
 
     @property

@@ -22,10 +22,12 @@ NOTES = (
     "control: how many would be equal with the drafter's hidden states one position late",
 )
 SCORES = pytest.StashKey[dict[str, Score]]()
+FIGURES = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SCORES] = {}
+    config.stash[FIGURES] = []
 
 
 @pytest.fixture
@@ -34,7 +36,15 @@ def scores(request: pytest.FixtureRequest) -> dict[str, Score]:
     return request.config.stash[SCORES]
 
 
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> list[str]:
+    """Lines to be printed when all have run."""
+    return request.config.stash[FIGURES]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash[FIGURES]:
+        terminalreporter.write_line(line)
     if not (scores := config.stash[SCORES]):
         return
     rows = [HEAD, *(cells(name, score) for name, score in scores.items())]

@@ -1,0 +1,128 @@
+"""What `peagle deploy` renders, read by vLLM's own parser: its options, and a config file that says the same."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vllm`")
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from peagle.deploy.drafter import export_drafter
+from peagle.deploy.plan import plan
+from peagle.deploy.render import differing, render, write
+from peagle.pull.progress import silent
+from tests.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, words_of
+
+pytestmark = pytest.mark.vllm
+REAL_TARGET = os.environ.get("PEAGLE_REAL_TARGET", "")
+REAL_DRAFTER = os.environ.get("PEAGLE_REAL_DRAFTER", "")
+START = 400  # seconds
+KEY = {"Authorization": "Bearer of-no-value"}
+
+
+def parsed(words: list[str]) -> AsyncEngineArgs:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", words[0], *words[1:]]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ray"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_command(kind: str, pair: str) -> None:
+    choices = {"gpus": 2, "gpu": "H100"}
+    said, made = parsed(words_of(kind, rendered(kind, pair, choices=choices))), planned(kind, pair, choices=choices)
+    assert set(said.speculative_config) == KEYS
+    assert said.speculative_config["num_speculative_tokens"] == made.k
+    assert (said.model, said.tensor_parallel_size, said.max_model_len) == (made.target, 2, made.context)
+    assert said.served_model_name in (pair, [pair])
+
+
+def test_the_config_file(tmp_path: Path) -> None:
+    files = rendered("vllm")
+    (tmp_path / "config.yaml").write_text(files["config.yaml"])
+    parser = make_arg_parser(FlexibleArgumentParser())
+    words = parser.load_config_file(str(tmp_path / "config.yaml"))
+    assert AsyncEngineArgs.from_cli_args(parser.parse_args(words)) == parsed(words_of("vllm", files))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rays_keywords_are_the_engines(pair: str) -> None:
+    config: dict[str, Any] = documents(rendered("ray", pair))["serve.yaml"]["applications"][0]["args"]["llm_configs"][0]
+    assert AsyncEngineArgs(model="x", **config["engine_kwargs"]).tensor_parallel_size == 1
+
+
+def test_the_parser_is_strict() -> None:
+    with pytest.raises(SystemExit):
+        parsed(["a/b", "--speculative-confg={}"])
+
+
+def test_probes_ask_for_paths_that_there_are() -> None:
+    from vllm.entrypoints.serve.instrumentator.health import router
+
+    assert "/health" in {route.path for route in router.routes}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """serve.sh as it was written, with the real pair; `vllm` is what this environment can start."""
+    if not (REAL_TARGET and REAL_DRAFTER):
+        pytest.skip("PEAGLE_REAL_TARGET and PEAGLE_REAL_DRAFTER name no pair")
+    out = tmp_path_factory.mktemp("deployed")
+    planned = plan(REAL_TARGET, "vllm", drafter=REAL_DRAFTER, context=1024, choices={"served_name": "pair"})
+    assert planned.drafter is not None
+    write(differing(render("vllm", planned.deployment), out, force=False))
+    export_drafter(planned.drafter, planned.pair, planned.deployment.k, out / "drafter", False, silent)
+    (out / "bin").mkdir()
+    shim = f'#!/bin/sh\nshift\nexec {sys.executable} -m vllm.entrypoints.openai.api_server --model "$@"\n'
+    (out / "bin" / "vllm").write_text(shim)
+    (out / "bin" / "vllm").chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours = {"PATH": f"{out / 'bin'}:{os.environ['PATH']}", "PORT": str(port), "VLLM_API_KEY": "of-no-value"}
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    with (out / "log").open("w") as log:
+        process = subprocess.Popen(
+            [out / "serve.sh", "--enforce-eager"], env=os.environ | ours | cpu, stdout=log, stderr=log
+        )
+        try:
+            wait(process, f"http://127.0.0.1:{port}", out / "log")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        assert process.poll() is None, f"vLLM ended:\n{log.read_text()[-4000:]}"
+        try:
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(1)
+    raise AssertionError(f"vLLM did not start:\n{log.read_text()[-4000:]}")
+
+
+def test_the_script_serves_the_pair(url: str) -> None:
+    body = {"model": "pair", "messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 64}
+    assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401
+    told = httpx.post(f"{url}/v1/chat/completions", json=body | {"temperature": 0}, headers=KEY, timeout=300)
+    assert told.raise_for_status().json()["usage"]["completion_tokens"] > 8
+    counted = {}
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith("vllm:spec_decode_num_"):
+            counted[line.split("{")[0]] = float(line.split()[-1])
+    drafts, tokens = counted["vllm:spec_decode_num_drafts_total"], counted["vllm:spec_decode_num_draft_tokens_total"]
+    assert drafts > 0 and tokens == 7 * drafts and counted["vllm:spec_decode_num_accepted_tokens_total"] > drafts / 2
