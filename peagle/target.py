@@ -6,6 +6,7 @@ layer id `l`), taken by a hook in the forward pass that computes the logits: no 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Target:
         self._hooks: list[Any] = []
         self.aux_layer_ids: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def config(self) -> Any:
         return self.model.config.get_text_config()
 

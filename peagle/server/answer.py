@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from peagle.core import Step
     from peagle.engine.stream import Piece, Stream, TokenLogprob
 
+PACE = 100e-6  # seconds between two chunks of an answer, for each answer under way
+SHORTEST = 500e-6  # a wait that pays
+
 
 @dataclass(slots=True, eq=False)
 class Choice:
@@ -53,6 +56,7 @@ class Answer:
         self._there = asyncio.Event()
         self._left = sum(choice.stream is not None for choice in choices)
         self._closed = False
+        self._sent = 0.0  # when the last piece was taken
         for choice in choices:
             if choice.stream is not None:
                 self._hear(choice, choice.stream)
@@ -73,13 +77,27 @@ class Answer:
         if not self._news:
             self._there.clear()
             await self._there.wait()
+        if not single:
+            await self._pace()
+        before = self._news[0][0].last if self._news[0][0] is not None else 0.0
         choice, piece = self._take()
         while self._news and not single and self._news[0][0] is choice and not isinstance(self._news[0][1], Exception):
             more = self._take()[1]
             piece = replace(
                 more, text=piece.text + more.text, logprobs=piece.logprobs + more.logprobs, step=more.step or piece.step
             )
+        if piece.step is not None:
+            began = before or choice.ticket.arrival
+            self.front.measured.piece(self.slot.name, choice.last - began, first=not before)
         return choice, piece
+
+    async def _pace(self) -> None:
+        """The more are answered at once, the rarer and longer are the chunks of each: sending costs the engine time."""
+        clock = asyncio.get_running_loop().time
+        wait = self._sent + PACE * len(self.front.drain.answers) - clock()
+        if wait > SHORTEST:
+            await asyncio.sleep(wait)
+        self._sent = clock()
 
     def _take(self) -> "tuple[Choice, Piece]":
         choice, piece = self._news.popleft()
@@ -88,11 +106,7 @@ class Answer:
         assert choice is not None
         if piece.reason == "abort":
             raise ApiError(503, "the request was aborted")
-        before = choice.last or choice.ticket.arrival
-        first = not choice.tokens
         choice.take(piece)
-        if piece.step is not None:
-            self.front.measured.piece(self.slot.name, choice.last - before, first)
         self._left -= piece.reason is not None
         return choice, piece
 

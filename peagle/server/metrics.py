@@ -35,7 +35,7 @@ LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60,
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Until the first token.", SHORT),
-    "inter_token_latency_seconds": ("Between two pieces of an answer.", SHORT),
+    "inter_token_latency_seconds": ("Between two chunks of an answer.", SHORT),
     "request_time_per_output_token_seconds": ("Seconds a token after the first, of a request.", SHORT),
     "e2e_request_latency_seconds": ("Until the last token.", LONG),
     "request_queue_time_seconds": ("Until the engine took the request in.", LONG),
