@@ -1,15 +1,15 @@
 """What a quantised target costs and gives: the shipped pair in bf16, fp8, int8 and int4, the same drafters.
 
     python -m tests.measure_quantized make WORK DATA [--prompts 8]     the targets, the drafters for vLLM, the prompts
-    python -m tests.measure_quantized run WORK OUT.json [--seconds 540] [--tokens 128] [-k 7] [--device auto] [--speed]
+    python -m tests.measure_quantized run WORK OUT.json [--seconds 540] [--tokens 128] [-k 7] [--speed] [--quick]
     python tests/vllm/measure_quantized.py WORK OUT.json               the same in vLLM, in its own environment
 
-DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode where it can be had, one
-request at a time: the acceptance length, the answers beside those of bf16, how many of them repeat themselves (that is
-easy to draft), and that drafts change nothing. Along bf16's answers, by what the codes stand for: the KL divergence of
-the target's distribution from bf16's, and the share of tokens that stay the likeliest. `--speed`: tokens a second too,
-not exact, as a ratio to bf16 with the same method. OUT is written after every cell; what did not fit the time is not in
-it.
+DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode where it can be had (not with
+`--quick`), one request at a time: the acceptance length, the answers beside those of bf16, how many of them repeat
+themselves (that is easy to draft), and that drafts change nothing. Along bf16's answers, by what the codes stand for:
+the KL divergence of the target's distribution from bf16's, and the share of tokens that stay the likeliest. `--speed`:
+tokens a second too, not exact, as a ratio to bf16 with the same method. OUT is written after every cell; what did not
+fit the time is not in it.
 """
 
 import argparse
@@ -58,8 +58,10 @@ def make(work: Path, data: Path, count: int) -> None:
     (work / "prompts.json").write_text(json.dumps(prompts))
 
 
-def answered(pair: LoadedPair, method: Method, k: int, prompts: list[list[int]], tokens: int) -> list[Generation]:
-    return [pair.generate(ids, k, method, tokens) for ids in prompts]
+def answered(
+    pair: LoadedPair, method: Method, k: int, prompts: list[list[int]], tokens: int, exact: bool | None
+) -> list[Generation]:
+    return [pair.generate(ids, k, method, tokens, exact=exact) for ids in prompts]
 
 
 def distribution(pair: LoadedPair, ids: list[int], answer: list[int]) -> Tensor:
@@ -69,8 +71,9 @@ def distribution(pair: LoadedPair, ids: list[int], answer: list[int]) -> Tensor:
 
 
 class Measuring:
-    def __init__(self, work: Path, out: Path, tokens: int, k: int, device: str, speed: bool) -> None:
+    def __init__(self, work: Path, out: Path, tokens: int, k: int, device: str, speed: bool, quick: bool) -> None:
         self.work, self.out, self.tokens, self.k, self.device, self.speed = work, out, tokens, k, device, speed
+        self.exact = False if quick else None
         self.prompts: dict[str, list[list[int]]] = json.loads((work / "prompts.json").read_text())
         self.answers: dict[tuple[str, Method, str], list[list[int]]] = {}
         self.speeds: dict[Method, float] = {}  # of bf16
@@ -91,7 +94,7 @@ class Measuring:
                     self.tell(pair, self.timed(pair, name, method))
 
     def cell(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
-        got = answered(pair, method, self.k, self.prompts[label], self.tokens)
+        got = answered(pair, method, self.k, self.prompts[label], self.tokens, self.exact)
         answers = self.answers[name, method, label] = [one.token_ids for one in got]
         cell: Json = {"format": name, "method": method, "set": label, "weights": got[0].weights, "exact": got[0].exact}
         if method == "none":
@@ -158,11 +161,12 @@ def main() -> None:
     running.add_argument("-k", type=int, default=7)
     running.add_argument("--device", default="auto")
     running.add_argument("--speed", action="store_true")
+    running.add_argument("--quick", action="store_true", help="not exact: near ties may part")
     asked = parser.parse_args()
     if asked.command == "make":
         make(asked.work, asked.data, asked.prompts)
         return
-    measuring = Measuring(asked.work, asked.out, asked.tokens, asked.k, asked.device, asked.speed)
+    measuring = Measuring(asked.work, asked.out, asked.tokens, asked.k, asked.device, asked.speed, asked.quick)
     methods = [parse_method(word) for word in asked.methods.split(",")]
     measuring.run(asked.formats.split(","), methods, time.monotonic() + asked.seconds)
 
