@@ -5,8 +5,8 @@ as the multiplication itself. Our own kernel (kernels/matrix.py) reads the matri
 cannot be had, the library's layout is used. The laid-out copy is a second one: the model's own modules keep theirs.
 
 Of a quantised target the codes come along. They take the weight's place (`shrink`) where a kernel reads them: int8 on a
-CPU that has dot products of it, int8 and fp8 on a GPU for the few rows of a step. Elsewhere the weight is what they
-stand for.
+CPU that has dot products of it, int8 and fp8 on a GPU for the few rows of a step and large matrices. Elsewhere the
+weight is what they stand for.
 """
 
 import torch
@@ -19,6 +19,7 @@ from peagle.kernels.swiglu import swiglu
 from peagle.quantized.codes import Codes
 
 ROWS = 8  # the library's layout is the best for about so many rows
+PAYS = 32 << 20  # weights from which on reading codes is faster on an H200 (docs/quantized.md)
 
 
 class Weight:
@@ -60,8 +61,10 @@ class Weight:
         if self.matrix is not None and codes.dtype == torch.int8:
             self.matrix = Matrix(codes, self.bias, scales)
             return True
-        if fits(self.plain[:1], self.plain) and reads(codes.dtype, self.plain.device):  # any row: here one of its own
-            self.read, self.scales = codes.to(self.plain.device), scales.to(self.plain.device)
+        here = self.plain.device
+        large = here.type != "cuda" or self.plain.numel() >= PAYS
+        if large and fits(self.plain[:1], self.plain) and reads(codes.dtype, here):  # any row: here one of its own
+            self.read, self.scales = codes.to(here), scales.to(here)
             return True
         return False
 
