@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.core import Pair, TargetSource
-from peagle.entry import parse_pair
+from peagle.entry import HUB, parse_pair
 from peagle.errors import UserError, nearest
 from peagle.home import config_home
 
@@ -52,7 +52,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def find(name: str) -> Pair:
-    """The pair of that name or hub id, or a pair made of a local folder that holds a target."""
+    """The pair of that name or hub id, or a target alone: in a local folder, or of any other hub id."""
     for pair in shipped().values():
         if name in (pair.name, pair.target.hub):
             return pair
@@ -63,7 +63,9 @@ def find(name: str) -> Pair:
     for pair in catalog().values():
         if name == pair.target.hub:
             return pair
+    if HUB.fullmatch(name) and not Path(name).exists():
+        return Pair(name.replace("/", "--"), TargetSource(order=("hub",), hub=name), drafters={})
     raise UserError(
-        f"unknown pair {name!r}: use one of {', '.join(names())}, or the path of a folder with a target"
-        f" (config.json, safetensors, tokenizer).{nearest(name, names())}"
+        f"unknown pair {name!r}: use one of {', '.join(names())}, a hub id OWNER/NAME, or the path of a folder with a"
+        f" target (config.json, safetensors, tokenizer).{nearest(name, names())}"
     )

@@ -12,7 +12,7 @@ from peagle.production import Memory, Production
 
 UNKNOWN = "unknown"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
-HUB = re.compile(r"[\w.-]+/[\w.-]+")
+HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 
 PAIR = {"license": str, "method": str, "k": int, "target": dict, "drafters": dict, "production": dict}
 TARGET = {"sources": list, "hub": str, "revision": str, "folder": str, "wheels": dict, "digits_split": bool}

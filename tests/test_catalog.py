@@ -277,3 +277,14 @@ def test_the_config_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monke
     run("catalog", "add", "mine", "--target", "a/b")
     assert (tmp_path / "xdg" / "peagle" / "pairs" / "mine.toml").is_file()
     assert catalogue.user_files().keys() == {"mine"}
+
+
+def test_a_target_of_the_hub_alone() -> None:
+    """Any OWNER/NAME; a path that is not there is no hub id."""
+    found = find("acme/model-7b.v2")
+    assert (found.name, found.target.order, found.target.hub) == ("acme--model-7b.v2", ("hub",), "acme/model-7b.v2")
+    assert not found.drafters
+    assert find("HuggingFaceTB/SmolLM2-135M-Instruct").name == "smollm2-135m"
+    for path in ("./model", "../model", "a/b/c", "/model"):
+        with pytest.raises(UserError, match="unknown pair"):
+            find(path)
