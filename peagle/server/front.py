@@ -23,6 +23,7 @@ class Front:
     drain: Drain
     measured: Measured
     model: str = field(init=False)
+    streams: int = 0  # answers that are being sent as they grow
 
     def __post_init__(self) -> None:
         self.model = self.settings.model_names[0]
