@@ -123,3 +123,10 @@ def test_the_unit_is_hardened() -> None:
     assert service["ProtectSystem"] == "strict" and service["DynamicUser"] == "yes"
     assert "--api-key" not in service["ExecStart"]  # arguments can be read by everyone on the machine
     assert int(service["TimeoutStopSec"]) > 25  # the drain comes first
+    assert service["KillMode"] == "mixed"  # and a signal to the whole group would end the workers under it
+
+
+def test_the_docs_and_the_unit_agree() -> None:
+    unit = (DEPLOY / "systemd" / "peagle.service").read_text(encoding="utf-8")
+    told = re.findall(r"`((?:Restart|KillMode)=[\w-]+)`", (DEPLOY.parent / "docs" / "serve.md").read_text("utf-8"))
+    assert told and all(re.search(f"(?m)^{line}$", unit) for line in told)
