@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.core import Method
 from peagle.errors import UserError, nearest
+from peagle.server.backoff import Backoff
 from peagle.server.counts import Tallies, status_of
 from peagle.server.driver import Driver, Slot, Ticket
 from peagle.server.errors import ApiError
@@ -32,8 +33,6 @@ State = Literal["loading", "ready", "restarting", "failed", "closed"]
 MOST = 4  # engines beside the server's own
 MODEST = 1 << 13  # positions each of them has room for
 SMALL = 16  # requests each of them runs at once
-LONGEST = 30.0  # seconds between two tries
-HEALTHY = 60.0  # an engine that lived so long begins with a short wait again
 
 
 class Engines:
@@ -53,7 +52,7 @@ class Engines:
         self.tokenizing = ThreadPoolExecutor(1, "peagle-tokenizer")
         self._loader = loader or self._load_pair
         self._ids = itertools.count()
-        self._wait, self._since = settings.backoff, 0.0
+        self._backoff, self._since = Backoff(settings.backoff), 0.0
         self._timer: threading.Timer | None = None
 
     def start(self) -> None:
@@ -233,16 +232,15 @@ class Engines:
         end(slot)
         self._retire(slot)
         if ours:
-            if time.monotonic() - self._since > HEALTHY:
-                self._wait = self.settings.backoff
-            self._again(reload=False)
+            self._again(time.monotonic() - self._since, reload=False)
 
-    def _again(self, reload: bool) -> None:
+    def _again(self, lived: float, reload: bool) -> None:
         if self.state == "closed":
             return
-        self._timer = threading.Timer(self._wait, lambda: self.driver.submit(lambda: self._restart(reload)))
+        wait = self._backoff.next(lived)
+        tell("engine to be made again", logging.WARNING, engine=self.key[0], next_try_in=wait)
+        self._timer = threading.Timer(wait, lambda: self.driver.submit(lambda: self._restart(reload)))
         self._timer.daemon = True
-        self._wait = min(2 * self._wait, LONGEST)
         self._timer.start()
 
     def _restart(self, reload: bool) -> None:
@@ -255,8 +253,8 @@ class Engines:
                 self.loaded = self._loader()
             self._build_main()
         except Exception as error:
-            tell("restart failed", logging.ERROR, error, next_try_in=self._wait)
-            self._again(reload=True)
+            tell("restart failed", logging.ERROR, error)
+            self._again(0.0, reload=True)
             return
         tell("restarted", engine=self.key[0], restarts=self.restarts)
 

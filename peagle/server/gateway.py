@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from peagle.server.worker import Launch, Worker
 from peagle.server.workers import Workers
 
 T = TypeVar("T")
+LONGEST = 72  # bytes of the path of TMPDIR; with ours behind it, a socket's may have 103 on every system
 
 
 class Kind(Protocol):
@@ -48,7 +50,7 @@ class Gateway:
         self.drain = Drain(settings.drain_seconds)
         self.model = settings.model_names[0]
         self.workers = Workers()
-        self._folder = Path(tempfile.mkdtemp(prefix="peagle-"))  # readable by this user only
+        self._folder = socket_folder()
         self._starting: asyncio.Task[None] | None = None
 
     @property
@@ -105,6 +107,14 @@ class Gateway:
         replies = await self.workers.ask("/metrics")
         pages = {worker: reply.text for worker, reply in replies.items()}
         return await asyncio.to_thread(page_of, pages, self.workers, self.model)
+
+
+def socket_folder() -> Path:
+    """Readable by this user only."""
+    root = tempfile.gettempdir()
+    if len(os.fsencode(root)) > LONGEST:
+        raise UserError(f"a Unix socket's path would be too long in {root}: set TMPDIR to a shorter one")
+    return Path(tempfile.mkdtemp(prefix="peagle-"))
 
 
 async def apart(work: Callable[[], T]) -> T:
