@@ -38,6 +38,7 @@ class Slot:
     engine: "Engine"
     pending: dict[str, Ticket] = field(default_factory=dict)  # requests that wait for their first step
     used: float = field(default_factory=time.monotonic)
+    askers: int = 0  # that prepare a request to it
 
     @property
     def busy(self) -> bool:

@@ -9,8 +9,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.core import Method
@@ -76,6 +77,7 @@ class Engines:
     def reason(self) -> str:
         """Why it cannot answer now."""
         return {
+            "ready": "the engine was closed just now",
             "loading": "the model is still loading",
             "restarting": "the engine stopped and is being started again",
             "failed": "the model could not be loaded",
@@ -104,8 +106,17 @@ class Engines:
             return "none", 0
         return chosen, k or self.settings.k
 
-    async def slot(self, key: Key) -> Slot:
-        """Made when it is first asked for."""
+    @asynccontextmanager
+    async def slot(self, key: Key) -> AsyncIterator[Slot]:
+        """Made when it is first asked for; it stays while its askers prepare what they ask."""
+        slot = await self._slot(key)
+        slot.askers += 1
+        try:
+            yield slot
+        finally:
+            slot.askers -= 1
+
+    async def _slot(self, key: Key) -> Slot:
         self.require_ready()
         slot = self.main if key == self.key else self.others.get(key)
         if slot is None and key == self.key:  # it died just now
@@ -135,7 +146,8 @@ class Engines:
         return {slot.name: status_of(slot) for slot in self.slots}
 
     def counts(self) -> dict[str, Counter[Any]]:
-        return self.tallies.with_those_of(self.slots)
+        with self.tallies.lock:
+            return self.tallies.with_those_of(self.slots)
 
     # --- on the driver's thread ---------------------------------------------------------------------------------------
 
@@ -207,7 +219,7 @@ class Engines:
 
     def _make_room(self) -> None:
         """The engine that was not used for longest goes, if nobody needs it."""
-        idle = [(slot.used, key) for key, slot in self.others.items() if not slot.busy]
+        idle = [(slot.used, key) for key, slot in self.others.items() if not (slot.busy or slot.askers)]
         idle = [(used, key) for used, key in idle if time.monotonic() - used > 1]
         if not idle:
             raise ApiError(503, "all engines beside the server's own are busy: try again later", retry_after=2)
@@ -217,10 +229,11 @@ class Engines:
 
     def _retire(self, slot: Slot) -> None:
         self.driver.slots.remove(slot)
-        self.tallies.keep(slot)
-        if slot is self.main:
-            self.main = None
-        self.others = {key: one for key, one in self.others.items() if one is not slot}
+        with self.tallies.lock:
+            self.tallies.keep(slot)
+            if slot is self.main:
+                self.main = None
+            self.others = {key: one for key, one in self.others.items() if one is not slot}
 
     def _died(self, slot: Slot, error: Exception) -> None:
         """Whoever waits is told; the server's own engine is made again."""
