@@ -4,8 +4,8 @@ python -m tests.fake_worker SOCKET FOLDER NAME
 
 What a prompt begins with chooses the trouble: `die` (before anything is sent), `dead` (it answers 500 and is unwell
 from then on), `stall` (it answers 500 and then nothing, for a second), `mid` (after three events), `half` (in the
-middle of an event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in FOLDER: `crash-NAME` (it ends at once, with the code the file holds), `sick-NAME` (its health is
-503); NAME.log tells what came in.
+middle of an event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in FOLDER: `crash-NAME` (it ends at once,
+with the code the file holds), `sick-NAME` (its health is 503); NAME.log tells what came in.
 """
 
 import asyncio

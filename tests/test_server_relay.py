@@ -54,6 +54,8 @@ def test_what_passes_and_what_is_ours(live: Live) -> None:
     assert bad.headers["x-request-id"] == "id-bad"
     assert post(url, "x", model="fake").status_code == 200
     assert post(url, "x", model="other").status_code == 404
+    for odd in ("w" * 513, 7, ["fake"], 0):
+        assert post(url, "x", model=odd).status_code == 400
     assert post(url, "x" * (1 << 16)).status_code == 413
     assert post(url, "x", "/invocations").json()["body"]["prompt"] == "x"
     assert post(url, "x", "/tokenize").json()["body"]["prompt"] == "x"
@@ -201,7 +203,7 @@ def test_a_slow_worker_is_not_a_dead_one(tmp_path: Path, monkeypatch: pytest.Mon
 def test_patience_begins_when_a_worker_is_found_unwell(tmp_path: Path) -> None:
     """However long ago it was last looked at."""
     gateway = gateway_of(tmp_path, 1, patience=30.0)
-    with passing(gateway) as (_, url):
+    with passing(gateway):
         worker = gateway.workers.all[0]
         worker._unwell_since = time.monotonic() - 1000
         (tmp_path / "sick-fake-0").touch()
@@ -313,6 +315,7 @@ def test_a_full_house(tmp_path: Path) -> None:
         wait_for(lambda: gateway.workers.in_flight == 2)
         full = post(url, "hello")
         assert full.status_code == 429 and full.headers["retry-after"] == "1"
+        assert 'peagle:requests_total{model_name="fake",status="429"} 1.0' in httpx.get(f"{url}/metrics").text
         for thread in threads:
             thread.join()
         assert [reply.status_code for reply in found] == [504, 504]

@@ -13,7 +13,9 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of the target's raw distribution at that place: the token's own, its rank, and the likeliest tokens'."""
+    """The token's own, its rank, and the likeliest tokens', of the target's raw distribution at that place; where the
+    answer is bound to a grammar, of what that allows.
+    """
 
     token: int
     logprob: float

@@ -19,6 +19,7 @@ from peagle.server.drain import Drain
 from peagle.server.errors import ApiError
 from peagle.server.logs import tell
 from peagle.server.relay import PATHS, relaying
+from peagle.server.replies import Replies
 from peagle.server.scraped import page_of
 from peagle.server.served import Handler, check_name
 from peagle.server.settings import Settings
@@ -49,6 +50,7 @@ class Gateway:
         self.settings, self.kind = settings, kind
         self.drain = Drain(settings.drain_seconds)
         self.model = settings.model_names[0]
+        self.replies = Replies(self.model)
         self.workers = Workers()
         self._folder = socket_folder()
         self._starting: asyncio.Task[None] | None = None
@@ -106,7 +108,7 @@ class Gateway:
     async def metrics(self) -> bytes:
         replies = await self.workers.ask("/metrics")
         pages = {worker: reply.text for worker, reply in replies.items()}
-        return await asyncio.to_thread(page_of, pages, self.workers, self.model)
+        return await asyncio.to_thread(page_of, pages, self.workers, self.replies)
 
 
 def socket_folder() -> Path:

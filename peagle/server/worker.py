@@ -125,7 +125,8 @@ class Worker:
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(LEASH), str(self.launch.socket), *self.launch.command],
-            env=dict(self.launch.environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            env=dict(self.launch.environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
         self.pid = process.pid
         tell("worker started", worker=self.name, pid=process.pid)
