@@ -185,7 +185,8 @@ def test_a_client_that_does_not_read() -> None:
     front = front_of(max_batch=4)
     with running(front) as (_, url):
         body = json.dumps(LONG | {"stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\ncontent-length: {len(body)}"
+        head = "POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\n"
+        head += f"content-length: {len(body)}"
         stalled = raw_request(url, head, body)
         reply = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
         assert reply.json()["usage"]["completion_tokens"] == 200
