@@ -38,6 +38,10 @@ class RequestFailed(UserError):
     """The request could not be answered; the others were."""
 
 
+class RequestRefused(RequestFailed):
+    """For what was asked, not for what went wrong here."""
+
+
 class Stream:
     """Iterate over it (or `async for`), once; `abort()` gives the rest up."""
 
@@ -89,6 +93,8 @@ class Stream:
 
     def _checked(self, piece: Piece) -> Piece:
         self.ended = piece.reason is not None
+        if piece.reason == "refused":
+            raise RequestRefused(piece.error or "the request cannot be answered")
         if piece.reason == "error":
             raise RequestFailed(piece.error or "the request failed")
         return piece

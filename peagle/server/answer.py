@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from peagle.engine.stream import RequestRefused
 from peagle.errors import UserError
 from peagle.server.driver import Slot, Ticket
 from peagle.server.errors import ApiError
@@ -204,6 +205,8 @@ class Answer:
     def _told(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, RequestRefused):
+            return ApiError(400, str(error))
         if self.slot.engine.closed:
             return ApiError(503, "the engine stopped while it answered: try again", retry_after=2)
         return ApiError(500, str(error))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from peagle.server.engines import Engines
 
 LABELS = ["model_name", "engine"]
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "abort", "error", "refused")
 COUNTERS = {
     "spec_decode_num_drafts": ("drafts", "Passes that verified drafts."),
     "spec_decode_num_draft_tokens": ("draft_tokens", "Tokens drafted."),
