@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from peagle.engine.stream import RequestRefused
 from peagle.errors import UserError
 from peagle.server.driver import Slot, Ticket
 from peagle.server.errors import ApiError
@@ -203,6 +202,8 @@ class Answer:
         self._there.set()
 
     def _told(self, error: Exception) -> ApiError:
+        from peagle.engine.stream import RequestRefused
+
         if isinstance(error, ApiError):
             return error
         if isinstance(error, RequestRefused):
