@@ -132,13 +132,15 @@ class Grammars:
         stops = sum(1 << stop for stop in self._target.stop_ids)
         for _ in range(TRIED):
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-            rest = allowed & ~stops
-            if matcher.is_error() or not rest:
+            if matcher.is_error() or not allowed:
                 break
+            rest = allowed & ~stops or allowed
             token = (rest & -rest).bit_length() - 1
             if not matcher.consume_token(token) and self._vocabulary.is_special_token(token):
                 text = self._target.tokenizer.convert_ids_to_tokens(token)
                 return f"it wants {text!r}, which is no text but a token of its own: leave it out"
+            if matcher.is_stopped():
+                break
         return matcher.get_error()
 
 

@@ -290,7 +290,7 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
         (Grammar.regex("\ud800"), "surrogates"),
         (Grammar("lark", "start: nobody"), "nobody"),
         (Grammar.json({"const": "<bos>"}), "'<bos>', which is no text"),
-        (Grammar.choice(["<bos>"]), "'<bos>', which is no text"),
+        (Grammar.choice(["<eos>"]), "'<eos>', which is no text"),
         (Grammar.json({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}), "items; max is 2000"),
     ],
 )
