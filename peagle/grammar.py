@@ -6,8 +6,9 @@ Grammar -> Grammars.matcher (compiled once, copied for each request) -> engine/b
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.util import find_spec
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.errors import UserError
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from peagle.target import Target
 
 LONGEST = 1 << 18  # characters
-KEPT = 128  # compiled grammars
+KEPT, LEAST = 1 << 20, 1 << 12  # characters of the grammars that are kept compiled; what a short one counts as
+ITEMS = 10_000  # of a parser's step: it holds everybody up, and five times as many take half a second
+TRIED = 16  # tokens of an answer that is tried before the grammar is let in
 MESSAGE = 400  # characters of what the library says
 SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON's tokens: with no end to it, small targets write nothing else
 
@@ -31,7 +34,9 @@ class Grammar:
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool | str | None = None) -> "Grammar":
         """Of a JSON schema; without one, any JSON object."""
-        schema = {"type": "object"} if schema is None else schema
+        if schema is False:
+            raise UserError("the schema false allows nothing: use true for any JSON, or another schema")
+        schema = {"type": "object"} if schema is None else {} if schema is True else schema
         return cls("json", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
     @classmethod
@@ -42,7 +47,8 @@ class Grammar:
     def choice(cls, texts: Sequence[str]) -> "Grammar":
         if not texts or not all(texts):
             raise UserError("a choice needs texts to choose from, none of them empty")
-        return cls("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+        quoted = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return cls("lark", f"start: TEXT\nTEXT: {quoted}")  # one terminal: thousands of rules are too many
 
     @classmethod
     def ebnf(cls, rules: str) -> "Grammar":
@@ -65,11 +71,20 @@ class Grammars:
 
     def __init__(self, target: "Target") -> None:
         self._target = target
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self._lock = Lock()
+        self._kept: dict[Grammar, LLMatcher] = {}  # the one used last comes last
 
     def matcher(self, grammar: Grammar) -> "LLMatcher":
         """At the beginning of an answer; of its own."""
-        return self._compiled(grammar).deep_copy()
+        with self._lock:
+            found = self._kept.get(grammar)
+        compiled = found or self._compile(grammar)
+        with self._lock:
+            self._kept.pop(grammar, None)
+            self._kept[grammar] = compiled
+            while len(self._kept) > 1 and sum(max(len(one.text), LEAST) for one in self._kept) > KEPT:
+                self._kept.pop(next(iter(self._kept)))
+        return compiled.deep_copy()
 
     @cached_property
     def executor(self) -> "LLExecutor":
@@ -102,17 +117,31 @@ class Grammars:
         require_package()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, step_max_items=ITEMS)
         try:
             matcher = LLMatcher(self._vocabulary, rules_of(grammar), log_level=0, limits=limits)
-            tried = matcher.deep_copy()
-            tried.compute_bitmask()  # some that can say nothing at all are found here
-            reason = tried.get_error()
+            reason = self._try(matcher.deep_copy())
         except ValueError as error:
             reason = str(error)
         if reason:
-            raise UserError(f"the grammar cannot be used: {' '.join(reason.split())[:MESSAGE]}")
+            raise UserError(f"the grammar cannot be used: {one_line(reason)}")
         return matcher
+
+    def _try(self, matcher: "LLMatcher") -> str:
+        """What is wrong, if that is found by beginning an answer: with the first token of all that are allowed."""
+        stops = sum(1 << stop for stop in self._target.stop_ids)
+        for _ in range(TRIED):
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            if matcher.is_error() or not allowed:
+                break
+            rest = allowed & ~stops or allowed
+            token = (rest & -rest).bit_length() - 1
+            if not matcher.consume_token(token) and self._vocabulary.is_special_token(token):
+                text = self._target.tokenizer.convert_ids_to_tokens(token)
+                return f"it wants {text!r}, which is no text but a token of its own: leave it out"
+            if matcher.is_stopped():
+                break
+        return matcher.get_error()
 
 
 def rules_of(grammar: Grammar) -> str:
@@ -122,6 +151,11 @@ def rules_of(grammar: Grammar) -> str:
     if grammar.kind == "json":
         return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": SPACE})
     return (LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark)(grammar.text)
+
+
+def one_line(reason: str) -> str:
+    """What the library says of an error."""
+    return " ".join(reason.replace("<non-verbose/>", "").split())[:MESSAGE]
 
 
 def check_length(text: str) -> None:

@@ -3,9 +3,9 @@
 python -m tests.fake_worker SOCKET FOLDER NAME
 
 What a prompt begins with chooses the trouble: `die` (before anything is sent), `dead` (it answers 500 and is unwell
-from then on), `mid` (after three events), `half` (in the middle of an event), `slow`, `bad`; `die@NAME` is for that
-worker alone. Files in FOLDER: `crash-NAME` (it ends at once, with the code the file holds), `sick-NAME` (its health is
-503); NAME.log tells what came in.
+from then on), `stall` (it answers 500 and then nothing, for a second), `mid` (after three events), `half` (in the
+middle of an event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in FOLDER: `crash-NAME` (it ends at once,
+with the code the file holds), `sick-NAME` (its health is 503); NAME.log tells what came in.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ class Fake:
         if prompt.startswith("dead"):
             self.unwell = True
             await reply(send, 500, b'{"error": {"message": "EngineCore", "code": 500}}')
+        elif prompt.startswith("stall"):
+            await reply(send, 500, b'{"error": {"message": "one bad request", "code": 500}}')
+            time.sleep(1)
         elif prompt.startswith("bad"):
             error = {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}}
             await reply(send, 400, json.dumps(error).encode())

@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from peagle.server.app import POLICY
+
 PAGE = Path(__file__).parents[1] / "peagle" / "server" / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 METHODS = ("none", "eagle3", "p-eagle")
@@ -158,7 +160,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def body(self, code: int, content: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
         self.send_response(code)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **(headers or {})}.items():
+        told = {"Content-Type": kind, "Content-Length": str(len(content)), "Content-Security-Policy": POLICY}
+        for name, value in (told | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

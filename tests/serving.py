@@ -86,7 +86,7 @@ async def client_of(front: Front, ready: bool = True) -> AsyncIterator[httpx.Asy
         if ready:
             await until(lambda: front.engines.state == "ready")
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
             yield client
     finally:
         front.engines.close()

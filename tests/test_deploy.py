@@ -21,6 +21,7 @@ COUNTERS = {
     "vllm:num_preemptions_total",
     "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total",
+    "peagle:requests_total",
 }
 GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
 HISTOGRAMS = {
@@ -30,9 +31,10 @@ HISTOGRAMS = {
     "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
 }
-METRICS = COUNTERS | GAUGES | {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
-WORDS = {"sum", "by", "rate", "on", "group_left", "histogram_quantile", "max", "min_over_time", "and", "up"}
-LABELS = {"le", "engine", "model_name", "position", "finished_reason", "instance", "job"}
+ENGINES = {"peagle:engine_up", "peagle:engine_restarts_total"}
+METRICS = COUNTERS | GAUGES | ENGINES | {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
+WORDS = {"sum", "by", "rate", "increase", "on", "group_left", "histogram_quantile", "max", "min_over_time", "and", "up"}
+LABELS = {"le", "engine", "model_name", "position", "finished_reason", "status", "instance", "job"}
 
 
 def names(expression: str) -> set[str]:
@@ -95,6 +97,7 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
         assert names(rule["expr"]) <= METRICS, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert rule["annotations"]["summary"] and rule["annotations"]["fix"]
+    assert {rule["alert"] for rule in rules if ENGINES & names(rule["expr"])} == {"PeagleNoEngine", "PeagleRestarts"}
     scrape = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
     assert scrape["rule_files"] == ["alerts.yml"] and scrape["scrape_configs"][0]["job_name"] == "peagle"
 
@@ -123,3 +126,10 @@ def test_the_unit_is_hardened() -> None:
     assert service["ProtectSystem"] == "strict" and service["DynamicUser"] == "yes"
     assert "--api-key" not in service["ExecStart"]  # arguments can be read by everyone on the machine
     assert int(service["TimeoutStopSec"]) > 25  # the drain comes first
+    assert service["KillMode"] == "mixed"  # and a signal to the whole group would end the workers under it
+
+
+def test_the_docs_and_the_unit_agree() -> None:
+    unit = (DEPLOY / "systemd" / "peagle.service").read_text(encoding="utf-8")
+    told = re.findall(r"`((?:Restart|KillMode)=[\w-]+)`", (DEPLOY.parent / "docs" / "serve.md").read_text("utf-8"))
+    assert told and all(re.search(f"(?m)^{line}$", unit) for line in told)

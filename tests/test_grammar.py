@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.core import METHODS, Method
 from peagle.engine import Engine
+from peagle.engine.stream import RequestRefused
 from peagle.errors import UserError
-from peagle.grammar import LONGEST, Grammar, Grammars
+from peagle.grammar import LEAST, LONGEST, Grammar, Grammars
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.conftest import make_drafter, make_target
@@ -288,15 +289,64 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
         (Grammar.regex("(a|b"), "unclosed"),
         (Grammar.regex("\ud800"), "surrogates"),
         (Grammar("lark", "start: nobody"), "nobody"),
+        (Grammar.json({"const": "<bos>"}), "'<bos>', which is no text"),
+        (Grammar.choice(["<eos>"]), "'<eos>', which is no text"),
+        (Grammar.json({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}), "items; max is 2000"),
     ],
 )
 def test_bad_grammars(grammar: Grammar, word: str) -> None:
     engine = bound_engine("none")
     with pytest.raises(UserError, match=word) as found:
         engine.add([10], grammar=grammar)
-    assert "\n" not in str(found.value) and len(str(found.value)) < 500
+    assert "\n" not in str(found.value) and "<non-verbose/>" not in str(found.value) and len(str(found.value)) < 500
     engine.check_integrity()
     assert not engine.seats
+
+
+# Its end is too much, its beginning is not.
+LATE = Grammar.json(COMPACT | {
+    "type": "array", "minItems": 26, "maxItems": 26, "prefixItems": [{"const": 12}] * 25,
+    "items": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}},
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
+    engine = bound_engine(method)
+    bound, free = engine.add([10, 20], grammar=LATE, max_tokens=200), engine.add([10, 30], max_tokens=40)
+    engine.drain()
+    with pytest.raises(RequestRefused, match="kept to its grammar: Parser Error: Current row") as found:
+        list(bound)
+    assert "\n" not in str(found.value) and "<non-verbose/>" not in str(found.value)
+    assert list(free)[-1].reason in ("stop", "length")
+    assert engine.status()["finished"]["refused"] == 1 and not engine.status()["finished"].get("error")
+    engine.check_integrity()
+
+
+def test_an_ambiguous_grammar_is_refused_before_it_holds_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so few tokens to choose from it takes a lower limit than with a real vocabulary."""
+    monkeypatch.setattr("peagle.grammar.ITEMS", 50)
+    with pytest.raises(UserError, match=r"Too many items \(limit 50;"):
+        Grammars(bound_pair().target).matcher(Grammar("lark", "start: s\ns: s s s | s s | /[a-z]/ | "))
+
+
+def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.grammar.KEPT", 3 * LEAST)
+    grammars, compiled = Grammars(bound_pair().target), list[str]()
+    compile_ = Grammars._compile
+
+    def counted(self: Grammars, grammar: Grammar) -> Any:
+        compiled.append(grammar.text)
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", counted)
+    for text in ("a", "b", "c", "a", "d", "a", "b"):
+        grammars.matcher(Grammar.regex(text))
+    assert compiled == ["a", "b", "c", "d", "b"], "the one not used for longest went"
+    grammars.matcher(Grammar.regex("e" * (2 * LEAST)))
+    grammars.matcher(Grammar.regex("b"))
+    grammars.matcher(Grammar.regex("a"))
+    assert compiled[5:] == ["e" * (2 * LEAST), "a"], "a long one counts for more"
 
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +359,8 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Grammar.ebnf("a" * (LONGEST + 1))
     with pytest.raises(UserError, match="read"):
         Grammar.ebnf("root ::= (")
+    with pytest.raises(UserError, match="allows nothing"):
+        Grammar.json(False)
     for texts in ([], ["a", ""]):
         with pytest.raises(UserError, match="choice"):
             Grammar.choice(texts)
@@ -320,13 +372,13 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_any_text_can_be_a_choice() -> None:
-    texts = ["a b", "é", "😀 x", 'q"uo\\te', "new\nline", "it's", "/x/", "tab\t"]
+    texts = [*(f"item{i}" for i in range(5000)), "a b", "é", "😀 x", 'q"uo\\te', "new\nline", "it's", "/x/", "tab\t"]
     model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     model.add_special_tokens(["<eos>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
     target = SimpleNamespace(tokenizer=tokenizer, vocab_size=257, stop_ids={256}, name="bytes")
     matcher = Grammars(target).matcher(Grammar.choice(texts))  # type: ignore[arg-type]
-    for text in texts:
+    for text in texts[-12:]:
         one = matcher.deep_copy()
         assert one.consume_tokens(tokenizer(text)["input_ids"]) and one.is_stopped()

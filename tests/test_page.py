@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -44,7 +45,7 @@ def server() -> Iterator[PageServer]:
 
 
 @contextmanager
-def opened(browser: "Browser", server: PageServer, hash: str = "", **look: Any) -> "Iterator[Page]":
+def opened(browser: "Browser", server: Any, hash: str = "", **look: Any) -> "Iterator[Page]":
     """A page that must not say anything on the console, and never asks anyone but its server."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **look})
     page, said = context.new_page(), list[str]()
@@ -343,3 +344,17 @@ def test_every_file_is_shipped() -> None:
     for script in PAGE.glob("*.js"):
         linked |= set(re.findall(r'from "\./([\w.]+)"', script.read_text(encoding="utf-8")))
     assert linked | {"index.html"} == {path.name for path in PAGE.iterdir()}
+
+
+def test_a_real_server(browser: "Browser") -> None:
+    """`peagle serve` itself: what is typed goes to its engines, and every lane streams what they say."""
+    from tests.serving import front_of, running
+
+    with running(front_of()) as (_, url), opened(browser, SimpleNamespace(url=url)) as page:
+        assert page.inner_text("#model") == "· tiny"
+        ask(page, "w6 w9 w30")
+        ended(page)
+        said = {method: lane(page, method).locator(".text").inner_text().split() for method in NAMES}
+        assert len(said["none"]) > 5 and all(word.startswith("w") for word in said["none"])
+        assert said["p-eagle"] == said["eagle3"] == said["none"]
+        assert not page.is_visible("#problem")

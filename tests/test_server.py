@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from peagle import __version__
 from peagle.server import app
+from peagle.server.errors import ApiError
 from peagle.server.front import Front
 from tests.serving import all_free, client_of, events, front_of, tiny_pair, until, word_tokenizer
 
@@ -286,6 +288,111 @@ def test_engines_are_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None
     served(test)
 
 
+def test_an_engine_stays_while_somebody_prepares_to_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peagle.server import ask as asking
+    from peagle.server import engines
+
+    monkeypatch.setattr(engines, "MOST", 1)
+    held, scores = asyncio.Event(), asking.scores
+
+    async def slow(*args: Any) -> Any:
+        await held.wait()
+        return await scores(*args)
+
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        monkeypatch.setattr(asking, "scores", slow)
+        waiting = asyncio.create_task(ask(client, TEXT, echo=True, logprobs=1, peagle={"k": 1}))
+        await until(lambda: front.engines.others)
+        monkeypatch.setattr(asking, "scores", scores)
+        slot = front.engines.others["p-eagle", 1]
+        slot.used = 0
+        assert "busy" in (await ask(client, code=503, peagle={"k": 2}))["error"]["message"]
+        held.set()
+        assert (await waiting)["usage"]["completion_tokens"] == 8
+        slot.used = 0
+        await ask(client, peagle={"k": 2})
+        assert slot.engine.closed and slot.askers == 0
+        with pytest.raises(ApiError, match="closed just now"):
+            front.engines.add(slot, [6])
+
+    served(test)
+
+
+def test_counters_never_go_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks while an engine goes is told the same as before and after."""
+    seen, asked = list[int](), list[threading.Thread]()
+
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        await ask(client, peagle={"k": 1})
+        tallies = front.engines.tallies
+        keep = tallies.keep
+
+        def count() -> None:
+            seen.append(front.engines.counts()["p-eagle k=1"]["generated_tokens"])
+
+        def slow(slot: Any) -> None:
+            keep(slot)
+            asked.append(threading.Thread(target=count))
+            asked[0].start()
+            asked[0].join(0.3)
+
+        monkeypatch.setattr(tallies, "keep", slow)
+        count()
+        front.engines.driver.submit(lambda: front.engines._retire(front.engines.others["p-eagle", 1])).result()
+        asked[0].join()
+        count()
+        assert seen == [8, 8, 8]
+
+    served(test)
+
+
+def test_requests_are_counted_by_status() -> None:
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        await ask(client)
+        await ask(client, code=400, temperature=-1)
+        await client.get("/health")
+        page = (await client.get("/metrics")).text
+        assert 'peagle:requests_total{model_name="tiny",status="200"} 1.0' in page
+        assert 'peagle:requests_total{model_name="tiny",status="400"} 1.0' in page
+        assert 'peagle:requests_total{model_name="tiny",status="429"} 0.0' in page
+
+    served(test)
+
+
+LOCAL = {"host": "127.0.0.1:8000"}
+PAGES: list[tuple[dict[str, str], dict[str, Any], int]] = [
+    (LOCAL, {}, 200),
+    (LOCAL | {"origin": "http://127.0.0.1:8000"}, {}, 200),
+    (LOCAL | {"origin": "http://127.0.0.1:9000"}, {}, 403),
+    (LOCAL | {"origin": "https://evil.example"}, {}, 403),
+    (LOCAL | {"origin": "null"}, {}, 403),
+    (LOCAL | {"origin": "https://evil.example"}, {"api_keys": ("key",)}, 200),
+    (LOCAL | {"origin": "https://Chat.example"}, {"allow_origins": ("https://chat.example",)}, 200),
+    ({"host": "localhost:8000", "origin": "http://localhost:8000"}, {}, 200),
+    ({"host": "[::1]:8000"}, {}, 200),
+    ({"host": "evil.example:8000", "origin": "http://evil.example:8000"}, {}, 403),
+    ({"host": "evil.example"}, {}, 403),
+    ({"host": "127.0.0.1.evil.example"}, {}, 403),
+    ({"host": "chat.example"}, {"allow_origins": ("https://chat.example",)}, 200),
+    ({"host": "model.example:8080"}, {"host": "0.0.0.0"}, 200),
+    ({"host": "model.example:8080", "origin": "https://evil.example"}, {"host": "0.0.0.0"}, 403),
+    ({"host": "worker"}, {"socket": "/tmp/0.sock"}, 200),
+]
+
+
+@pytest.mark.parametrize(("headers", "how", "code"), PAGES)
+def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int) -> None:
+    async def test() -> None:
+        front = front_of(**how)
+        transport = httpx.ASGITransport(app=app.build(front))
+        key = {"authorization": "Bearer key"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            assert (await client.get("/v1/models", headers=headers | key)).status_code == code
+            assert (await client.get("/version", headers=headers)).status_code == 200
+
+    asyncio.run(test())
+
+
 def test_small_endpoints() -> None:
     async def test(client: httpx.AsyncClient, front: Front) -> None:
         for method in ("GET", "POST"):
@@ -316,7 +423,8 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test(client: httpx.AsyncClient, front: Front) -> None:
         index = await client.get("/")
-        assert index.text == "<title>race</title>" and "default-src 'self'" in index.headers["content-security-policy"]
+        assert index.text == "<title>race</title>" and "script-src 'self';" in index.headers["content-security-policy"]
+        assert "unsafe" not in index.headers["content-security-policy"]
         script = await client.get("/page/race.js")
         assert "javascript" in script.headers["content-type"] and script.headers["x-content-type-options"] == "nosniff"
         assert script.headers["cache-control"] == "no-cache" and script.headers["etag"]

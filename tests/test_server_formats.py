@@ -16,7 +16,7 @@ from peagle.grammar import Grammars
 from peagle.loaded import LoadedPair
 from peagle.server.front import Front
 from tests.serving import all_free, client_of, events, front_of, until
-from tests.test_grammar import BOB, COMPACT, bound_pair
+from tests.test_grammar import BOB, COMPACT, LATE, bound_pair
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "bob", "schema": BOB, "strict": True}}
@@ -140,6 +140,10 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "both", "guided_choice"),
     "tag": ({"structured_outputs": {"structural_tag": "{}"}}, "honoured", "structured_outputs.structural_tag"),
     "backend": ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "llguidance", "guided_decoding_backend"),
+    "nothing": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": False}}}, "nothing",
+        "response_format",
+    ),
     "eos": ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", ""),
 }  # fmt: skip
 
@@ -152,6 +156,23 @@ def test_refused() -> None:
             assert (error["param"] or "").startswith(param), (name, error)
             assert "\n" not in error["message"]
         assert await content(client, guided_choice=["yes"]) == "yes"
+
+    served(test)
+
+
+def test_any_json_and_what_is_refused_late() -> None:
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        whatever = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
+        digit = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("1")): 100}
+        text = (await ask(client, response_format=whatever, logit_bias=digit, max_tokens=3))["choices"][0]
+        assert text["message"]["content"] == "111"
+        for stream in (False, True):
+            told = await ask(client, code=200 if stream else 400, guided_json=LATE.text, stream=stream, max_tokens=200)
+            error = told[-1]["error"] if stream else told["error"]
+            assert error["code"] == 400 and "kept to its grammar" in error["message"]
+        page = (await client.get("/metrics")).text
+        assert 'finished_reason="refused",model_name="tiny"} 2.0' in page
+        assert 'finished_reason="error",model_name="tiny"} 0.0' in page
 
     served(test)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -149,12 +150,43 @@ def test_half_a_body_and_silence(live: tuple[Front, str]) -> None:
     wait_free(front)
 
 
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if http == "h11":
+        monkeypatch.setattr("peagle.server.heads.find_spec", lambda name: None)
+    with running(front_of(api_keys=("key",))) as (_, url):
+        for flood in (b"a" * (1 << 17), b"a: b\r\n" * (1 << 15)):
+            endless = raw_request(url, "GET /health HTTP/1.1\nhost: 127.0.0.1\nx-a: a")  # its head is complete
+            assert b" 200 " in endless.recv(4096)
+            endless.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-a: " + flood)
+            assert (b" 431 " if http == "httptools" else b" 400 ") in endless.recv(4096).split(b"\r\n")[0]
+            assert until_closed(endless)
+        chunked = "POST /health HTTP/1.1\nhost: 127.0.0.1\ntransfer-encoding: chunked"
+        trailing = raw_request(url, chunked, b"1\r\na\r\n0\r\nx-a: " + b"a" * (1 << 19))
+        assert until_closed(trailing)
+        long = httpx.get(f"{url}/health", headers={"x-a": "a" * 60_000})
+        assert long.status_code == 200
+        body = httpx.post(f"{url}/v1/completions", content=b" " * (1 << 20), headers={"authorization": "Bearer key"})
+        assert body.status_code == 400  # a long body is no long head
+
+
+def until_closed(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    connection.close()
+    return True
+
+
 def test_a_client_that_does_not_read() -> None:
     """It holds its own connection, nobody else; its pages are free when its answer is complete."""
     front = front_of(max_batch=4)
     with running(front) as (_, url):
         body = json.dumps(LONG | {"stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\nhost: x\ncontent-type: application/json\ncontent-length: {len(body)}"
+        head = "POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\n"
+        head += f"content-length: {len(body)}"
         stalled = raw_request(url, head, body)
         reply = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
         assert reply.json()["usage"]["completion_tokens"] == 200

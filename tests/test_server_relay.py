@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from peagle.errors import UserError
 from peagle.server.gateway import Gateway
+from peagle.server.worker import Worker
 from tests.relaying import ROOT, alive, gateway_of, passing, pids_of, wait_for
 from tests.serving import raw_request
 
@@ -51,6 +54,8 @@ def test_what_passes_and_what_is_ours(live: Live) -> None:
     assert bad.headers["x-request-id"] == "id-bad"
     assert post(url, "x", model="fake").status_code == 200
     assert post(url, "x", model="other").status_code == 404
+    for odd in ("w" * 513, 7, ["fake"], 0):
+        assert post(url, "x", model=odd).status_code == 400
     assert post(url, "x" * (1 << 16)).status_code == 413
     assert post(url, "x", "/invocations").json()["body"]["prompt"] == "x"
     assert post(url, "x", "/tokenize").json()["body"]["prompt"] == "x"
@@ -181,6 +186,65 @@ def test_a_worker_that_stays_unwell_is_started_again(tmp_path: Path) -> None:
         assert gateway.workers.restarts == 1
 
 
+def test_a_slow_worker_is_not_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that says 500 and then nothing for a while, the answer is passed on; nobody ends it."""
+    gateway = gateway_of(tmp_path, 1)
+    with passing(gateway) as (_, url):
+        worker = gateway.workers.all[0]
+        ask = worker.get
+        monkeypatch.setattr(worker, "get", lambda path, seconds=0.3: ask(path, seconds))
+        slow = post(url, "stall")
+        assert slow.status_code == 500 and "one bad request" in slow.text
+        time.sleep(1.5)
+        assert post(url, "hello").status_code == 200
+        assert (worker.state, worker.restarts) == ("ready", 0)
+
+
+def test_patience_begins_when_a_worker_is_found_unwell(tmp_path: Path) -> None:
+    """However long ago it was last looked at."""
+    gateway = gateway_of(tmp_path, 1, patience=30.0)
+    with passing(gateway):
+        worker = gateway.workers.all[0]
+        worker._unwell_since = time.monotonic() - 1000
+        (tmp_path / "sick-fake-0").touch()
+        wait_for(lambda: worker.state == "unwell")
+        assert not worker._lost()
+        (tmp_path / "sick-fake-0").unlink()
+        wait_for(lambda: gateway.workers.ready)
+        assert worker.restarts == 0
+
+
+def test_a_restart_that_hangs_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = gateway_of(tmp_path, 1)
+    with passing(gateway):
+        (tmp_path / "sick-fake-0").touch()
+        monkeypatch.setattr("peagle.server.worker.RESTART", 1.0)
+        wait_for(lambda: gateway.workers.restarts >= 2)
+        (tmp_path / "sick-fake-0").unlink()
+        wait_for(lambda: gateway.workers.ready)
+
+
+def test_a_worker_is_watched_whatever_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, asked = gateway_of(tmp_path, 1), list[int]()
+
+    async def odd(worker: Worker) -> None:
+        asked.append(1)
+        if len(asked) < 3:
+            raise TypeError("'NoneType' object is not subscriptable")
+        await found_well(worker)
+
+    found_well = Worker._found_well
+    monkeypatch.setattr(Worker, "_found_well", odd)
+    with passing(gateway):
+        assert len(asked) >= 3
+
+
+def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
+    with pytest.raises(UserError, match="set TMPDIR"):
+        gateway_of(tmp_path)
+
+
 @pytest.mark.parametrize(("code", "tries"), [(2, 1), (1, 3)])
 def test_a_first_start_that_fails_ends_the_server(code: int, tries: int, tmp_path: Path) -> None:
     (tmp_path / "crash-fake-0").write_text(str(code))
@@ -251,6 +315,7 @@ def test_a_full_house(tmp_path: Path) -> None:
         wait_for(lambda: gateway.workers.in_flight == 2)
         full = post(url, "hello")
         assert full.status_code == 429 and full.headers["retry-after"] == "1"
+        assert 'peagle:requests_total{model_name="fake",status="429"} 1.0' in httpx.get(f"{url}/metrics").text
         for thread in threads:
             thread.join()
         assert [reply.status_code for reply in found] == [504, 504]
@@ -297,11 +362,14 @@ with passing(gateway_of(Path(sys.argv[1]))):
 
 def test_nothing_is_left_when_the_server_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ORPHANS, str(tmp_path)]
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    here = tempfile.mkdtemp()  # a short path: sockets lie there
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "TMPDIR": here}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None and server.stdout.readline() == "ready\n"
     pids = [pid for name in ("fake-0", "fake-1") for pid in pids_of(tmp_path, name)]
-    assert all(map(alive, pids))
+    assert all(map(alive, pids)) and list(Path(here).glob("peagle-*/*.sock"))
     server.kill()
     server.communicate()
     wait_for(lambda: not any(map(alive, pids)), 10)
+    wait_for(lambda: not list(Path(here).iterdir()), 10)
+    Path(here).rmdir()

@@ -32,10 +32,11 @@ def test_shares_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(replicas.shares_of(Settings(replicas=3, kv_tokens=4096))) == 3
 
 
-def test_a_replicas_own_settings(tmp_path: Path) -> None:
+def test_a_replicas_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_API_KEY", "secret")
     how = Settings(replicas=1, device="cpu", api_keys=("secret",), names=("a",), methods=("none",))
     launch = replicas.Replicas(how).launches(tmp_path)[0]
-    assert "secret" not in str(launch.command)
+    assert "secret" not in str(launch.command) and "secret" not in launch.environment.values()
     given = json.loads(launch.command[-1])
     assert (given["replicas"], given["socket"], given["names"]) == (None, str(launch.socket), ["a"])
 

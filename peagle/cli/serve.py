@@ -40,6 +40,10 @@ def serve(
             "--api-key", help="A key to ask for.", envvar="PEAGLE_API_KEY", show_envvar=True, show_default=False
         ),
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option("--allow-origin", help="Without a key: whose web pages may ask, too.", show_default=False),
+    ] = None,
     names: Annotated[
         list[str] | None,
         typer.Option("--served-model-name", help="What requests call it. Default: the pair's.", show_default=False),
@@ -126,6 +130,7 @@ def serve(
         methods=parse_methods(methods), parallel=told.parallel, max_batch=max_batch, max_queue=max_queue,
         kv_tokens=kv_tokens, context=context, chunk=chunk, int8=int8, exact=exact, prefix_caching=prefix_caching,
         graphs=not eager, names=tuple(names or ()), api_keys=tuple(api_key or ()),
+        allow_origins=tuple(allow_origin or ()),
         max_body=int(max_body_mb * (1 << 20)), timeout=timeout, drain_seconds=drain_seconds, log_prompts=log_prompts,
         engine=kind, replicas=replicas, vllm_python=vllm_python if kind == "vllm" else None,
         vllm_arguments=tuple(vllm_arguments or ()), tensor_parallel=tensor_parallel,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.history import move
-from peagle.grammar import Grammar, Grammars
+from peagle.grammar import Grammar, Grammars, one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -33,7 +33,7 @@ class Binding:
         """How many of the tokens belong to the answer: up to the one behind which nothing can follow."""
         for count, token in enumerate(tokens, 1):
             if not self.matcher.consume_token(token):
-                self.refused = self.matcher.get_error()
+                self.refused = one_line(self.matcher.get_error())
             self.over = self.matcher.is_stopped()
             if self.over:
                 return count

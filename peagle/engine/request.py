@@ -17,7 +17,7 @@ from peagle.core import Sampling
 from peagle.errors import UserError
 
 Status = Literal["waiting", "prefill", "decode", "finished"]
-Reason = Literal["stop", "length", "abort", "error"]
+Reason = Literal["stop", "length", "abort", "error", "refused"]  # refused: its grammar was too much
 MOST_LOGPROBS = 20
 
 

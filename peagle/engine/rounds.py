@@ -252,7 +252,7 @@ class Rounds:
         tokens = tokens[:room]
         tokens, ended = seat.cut(tokens)
         if seat.binding is not None and seat.binding.refused:
-            self.finish(request, "error", f"the answer left its grammar: {seat.binding.refused}")
+            self.finish(request, "refused", f"the answer cannot be kept to its grammar: {seat.binding.refused}")
             return
         pushed = seat.words.push(tokens)
         if pushed.stopped:

@@ -13,7 +13,9 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of the target's raw distribution at that place: the token's own, its rank, and the likeliest tokens'."""
+    """The token's own, its rank, and the likeliest tokens', of the target's raw distribution at that place; where the
+    answer is bound to a grammar, of what that allows.
+    """
 
     token: int
     logprob: float
@@ -34,6 +36,10 @@ class Piece:
 
 class RequestFailed(UserError):
     """The request could not be answered; the others were."""
+
+
+class RequestRefused(RequestFailed):
+    """For what was asked, not for what went wrong here."""
 
 
 class Stream:
@@ -87,6 +93,8 @@ class Stream:
 
     def _checked(self, piece: Piece) -> Piece:
         self.ended = piece.reason is not None
+        if piece.reason == "refused":
+            raise RequestRefused(piece.error or "the request cannot be answered")
         if piece.reason == "error":
             raise RequestFailed(piece.error or "the request failed")
         return piece

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from peagle.core import Step
     from peagle.engine.stream import Piece, Stream, TokenLogprob
 
-PACE = 100e-6  # seconds between two chunks of an answer, for each answer under way
+PACE = 100e-6  # seconds between two chunks of an answer, for each that is being sent
 SHORTEST = 500e-6  # a wait that pays
 
 
@@ -56,7 +56,7 @@ class Answer:
         self._there = asyncio.Event()
         self._left = sum(choice.stream is not None for choice in choices)
         self._closed = False
-        self._sent = 0.0  # when the last piece was taken
+        self._sent = 0.0  # when the last chunk was taken; 0: none was
         for choice in choices:
             if choice.stream is not None:
                 self._hear(choice, choice.stream)
@@ -70,7 +70,8 @@ class Answer:
     async def next(self, single: bool = False) -> "tuple[Choice, Piece] | None":
         """What comes next, of whichever choice; None when all have ended.
 
-        Pieces that have piled up are one, unless `single`: where the engine is faster than we can send, chunks grow.
+        A choice's pieces that have piled up are one, unless `single`: where the engine is faster than we can send,
+        chunks grow.
         """
         if not self._left:
             return None
@@ -79,40 +80,54 @@ class Answer:
             await self._there.wait()
         if not single:
             await self._pace()
-        before = self._news[0][0].last if self._news[0][0] is not None else 0.0
-        choice, piece = self._take()
-        while self._news and not single and self._news[0][0] is choice and not isinstance(self._news[0][1], Exception):
-            more = self._take()[1]
-            piece = replace(
-                more, text=piece.text + more.text, logprobs=piece.logprobs + more.logprobs, step=more.step or piece.step
-            )
+        choice, piece = self._news.popleft()
+        if isinstance(piece, Exception):
+            raise self._told(piece)
+        assert choice is not None
+        before = choice.last
+        self._take(choice, piece)
+        if self._news and not single:
+            piece = self._with_more(choice, piece)
         if piece.step is not None:
             began = before or choice.ticket.arrival
             self.front.measured.piece(self.slot.name, choice.last - began, first=not before)
         return choice, piece
 
+    async def whole(self) -> None:
+        """Nothing is sent meanwhile, so that nothing is held back."""
+        while await self.next(single=True) is not None:
+            pass
+
     async def _pace(self) -> None:
         """The more are answered at once, the rarer and longer are the chunks of each: sending costs the engine time."""
+        if not self._sent:
+            self.front.streams += 1
         clock = asyncio.get_running_loop().time
-        wait = self._sent + PACE * len(self.front.drain.answers) - clock()
+        wait = self._sent + PACE * self.front.streams - clock()
         if wait > SHORTEST:
             await asyncio.sleep(wait)
         self._sent = clock()
 
-    def _take(self) -> "tuple[Choice, Piece]":
-        choice, piece = self._news.popleft()
-        if isinstance(piece, Exception):
-            raise self._told(piece)
-        assert choice is not None
-        if piece.reason == "abort":
-            raise ApiError(503, "the request was aborted")
+    def _with_more(self, choice: Choice, piece: "Piece") -> "Piece":
+        """All that has come of this choice, up to an error, as one piece; what others said stays in its order."""
+        pieces: list[Piece] = [piece]
+        others: list[tuple[Choice | None, Piece | Exception]] = []
+        while self._news:
+            whose, more = self._news[0]
+            if isinstance(more, Exception):
+                break
+            self._news.popleft()
+            if whose is choice:
+                self._take(choice, more)
+                pieces.append(more)
+            else:
+                others.append((whose, more))
+        self._news.extendleft(reversed(others))
+        return joined(pieces) if len(pieces) > 1 else piece
+
+    def _take(self, choice: Choice, piece: "Piece") -> None:
         choice.take(piece)
         self._left -= piece.reason is not None
-        return choice, piece
-
-    async def whole(self) -> None:
-        while await self.next() is not None:
-            pass
 
     def abort(self, error: ApiError) -> None:
         """Whoever reads is told."""
@@ -130,6 +145,7 @@ class Answer:
                 choice.stream.abort()
         self.front.engines.driver.wake()
         self.front.drain.answers.discard(self)
+        self.front.streams -= bool(self._sent)
         self.front.measured.answer(self)
 
     @property
@@ -172,7 +188,8 @@ class Answer:
         def collect() -> None:
             try:
                 for piece in stream.waiting():
-                    self._put(choice, piece)
+                    aborted = piece.reason == "abort"
+                    self._put(choice, ApiError(503, "the request was aborted") if aborted else piece)
             except UserError as error:  # the request failed, or the engine did
                 self._put(choice, error)
 
@@ -185,8 +202,21 @@ class Answer:
         self._there.set()
 
     def _told(self, error: Exception) -> ApiError:
+        from peagle.engine.stream import RequestRefused
+
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, RequestRefused):
+            return ApiError(400, str(error))
         if self.slot.engine.closed:
             return ApiError(503, "the engine stopped while it answered: try again", retry_after=2)
         return ApiError(500, str(error))
+
+
+def joined(pieces: "list[Piece]") -> "Piece":
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        logprobs=tuple(token for piece in pieces for token in piece.logprobs),
+        step=next((piece.step for piece in reversed(pieces) if piece.step is not None), None),
+    )

@@ -19,12 +19,16 @@ from peagle.server.auth import Auth
 from peagle.server.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.limits import read_object
 from peagle.server.logs import Requests
-from peagle.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from peagle.server.origins import Origins
+from peagle.server.schema import LONGEST_NAME, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from peagle.server.served import Handler, Served, served_of
 from peagle.server.sse import Gone
 
 PAGE = Path(__file__).parent / "page"
-POLICY = "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'"
+)
 STARTED = int(time.time())
 
 
@@ -44,7 +48,7 @@ def build(front: Served, on_failure: Callable[[str], None] = lambda reason: None
     app.state.front = front
     add_routes(app, front.handlers)
     describe(app)
-    return Requests(Auth(app, front.settings.api_keys), front.drain)
+    return Requests(Origins(Auth(app, front.settings.api_keys), front.settings), front.drain, front.replies)
 
 
 def add_routes(app: FastAPI, handlers: Mapping[str, Handler]) -> None:
@@ -107,7 +111,7 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(request: Request, name: str) -> dict[str, Any]:
     front = served_of(request)
     if name not in front.settings.model_names:
-        raise ApiError(404, f"there is no model {name!r} here", "model")
+        raise ApiError(404, f"there is no model {name[:LONGEST_NAME]!r} here", "model")
     return card(front, name)
 
 
@@ -155,6 +159,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in {
         400: "What was asked for cannot be had; the message says why.", 401: "No key, or a wrong one.",
+        403: "A page of another origin.",
         404: "No such model.", 408: "The body did not come.", 413: "The body is too long.", 415: "Not JSON.",
         429: "The queue is full: try again.", 503: "Loading, restarting or shutting down.", 504: "It took too long.",
     }.items()

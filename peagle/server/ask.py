@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from peagle.server.answer import Answer, Choice
-from peagle.server.driver import Ticket
+from peagle.server.driver import Slot, Ticket
 from peagle.server.errors import ApiError
 from peagle.server.formats import compiled
 from peagle.server.front import Front
@@ -14,6 +14,7 @@ from peagle.server.schema import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob
+    from peagle.grammar import Grammar
 
 SEEDS = 2**63
 
@@ -25,16 +26,27 @@ async def ask(front: Front, body: ChatRequest | CompletionRequest, prompts: list
         raise ApiError(
             400, f"{len(prompts) * body.choices} answers at once: the queue holds {front.settings.max_queue}"
         )
-    slot = await front.engines.slot(key)
-    context = slot.engine.scheduler.context
-    for ids in prompts:
-        if not ids:
-            raise ApiError(400, "the prompt has no tokens: give at least one", "prompt")
-        check_room(front, context, len(ids), body.most)
-        check_ids(ids, slot.engine.target.vocab_size)
-    grammar = await compiled(front, body)
-    scored = await scores(front, body, prompts)
-    choices: list[Choice] = []
+    async with front.engines.slot(key) as slot:
+        context = slot.engine.scheduler.context
+        for ids in prompts:
+            if not ids:
+                raise ApiError(400, "the prompt has no tokens: give at least one", "prompt")
+            check_room(context, len(ids), body.most)
+            check_ids(ids, slot.engine.target.vocab_size)
+        grammar = await compiled(front, body)
+        scored = await scores(front, body, prompts)
+        return begun(front, slot, body, prompts, grammar, scored)
+
+
+def begun(
+    front: Front,
+    slot: Slot,
+    body: ChatRequest | CompletionRequest,
+    prompts: list[list[int]],
+    grammar: "Grammar | None",
+    scored: "list[list[TokenLogprob] | None]",
+) -> Answer:
+    context, choices = slot.engine.scheduler.context, list[Choice]()
     try:
         for number, ids in enumerate(prompts):
             for i in range(body.choices):

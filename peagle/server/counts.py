@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 from peagle.server.driver import Slot
@@ -14,7 +15,10 @@ COUNTED = (
 
 
 class Tallies:
+    """Whoever takes an engine away holds `lock` until it is kept here and not told by itself any more."""
+
     def __init__(self) -> None:
+        self.lock = Lock()
         self._gone: dict[str, Counter[Any]] = {}
 
     def keep(self, slot: Slot) -> None:

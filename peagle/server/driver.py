@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peagle.engine import Engine
 
 T = TypeVar("T")
-PATIENCE = 5.0  # seconds for the pass or the download under way, when it stops
+STOP = 5.0  # seconds for the pass or the download under way, when it stops
 IDLE = 1.0  # seconds without a sign before the thread looks for itself
 
 
@@ -38,6 +38,7 @@ class Slot:
     engine: "Engine"
     pending: dict[str, Ticket] = field(default_factory=dict)  # requests that wait for their first step
     used: float = field(default_factory=time.monotonic)
+    askers: int = 0  # that prepare a request to it
 
     @property
     def busy(self) -> bool:
@@ -71,7 +72,7 @@ class Driver:
         self._stopped = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(PATIENCE)
+            self._thread.join(STOP)
 
     @property
     def alive(self) -> bool:

@@ -9,12 +9,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.core import Method
 from peagle.errors import UserError, nearest
+from peagle.server.backoff import Backoff
 from peagle.server.counts import Tallies, status_of
 from peagle.server.driver import Driver, Slot, Ticket
 from peagle.server.errors import ApiError
@@ -32,8 +34,6 @@ State = Literal["loading", "ready", "restarting", "failed", "closed"]
 MOST = 4  # engines beside the server's own
 MODEST = 1 << 13  # positions each of them has room for
 SMALL = 16  # requests each of them runs at once
-LONGEST = 30.0  # seconds between two tries
-HEALTHY = 60.0  # an engine that lived so long begins with a short wait again
 
 
 class Engines:
@@ -53,7 +53,7 @@ class Engines:
         self.tokenizing = ThreadPoolExecutor(1, "peagle-tokenizer")
         self._loader = loader or self._load_pair
         self._ids = itertools.count()
-        self._wait, self._since = settings.backoff, 0.0
+        self._backoff, self._since = Backoff(settings.backoff), 0.0
         self._timer: threading.Timer | None = None
 
     def start(self) -> None:
@@ -77,6 +77,7 @@ class Engines:
     def reason(self) -> str:
         """Why it cannot answer now."""
         return {
+            "ready": "the engine was closed just now",
             "loading": "the model is still loading",
             "restarting": "the engine stopped and is being started again",
             "failed": "the model could not be loaded",
@@ -105,8 +106,17 @@ class Engines:
             return "none", 0
         return chosen, k or self.settings.k
 
-    async def slot(self, key: Key) -> Slot:
-        """Made when it is first asked for."""
+    @asynccontextmanager
+    async def slot(self, key: Key) -> AsyncIterator[Slot]:
+        """Made when it is first asked for; it stays while its askers prepare what they ask."""
+        slot = await self._slot(key)
+        slot.askers += 1
+        try:
+            yield slot
+        finally:
+            slot.askers -= 1
+
+    async def _slot(self, key: Key) -> Slot:
         self.require_ready()
         slot = self.main if key == self.key else self.others.get(key)
         if slot is None and key == self.key:  # it died just now
@@ -136,7 +146,8 @@ class Engines:
         return {slot.name: status_of(slot) for slot in self.slots}
 
     def counts(self) -> dict[str, Counter[Any]]:
-        return self.tallies.with_those_of(self.slots)
+        with self.tallies.lock:
+            return self.tallies.with_those_of(self.slots)
 
     # --- on the driver's thread ---------------------------------------------------------------------------------------
 
@@ -208,7 +219,7 @@ class Engines:
 
     def _make_room(self) -> None:
         """The engine that was not used for longest goes, if nobody needs it."""
-        idle = [(slot.used, key) for key, slot in self.others.items() if not slot.busy]
+        idle = [(slot.used, key) for key, slot in self.others.items() if not (slot.busy or slot.askers)]
         idle = [(used, key) for used, key in idle if time.monotonic() - used > 1]
         if not idle:
             raise ApiError(503, "all engines beside the server's own are busy: try again later", retry_after=2)
@@ -218,10 +229,11 @@ class Engines:
 
     def _retire(self, slot: Slot) -> None:
         self.driver.slots.remove(slot)
-        self.tallies.keep(slot)
-        if slot is self.main:
-            self.main = None
-        self.others = {key: one for key, one in self.others.items() if one is not slot}
+        with self.tallies.lock:
+            self.tallies.keep(slot)
+            if slot is self.main:
+                self.main = None
+            self.others = {key: one for key, one in self.others.items() if one is not slot}
 
     def _died(self, slot: Slot, error: Exception) -> None:
         """Whoever waits is told; the server's own engine is made again."""
@@ -233,16 +245,15 @@ class Engines:
         end(slot)
         self._retire(slot)
         if ours:
-            if time.monotonic() - self._since > HEALTHY:
-                self._wait = self.settings.backoff
-            self._again(reload=False)
+            self._again(time.monotonic() - self._since, reload=False)
 
-    def _again(self, reload: bool) -> None:
+    def _again(self, lived: float, reload: bool) -> None:
         if self.state == "closed":
             return
-        self._timer = threading.Timer(self._wait, lambda: self.driver.submit(lambda: self._restart(reload)))
+        wait = self._backoff.next(lived)
+        tell("engine to be made again", logging.WARNING, engine=self.key[0], next_try_in=wait)
+        self._timer = threading.Timer(wait, lambda: self.driver.submit(lambda: self._restart(reload)))
         self._timer.daemon = True
-        self._wait = min(2 * self._wait, LONGEST)
         self._timer.start()
 
     def _restart(self, reload: bool) -> None:
@@ -255,8 +266,8 @@ class Engines:
                 self.loaded = self._loader()
             self._build_main()
         except Exception as error:
-            tell("restart failed", logging.ERROR, error, next_try_in=self._wait)
-            self._again(reload=True)
+            tell("restart failed", logging.ERROR, error)
+            self._again(0.0, reload=True)
             return
         tell("restarted", engine=self.key[0], restarts=self.restarts)
 

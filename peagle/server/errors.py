@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-    408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
-    503: "service_unavailable_error", 504: "timeout_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+    429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
 
 

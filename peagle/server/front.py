@@ -9,6 +9,7 @@ from fastapi import Request
 from peagle.server.drain import Drain
 from peagle.server.engines import Engines
 from peagle.server.metrics import Measured
+from peagle.server.replies import Replies
 from peagle.server.served import Handler, check_name
 from peagle.server.settings import Settings
 
@@ -21,16 +22,19 @@ class Front:
     settings: Settings
     engines: Engines
     drain: Drain
+    replies: Replies
     measured: Measured
     model: str = field(init=False)
+    streams: int = 0  # answers that are being sent as they grow
 
     def __post_init__(self) -> None:
         self.model = self.settings.model_names[0]
 
     @classmethod
     def of(cls, settings: Settings, engines: Engines | None = None) -> "Front":
-        engines = engines or Engines(settings)
-        return cls(settings, engines, Drain(settings.drain_seconds), Measured(settings.model_names[0], engines))
+        engines, model = engines or Engines(settings), settings.model_names[0]
+        replies = Replies(model)
+        return cls(settings, engines, Drain(settings.drain_seconds), replies, Measured(model, engines, replies))
 
     def require(self, model: str | None) -> "LoadedPair":
         """The pair, if a new request may come in and calls the model by its name, or by none."""

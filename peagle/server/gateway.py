@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -18,6 +19,7 @@ from peagle.server.drain import Drain
 from peagle.server.errors import ApiError
 from peagle.server.logs import tell
 from peagle.server.relay import PATHS, relaying
+from peagle.server.replies import Replies
 from peagle.server.scraped import page_of
 from peagle.server.served import Handler, check_name
 from peagle.server.settings import Settings
@@ -25,6 +27,7 @@ from peagle.server.worker import Launch, Worker
 from peagle.server.workers import Workers
 
 T = TypeVar("T")
+LONGEST = 72  # bytes of the path of TMPDIR; with ours behind it, a socket's may have 103 on every system
 
 
 class Kind(Protocol):
@@ -47,8 +50,9 @@ class Gateway:
         self.settings, self.kind = settings, kind
         self.drain = Drain(settings.drain_seconds)
         self.model = settings.model_names[0]
+        self.replies = Replies(self.model)
         self.workers = Workers()
-        self._folder = Path(tempfile.mkdtemp(prefix="peagle-"))  # readable by this user only
+        self._folder = socket_folder()
         self._starting: asyncio.Task[None] | None = None
 
     @property
@@ -104,7 +108,15 @@ class Gateway:
     async def metrics(self) -> bytes:
         replies = await self.workers.ask("/metrics")
         pages = {worker: reply.text for worker, reply in replies.items()}
-        return await asyncio.to_thread(page_of, pages, self.workers, self.model)
+        return await asyncio.to_thread(page_of, pages, self.workers, self.replies)
+
+
+def socket_folder() -> Path:
+    """Readable by this user only."""
+    root = tempfile.gettempdir()
+    if len(os.fsencode(root)) > LONGEST:
+        raise UserError(f"a Unix socket's path would be too long in {root}: set TMPDIR to a shorter one")
+    return Path(tempfile.mkdtemp(prefix="peagle-"))
 
 
 async def apart(work: Callable[[], T]) -> T:

@@ -1,6 +1,6 @@
 """A command on a leash: it runs until it ends or the leash is let go of, and then nothing of it is left.
 
-    python leash.py COMMAND ...
+    python leash.py SOCKET COMMAND ...
 
 Standard input is a pipe that only our parent holds: its end is the parent's end, even by SIGKILL. SIGTERM and SIGINT
 are passed on. What the command started and left behind becomes ours (a subreaper's), and is killed. A file of its own
@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-PATIENCE = 10.0  # seconds for killed processes to be gone
+KILL = 10.0  # seconds for killed processes to be gone
+ORPHANED = 0.5  # seconds until a parent that let go because it died is seen to be dead
 
 
 def prctl(option: int, value: int) -> None:
@@ -38,7 +39,7 @@ def children() -> list[int]:
 
 def end_all() -> None:
     """Killing a process makes its children ours: again, until there are none."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + KILL
     while time.monotonic() < end:
         for pid in children():
             with contextlib.suppress(ProcessLookupError):
@@ -51,17 +52,27 @@ def end_all() -> None:
         time.sleep(0.01)
 
 
-def let_go() -> None:
-    """When nobody holds us any more."""
-    while os.read(0, 4096):
-        pass
-    end_all()
-    os._exit(128 + signal.SIGKILL)
+def tidy(socket: Path) -> None:
+    """Who died cannot: the socket, and its folder when the last one is gone."""
+    with contextlib.suppress(OSError):
+        socket.unlink(missing_ok=True)
+        socket.parent.rmdir()
 
 
-def main(command: list[str]) -> int:
+def main(socket: Path, command: list[str]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    ours = os.getpid()
+    ours, parent, free = os.getpid(), os.getppid(), threading.Event()
+
+    def let_go() -> None:
+        """When nobody holds us any more."""
+        while os.read(0, 4096):
+            pass
+        free.set()
+        end_all()
+        time.sleep(ORPHANED)
+        if os.getppid() != parent:
+            tidy(socket)
+        os._exit(128 + signal.SIGKILL)
 
     def bind() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -71,12 +82,15 @@ def main(command: list[str]) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bind)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: child.send_signal(number))
-    threading.Thread(target=let_go, daemon=True).start()
+    letting_go = threading.Thread(target=let_go, daemon=True)
+    letting_go.start()
     code = child.wait()
+    if free.is_set():
+        letting_go.join()
     end_all()
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    os._exit(main(sys.argv[1:]))
+    os._exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.server.drain import Drain
 from peagle.server.errors import INTERNAL, ApiError
+from peagle.server.replies import Replies
 
 log = logging.getLogger("peagle.server")
 GIVEN = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # what a client may call its request
-QUIET = ("/health", "/ping", "/metrics", "/v1/peagle/status")  # asked every few seconds
+UNLOGGED = ("/health", "/ping", "/metrics", "/v1/peagle/status")  # asked every few seconds
 
 
 class Lines(logging.Formatter):
@@ -70,8 +71,8 @@ def request_id(scope: Scope) -> str:
 class Requests:
     """Around everything: an id for each request, a line in the log, and no exception that gets away."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
-        self.app, self.drain = app, drain
+    def __init__(self, app: ASGIApp, drain: Drain, replies: Replies) -> None:
+        self.app, self.drain, self.replies = app, drain, replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +98,8 @@ class Requests:
                 tell("error", logging.ERROR, error, request_id=id, path=scope["path"])
                 if not status:
                     await ApiError(500, INTERNAL).response(scope, receive, sending)
-        if scope["path"] not in QUIET:
+        if scope["path"] not in UNLOGGED:
+            self.replies.add(status)
             seconds = round(time.perf_counter() - started, 4)
             fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
             tell("request", request_id=id, **fields, **notes(scope))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from peagle.server.engines import Engines
 
 LABELS = ["model_name", "engine"]
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "abort", "error", "refused")
 COUNTERS = {
     "spec_decode_num_drafts": ("drafts", "Passes that verified drafts."),
     "spec_decode_num_draft_tokens": ("draft_tokens", "Tokens drafted."),
@@ -45,9 +45,10 @@ HISTOGRAMS = {
 
 
 class Measured:
-    def __init__(self, model: str, engines: "Engines") -> None:
+    def __init__(self, model: str, engines: "Engines", *others: Collector) -> None:
         self.model, self.registry = model, CollectorRegistry()
-        self.registry.register(EngineCollector(model, engines))
+        for one in (EngineCollector(model, engines), *others):
+            self.registry.register(one)
         ProcessCollector(registry=self.registry)
         self.histograms = {
             name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)

@@ -10,7 +10,7 @@ from peagle.server.front import Front
 from peagle.server.schema import Message
 
 LONGEST_TOKEN = 128  # characters: a text of more than that times the context cannot fit
-OURS = (
+SERVERS = (
     "chat_template", "conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding",
     "truncation", "max_length", "tools", "documents", "tokenizer_kwargs", "messages",
 )  # fmt: skip
@@ -19,7 +19,7 @@ OURS = (
 async def chat_ids(front: Front, messages: Sequence[Message], more: dict[str, Any] | None = None) -> list[int]:
     """Under the target's chat template; `more`: what the template may want to know."""
     plain = [message.plain() for message in messages]
-    if bad := next((name for name in more or {} if name in OURS), None):
+    if bad := next((name for name in more or {} if name in SERVERS), None):
         raise ApiError(
             400, f"chat_template_kwargs.{bad} is for the server to say: leave it out", "chat_template_kwargs"
         )
@@ -61,7 +61,7 @@ def check_length(front: Front, characters: int) -> None:
         )
 
 
-def check_room(front: Front, context: int, prompt: int, answer: int | None) -> None:
+def check_room(context: int, prompt: int, answer: int | None) -> None:
     """What was asked for must fit; without a limit an answer ends with the context."""
     if prompt >= context:
         raise ApiError(

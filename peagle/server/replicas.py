@@ -16,9 +16,9 @@ import httpx
 from peagle.errors import UserError
 from peagle.server.settings import Settings
 from peagle.server.totals import added
-from peagle.server.worker import Launch, Worker
+from peagle.server.worker import Launch, Worker, inherited
 
-PATIENCE = 60.0  # seconds: a worker makes a broken engine again itself, unless the device is broken for good
+UNWELL = 60.0  # seconds: a worker makes a broken engine again itself, unless the device is broken for good
 
 
 class Replicas:
@@ -39,7 +39,7 @@ class Replicas:
             log_prompts=False,
         )  # fmt: skip
         command = (sys.executable, "-m", "peagle.server.replicas", json.dumps(asdict(own)))
-        return Launch(f"replica-{i}", command, dict(os.environ) | share, socket, PATIENCE)
+        return Launch(f"replica-{i}", command, inherited() | share, socket, UNWELL)
 
     def passed_on(self, body: dict[str, Any]) -> dict[str, Any]:
         return body

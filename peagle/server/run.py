@@ -13,6 +13,7 @@ from peagle.errors import UserError
 from peagle.server.app import build
 from peagle.server.front import Front
 from peagle.server.gateway import Gateway
+from peagle.server.heads import protocol
 from peagle.server.logs import set_up, tell
 from peagle.server.replicas import Replicas
 from peagle.server.served import Served
@@ -49,7 +50,7 @@ class Server(uvicorn.Server):
     def __init__(self, front: Served) -> None:
         super().__init__(uvicorn.Config(
             build(front, self.fail), log_config=None, access_log=False, server_header=False, timeout_keep_alive=30,
-            timeout_graceful_shutdown=3, backlog=BACKLOG, lifespan="on",
+            timeout_graceful_shutdown=3, backlog=BACKLOG, lifespan="on", http=protocol(),
         ))  # fmt: skip
         self.front, self.failure = front, None  # type: Served, str | None
         self.loop: asyncio.AbstractEventLoop | None = None

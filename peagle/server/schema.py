@@ -8,9 +8,11 @@ from peagle.server.errors import ApiError
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_TOP = 128, 32, 1024, 20
 LARGEST = 2**31 - 1
+LONGEST_NAME = 512
 
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Name = Annotated[str, StringConstraints(max_length=LONGEST_NAME)]
 KEEPER = "llguidance keeps answers to their grammar: leave it out"
 REFUSED = {  # fields that other servers know, when they hold something
     "tools": "tools are not parsed by this server: leave them out",
@@ -69,7 +71,7 @@ class StructuredOutputs(Model):
 class Extension(Model):
     """Ours: which method and K answers this request, and whether a stream tells how drafts fared."""
 
-    method: str | None = None
+    method: Name | None = None
     k: Annotated[int, Field(ge=1, le=31)] | Literal["auto"] | None = None
     trace: bool | None = None
 
@@ -77,7 +79,7 @@ class Extension(Model):
 class Asked(Model):
     """What chat and completions share."""
 
-    model: str | None = None
+    model: Name | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=LARGEST)
@@ -102,7 +104,7 @@ class Asked(Model):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    user: Name | None = None
     peagle: Extension | None = None
 
     @property
@@ -200,7 +202,7 @@ class CompletionRequest(Asked):
 
 
 class TokenizeRequest(Model):
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -208,7 +210,7 @@ class TokenizeRequest(Model):
 
 
 class DetokenizeRequest(Model):
-    model: str | None = None
+    model: Name | None = None
     tokens: list[TokenId]
 
 

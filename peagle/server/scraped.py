@@ -12,10 +12,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from peagle.server.replies import Replies
 from peagle.server.worker import Worker
 from peagle.server.workers import Workers
 
-OURS = ("peagle:engine_up", "peagle:engine_restarts")  # a worker's own would be mistaken for the server's
+FRONTS = (
+    "peagle:engine_up",
+    "peagle:engine_restarts",
+    "peagle:requests",
+)  # a worker's own would be mistaken for the server's
 
 
 class Scraped(Collector):
@@ -26,7 +31,7 @@ class Scraped(Collector):
         families: dict[str, Metric] = {}
         for worker, page in self.pages.items():
             for family in text_string_to_metric_families(page):
-                if family.name in OURS:
+                if family.name in FRONTS:
                     continue
                 new = Metric(family.name, family.documentation, family.type)
                 samples = families.setdefault(family.name, new).samples
@@ -58,7 +63,8 @@ class Scraped(Collector):
         yield from (up, restarts, each, busy)
 
 
-def page_of(pages: Mapping[Worker, str], workers: Workers, model: str) -> bytes:
+def page_of(pages: Mapping[Worker, str], workers: Workers, replies: Replies) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Scraped(pages, workers, model))
+    registry.register(Scraped(pages, workers, replies.model))
+    registry.register(replies)
     return generate_latest(registry)

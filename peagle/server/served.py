@@ -8,6 +8,8 @@ from fastapi import Request, Response
 from peagle.errors import nearest
 from peagle.server.drain import Drain
 from peagle.server.errors import ApiError
+from peagle.server.replies import Replies
+from peagle.server.schema import LONGEST_NAME
 from peagle.server.settings import Settings
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
@@ -16,6 +18,7 @@ Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 class Served(Protocol):
     settings: Settings
     drain: Drain
+    replies: Replies
     model: str
 
     @property
@@ -50,6 +53,8 @@ def served_of(request: Request) -> Served:
 
 def check_name(model: Any, names: tuple[str, ...]) -> None:
     """A request calls the model by one of its names, or by none."""
+    if model is not None and (not isinstance(model, str) or len(model) > LONGEST_NAME):
+        raise ApiError(400, f"model must be a string of at most {LONGEST_NAME} characters", "model")
     if model and model not in names:
-        close = nearest(str(model), list(names))
+        close = nearest(model, list(names))
         raise ApiError(404, f"there is no model {model!r} here: use {', '.join(map(repr, names))}.{close}", "model")

@@ -9,7 +9,10 @@ from peagle.core import Method, check_k, parse_method
 from peagle.errors import UserError, nearest
 
 EngineKind = Literal["native", "vllm"]
-OURS = ("--model", "--served-model-name", "--api-key", "--host", "--port", "--uds", "--root-path", "--ssl-keyfile")
+FRONTS = (  # options of vLLM's that the front must have the say of
+    "--model", "--served-model-name", "--api-key", "--host", "--port", "--uds", "--root-path", "--ssl-keyfile",
+    "--ssl-certfile", "--ssl-ca-certs",
+)  # fmt: skip
 ENGINES: tuple[EngineKind, ...] = get_args(EngineKind)
 
 
@@ -37,6 +40,7 @@ class Settings:
     graphs: bool = True
     names: tuple[str, ...] = ()  # of the model; (): the pair's
     api_keys: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()  # of web pages that may ask though no key is asked for
     max_body: int = 25 << 20  # bytes
     timeout: float = 600.0  # seconds an answer may take; 0: no limit
     body_timeout: float = 60.0  # seconds until a request's body is there
@@ -65,6 +69,7 @@ class Settings:
             "--timeout must be 0 (no limit) or more": 0 <= self.timeout < float("inf"),
             "--drain-seconds must be 0 or more": 0 <= self.drain_seconds < float("inf"),
             "--api-key must not be empty: leave it out": all(self.api_keys),
+            "--allow-origin must be like https://example.org": all("://" in origin for origin in self.allow_origins),
             "--served-model-name must not be empty: leave it out": all(self.names),
         }
         rules |= self._vllm_rules() if self.engine == "vllm" else self._native_rules()
@@ -73,7 +78,7 @@ class Settings:
                 raise UserError(rule)
 
     def _vllm_rules(self) -> dict[str, bool]:
-        taken = [word for word in self.vllm_arguments if word.partition("=")[0] in OURS]
+        taken = [word for word in self.vllm_arguments if is_fronts(word)]
         return {
             f"{' '.join(taken)} must not stand behind --: give it to peagle serve, or leave it out": not taken,
             "--int8 cannot be had from vLLM: use -- --quantization ..., or --engine native": not self.int8,
@@ -114,6 +119,12 @@ class Settings:
     def open_to_all(self) -> bool:
         """Others than this machine can reach it, and no key is asked for."""
         return not self.api_keys and self.host not in ("127.0.0.1", "localhost", "::1")
+
+
+def is_fronts(word: str) -> bool:
+    """However it is written: --api_key=x, or cut short to --api-k."""
+    option = word.partition("=")[0].replace("_", "-")
+    return len(option) > 2 and any(one.startswith(option) for one in FRONTS)
 
 
 def parse_serving_k(word: str) -> int | str:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,10 @@ from peagle.server.methods import QUIET, settle
 from peagle.server.schema import Extension
 from peagle.server.settings import Settings
 from peagle.server.totals import from_vllm
-from peagle.server.worker import Launch, Worker
+from peagle.server.worker import Launch, Worker, inherited
 from peagle.tuned import machine_of, read_tuned, tuned_path
 
-PATIENCE = 3.0  # seconds: once it says 503 of itself, its engine is dead
+UNWELL = 3.0  # seconds: once it says 503 of itself, its engine is dead
 CPU_SPACE = "4"  # GiB of keys and values on a CPU, unless the environment says otherwise
 
 
@@ -59,7 +58,7 @@ class Vllm:
         socket = folder / "vllm.sock"
         command = (installed.python, *arguments(how, installed, place, socket, self._speculative(drafter)))
         tell("vLLM", version=installed.text, python=installed.python, method=self.method, k=self.k)
-        return [Launch("vllm", command, environment(installed, how, self.method), socket, PATIENCE)]
+        return [Launch("vllm", command, environment(installed, how, self.method), socket, UNWELL)]
 
     def _fixed_k(self, pair: Pair) -> int:
         if isinstance(self.settings.k, int):
@@ -148,9 +147,9 @@ def arguments(
 
 
 def environment(installed: Installed, how: Settings, method: Method) -> dict[str, str]:
-    """The user's own has the last word; but keys are asked for by us, and P-EAGLE runs on the first runner only."""
+    """The user's own has the last word; but P-EAGLE runs on the first runner only."""
     usual = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if installed.cpu or how.device == "cpu":
         usual["VLLM_CPU_KVCACHE_SPACE"] = CPU_SPACE
     needed = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if method == "p-eagle" else {}
-    return usual | {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | needed
+    return usual | inherited() | needed

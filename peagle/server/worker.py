@@ -23,16 +23,18 @@ from typing import Any, Literal
 import httpx
 
 from peagle.errors import UserError
+from peagle.server.backoff import Backoff
 from peagle.server.logs import pass_on, tell
 
 State = Literal["starting", "ready", "unwell", "down", "closed"]
 LEASH = Path(__file__).with_name("leash.py")
 TRIES = 3  # of a first start
 REFUSED = 2  # the exit code of a mistake that another try repeats
-LONGEST, HEALTHY = 30.0, 60.0  # seconds: between two tries; a worker that was ready so long begins with a short wait
 GLANCE, LOOK = 0.05, 0.5  # seconds between looks: at the process; at its health
 SILENCE = 60.0  # seconds without any word from a process that is there
+RESTART = 1200.0  # seconds until one that has been ready before is ready again
 STOP, KILL = 8.0, 15.0  # seconds to stop in good order; to be gone when killed
+KEYS = ("PEAGLE_API_KEY", "SM_VLLM_API_KEY", "VLLM_API_KEY")
 LINES = 15  # of its log, told when it cannot start
 
 
@@ -47,6 +49,11 @@ class Launch:
     patience: float  # seconds it may say 503 of itself, once it was ready, before it is started again
 
 
+def inherited() -> dict[str, str]:
+    """The environment of a worker: ours, without keys. They are asked for by us alone."""
+    return {name: value for name, value in os.environ.items() if name not in KEYS}
+
+
 class Worker:
     def __init__(self, launch: Launch, backoff: float) -> None:
         self.launch, self.backoff = launch, backoff
@@ -55,7 +62,7 @@ class Worker:
         self.restarts = self.in_flight = self.context = 0
         self.pid: int | None = None
         self.proven = False  # it has been ready once
-        self._ready_at, self._heard, self._well = 0.0, 0.0, 0.0
+        self._started = self._ready_at = self._heard = self._unwell_since = 0.0
         self._last: deque[str] = deque(maxlen=LINES)
         self._reader: threading.Thread
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
@@ -65,17 +72,15 @@ class Worker:
 
     async def run(self) -> None:
         """Until it is cancelled. UserError: it never was ready, and will not be."""
-        wait = self.backoff
+        backoff = Backoff(self.backoff)
         try:
             for tries in itertools.count(1):
                 code = await self._life()
                 if not self.proven and (code == REFUSED or tries == TRIES):
                     raise UserError(self._obituary(code))
-                if self._ready_at and time.monotonic() - self._ready_at > HEALTHY:
-                    wait = self.backoff
+                wait = backoff.next(time.monotonic() - self._ready_at if self._ready_at else 0.0)
                 tell("worker ended", logging.WARNING, worker=self.name, code=code, next_try_in=wait)
                 await asyncio.sleep(wait)
-                wait = min(2 * wait, LONGEST)
                 self.restarts += 1
         finally:
             self.state = "closed"
@@ -88,10 +93,12 @@ class Worker:
         """Asked now, by whoever got no answer; where it is not, nobody else is sent there."""
         try:
             found = (await self.get("/health")).status_code == 200
+        except httpx.TimeoutException:
+            return True  # slow is not dead: silence is measured elsewhere
         except httpx.HTTPError:
             found = False
-        if not found and self.state == "ready":
-            self.state = "unwell"
+        if not found:
+            self._found_unwell()
         return found
 
     def about(self) -> dict[str, Any]:
@@ -101,7 +108,7 @@ class Worker:
     async def _life(self) -> int:
         """One process from its start to its end; its exit code."""
         self.state, self._ready_at = "starting", 0.0
-        self._heard = self._well = time.monotonic()
+        self._heard = self._started = time.monotonic()
         self._last.clear()
         self.launch.socket.unlink(missing_ok=True)
         process = self._start()
@@ -117,8 +124,9 @@ class Worker:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(LEASH), *self.launch.command], env=dict(self.launch.environment),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, "-I", "-S", str(LEASH), str(self.launch.socket), *self.launch.command],
+            env=dict(self.launch.environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
         self.pid = process.pid
         tell("worker started", worker=self.name, pid=process.pid)
@@ -128,18 +136,20 @@ class Worker:
 
     async def _watch(self) -> None:
         while True:
-            with suppress(httpx.HTTPError, ValueError, LookupError):
+            try:
                 reply = await self.get("/health", SILENCE)
                 self._heard = time.monotonic()
                 if reply.status_code == 200:
                     await self._found_well()
-                elif self.state == "ready":
-                    self.state = "unwell"
-                    tell("worker unwell", logging.WARNING, worker=self.name)
+                else:
+                    self._found_unwell()
+            except httpx.HTTPError:
+                pass  # not there yet, or not any more
+            except Exception as error:
+                tell("worker not understood", logging.WARNING, error, worker=self.name)
             await asyncio.sleep(LOOK)
 
     async def _found_well(self) -> None:
-        self._well = time.monotonic()
         if self.state == "ready":
             return
         if not self._ready_at:
@@ -149,12 +159,18 @@ class Worker:
         self.state, self.proven = "ready", True
         tell("worker ready", worker=self.name, context=self.context, restarts=self.restarts)
 
+    def _found_unwell(self) -> None:
+        if self.state == "ready":
+            self.state, self._unwell_since = "unwell", time.monotonic()
+            tell("worker unwell", logging.WARNING, worker=self.name)
+
     def _lost(self) -> bool:
-        """It is there, but will not answer any more."""
-        if not self._ready_at:
-            return False
+        """It is there, but will not answer any more. A first start may take as long as it takes: it fetches, say."""
         now = time.monotonic()
-        return now - self._heard > SILENCE or (self.state == "unwell" and now - self._well > self.launch.patience)
+        if not self._ready_at:
+            return self.proven and now - self._started > RESTART
+        unwell = self.state == "unwell" and now - self._unwell_since > self.launch.patience
+        return unwell or now - self._heard > SILENCE
 
     async def _end(self, process: "subprocess.Popen[bytes]") -> None:
         """In good order; else by letting the leash go; else the whole group."""
