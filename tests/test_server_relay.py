@@ -157,7 +157,7 @@ def test_a_stream_under_way_is_told(trouble: str, live: Live) -> None:
 
 
 def test_kill_nine_with_one_worker(tmp_path: Path) -> None:
-    gateway = gateway_of(tmp_path, 1)
+    gateway = gateway_of(tmp_path, 1, backoff=3.0)  # time enough to be told, however busy the machine is
     with passing(gateway) as (_, url):
         before = pids_of(tmp_path, "fake-0")
         os.kill(before[0], signal.SIGKILL)
