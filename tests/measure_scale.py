@@ -76,7 +76,8 @@ class Load:
             raise RuntimeError(f"HTTP {reply.status_code}")
         request.tokens = usage(text) if request.stream else json.loads(text)["usage"]["completion_tokens"]
         if request.tokens != self.tokens:
-            raise RuntimeError(f"200, but cut short: {re.findall('finish_reason.....([a-z]+)', text)[-1:]}")
+            reasons = re.findall(r'"finish_reason":"(\w+)', text)
+            raise RuntimeError(f"200, but cut short, finish_reason {reasons[-1:]}")
 
 
 def usage(text: str) -> int:

