@@ -1,6 +1,7 @@
 """`peagle cost`: the model against the shipped measurements, the arithmetic, the command."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from peagle.report.grid import Grid
 from peagle.report.runs import Cell, parse_cell, read_run
 from tests.results import result, write
 
-H200 = Path(__file__).parents[1] / "docs" / "results" / "h200" / "h200.json"
+ROOT = Path(__file__).parents[1]
+H200 = ROOT / "docs" / "results" / "h200" / "h200.json"
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,8 @@ def test_json(tmp_path: Path) -> None:
     told = json.loads(run(file, "--price", 3.6, "--load", 1e5, "--json"))
     assert told["terms"]["price"] == 3.6 and told["set"] == "humaneval" and len(told["offers"]) == 6
     assert len(json.loads(run(file, "--price", 3.6, "--all", "--json"))["offers"]) == 10
+    supposed = json.loads(run(file, "--price", 3.6, "-k", 5, "--acceptance", 3, "--all", "--json"))["offers"]
+    assert [(o["k"], o["acceptance_length"]) for o in supposed if o["assumed"]] == [(5, 3), (5, 3)]
     one = told["cheapest"]["p-eagle"]
     assert one["per_million"] == pytest.approx(1000 / one["per_gpu"]) and one["gpus"] == -(-1e5 // one["per_gpu"])
 
@@ -200,3 +204,14 @@ def test_several_machines_have_no_one_price(tmp_path: Path) -> None:
     write(tmp_path, result("a"))
     write(tmp_path, result("b", gpu=True))
     assert "one file" in run(tmp_path, "--price", 1, code=2)
+
+
+def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "scale.md").read_text()
+    found = re.findall(r"^    peagle cost ([^|\n]*).*?^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(found) == 2
+    for command, block in found:
+        said = [line.rstrip() for line in run(*command.split()).splitlines()]
+        shown = block.splitlines()
+        assert said[-len(shown) :] == shown

@@ -69,14 +69,16 @@ def cost(
     else:
         about, grid = measured(results, only)
     found = offers(grid, terms)
+    if not found:
+        raise UserError(f"nothing was answered in {results}: no cell has a throughput; run `peagle bench` again")
     assumed = supposed(grid, terms, method, k, acceptance) if results is not None else []
-    shown = ordered([*(found if every else best_k(found)), *assumed])
+    shown = sorted([*(found if every else best_k(found)), *assumed], key=lambda one: one.cell.concurrency)
     if plot is not None:
         draw(found, plot, about)
     if as_json:
-        tell_json(about, terms, found if every else shown, found)
+        tell_json(about, terms, shown, found)
     else:
-        out.print(table(shown, terms))
+        out.print(table(shown))
         tell(found, terms)
 
 
@@ -126,6 +128,7 @@ def supposed(grid: "Grid", terms: "Terms", method: str, k: int | None, acceptanc
     """The what-if at every concurrency, from the method's fastest cell there."""
     from peagle.cost.model import what_if
     from peagle.cost.offers import offer
+    from peagle.report.grid import Grid
 
     if k is None and acceptance is None:
         return []
@@ -133,22 +136,16 @@ def supposed(grid: "Grid", terms: "Terms", method: str, k: int | None, acceptanc
         raise UserError(f"{method} drafts nothing in these results: use --method {' or '.join(grid.drafting)}")
     if k is not None and k < 1:
         raise UserError(f"-k is {k}: give 1 or more")
+    fixed = Grid(cell for cell in grid.cells if cell.k != "auto")
     made = []
-    for concurrency in grid.concurrencies:
-        cell = grid.best(concurrency, method)
-        if cell is None or not isinstance(cell.k, int):
-            continue
-        chosen = k or cell.k
+    for cell in filter(None, (fixed.best(concurrency, method) for concurrency in fixed.concurrencies)):
+        chosen = k or int(cell.k)
         check_acceptance(acceptance, chosen)
-        made.append(offer(what_if(grid, cell, chosen, acceptance), grid.none(concurrency), terms, assumed=True))
+        made.append(offer(what_if(fixed, cell, chosen, acceptance), grid.none(cell.concurrency), terms, assumed=True))
     return made
 
 
-def ordered(found: "list[Offer]") -> "list[Offer]":
-    return sorted(found, key=lambda one: one.cell.concurrency)
-
-
-def table(found: "list[Offer]", terms: "Terms") -> Table:
+def table(found: "list[Offer]") -> Table:
     from peagle.report.words import amount, label, share
 
     shown = Table("c", "method", "tokens/s/GPU", "a user's", "TPOT ms", "per million", "saving", box=None)
