@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,8 +70,11 @@ class DataParallel(Replicas):
         return {found[1]: [pid, *below(pid)] for pid, found in named.items() if found}
 
     def held(self, replica: str, ids: set[str]) -> int:  # type: ignore[override]
-        """How many it has now: vLLM does not tell which."""
-        page, engine = httpx.get(f"{self.url}/metrics", timeout=60).text, replica.removeprefix("DP")
+        """How many it has: vLLM does not tell which, and counts between its steps, so the most of a second."""
+        return max(self.counted(replica.removeprefix("DP")) for _ in range(10) if not time.sleep(0.1))  # type: ignore[func-returns-value]
+
+    def counted(self, engine: str) -> int:
+        page = httpx.get(f"{self.url}/metrics", timeout=60).text
         counts = re.findall(rf'vllm:num_requests_(?:running|waiting){{engine="{engine}",[^}}]*}} (\S+)', page)
         return round(sum(map(float, counts)))
 

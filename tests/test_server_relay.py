@@ -102,7 +102,7 @@ def test_the_least_busy_worker_is_asked(live: Live) -> None:
     assert sorted(chunks(reply)[0]["worker"] for reply in found) == ["fake-0", "fake-0", "fake-1", "fake-1"]
 
 
-@pytest.mark.parametrize("trouble", ["die", "dead"])
+@pytest.mark.parametrize("trouble", ["die", "dead", "cut"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_sent_is_asked_again_once(trouble: str, stream: bool, tmp_path: Path) -> None:
     """It kills the first worker and then the second: two tries, not three. Other requests never notice the first."""
@@ -116,7 +116,7 @@ def test_nothing_sent_is_asked_again_once(trouble: str, stream: bool, tmp_path: 
         assert [worker.restarts for worker in gateway.workers.all] == [1, 1, 0]
 
 
-@pytest.mark.parametrize("trouble", ["die@fake-0", "dead@fake-0"])
+@pytest.mark.parametrize("trouble", ["die@fake-0", "dead@fake-0", "cut@fake-0"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_one_worker_lost_another_answers(trouble: str, stream: bool, live: Live) -> None:
     gateway, url, _ = live

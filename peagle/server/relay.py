@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STOPPED = "the engine stopped while it answered: try again"
+ABORTED = b'"finish_reason":"abort"'  # so vLLM ends whole answers, with 200, when it goes down
 PATHS = {
     "chat": "/v1/chat/completions", "complete": "/v1/completions", "tokenize": "/tokenize",
     "detokenize": "/detokenize",
@@ -116,7 +117,7 @@ class Passage:
             failed = not self._first or self._first.startswith(b'data: {"error"')
         else:
             self.body = await reply.aread()
-            failed = reply.status_code >= 500
+            failed = reply.status_code >= 500 or ABORTED in self.body
         if failed and not await worker.well():
             raise Lost
 
