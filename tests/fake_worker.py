@@ -3,8 +3,8 @@
 python -m tests.fake_worker SOCKET FOLDER NAME
 
 What a prompt begins with chooses the trouble: `die` (before anything is sent), `dead` (it answers 500 and is unwell
-from then on), `cut` (the same with 200 and half an answer, as vLLM aborts), `mid` (after three events), `half` (in the
-middle of an event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in FOLDER: `crash-NAME` (it ends at once,
+from then on), `cut` (half an answer with 200, as vLLM aborts), `mid` (after three events), `half` (in the middle of an
+event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in FOLDER: `crash-NAME` (it ends at once,
 with the code the file holds), `sick-NAME` (its health is 503); NAME.log tells what came in.
 """
 
@@ -79,7 +79,6 @@ class Fake:
             self.unwell = True
             await reply(send, 500, b'{"error": {"message": "EngineCore", "code": 500}}')
         elif prompt.startswith("cut"):
-            self.unwell = True
             await reply(send, 200, b'{"choices":[{"text":"half an ans","finish_reason":"abort"}]}')
         elif prompt.startswith("bad"):
             error = {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}}

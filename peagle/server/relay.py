@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STOPPED = "the engine stopped while it answered: try again"
-ABORTED = b'"finish_reason":"abort"'  # so vLLM ends whole answers, with 200, when it goes down
+ABORTED = b'"finish_reason":"abort"'  # so vLLM ends whole answers, with 200, when an engine of it goes down
 PATHS = {
     "chat": "/v1/chat/completions", "complete": "/v1/completions", "tokenize": "/tokenize",
     "detokenize": "/detokenize",
@@ -117,7 +117,10 @@ class Passage:
             failed = not self._first or self._first.startswith(b'data: {"error"')
         else:
             self.body = await reply.aread()
-            failed = reply.status_code >= 500 or ABORTED in self.body
+            if ABORTED in self.body:
+                worker.state = "unwell"  # its health says so seconds later
+                raise Lost
+            failed = reply.status_code >= 500
         if failed and not await worker.well():
             raise Lost
 
