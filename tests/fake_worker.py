@@ -3,7 +3,7 @@
 python -m tests.fake_worker SOCKET FOLDER NAME
 
 What a prompt begins with chooses the trouble: `die` (before anything is sent), `dead` (it answers 500 and is unwell
-from then on), `cut` (half an answer with 200, as vLLM aborts), `mid` (after three events), `half` (in the middle of an
+from then on), `cut` (half an answer, as vLLM aborts), `mid` (after three events), `half` (in the middle of an
 event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in FOLDER: `crash-NAME` (it ends at once,
 with the code the file holds), `sick-NAME` (its health is 503); NAME.log tells what came in.
 """
@@ -78,7 +78,7 @@ class Fake:
         if prompt.startswith("dead"):
             self.unwell = True
             await reply(send, 500, b'{"error": {"message": "EngineCore", "code": 500}}')
-        elif prompt.startswith("cut"):
+        elif prompt.startswith("cut") and not body.get("stream"):
             await reply(send, 200, b'{"choices":[{"text":"half an ans","finish_reason":"abort"}]}')
         elif prompt.startswith("bad"):
             error = {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}}
@@ -96,6 +96,8 @@ class Fake:
         async def events() -> None:
             for i in range(count):
                 event = f"data: {json.dumps({'i': i, 'worker': self.name, 'pid': os.getpid()})}\n\n".encode()
+                if prompt.startswith("cut") and i == 3:
+                    event = b'data: {"choices":[{"text":"","finish_reason":"abort"}]}\n\n'
                 if prompt.startswith("half") and i == 3:
                     await send({"type": "http.response.body", "body": event[:9], "more_body": True})
                     await asyncio.sleep(0.2)

@@ -135,8 +135,10 @@ def test_half_an_answer_is_asked_for_again(tmp_path: Path) -> None:
         reply = post(url, "cut")
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
         wait_for(lambda: len(gateway.workers.ready) == 2)
+        assert [(tmp_path / f"fake-{i}.log").read_text().count(" cut ") for i in range(2)] == [1, 1]
+        *events, last = chunks(post(url, "cut", stream=True, max_tokens=4))
+        assert [event["i"] for event in events] == [0, 1, 2] and last["error"]["code"] == 503
         assert gateway.workers.restarts == 0
-    assert [(tmp_path / f"fake-{i}.log").read_text().count(" cut ") for i in range(2)] == [1, 1]
 
 
 def test_a_dead_workers_requests_go_to_another(live: Live) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STOPPED = "the engine stopped while it answered: try again"
-ABORTED = b'"finish_reason":"abort"'  # so vLLM ends whole answers, with 200, when an engine of it goes down
+ABORTED = b'"finish_reason":"abort"'  # so vLLM ends answers, as if all were well, when an engine of it goes down
 PATHS = {
     "chat": "/v1/chat/completions", "complete": "/v1/completions", "tokenize": "/tokenize",
     "detokenize": "/detokenize",
@@ -117,10 +117,10 @@ class Passage:
             failed = not self._first or self._first.startswith(b'data: {"error"')
         else:
             self.body = await reply.aread()
-            if ABORTED in self.body:
-                worker.state = "unwell"  # its health says so seconds later
-                raise Lost
             failed = reply.status_code >= 500
+        if ABORTED in (self._first if self.body is None else self.body):
+            worker.state = "unwell"  # its health says so seconds later
+            raise Lost
         if failed and not await worker.well():
             raise Lost
 
@@ -134,6 +134,8 @@ class Passage:
         data: bytes | None = self._first
         ended = False
         while data:
+            if ABORTED in data:
+                raise ApiError(503, STOPPED)
             ended = data.endswith(DONE)
             yield data
             try:
