@@ -36,6 +36,10 @@ class Lost(Exception):
     """The worker is gone, and nothing of its answer was sent."""
 
 
+class Aborted(Lost):
+    """It is going, and its health says so seconds later."""
+
+
 def relaying(gateway: "Gateway", path: str) -> Handler:
     async def relay(request: Request, body: dict[str, Any]) -> Response:
         body = gateway.admit(body)
@@ -99,7 +103,7 @@ class Passage:
             except (Lost, httpx.TransportError) as error:
                 await self._leave()
                 notes(self.scope)["asked_again"] = True
-                if not await worker.well():
+                if isinstance(error, Aborted) or not await worker.well():
                     lost.append(worker)
                 if last:
                     raise ApiError(503, STOPPED, retry_after=2) from error
@@ -119,8 +123,7 @@ class Passage:
             self.body = await reply.aread()
             failed = reply.status_code >= 500
         if ABORTED in (self._first if self.body is None else self.body):
-            worker.state = "unwell"  # its health says so seconds later
-            raise Lost
+            raise Aborted
         if failed and not await worker.well():
             raise Lost
 
