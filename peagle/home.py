@@ -85,10 +85,14 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_text(path: Path, content: str, executable: bool = False) -> None:
+    write_bytes(path, content.encode(), executable)
+
+
+def write_bytes(path: Path, content: bytes, executable: bool = False) -> None:
     """Written beside and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(content, encoding="utf-8")
+    partial.write_bytes(content)
     if executable:
         partial.chmod(0o755)
     partial.replace(path)

@@ -3,8 +3,9 @@
 python -m tests.fake_worker SOCKET FOLDER NAME
 
 What a prompt begins with chooses the trouble: `die` (before anything is sent), `dead` (it answers 500 and is unwell
-from then on), `stall` (it answers 500 and then nothing, for a second), `mid` (after three events), `half` (in the
-middle of an event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in FOLDER: `crash-NAME` (it ends at once,
+from then on), `stall` (it answers 500 and then nothing, for a second), `cut` (half an answer, as vLLM aborts), `mid`
+(after three events), `half` (in the middle of an event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in
+FOLDER: `crash-NAME` (it ends at once,
 with the code the file holds), `sick-NAME` (its health is 503); NAME.log tells what came in.
 """
 
@@ -82,6 +83,8 @@ class Fake:
         elif prompt.startswith("stall"):
             await reply(send, 500, b'{"error": {"message": "one bad request", "code": 500}}')
             time.sleep(1)
+        elif prompt.startswith("cut") and not body.get("stream"):
+            await reply(send, 200, b'{"choices":[{"text":"half an ans","finish_reason":"abort"}]}')
         elif prompt.startswith("bad"):
             error = {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}}
             await reply(send, 400, json.dumps(error).encode())
@@ -98,6 +101,8 @@ class Fake:
         async def events() -> None:
             for i in range(count):
                 event = f"data: {json.dumps({'i': i, 'worker': self.name, 'pid': os.getpid()})}\n\n".encode()
+                if prompt.startswith("cut") and i == 3:
+                    event = b'data: {"choices":[{"text":"","finish_reason":"abort"}]}\n\n'
                 if prompt.startswith("half") and i == 3:
                     await send({"type": "http.response.body", "body": event[:9], "more_body": True})
                     await asyncio.sleep(0.2)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.bench.tune import Point, Tuner, expected, explain, price_of, search
+from peagle.bench.tune import Point, Tuner, expected, explain, search
 from peagle.core import Best, Pair, TargetSource
 from peagle.tuned import read_tuned, tuned_path, write_tuned
 from tests.benching import some_jobs, tiny_pair
@@ -47,11 +47,6 @@ def test_a_real_pair() -> None:
     assert len(lines) == 3
     assert "c=2" in lines[0] and "by position" in lines[1] and "at 4.5 an hour" in lines[2]
     assert "--price" in explain(tuner, best, None)[2]
-
-
-def test_what_a_million_tokens_cost() -> None:
-    assert price_of(1000, 3.6) == pytest.approx(1.0)
-    assert price_of(0, 3.6) == float("inf")
 
 
 def test_kept_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

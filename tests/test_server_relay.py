@@ -131,6 +131,19 @@ def test_what_one_worker_lost_another_answers(trouble: str, stream: bool, live: 
     wait_for(lambda: gateway.workers.restarts == 1 and len(gateway.workers.ready) == 2)
 
 
+def test_half_an_answer_is_asked_for_again(tmp_path: Path) -> None:
+    """Of another worker: this one is not yet known to be dying."""
+    gateway = gateway_of(tmp_path)
+    with passing(gateway) as (_, url):
+        assert post(url, "cut@fake-0").json()["worker"] == "fake-1"
+        reply = post(url, "cut")
+        assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
+        assert [(tmp_path / f"fake-{i}.log").read_text().count(" cut ") for i in range(2)] == [1, 1]
+        *events, last = chunks(post(url, "cut", stream=True, max_tokens=4))
+        assert [event["i"] for event in events] == [0, 1, 2] and last["error"]["code"] == 503
+        assert gateway.workers.restarts == 0
+
+
 def test_a_dead_workers_requests_go_to_another(live: Live) -> None:
     """Its process is stopped, so that the request has certainly come to it, and then killed."""
     gateway, url, folder = live

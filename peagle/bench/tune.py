@@ -16,6 +16,7 @@ from peagle.bench.cell import Key
 from peagle.bench.load import Job
 from peagle.bench.session import Runner
 from peagle.core import Best, parse_method
+from peagle.cost.terms import price_of
 from peagle.engine.costs import line
 from peagle.errors import UserError
 
@@ -141,11 +142,6 @@ class Tuner:
 
 def requests(concurrency: int) -> int:
     return max(FEWEST, 2 * concurrency)
-
-
-def price_of(tokens_per_second: float, per_hour: float) -> float:
-    """Of a million tokens."""
-    return per_hour / (3600 * tokens_per_second) * 1e6 if tokens_per_second > 0 else float("inf")
 
 
 def entries(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ class Commands(TyperGroup):
     """A user's mistake is one line and exit code 2, never a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        measuring = ["evaluate", "bench", "report", "compare", "tune", "bench-step"]
+        measuring = ["evaluate", "bench", "report", "compare", "cost", "tune", "bench-step"]
         running = ["generate", "demo", "serve"]
         shipping = ["export", "quantize", "check", "deploy", "sagemaker"]
         return ["catalog", "pairs", "pull", *running, *measuring, *TRAINING, *shipping]
@@ -84,6 +84,7 @@ from peagle.cli import (  # noqa: E402
     catalog_add,  # noqa: F401
     check,  # noqa: F401
     compare,  # noqa: F401
+    cost,  # noqa: F401
     demo,  # noqa: F401
     deploy,  # noqa: F401
     deploy_sagemaker,  # noqa: F401

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from peagle.home import write_bytes
 from peagle.report import cells
 from peagle.report.charts import draw, inline
 from peagle.report.figures import figures, slug
@@ -199,10 +200,7 @@ def shown(value: Any) -> str:
 def write(machines: list[Machine], path: Path, tick: Callable[[], None] = lambda: None) -> list[Path]:
     """The page at `path`, pictures beside it; each appears whole."""
     page, pictures = build(machines, tick)
-    path.parent.mkdir(parents=True, exist_ok=True)
     contents = {path.name: page.encode("utf-8", "replace")} | pictures
     for name, content in contents.items():
-        partial = path.with_name(f".{name}.partial")
-        partial.write_bytes(content)
-        partial.replace(path.with_name(name))
+        write_bytes(path.with_name(name), content)
     return [path.with_name(name) for name in contents]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STOPPED = "the engine stopped while it answered: try again"
+ABORTED = b'"finish_reason":"abort"'  # so vLLM ends answers, as if all were well, when an engine of it goes down
 PATHS = {
     "chat": "/v1/chat/completions", "complete": "/v1/completions", "tokenize": "/tokenize",
     "detokenize": "/detokenize",
@@ -33,6 +34,10 @@ PATHS = {
 
 class Lost(Exception):
     """The worker is gone, and nothing of its answer was sent."""
+
+
+class Aborted(Lost):
+    """It is going, and its health says so seconds later."""
 
 
 def relaying(gateway: "Gateway", path: str) -> Handler:
@@ -98,7 +103,7 @@ class Passage:
             except (Lost, httpx.TransportError) as error:
                 await self._leave()
                 notes(self.scope)["asked_again"] = True
-                if not await worker.well():
+                if isinstance(error, Aborted) or not await worker.well():
                     lost.append(worker)
                 if last:
                     raise ApiError(503, STOPPED, retry_after=2) from error
@@ -117,6 +122,8 @@ class Passage:
         else:
             self.body = await reply.aread()
             failed = reply.status_code >= 500
+        if ABORTED in (self._first if self.body is None else self.body):
+            raise Aborted
         if failed and not await worker.well():
             raise Lost
 
@@ -130,6 +137,8 @@ class Passage:
         data: bytes | None = self._first
         ended = False
         while data:
+            if ABORTED in data:
+                raise ApiError(503, STOPPED)
             ended = data.endswith(DONE)
             yield data
             try:

@@ -1,0 +1,1 @@
+"""What a million tokens cost: from measured cells, or numbers given by hand, and the price of an hour."""
