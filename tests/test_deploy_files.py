@@ -17,6 +17,7 @@ from compose_spec import ComposeSpecification, PyCompose
 from peagle.deploy.render import next_steps
 from peagle.server.app import add_routes
 from tests.deploying import KEYS, KINDS, PAIRS, container_of, documents, planned, rendered, speculative_of, words_of
+from tests.serving import front_of
 
 LOCAL = {"drafter": str(Path(__file__).parents[1] / "peagle" / "drafters" / "smollm2-135m" / "p-eagle")}
 BIG = {"gpus": 2, "replicas": 3, "port": 9000, "gpu": "H100"}
@@ -73,7 +74,7 @@ def routes() -> set[str]:
     from fastapi import FastAPI
 
     app = FastAPI()
-    add_routes(app)
+    add_routes(app, front_of().handlers)
     return {route.path for route in app.routes}
 
 
