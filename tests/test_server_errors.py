@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -332,7 +333,16 @@ def test_an_error_of_ours_is_500_without_details(monkeypatch: pytest.MonkeyPatch
     served(test)
 
 
-def test_logs_have_no_prompts(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Loggers as they were: a test's stderr is closed when it ends."""
+    yield
+    for name in ("peagle.server", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [], True
+
+
+def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str]) -> None:
     from peagle.server.logs import set_up
 
     set_up()
