@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +13,10 @@ from typing import Any
 import httpx
 
 from peagle.server.gateway import Gateway
-from peagle.server.run import Server, listen
+from peagle.server.run import Server
 from peagle.server.settings import Settings
 from peagle.server.worker import Launch, Worker
+from tests.serving import on_a_thread
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,21 +52,11 @@ def gateway_of(folder: Path, count: int = 2, patience: float = 0.2, **changes: A
 
 @contextmanager
 def passing(gateway: Gateway, ready: int | None = None) -> Iterator[tuple[Server, str]]:
-    """A real server on a thread of its own; so many workers are ready."""
-    here = listen("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{here.getsockname()[1]}"
-    server = Server(gateway)
-    thread = threading.Thread(target=lambda: server.run(sockets=[here]), daemon=True)
-    thread.start()
-    try:
+    """So many workers are ready."""
+    with on_a_thread(gateway) as (server, url):
         wanted = gateway.kind.count if ready is None else ready  # type: ignore[attr-defined]
         wait_for(lambda: len(gateway.workers.ready) >= wanted and server.loop is not None)
         yield server, url
-    finally:
-        server.should_exit = True
-        thread.join(timeout=40)
-        here.close()
-        assert not thread.is_alive(), "the server does not stop"
 
 
 def wait_for(true: Callable[[], Any], seconds: float = 40.0) -> None:

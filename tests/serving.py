@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -23,9 +23,13 @@ from peagle.server.app import build
 from peagle.server.engines import Engines
 from peagle.server.front import Front
 from peagle.server.run import Server, listen
+from peagle.server.served import Served
 from peagle.server.settings import Settings
 from tests.conftest import MASK, make_drafter, make_target
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+WORDS = "w6 w9 w30"
+HELLO: Any = [{"role": "user", "content": WORDS}]
 SETTINGS = Settings(
     pair="tiny", port=0, method="p-eagle", k=3, max_batch=8, kv_tokens=4096, timeout=60, drain_seconds=5, backoff=0.05
 )
@@ -92,15 +96,51 @@ async def client_of(front: Front, ready: bool = True) -> AsyncIterator[httpx.Asy
         front.engines.close()
 
 
+def served(
+    test: Callable[[httpx.AsyncClient, Front], Awaitable[None]],
+    loader: Callable[[], LoadedPair] = tiny_pair,
+    ready: bool = True,
+    **changes: Any,
+) -> None:
+    """Runs it against a server of its own, in process; nothing is held afterwards."""
+
+    async def main() -> None:
+        front = front_of(loader, **changes)
+        async with client_of(front, ready) as client:
+            await test(client, front)
+            await until(lambda: all_free(front))
+
+    asyncio.run(main())
+
+
+async def ask(client: httpx.AsyncClient, path: str = CHAT, code: int = 200, words: str = WORDS, **body: Any) -> Any:
+    """What is answered: the body, or the events of a stream."""
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": words}]} if path == CHAT else {"prompt": words}
+    reply = await client.post(path, json=given | {"temperature": 0, "max_tokens": 8} | body)
+    assert reply.status_code == code, reply.text
+    assert reply.headers["x-request-id"]
+    return events(reply.text) if body.get("stream") and code == 200 else reply.json()
+
+
 @contextmanager
-def running(front: Front, ready: bool = True) -> Iterator[tuple[Server, str]]:
-    """A real server on a thread of its own."""
+def on_a_thread(served: Served) -> Iterator[tuple[Server, str]]:
+    """A real server; it stops in the end."""
     here = listen("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{here.getsockname()[1]}"
-    server = Server(front)
+    server = Server(served)
     thread = threading.Thread(target=lambda: server.run(sockets=[here]), daemon=True)
     thread.start()
     try:
+        yield server, f"http://127.0.0.1:{here.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=40)
+        here.close()
+        assert not thread.is_alive(), "the server does not stop"
+
+
+@contextmanager
+def running(front: Front, ready: bool = True) -> Iterator[tuple[Server, str]]:
+    with on_a_thread(front) as (server, url):
         end = time.monotonic() + 60
         while ready and front.engines.state != "ready":
             assert time.monotonic() < end, front.engines.state
@@ -108,11 +148,6 @@ def running(front: Front, ready: bool = True) -> Iterator[tuple[Server, str]]:
         while server.loop is None:
             time.sleep(0.01)
         yield server, url
-    finally:
-        server.should_exit = True
-        thread.join(timeout=30)
-        here.close()
-        assert not thread.is_alive(), "the server does not stop"
 
 
 def events(text: str) -> list[dict[str, Any]]:

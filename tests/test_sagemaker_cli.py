@@ -13,10 +13,8 @@ from peagle.cli import app
 from peagle.deploy import sagemaker
 from peagle.deploy.sagemaker import upload as uploading
 from peagle.deploy.sagemaker.clients import Clients
-from peagle.drafter import compact
 from tests.aws import REGION, ROLE, aws, left, refuse
-from tests.conftest import make_drafter, make_target
-from tests.serving import word_tokenizer
+from tests.serving import tiny_folder
 
 __all__ = ["aws"]
 NAME = "peagle-target"
@@ -24,13 +22,7 @@ NAME = "peagle-target"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tiny")
-    target = make_target()
-    target.model.save_pretrained(root / "target")
-    word_tokenizer().save_pretrained(root / "target")
-    target.name = str(root / "target")
-    compact.save(make_drafter(target, "p-eagle", 2), root / "drafter", target)
-    return root
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -49,7 +41,7 @@ def run(*words: object, code: int = 0) -> Any:
 
 
 def deploy(tiny: Path, *words: object, code: int = 0) -> Any:
-    given = ["--drafter", tiny / "drafter", "--role", ROLE, "--instance", "ml.g7e.2xlarge", "-k", 3, "--context", 128]
+    given = ["--drafter", tiny / "p-eagle", "--role", ROLE, "--instance", "ml.g7e.2xlarge", "-k", 3, "--context", 128]
     return run("deploy", "sagemaker", tiny / "target", *given, *words, code=code)
 
 

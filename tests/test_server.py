@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +11,19 @@ import pytest
 
 from peagle import __version__
 from peagle.server import app
-from peagle.server.errors import ApiError
 from peagle.server.front import Front
-from tests.serving import all_free, client_of, events, front_of, tiny_pair, until, word_tokenizer
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HELLO = [{"role": "user", "content": "w6 w9 w30"}]
-
-
-def served(test: Callable[[httpx.AsyncClient, Front], Awaitable[None]], **changes: Any) -> None:
-    async def main() -> None:
-        front = front_of(**changes)
-        async with client_of(front) as client:
-            await test(client, front)
-            await until(lambda: all_free(front))
-
-    asyncio.run(main())
-
-
-async def ask(client: httpx.AsyncClient, path: str = CHAT, code: int = 200, **body: Any) -> Any:
-    defaults: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "w6 w9 w30"}
-    reply = await client.post(path, json=defaults | {"temperature": 0, "max_tokens": 8} | body)
-    assert reply.status_code == code, reply.text
-    assert reply.headers["x-request-id"]
-    return events(reply.text) if body.get("stream") and code == 200 else reply.json()
+from tests.serving import (
+    CHAT,
+    HELLO,
+    TEXT,
+    ask,
+    events,
+    front_of,
+    served,
+    tiny_pair,
+    until,
+    word_tokenizer,
+)
 
 
 def expected(ids: list[int], max_tokens: int, **how: Any) -> str:
@@ -246,102 +233,6 @@ def test_messages() -> None:
         assert reply.json()["usage"]["completion_tokens"] == 3
         endless = await client.post(CHAT, json={"messages": HELLO, "temperature": 0, "ignore_eos": True})
         assert endless.json()["usage"]["total_tokens"] == 256  # to the end of the context
-
-    served(test)
-
-
-def test_methods_agree_and_are_traced() -> None:
-    async def test(client: httpx.AsyncClient, front: Front) -> None:
-        plain = (await ask(client))["choices"]
-        for choice in ({"method": "none"}, {"method": "eagle3"}, {"method": "eagle3", "k": 2}, {"k": "auto"}):
-            assert (await ask(client, peagle=choice))["choices"] == plain
-        chunks = await ask(client, stream=True, peagle={"trace": True})
-        traced = [chunk["peagle"] for chunk in chunks if "peagle" in chunk]
-        assert sum(one["tokens"] for one in traced) == 8
-        assert all(one["k"] == 3 and 0 <= one["accepted"] <= one["tokens"] for one in traced)
-        assert [text for one in traced for text in one["texts"]] == plain[0]["message"]["content"].split()
-        status = (await client.get("/v1/peagle/status")).json()
-        assert status["method"] == "p-eagle" and status["k"] == 3 and status["state"] == "ready"
-        assert set(status["methods"]) == {"none", "eagle3", "p-eagle"}
-        assert set(status["engines"]) == {"p-eagle", "none", "eagle3", "eagle3 k=2", "p-eagle k=auto"}
-        assert status["engines"]["p-eagle"]["accepted_per_position"]
-        error = await ask(client, code=400, peagle={"method": "eagle"})
-        assert "eagle3" in error["error"]["message"]
-
-    served(test)
-
-
-def test_engines_are_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peagle.server import engines
-
-    monkeypatch.setattr(engines, "MOST", 1)
-
-    async def test(client: httpx.AsyncClient, front: Front) -> None:
-        await ask(client, peagle={"k": 1})
-        assert (await ask(client, code=503, peagle={"k": 2}))["error"]["type"] == "service_unavailable_error"
-        next(iter(front.engines.others.values())).used = 0
-        await ask(client, peagle={"k": 2})
-        assert list(front.engines.others) == [("p-eagle", 2)]
-        counts = front.engines.counts()
-        assert counts["p-eagle k=1"]["generated_tokens"] == counts["p-eagle k=2"]["generated_tokens"] == 8
-
-    served(test)
-
-
-def test_an_engine_stays_while_somebody_prepares_to_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peagle.server import ask as asking
-    from peagle.server import engines
-
-    monkeypatch.setattr(engines, "MOST", 1)
-    held, scores = asyncio.Event(), asking.scores
-
-    async def slow(*args: Any) -> Any:
-        await held.wait()
-        return await scores(*args)
-
-    async def test(client: httpx.AsyncClient, front: Front) -> None:
-        monkeypatch.setattr(asking, "scores", slow)
-        waiting = asyncio.create_task(ask(client, TEXT, echo=True, logprobs=1, peagle={"k": 1}))
-        await until(lambda: front.engines.others)
-        monkeypatch.setattr(asking, "scores", scores)
-        slot = front.engines.others["p-eagle", 1]
-        slot.used = 0
-        assert "busy" in (await ask(client, code=503, peagle={"k": 2}))["error"]["message"]
-        held.set()
-        assert (await waiting)["usage"]["completion_tokens"] == 8
-        slot.used = 0
-        await ask(client, peagle={"k": 2})
-        assert slot.engine.closed and slot.askers == 0
-        with pytest.raises(ApiError, match="closed just now"):
-            front.engines.add(slot, [6])
-
-    served(test)
-
-
-def test_counters_never_go_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks while an engine goes is told the same as before and after."""
-    seen, asked = list[int](), list[threading.Thread]()
-
-    async def test(client: httpx.AsyncClient, front: Front) -> None:
-        await ask(client, peagle={"k": 1})
-        tallies = front.engines.tallies
-        keep = tallies.keep
-
-        def count() -> None:
-            seen.append(front.engines.counts()["p-eagle k=1"]["generated_tokens"])
-
-        def slow(slot: Any) -> None:
-            keep(slot)
-            asked.append(threading.Thread(target=count))
-            asked[0].start()
-            asked[0].join(0.3)
-
-        monkeypatch.setattr(tallies, "keep", slow)
-        count()
-        front.engines.driver.submit(lambda: front.engines._retire(front.engines.others["p-eagle", 1])).result()
-        asked[0].join()
-        count()
-        assert seen == [8, 8, 8]
 
     served(test)
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,20 +14,7 @@ import pytest
 from peagle.errors import UserError
 from peagle.server.front import Front
 from peagle.server.settings import Settings
-from tests.serving import SETTINGS, all_free, client_of, events, front_of, tiny_pair, until
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HELLO = [{"role": "user", "content": "w6 w9 w30"}]
-
-
-def served(test: Callable[[httpx.AsyncClient, Front], Awaitable[None]], ready: bool = True, **changes: Any) -> None:
-    async def main() -> None:
-        front = front_of(**changes)
-        async with client_of(front, ready) as client:
-            await test(client, front)
-            await until(lambda: all_free(front))
-
-    asyncio.run(main())
+from tests.serving import CHAT, HELLO, SETTINGS, TEXT, client_of, events, front_of, served, tiny_pair, until
 
 
 def error_of(reply: httpx.Response, code: int) -> dict[str, Any]:
@@ -350,7 +337,8 @@ def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str])
     async def test(client: httpx.AsyncClient, front: Front) -> None:
         for quiet in ("/health", "/metrics", "/v1/peagle/status"):  # asked every few seconds
             assert (await client.get(quiet)).status_code == 200
-        await client.post(TEXT, json={"prompt": "w6 w77", "max_tokens": 4}, headers={"x-request-id": "seen"})
+        body = {"prompt": "w6 w77", "max_tokens": 4, "ignore_eos": True}
+        await client.post(TEXT, json=body, headers={"x-request-id": "seen"})
 
     for wanted in (False, True):
         served(test, log_prompts=wanted)

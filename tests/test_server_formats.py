@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,10 +15,10 @@ from peagle.core import DrafterSource, Pair, TargetSource
 from peagle.grammar import Grammars
 from peagle.loaded import LoadedPair
 from peagle.server.front import Front
-from tests.serving import all_free, client_of, events, front_of, until
+from tests import serving
+from tests.serving import TEXT
 from tests.test_grammar import BOB, COMPACT, LATE, bound_pair
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "bob", "schema": BOB, "strict": True}}
 
 
@@ -28,21 +28,8 @@ def pair() -> LoadedPair:
     return LoadedPair(named, loaded.target, loaded._drafters)
 
 
-def served(test: Callable[[httpx.AsyncClient, Front], Awaitable[None]], **changes: Any) -> None:
-    async def main() -> None:
-        front = front_of(pair, **changes)
-        async with client_of(front) as client:
-            await test(client, front)
-            await until(lambda: all_free(front))
-
-    asyncio.run(main())
-
-
-async def ask(client: httpx.AsyncClient, path: str = CHAT, code: int = 200, **body: Any) -> Any:
-    given: dict[str, Any] = {"messages": [{"role": "user", "content": "name"}]} if path == CHAT else {"prompt": "name"}
-    reply = await client.post(path, json=given | {"temperature": 0, "max_tokens": 100} | body)
-    assert reply.status_code == code, reply.text
-    return events(reply.text) if body.get("stream") and code == 200 else reply.json()
+served = partial(serving.served, loader=pair)
+ask = partial(serving.ask, words="name", max_tokens=100)
 
 
 async def content(client: httpx.AsyncClient, **body: Any) -> str:

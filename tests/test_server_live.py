@@ -19,9 +19,8 @@ import pytest
 
 from peagle.server.front import Front
 from peagle.server.run import Server
-from tests.serving import all_free, events, front_of, raw_request, running, slowed, tiny_folder, until
+from tests.serving import HELLO, all_free, events, front_of, raw_request, running, slowed, tiny_folder, until
 
-HELLO: Any = [{"role": "user", "content": "w6 w9 w30"}]
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 

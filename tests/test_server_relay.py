@@ -280,15 +280,18 @@ def test_later_deaths_are_tried_for_ever(tmp_path: Path) -> None:
         wait_for(lambda: gateway.workers.ready)
 
 
+def head_of(body: bytes) -> str:
+    return (
+        "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
+        f"content-type: application/json\ncontent-length: {len(body)}"
+    )
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_is_not_answered_any_more(stream: bool, live: Live) -> None:
     gateway, url, folder = live
     body = json.dumps({"prompt": "slow", "stream": stream, "max_tokens": 2000}).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
-        f"content-type: application/json\ncontent-length: {len(body)}"
-    )
-    connection = raw_request(url, head, body)
+    connection = raw_request(url, head_of(body), body)
     wait_for(lambda: "slow" in (folder / "fake-0.log").read_text() if (folder / "fake-0.log").exists() else False)
     connection.close()
     wait_for(lambda: "aborted slow" in (folder / "fake-0.log").read_text())
@@ -299,11 +302,7 @@ def test_who_does_not_read_holds_nobody_up(live: Live) -> None:
     """His worker waits with him: nothing piles up here."""
     gateway, url, folder = live
     body = json.dumps({"prompt": "long", "stream": True, "max_tokens": 1_000_000}).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
-        f"content-type: application/json\ncontent-length: {len(body)}"
-    )
-    stalled = raw_request(url, head, body)
+    stalled = raw_request(url, head_of(body), body)
     wait_for(lambda: gateway.workers.in_flight == 1)
     before = memory()
     time.sleep(1.5)

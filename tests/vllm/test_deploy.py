@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from peagle.deploy.plan import plan
 from peagle.deploy.render import differing, render, write
 from peagle.pull.progress import silent
 from tests.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, words_of
+from tests.vllm.starting import wait_until_ready
 
 pytestmark = pytest.mark.vllm
 REAL_TARGET = os.environ.get("PEAGLE_REAL_TARGET", "")
 REAL_DRAFTER = os.environ.get("PEAGLE_REAL_DRAFTER", "")
-START = 400  # seconds
 KEY = {"Authorization": "Bearer of-no-value"}
 
 
@@ -96,23 +95,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             [out / "serve.sh", "--enforce-eager"], env=os.environ | ours | cpu, stdout=log, stderr=log
         )
         try:
-            wait(process, f"http://127.0.0.1:{port}", out / "log")
+            wait_until_ready(process, f"http://127.0.0.1:{port}/health", out / "log")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(60)
-
-
-def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    end = time.monotonic() + START
-    while time.monotonic() < end:
-        assert process.poll() is None, f"vLLM ended:\n{log.read_text()[-4000:]}"
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(1)
-    raise AssertionError(f"vLLM did not start:\n{log.read_text()[-4000:]}")
 
 
 def test_the_script_serves_the_pair(url: str) -> None:

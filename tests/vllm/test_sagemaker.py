@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +27,13 @@ from peagle.deploy.sagemaker import artifact
 from peagle.errors import UserError
 from peagle.evaluate import SetResult, Settings, answer, summarise
 from peagle.loaded import load
+from tests.vllm.starting import wait_until_ready
 
 pytestmark = pytest.mark.vllm
 PAIR, K, TASKS, TOKENS = "smollm2-135m", 7, 8, 128
 ROLE = "arn:aws:iam::123456789012:role/SageMaker"
 FOLDERS = {"/opt/ml/model": "target", "/opt/ml/additional-model-data-sources/eagle": "drafter"}
 ON_THIS_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-START = 400  # seconds
 COUNTERS = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
 
 
@@ -74,23 +73,11 @@ def served(variables: dict[str, str], folders: dict[str, Path], log: Path) -> It
             env=os.environ | others | ON_THIS_CPU, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent,
         )  # fmt: skip
         try:
-            wait(process, url := f"http://127.0.0.1:{port}", log)
-            yield url
+            wait_until_ready(process, f"http://127.0.0.1:{port}/ping", log)
+            yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(60)
-
-
-def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    end = time.monotonic() + START
-    while time.monotonic() < end:
-        assert process.poll() is None, f"vLLM ended:\n{log.read_text()[-4000:]}"
-        try:
-            if httpx.get(f"{url}/ping", timeout=2).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(1)
-    raise AssertionError(f"vLLM did not start:\n{log.read_text()[-4000:]}")
 
 
 def asked(url: str, task: Task) -> str:
