@@ -33,6 +33,11 @@ class DrafterConfig:
     fc_norm: bool = False  # one norm per tap before fc
     norm_output: bool = False  # EAGLE-3 feeds back the normed output
     attention_bias: bool = False
+    inject: bool = False  # the fused taps enter every layer, not the first alone
+    bidirectional: bool = False  # mask rows of a block see each other, later ones too
+    dependency: int = 0  # rank of the correction by the draft before (dependency.py); 0: none
+    confidence: bool = False  # an output that predicts whether a row's draft is accepted
+    calibration: tuple[float, ...] = ()  # log-probabilities of depth k are of logits times this; empty: 1
     k_trained: int | None = None
     target: str | None = None
     target_revision: str | None = None
