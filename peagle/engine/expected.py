@@ -10,6 +10,7 @@ keeps base times level. Kinds are compared by their bases, so a change of the te
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import sqrt
 
 from peagle.tree import Tree
@@ -18,7 +19,8 @@ FORGET = 0.95  # of what is known about the text is kept from step to step, at b
 SLOW = 0.995  # of what is known about a kind
 EVIDENCE = 2.0  # samples that are kept when nothing new is learned
 FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
-GAIN = 1.15  # of a tree that never ran: it is worth a try
+GAIN = 1.25  # of a tree that never ran, in kept tokens: it is worth a try
+PRIOR = 10.0  # tokens that a gain is worth before it was seen
 CURIOSITY = 1.0  # standard errors by which the kind that is less known looks better
 
 
@@ -75,8 +77,8 @@ class Expected:
         self.forms = forms
         self.chains = Acceptance(max(form.k for form in forms))
         self.level = Ratio(self.chains.tokens()[-1] - 1, EVIDENCE)  # tokens that the longest chain keeps
-        self.chain = Ratio(1.0, EVIDENCE)
-        self.trees = {form: Ratio(GAIN, EVIDENCE) for form in forms if not form.chain}
+        self.chain = Ratio(1.0, PRIOR)
+        self.trees = {form: Ratio(GAIN, PRIOR) for form in forms if not form.chain}
 
     def observe(self, batch: int, form: Tree, accepted: Sequence[int]) -> None:
         if form.chain:
@@ -91,9 +93,8 @@ class Expected:
         if kind is None:
             return
         part = parts(self.chains.tokens())[form.k] * len(accepted)
-        base, level = kind.value, self.level.value
-        kind.add(slow, sum(accepted), level * part)
-        self.level.add(forget, sum(accepted), base * part)
+        self.level.add(forget, sum(accepted), kind.value * part)
+        kind.add(slow, sum(accepted), self.level.value * part)
 
     def tokens(self, outlook: Sequence[float] | None = None) -> dict[Tree, float]:
         """`outlook`: acceptance that a drafter itself predicts, per position given those before, for the drafts that
@@ -103,7 +104,10 @@ class Expected:
             return {form: chains[form.k] for form in self.forms}
         part = parts(chains)
         longest = self.chain.value * self.level.value if outlook is None else chains[-1] - 1
-        return {form: 1 + min(form.k, longest * part[form.k] * self._gain(form)) for form in self.forms}
+        kept = {form: min(form.k, longest * part[form.k] * self._gain(form)) for form in self.forms}
+        for smaller, larger in pairwise(self.trees):  # of more nodes no fewer are kept
+            kept[larger] = max(kept[larger], kept[smaller]) if larger.k >= smaller.k else kept[larger]
+        return {form: 1 + count for form, count in kept.items()}
 
     def _gain(self, form: Tree) -> float:
         """A tree's base against the chains'; the less known of the two looks better than it was seen to be."""

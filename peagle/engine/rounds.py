@@ -110,8 +110,7 @@ class Rounds:
 
     def warm_up(self) -> None:
         """Before the first request: kernels are compiled, graphs captured."""
-        adaptive = isinstance(self.chooser, Adaptive)
-        ks = [form.k for form in self.chooser.candidates] if adaptive else [self.k_most]
+        ks = [form.k for form in self.chooser.candidates] if isinstance(self.chooser, Adaptive) else [self.k_most]
         for batch in BUCKETS:
             if self.graphs and batch < 2 * self.scheduler.max_batch:
                 for k, made in itertools.product(ks, (None, self.k_most)):
