@@ -269,18 +269,30 @@ def takes(batch: int, width: int, pages: int, device: str, dtype: torch.dtype) -
         assert (a is b is None) or (a.dtype == b.dtype and torch.equal(a, b)), name
 
 
-def some_tree(batch: int, k: int, nodes: int, wide: bool, seed: int = 0) -> tuple[Tensor, Tensor, grow.Grown]:
-    """(logp, tokens, the tree grown from them)"""
+def some_tree(batch: int, k: int, nodes: int, wide: bool, seed: int = 0) -> tuple[Tensor, Tensor, grow.Trees]:
+    """(logp, tokens, the trees grown from them)"""
     logits = some(batch, k, 16 if wide else 1, 16, seed=seed) * 2
     tokens = torch.stack([torch.randperm(99, generator=torch.Generator().manual_seed(i))[:16] for i in range(batch * k)])
     logp, tokens = logits.log_softmax(-1), tokens.view(batch, k, 16)
-    return logp, tokens, grow.reference(logp, tokens, nodes)
+    trees = no_trees(batch, k, nodes)
+    grow.reference(logp, tokens, nodes, torch.arange(batch), trees)
+    return logp, tokens, trees
+
+
+def no_trees(places: int, k: int, nodes: int, device: str = "cpu") -> grow.Trees:
+    chain, ids, masks = (torch.zeros(places, n, dtype=torch.long, device=device) for n in (k, nodes, nodes + 1))
+    return grow.Trees(chain, ids, *torch.zeros(2, places, nodes, dtype=torch.int32, device=device), masks)
 
 
 def grows(batch: int, k: int, nodes: int, wide: bool, device: str, dtype: torch.dtype) -> None:
     logp, tokens, wanted = some_tree(batch, k, nodes, wide)
-    for name, a, b in zip(wanted._fields, grow.grow(logp.to(device), tokens.to(device), nodes), wanted, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a.cpu(), b), name
+    index = torch.arange(batch).flip(0) + 1  # the place of each
+    found = no_trees(batch + 2, k + 1, nodes + 3, device)
+    grow.grow(logp.to(device), tokens.to(device), nodes, index.to(device), found)
+    for name, a, b in zip(wanted._fields, found, wanted, strict=True):
+        own = a.cpu()[:, : b.shape[1]]
+        assert own.dtype == b.dtype and torch.equal(own[index], b), name
+        assert not own[[0, -1]].any() and not a[:, b.shape[1] :].any(), f"{name}: nobody's"
 
 
 def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> None:
@@ -301,7 +313,9 @@ def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> No
         state = [x.to(device) for x in (torch.zeros(places).int(), torch.ones(places).int(), torch.zeros(places).long())]
         given = [x.to(device) for x in (tokens, ids, tree.parents, tree.depths, tree.masks, first, ends, index)]
         results.append((*run(*given, *state, k), *state))
-    kept, _, path = (x.cpu() for x in results[1][:3])
+    kept, _, path, flat, path_ids, path_tokens = (x.cpu() for x in results[1][:6])
+    assert torch.equal(ids.flatten()[flat].view(path.shape), path_ids)
+    assert torch.equal(tokens.flatten()[flat].view(path.shape), path_tokens)
     for i, (a, b) in enumerate(zip(*results, strict=True)):
         assert a.dtype == b.dtype and torch.equal(a, b), i
     for b in range(batch):  # the rule, spelled out

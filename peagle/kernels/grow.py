@@ -4,8 +4,9 @@ Of all children of what has been taken the likeliest is taken, again and again: 
 (row, candidate), all in one program's registers. The chain is the likeliest candidate of each depth, behind the one
 before.
 
-Shapes: logp [B, K, J, M], J = M or 1; tokens [B, K, M] int64, the candidates' ids in the target's vocabulary. Results:
-chain [B, K], nodes [B, N] int64; parents, depths [B, N] int32; masks [B, N + 1] int64.
+Shapes: logp [B, K, J, M], J = M or 1; tokens [B, K, M] int64, the candidates' ids in the target's vocabulary; index [B]:
+the places whose trees they become. Of every place (`Trees`): chain [P, K..], nodes [P, N..] int64; parents, depths
+[P, N..] int32; masks [P, N.. + 1] int64.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,9 @@ except ImportError:  # a machine without it uses the reference
     triton = None
 
 
-class Grown(NamedTuple):
+class Trees(NamedTuple):
+    """Written in place: what lies behind K and N stays what it was."""
+
     chain: Tensor
     nodes: Tensor
     parents: Tensor
@@ -30,29 +33,30 @@ class Grown(NamedTuple):
     masks: Tensor
 
 
-def reference(logp: Tensor, tokens: Tensor, nodes: int) -> Grown:
+def reference(logp: Tensor, tokens: Tensor, nodes: int, index: Tensor, trees: Trees) -> None:
     """What the kernel computes, in plain PyTorch."""
     batch, k, width, _ = logp.shape
     each, at = torch.arange(batch, device=logp.device), logp.new_zeros(batch, dtype=torch.long)
-    chain = []
     for depth in range(k):
         at = logp[each, depth, at if width > 1 else 0].argmax(-1)
-        chain.append(tokens[each, depth, at])
-    tree = grow_reference(logp, nodes)
-    depth = tree.depth.long()
-    ids = tokens[each[:, None], depth - 1, tree.candidate] if nodes else tokens[:, 0, :0]
-    return Grown(torch.stack(chain, 1), ids, tree.parent, tree.depth, tree.masks)
+        trees.chain[index, depth] = tokens[each, depth, at]
+    if nodes:
+        tree = grow_reference(logp, nodes)
+        trees.nodes[index, :nodes] = tokens[each[:, None], tree.depth.long() - 1, tree.candidate]
+        trees.parents[index, :nodes], trees.depths[index, :nodes] = tree.parent, tree.depth
+        trees.masks[index, : nodes + 1] = tree.masks
 
 
 if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        logp, tokens, chain, nodes, parents, depths, masks,
+        logp, tokens, index, chain, nodes, parents, depths, masks, chain_row, nodes_row, masks_row,
         K: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_M: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0).to(tl.int64)
+        place = tl.load(index + b)
         mine, ids = logp + b * K * WIDTH * COUNT, tokens + b * K * COUNT
         col = tl.arange(0, BLOCK_M)
         chosen = 0
@@ -60,7 +64,7 @@ if triton is not None:
             behind = chosen if WIDTH > 1 else 0
             x = tl.load(mine + (depth * WIDTH + behind) * COUNT + col, mask=col < COUNT, other=-float("inf"))
             chosen = tl.argmax(x, 0, tie_break_left=True)
-            tl.store(chain + b * K + depth, tl.load(ids + depth * COUNT + chosen))
+            tl.store(chain + place * chain_row + depth, tl.load(ids + depth * COUNT + chosen))
         if NODES > 0:
             flat, row = tl.arange(0, BLOCK_N * BLOCK_M), tl.arange(0, BLOCK_N)
             owner, candidate = flat // BLOCK_M, flat % BLOCK_M
@@ -84,28 +88,22 @@ if triton is not None:
                 children = tl.where(flat == at, -float("inf"), tl.where(own, total + more, children))
             there = (row > 0) & (row <= NODES)
             token = tl.load(ids + (deep - 1) * COUNT + taken, mask=there, other=0)
-            tl.store(nodes + b * NODES + row - 1, token, mask=there)
-            tl.store(parents + b * NODES + row - 1, parent, mask=there)
-            tl.store(depths + b * NODES + row - 1, deep, mask=there)
-            tl.store(masks + b * (NODES + 1) + row, bits, mask=row <= NODES)
+            tl.store(nodes + place * nodes_row + row - 1, token, mask=there)
+            tl.store(parents + place * nodes_row + row - 1, parent, mask=there)
+            tl.store(depths + place * nodes_row + row - 1, deep, mask=there)
+            tl.store(masks + place * masks_row + row, bits, mask=row <= NODES)
 
 
-def grow(logp: Tensor, tokens: Tensor, nodes: int) -> Grown:
+def grow(logp: Tensor, tokens: Tensor, nodes: int, index: Tensor, trees: Trees) -> None:
     """With nodes = 0 the chain alone. Log-probabilities must be finite."""
     if triton is None or not (logp.is_cuda or triton.knobs.runtime.interpret):
-        return reference(logp, tokens, nodes)
+        reference(logp, tokens, nodes, index, trees)
+        return
     batch, k, width, count = logp.shape
     assert logp.is_contiguous() and tokens.is_contiguous() and tokens.shape == (batch, k, count)
-    device = logp.device
-    made = Grown(
-        chain=torch.empty(batch, k, dtype=torch.int64, device=device),
-        nodes=torch.empty(batch, nodes, dtype=torch.int64, device=device),
-        parents=torch.empty(batch, nodes, dtype=torch.int32, device=device),
-        depths=torch.empty(batch, nodes, dtype=torch.int32, device=device),
-        masks=(torch.empty if nodes else torch.ones)(batch, nodes + 1, dtype=torch.int64, device=device),
-    )
+    assert all(x.stride(1) == 1 for x in trees) and trees.nodes.stride() == trees.parents.stride()
     _kernel[(batch,)](
-        logp, tokens, *made, K=k, WIDTH=width, COUNT=count, NODES=nodes, BLOCK_N=triton.next_power_of_2(nodes + 1),
+        logp, tokens, index, *trees, trees.chain.stride(0), trees.nodes.stride(0), trees.masks.stride(0),
+        K=k, WIDTH=width, COUNT=count, NODES=nodes, BLOCK_N=triton.next_power_of_2(nodes + 1),
         BLOCK_M=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip
-    return made

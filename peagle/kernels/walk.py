@@ -8,9 +8,10 @@ once, so a row's children are tried one after another against what is left of th
     tree a ab ab' a' (rows 1..4), the target says a at row 0, b' at row 1, c at row 3  ->  path 0 1 3, kept 2, newest c
 
 A request never takes more than it has room for. Shapes: tokens, ids [B, N + 1], first, ends, index [B]; of every place:
-parents, depths [P, N..], masks [P, N.. + 1], lengths, emitted, newest [P]. Results: kept [B] int32, newest [B] int64,
-path [B, K + 1] int64: the row at each depth; behind `kept` some row.
+parents, depths [P, N..], masks [P, N.. + 1], lengths, emitted, newest [P].
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,21 @@ except ImportError:  # a machine without it uses the reference
     triton = None
 
 
+class Walked(NamedTuple):
+    """Behind `kept` the path has some row."""
+
+    kept: Tensor  # [B] int32
+    newest: Tensor  # [B] int64
+    path: Tensor  # [B, K + 1] int64: the row at each depth
+    rows: Tensor  # [B * (K + 1)] int64: the same rows among all requests'
+    ids: Tensor  # [B, K + 1] their ids
+    tokens: Tensor  # [B, K + 1] what the target says there
+
+
 def reference(
     tokens: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor, ends: Tensor,
     index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Walked:  # fmt: skip
     """What the kernel computes, in plain PyTorch."""
     rows = ids.shape[1]
     parent, depth, mask = parents[index, : rows - 1].long(), depths[index, : rows - 1], masks[index, :rows]
@@ -39,19 +51,21 @@ def reference(
     path = (on_path * torch.arange(rows, device=ids.device)).sum(-1)
     room = (ends - 1 - first).clamp(min=0)
     kept = torch.minimum(counts.sum(1) - 1, room).int()
-    bonus = tokens.gather(1, path.gather(1, kept[:, None].long()))[:, 0]
+    said = tokens.gather(1, path)
+    bonus = said.gather(1, kept[:, None].long())[:, 0]
     lengths[index] = torch.minimum(first + kept + 1, ends)
     emitted[index] += kept + 1
     newest[index] = bonus
-    return kept, bonus, path
+    flat = (path + torch.arange(0, ids.numel(), rows, device=ids.device)[:, None]).flatten()
+    return Walked(kept, bonus, path, flat, ids.gather(1, path), said)
 
 
 if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, kept, bonus, path,
-        nodes_row, masks_row, ROWS: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest,
+        kept, bonus, path, flat, path_ids, path_tokens, nodes_row, masks_row, ROWS: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0)
         place = tl.load(index + b)
@@ -70,7 +84,11 @@ if triton is not None:
         last = tl.sum(tl.where(counts & (depth == count), row, 0), 0)
         token = tl.load(tokens + b * ROWS + last)
         taken = tl.sum(tl.where(counts[:, None] & (depth[:, None] == at[None, :]), row[:, None], 0), 0)
-        tl.store(path + b * (K + 1) + at, taken.to(tl.int64), mask=at <= K)
+        out, inside = b * (K + 1) + at, at <= K
+        tl.store(path + out, taken.to(tl.int64), mask=inside)
+        tl.store(flat + out, (b * ROWS + taken).to(tl.int64), mask=inside)
+        tl.store(path_ids + out, tl.load(ids + b * ROWS + taken, mask=inside, other=0), mask=inside)
+        tl.store(path_tokens + out, tl.load(tokens + b * ROWS + taken, mask=inside, other=0), mask=inside)
         tl.store(kept + b, count)
         tl.store(bonus + b, token)
         tl.store(lengths + place, tl.minimum(begin + count + 1, end))
@@ -81,8 +99,8 @@ if triton is not None:
 def walk(
     tokens: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor, ends: Tensor,
     index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(kept, newest, path). A place may be there twice only if it is nobody's."""
+) -> Walked:  # fmt: skip
+    """A place may be there twice only if it is nobody's."""
     if triton is None or not (tokens.is_cuda or triton.knobs.runtime.interpret):
         return reference(
             tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, k
@@ -92,10 +110,11 @@ def walk(
     assert parents.stride() == depths.stride() and parents.stride(1) == masks.stride(1) == 1
     kept = torch.empty(batch, dtype=torch.int32, device=ids.device)
     bonus = torch.empty(batch, dtype=torch.int64, device=ids.device)
-    path = torch.empty(batch, k + 1, dtype=torch.int64, device=ids.device)
+    path, path_ids, path_tokens = torch.empty(3, batch, k + 1, dtype=torch.int64, device=ids.device)
+    walked = Walked(kept, bonus, path, torch.empty_like(path).flatten(), path_ids, path_tokens)
     _kernel[(batch,)](
-        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, kept, bonus, path,
+        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, *walked,
         parents.stride(0), masks.stride(0), ROWS=rows, K=k, BLOCK_R=triton.next_power_of_2(rows),
         BLOCK_K=triton.next_power_of_2(k + 1), num_warps=1,
     )  # fmt: skip
-    return kept, bonus, path
+    return walked
