@@ -14,7 +14,7 @@ import torch
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, Sampling, parse_method
-from peagle.engine.adaptive import AdaptiveK, FixedK
+from peagle.engine.adaptive import Adaptive, Fixed, forms
 from peagle.engine.binding import Binding
 from peagle.engine.exactness import exact_multiple
 from peagle.engine.history import check_bias
@@ -31,6 +31,7 @@ from peagle.kernels.library import state
 from peagle.kernels.matrix import possible
 from peagle.loaded import LoadedPair, Prompt, load
 from peagle.target import Target
+from peagle.tree import Tree
 
 PAGE = 64  # positions
 MEMORY = 0.85  # of what is free on a GPU may become pages
@@ -84,7 +85,8 @@ class Engine:
             self.pages, max_batch, whole if self.exact else chunk or (4096 if gpu else 512), max_queue, self.context,
             slack=self.k_most, reserve=self.exact,
         )  # fmt: skip
-        chooser = FixedK(self.k_most) if k != "auto" or drafter is None else AdaptiveK(candidates(self.k_most))
+        fixed = k != "auto" or drafter is None
+        chooser = Fixed(Tree(self.k_most, self.k_most)) if fixed else Adaptive(forms(self.k_most))
         self.rounds = Rounds(self.stepper, self.scheduler, chooser, self.k_most, self.exact, graphs and gpu)
         self.lock, self.metrics, self.seats = self.rounds.lock, self.rounds.metrics, self.rounds.seats
         self.ids = itertools.count()
@@ -255,10 +257,6 @@ def largest_k(k: int | str, pair: LoadedPair) -> int:
     if isinstance(k, int) and k >= 1:
         return k
     raise UserError(f"K is {k!r}: use a number of 1 or more, or auto")
-
-
-def candidates(most: int) -> tuple[int, ...]:
-    return (*(k for k in (0, 1, 2, 3, 5, 7, 9, 11, 15) if k < most), most)
 
 
 def page_count(pair: LoadedPair, drafter: Any, tokens: int | None, page: int, batch: int, context: int, k: int) -> int:

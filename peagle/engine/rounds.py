@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.core import Step
-from peagle.engine.adaptive import AdaptiveK, Policy
+from peagle.engine.adaptive import Adaptive, Policy
 from peagle.engine.binding import Binding, Masks
 from peagle.engine.history import History
 from peagle.engine.metrics import Metrics
@@ -27,6 +27,7 @@ from peagle.engine.stepper import BUCKETS, Stepper
 from peagle.engine.stepresult import Result
 from peagle.engine.stream import Piece, Stream, TokenLogprob
 from peagle.engine.text import Words
+from peagle.tree import Tree
 
 
 @dataclass(slots=True)
@@ -109,7 +110,8 @@ class Rounds:
 
     def warm_up(self) -> None:
         """Before the first request: kernels are compiled, graphs captured."""
-        ks = self.chooser.candidates if isinstance(self.chooser, AdaptiveK) else (self.k_most,)
+        adaptive = isinstance(self.chooser, Adaptive)
+        ks = [form.k for form in self.chooser.candidates] if adaptive else [self.k_most]
         for batch in BUCKETS:
             if self.graphs and batch < 2 * self.scheduler.max_batch:
                 for k, made in itertools.product(ks, (None, self.k_most)):
@@ -164,9 +166,10 @@ class Rounds:
     def _decode(self, members: list[Member], alone: bool) -> None:
         """`alone`: no prefill runs in the same round."""
         choice = self.chooser.choose(len(members))
-        self.metrics.k, self.metrics.k_reason = choice.k, choice.reason
-        k = min(choice.k, *(member.seat.drafted for member in members))  # what all of them have
-        made = k if choice.k <= k else self.k_most  # drafts may be left unused; so there is a graph for every change
+        wanted = choice.tree.k
+        self.metrics.k, self.metrics.k_reason = wanted, choice.reason
+        k = min(wanted, *(member.seat.drafted for member in members))  # what all of them have
+        made = k if wanted <= k else self.k_most  # drafts may be left unused; so there is a graph for every change
         started = time.perf_counter()
         if self.graphs:
             self._capture(len(members), k, made)
@@ -177,9 +180,9 @@ class Rounds:
         with self.lock:
             for member in members:
                 member.request.ahead += k + 1
-                member.seat.drafted = choice.k
+                member.seat.drafted = wanted
         requests = [member.request for member in members]
-        self._launch(result, requests, k, started=started, timed=alone and k == choice.k)
+        self._launch(result, requests, k, started=started, timed=alone and k == wanted)
         self.metrics.steps += 1
         self.metrics.k_steps[k] += 1
 
@@ -242,7 +245,8 @@ class Rounds:
             seconds = now - max(flight.started, self._last_read)
             self.metrics.step_seconds += seconds
             if accepted:
-                self.chooser.observe(len(flight.requests), flight.k, seconds if flight.timed else None, accepted)
+                form = Tree(flight.k, flight.k)
+                self.chooser.observe(len(flight.requests), form, seconds if flight.timed else None, accepted)
         self._last_read = now
 
     def _take(self, request: Request, tokens: list[int], flight: Flight, i: int, kept: int) -> None:
