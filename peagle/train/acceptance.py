@@ -18,7 +18,7 @@ from peagle.drafter import Drafter
 from peagle.train.chains import full_chains
 from peagle.train.documents import Documents, fill
 from peagle.train.documents import packed as packed_documents
-from peagle.train.features import Features
+from peagle.train.features import AnyFeatures
 from peagle.train.gradients import run_level
 from peagle.train.move import flat
 from peagle.train.pack import Batch, Pack, batch_of
@@ -30,7 +30,7 @@ PIECE = 4096  # rows that have logits at once
 
 
 def draft_everywhere(
-    passes: Passes, features: Features, packed: Pack, k: int, flex: bool = False
+    passes: Passes, features: AnyFeatures, packed: Pack, k: int, flex: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """(anchors [A], drafts [A, k]): the drafts after every anchor whose newest token belongs to an answer."""
     found = [(own, drafts.cpu().numpy()) for own, _, drafts in rows_everywhere(passes, features, packed, k, flex)]
@@ -40,7 +40,7 @@ def draft_everywhere(
 
 @torch.no_grad()
 def rows_everywhere(
-    passes: Passes, features: Features, packed: Pack, k: int, flex: bool = False
+    passes: Passes, features: AnyFeatures, packed: Pack, k: int, flex: bool = False
 ) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
     """Group after group: (anchors [A], their rows' normed outputs [A, k, d], drafts [A, k])."""
     anchors = np.flatnonzero(np.append(packed.answer[1:] & (packed.doc[1:] == packed.doc[:-1]), False))
@@ -114,7 +114,7 @@ def answers(packed: Pack) -> list[tuple[int, int]]:
 
 
 def acceptance(
-    passes: Passes, features: Features, documents: Documents, ks: Sequence[int], tokens: int, flex: bool = False
+    passes: Passes, features: AnyFeatures, documents: Documents, ks: Sequence[int], tokens: int, flex: bool = False
 ) -> dict[int, list[Step]]:
     """The steps of every answer, for each K: one pass at the largest serves them all, unless rows see later ones."""
     steps: dict[int, list[Step]] = {k: [] for k in ks}

@@ -64,13 +64,13 @@ def fitted(config: TrainConfig) -> TrainConfig:
     if folder is None:
         return config
     told, ids = read_told(folder / TARGET), tuple(read_told(folder / CAPTURE)["aux_layer_ids"])
-    if config.aux_layer_ids not in ((), ids):
+    if not set(config.aux_layer_ids) <= set(ids):
         raise UserError(f"aux_layer_ids are {config.aux_layer_ids}, but {folder} holds those of {ids}: use these")
     if config.target not in (DEFAULT_PAIR, told["name"]) and hub_name(config.target) != told["name"]:
         raise UserError(f"{folder} was captured from {told['name']}, not from {config.target}: set target to that")
     if config.init == "target" and config.num_layers > (kept := told["blocks"]):
         raise UserError(f"{folder} holds the target's last {kept} blocks, layers is {config.num_layers}: init=random")
-    return replace(config, target=told["name"], aux_layer_ids=ids)
+    return replace(config, target=told["name"], aux_layer_ids=config.aux_layer_ids or ids)
 
 
 def hub_name(target: str) -> str:
