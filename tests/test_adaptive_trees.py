@@ -6,7 +6,7 @@ import pytest
 
 from peagle.engine.adaptive import Adaptive, Fixed, forms
 from peagle.errors import UserError
-from peagle.tree import NOTHING, Tree
+from peagle.tree import MOST_NODES, NOTHING, Tree
 from tests.simulated import BAD, GOOD, POOR, Cost, Simulation, busy, calibrated, chain, gpu
 
 FORMS = forms(7, 32)
@@ -23,7 +23,7 @@ def simulations(cost: Cost, known: bool, width: float = 0.4) -> list[Simulation]
 def test_forms_to_choose_from() -> None:
     assert forms(7) == tuple(chain(k) for k in (0, 1, 2, 3, 5, 7)) and forms(4)[-1] == chain(4)
     assert forms(7, 32) == (*forms(7), Tree(7, 16), Tree(7, 32))
-    assert forms(7, 63)[6:] == (Tree(7, 16), Tree(7, 32), Tree(7, 63))
+    assert forms(7, MOST_NODES)[6:] == (Tree(7, 16), Tree(7, 32), Tree(7, MOST_NODES))
     assert forms(7, 12)[6:] == (Tree(7, 12),) and forms(7, 40)[6:] == (Tree(7, 16), Tree(7, 32), Tree(7, 40))
     assert [form.nodes for form in forms(20, 32) if not form.chain] == [32]
     with pytest.raises(UserError, match="more nodes than K"):
