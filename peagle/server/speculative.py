@@ -14,7 +14,7 @@ No vLLM has this block: for it, it is refused.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from peagle.core import Method
 from peagle.errors import UserError, nearest
@@ -125,5 +125,5 @@ def tree_of(spec: Any, k: int | None, source: str) -> tuple[int, int]:
     return depth, sum(each) if sum(each) > depth else 0
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
