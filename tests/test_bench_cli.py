@@ -36,6 +36,20 @@ def held(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "r.json").read_text())
 
 
+def test_trees_beside_chains(tiny: Path, tmp_path: Path) -> None:
+    told = bench(tiny, "-k", "3", "--tree", "0,12", "--concurrency", "2", "--out", tmp_path)
+    content = held(tmp_path)
+    assert content["settings"]["tree"] == [0, 12]
+    assert [(c["method"], c["k"], c["tree"]) for c in content["cells"]] == [
+        ("none", 0, 0), ("eagle3", 3, 0), ("p-eagle", 3, 0), ("p-eagle", 3, 12),
+    ]  # fmt: skip
+    chain, tree = content["cells"][2:]
+    assert (set(chain["k_steps"]), set(tree["k_steps"])) == ({"3"}, {"12"})
+    assert tree["check"] == {"compared": 8, "identical": 8, "differences": []}
+    assert len(tree["spec_decode_per_position_acceptance_rates"]) == 3
+    assert told.count("p-eagle tree 12") == 1
+
+
 def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
     told = bench(tiny, "-k", "2,11", "--concurrency", "1,3", "--out", tmp_path)
     content = held(tmp_path)
@@ -140,6 +154,10 @@ MISTAKES = {
     "no such file": (["--set", "mine.jsonl"], "no file mine.jsonl"),
     "bad K": (["-k", "3,x"], "write it like -k 3,5,7,11"),
     "K below 1": (["-k", "0"], "at least one token"),
+    "bad trees": (["--tree", "0,x"], "write it like --tree 32"),
+    "trees of the default K": (["--tree", "11"], "is a chain"),
+    "trees of eagle3": (["--methods", "none,eagle3", "--tree", "16"], "needs a p-eagle drafter"),
+    "trees of an endpoint": (["--endpoint", "http://127.0.0.1:9", "--tree", "16"], "our own engine"),
     "bad concurrency": (["--concurrency", "1,0"], "write it like --concurrency 1,8,64"),
     "bad method": (["--methods", "none,peagle"], "Did you mean 'p-eagle'"),
     "bad profile": (["--profile", "reasonin"], "Did you mean 'reasoning'"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle.engine.expected import GAIN, Acceptance, Expected
+from peagle.engine.expected import GAIN, Acceptance, Expected, Ratio, rising
 from peagle.tree import NOTHING, Tree
 from tests.simulated import chain
 
@@ -68,7 +68,21 @@ def test_more_nodes_keep_no_less() -> None:
         told(1, TREE, 4, expected)
         told(1, LARGER, 2, expected)
     tokens = expected.tokens()
-    assert tokens[LARGER] >= tokens[TREE] > 4.5
+    assert tokens[LARGER] == pytest.approx(tokens[TREE], rel=0.01)  # as if they were one
+    assert tokens[TREE] == pytest.approx(4, rel=0.1)
+
+
+def test_values_that_rise() -> None:
+    values = rising([Ratio(1, 1), Ratio(3, 2), Ratio(2, 2), Ratio(2.4, 6), Ratio(9, 1)])
+    assert values == pytest.approx([1, *[2.44] * 3, 9])
+
+
+def test_bad_text_for_ever_leaves_numbers() -> None:
+    expected = Expected(FORMS)
+    told(200_000, chain(1), 0, expected)
+    assert expected.tokens()[LARGER] == pytest.approx(1)
+    told(100, chain(7), 3, expected)
+    assert expected.tokens()[LARGER] > 4
 
 
 def test_nothing_is_kept_beyond_the_depth() -> None:

@@ -10,7 +10,6 @@ keeps base times level. Kinds are compared by their bases, so a change of the te
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import sqrt
 
 from peagle.tree import Tree
@@ -112,17 +111,29 @@ class Expected:
             return {form: chains[form.k] for form in self.forms}
         part = parts(chains)
         level = self.level.value if outlook is None else (chains[-1] - 1) / max(self.chain.value, 1e-9)
-        kept = {form: min(form.k, level * part[form.k] * self._base(form)) for form in self.forms}
-        for smaller, larger in pairwise(self.trees):  # of more nodes no fewer are kept
-            kept[larger] = max(kept[larger], kept[smaller]) if larger.k >= smaller.k else kept[larger]
-        return {form: 1 + count for form, count in kept.items()}
+        bases = self._bases()
+        return {form: 1 + min(form.k, level * part[form.k] * bases.get(form, bases[None])) for form in self.forms}
 
-    def _base(self, form: Tree) -> float:
-        """Of a tree and the chains, the less known looks better than it was seen to be."""
-        if form.chain:
-            return self.chain.value
-        tree, spread = self.trees[form], CURIOSITY * sqrt(1 + self.level.value)
-        return tree.value * (1 + spread * tree.error) / (1 + spread * self.chain.error)
+    def _bases(self) -> dict[Tree | None, float]:
+        """Of chains (None) and each tree: more nodes keep no fewer. The less known looks better than it was seen to be."""
+        kinds = {None: self.chain, **self.trees}
+        spread, pooled = CURIOSITY * sqrt(1 + self.level.value), rising(list(kinds.values()))
+        return {
+            name: base * (1 + spread * kind.error) / (1 + spread * self.chain.error)
+            for (name, kind), base in zip(kinds.items(), pooled, strict=True)
+        }
+
+
+def rising(ratios: Sequence[Ratio]) -> list[float]:
+    """Their values, none below the one before it: those that are count as one (isotonic regression)."""
+    pools: list[tuple[float, float, int]] = []
+    for ratio in ratios:
+        kept, weight, count = ratio.kept, ratio.weight, 1
+        while pools and pools[-1][0] / pools[-1][1] > kept / weight:
+            before = pools.pop()
+            kept, weight, count = kept + before[0], weight + before[1], count + before[2]
+        pools.append((kept, weight, count))
+    return [kept / weight for kept, weight, count in pools for _ in range(count)]
 
 
 def parts(tokens: Sequence[float]) -> list[float]:
