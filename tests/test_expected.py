@@ -101,6 +101,11 @@ def test_a_drafter_may_know_better() -> None:
     tokens = expected.tokens([0.5] * 7)
     assert tokens[chain(3)] == pytest.approx(1 + 0.5 + 0.25 + 0.125)
     assert tokens[LARGER] == pytest.approx(1 + 1.5 * (tokens[chain(7)] - 1), rel=0.1)
+    poor = Expected((chain(0), chain(7), LARGER))
+    for _ in range(300):
+        told(1, chain(7), 3, poor)
+        told(1, LARGER, 2, poor)
+    assert poor.tokens([0.5] * 7)[chain(7)] == pytest.approx(2 - 0.5**7)  # its own, whatever trees keep
     assert Expected(FORMS[:3]).tokens([0.5, 0.4])[chain(7)] < 1 + 0.5 + 0.2 + 0.2 / 0.6
 
 

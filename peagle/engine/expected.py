@@ -52,7 +52,7 @@ class Acceptance:
 
 
 class Ratio:
-    """What was kept, against what was expected: decaying sums, which fade to the weight of the beginning, not to none."""
+    """What was kept, against what was expected: decaying sums, which fade to their first weight, not to none."""
 
     def __init__(self, value: float, weight: float) -> None:
         self.kept, self.weight, self.least = value * weight, weight, weight
@@ -63,7 +63,7 @@ class Ratio:
 
     @property
     def error(self) -> float:
-        """Its standard error is as much times the spread of a step."""
+        """As many times the spread of a step is its standard error."""
         return self.weight**-0.5
 
     def fade(self, forget: float) -> None:
@@ -110,12 +110,12 @@ class Expected:
         if not self.trees:
             return {form: chains[form.k] for form in self.forms}
         part = parts(chains)
-        level = self.level.value if outlook is None else (chains[-1] - 1) / max(self.chain.value, 1e-9)
         bases = self._bases()
+        level = self.level.value if outlook is None else (chains[-1] - 1) / max(bases[None], 1e-9)
         return {form: 1 + min(form.k, level * part[form.k] * bases.get(form, bases[None])) for form in self.forms}
 
     def _bases(self) -> dict[Tree | None, float]:
-        """Of chains (None) and each tree: more nodes keep no fewer. The less known looks better than it was seen to be."""
+        """Of chains (None) and each tree: more nodes keep no fewer, and who is less known looks better than he was seen."""
         kinds = {None: self.chain, **self.trees}
         spread, pooled = CURIOSITY * sqrt(1 + self.level.value), rising(list(kinds.values()))
         return {
