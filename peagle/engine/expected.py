@@ -115,7 +115,7 @@ class Expected:
         return {form: 1 + min(form.k, level * part[form.k] * bases.get(form, bases[None])) for form in self.forms}
 
     def _bases(self) -> dict[Tree | None, float]:
-        """Of chains (None) and each tree: more nodes keep no fewer, and who is less known looks better than he was seen."""
+        """Of chains (None) and trees: more nodes keep no fewer. The less known looks better than it was seen to be."""
         kinds = {None: self.chain, **self.trees}
         spread, pooled = CURIOSITY * sqrt(1 + self.level.value), rising(list(kinds.values()))
         return {

@@ -117,12 +117,13 @@ def tree_of(spec: Any, k: int | None, source: str) -> tuple[int, int]:
         depth = len(branches)
     if not is_count(depth) or (k is not None and k != depth):
         raise UserError(f"{where}: {DEPTH} is {depth!r}: use 1 or more, and the same as num_speculative_tokens")
-    each = branches if isinstance(branches, list) else [branches] * depth
-    if len(each) != depth or not all(map(is_count, each)):
+    listed = isinstance(branches, list)
+    if not all(map(is_count, branches if listed else [branches])) or (listed and len(branches) != depth):
         raise UserError(
             f"{where}: {BRANCHES} is {branches!r}: use a number of 1 or more, or one for each of {depth} depths"
         )
-    return depth, sum(each) if sum(each) > depth else 0
+    nodes = sum(branches) if listed else branches * depth
+    return depth, nodes if nodes > depth else 0
 
 
 def is_count(value: Any) -> TypeGuard[int]:
