@@ -98,7 +98,6 @@ def test_every_rung_matters(rung: str, monkeypatch):
     assert differs[1:-1] == [True] * (K - 2) and differs[0] == (rung == "inject")
 
 
-@torch.no_grad()
 def test_a_corrected_training_row_equals_the_pair():
     """What training makes of a row and the token before it is what the chain reads off the pairs of candidates."""
     drafter = trained("p-eagle", 48, "dependency").drafter
