@@ -26,6 +26,9 @@ OPTIONS = {
     "kl": ("kl", 1.0, 1.0, 0.0),
     "ce, lighter with depth": ("ce", 0.0, 0.6, 0.0),
     "mix, soft-capped": ("mix", 0.3, 1.0, 2.0),
+    "tvmix": ("tvmix", 0.9, 1.0, 0.0),
+    "length": ("length", 0.7, 1.0, 0.0),
+    "length alone": ("length", 1.0, 1.0, 0.0),
 }
 
 Gradients = dict[str, Tensor]
@@ -58,7 +61,8 @@ def gradients(
 
 
 def some_chains(packed: Pack):
-    return sample_chains(packed.room, K, 0.8, np.random.default_rng(1))
+    """Not every anchor has one."""
+    return sample_chains(packed.room, K, 0.8, np.random.default_rng(1), max_anchors=int(0.8 * (packed.room > 0).sum()))
 
 
 def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: str) -> Gradients:
@@ -70,9 +74,26 @@ def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: 
     run = dense_rows if drafter.config.method == "p-eagle" else unrolled_rows
     normed = run(drafter, packed, g, anchor, depth)
     kind, mix, weight, softcap = OPTIONS[options]
-    losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
-    (losses * weight ** torch.from_numpy(depth)).sum().div(len(depth)).backward()
+    if kind == "length":
+        ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
+        objective = (1 - mix) * ce.sum() - mix * expected_lengths(anchor, depth, (-ce).exp())
+    else:
+        losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
+        objective = (losses * weight ** torch.from_numpy(depth)).sum()
+    objective.div(len(depth)).backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}
+
+
+def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor:
+    """Of every anchor's chain q_0 + q_0 q_1 + ..., summed: as it is written."""
+    row = {pair: i for i, pair in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True))}
+    total = torch.zeros(())
+    for a in sorted(set(anchor.tolist())):
+        reached, d = torch.ones(()), 0
+        while (a, d) in row:
+            reached = reached * q[row[a, d]]
+            total, d = total + reached, d + 1
+    return total
 
 
 def dense_rows(drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, depth: np.ndarray) -> Tensor:

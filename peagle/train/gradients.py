@@ -8,6 +8,7 @@ row is ever run twice.
 import torch
 from torch import Tensor
 
+from peagle.train.lengths import Lengths
 from peagle.train.loss import Loss, Sums
 from peagle.train.pack import Batch, Level, Segment
 from peagle.train.passes import KeysValues, Passes
@@ -24,10 +25,15 @@ def pack_gradients(
     mask = mask_for(batch.context, batch.context, flex, batch.blocks)
     normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
     own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
-    rows = batch.supervised
-    gradient, sums = loss(normed.detach()[rows], last[rows + 1], torch.zeros_like(rows), scale)
+    rows, first = batch.supervised, torch.zeros_like(batch.supervised)
+    out, wanted = normed.detach()[rows], last[rows + 1]
+    lengths = Lengths(loss, len(batch.ids), normed.device)
+    lengths.see(out, wanted, rows, first)
+    sums = Sums.zeros(loss.k, last.device)
     for segment in batch.segments:
-        sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, scale, flex)
+        sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, lengths, scale, flex)
+    gradient, part = loss(out, wanted, first, scale * lengths.weights(rows, first))
+    sums += part
     outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows.long(), gradient)]
     for x, grown in zip([feedback, *cache[0], *cache[1]], [own, *leaves[0], *leaves[1]], strict=True):
         if grown.grad is not None:
@@ -45,23 +51,26 @@ def segment_gradients(
     feedback: Tensor,
     last: Tensor,
     loss: Loss,
+    lengths: Lengths,
     scale: float,
     flex: bool,
 ) -> Sums:
-    sums = Sums.zeros(loss.k, last.device)
-    seen, outputs, gradients = batch.context[: segment.edge], [], []
+    seen, outputs, wanted, gradients = batch.context[: segment.edge], [], [], []
     cache = until(cache, segment.edge)
     for level in segment.levels:
         seen = seen + level.rows
         mask = mask_for(level.rows, seen, flex, level.blocks)
         normed, feedback, cache = run_level(passes, level, feedback, cache, mask)
         live = level.rows[: level.live]
-        gradient = torch.zeros_like(normed)
-        gradient[: level.live], part = loss(
-            normed.detach()[: level.live], last[live.anchor + live.depth + 1], live.depth, scale
-        )
-        sums += part
+        wanted.append(last[live.anchor + live.depth + 1])
+        lengths.see(normed.detach()[: level.live], wanted[-1], live.anchor, live.depth)
         outputs.append(normed)
+    sums = Sums.zeros(loss.k, last.device)
+    for level, normed, teacher in zip(segment.levels, outputs, wanted, strict=True):
+        live, gradient = level.rows[: level.live], torch.zeros_like(normed)
+        weight = scale * lengths.weights(live.anchor, live.depth)
+        gradient[: level.live], part = loss(normed.detach()[: level.live], teacher, live.depth, weight)
+        sums += part
         gradients.append(gradient)
     torch.autograd.backward(outputs, gradients)
     return sums
