@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from peagle.train.documents import join
 from tests.benching import tiny_folder, write_set
 from tests.conftest import MASK
 from tests.training import some_answers
-from tools import ladder
+from tools import ladder, ladder_speed
 
 LADDER = f"""
 [base]
@@ -126,3 +127,21 @@ def test_answers_are_evenly_chosen(place: Path, climbed: Path):
     ids, answer = whole[0]
     many = join([(ids, answer, f"{i:03}#0") for i in range(100)])
     assert ladder.some(many, 4).keys == ("000#0", "025#0", "050#0", "075#0")
+
+
+def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(climbed, out)
+    words = [str(out), "--target", str(place / "target"), "--bench", str(place / "bench"), "--only", "plain", "-k", "3"]
+    words += ["--concurrency", "1,2", "--max-tokens", "12", "--device", "cpu", "--dtype", "float32"]
+    words += ["--sets", "humaneval,mt_bench"]
+    assert ladder_speed.main(words) == 0
+    alone, plain, other = (json.loads((out / f"{name}.json").read_text()) for name in ("none-0", "plain-0", "tv-0"))
+    found, second = plain["engine"]
+    assert (found["set"], second["set"]) == ("humaneval", "mt_bench")
+    assert found["shape"] == "K=3" and [*found["tokens_per_second"]] == ["1", "2"] and found["step_ms"] > 0
+    assert found["acceptance_length"] >= 1 and plain["sets"] and "engine" not in other
+    assert alone["engine"][0]["shape"] == "K=0" and alone["engine"][0]["acceptance_length"] == 1.0
+    assert all(speed > 0 for speed in alone["engine"][0]["tokens_per_second"].values())
+    before = (out / "plain-0.json").stat().st_mtime_ns
+    assert ladder_speed.main(words) == 0 and (out / "plain-0.json").stat().st_mtime_ns == before

@@ -134,7 +134,7 @@ def train(rung: Rung, ladder: Ladder, store: Run, answers: Answers, out: Path) -
         "label": rung.label,
         "target": target.name,
         "method": run.config.method,
-        "settings": {key: getattr(run.config, key) for key in rung.settings if key != "init"},
+        "settings": {key: told if key == "init" else getattr(run.config, key) for key, told in rung.settings.items()},
         "steps": trainer.step,
         "target_tokens": trainer.tokens,
         "seconds": round(trainer.seconds, 2),
