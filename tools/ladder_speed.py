@@ -3,8 +3,8 @@
     python tools/ladder_speed.py OUT --bench bench/                   # K=7; and what the target does alone
     python tools/ladder_speed.py OUT --bench bench/ -k 7,11 --tree 32 --only p-eagle,combined
 
-Adds to each record of OUT (tools/ladder.py) a line for each set and shape of drafts: tokens a second by concurrency, the
-acceptance length the engine counted, and the time of a step at the smallest concurrency. What a record has is not
+Adds to each record of OUT (tools/ladder.py) a line for each set and shape of drafts: tokens a second by concurrency,
+the acceptance length the engine counted, and the time of a step at the smallest concurrency. What a record has is not
 measured again.
 """
 
