@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from peagle.data.bench import read_sets
@@ -33,7 +32,7 @@ from peagle.loaded import choose_device
 from peagle.train.acceptance import acceptance
 from peagle.train.answered import answer_tasks
 from peagle.train.config import TrainConfig, read_config
-from peagle.train.documents import Documents
+from peagle.train.documents import Documents, join
 from peagle.train.features import online
 from peagle.train.passes import Passes
 from peagle.train.publish import device_name
@@ -112,10 +111,9 @@ def some(documents: Documents, limit: int | None) -> Documents:
     """Those of so many tasks, evenly chosen: answers lie in the order they ended, short ones first."""
     tasks = [key.split("#")[0] for key in documents.keys]
     names = sorted(set(tasks))
-    if not limit or limit >= len(names):
-        return documents
-    picked = {names[i * len(names) // limit] for i in range(limit)}
-    return documents.subset(np.array([i for i, task in enumerate(tasks) if task in picked]))
+    count = min(limit or len(names), len(names))
+    picked = {names[i * len(names) // count] for i in range(count)}
+    return join([(*documents[i], documents.keys[i]) for i, task in enumerate(tasks) if task in picked])
 
 
 def train(rung: Rung, ladder: Ladder, store: Run, answers: Answers, out: Path) -> dict[str, Any]:
