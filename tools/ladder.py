@@ -187,6 +187,7 @@ def climb(ladder: Ladder, options: argparse.Namespace) -> int:
             traceback.print_exc()
             print(f"{rung}: failed: {type(error).__name__}: {error}", flush=True)
         gc.collect()
+        torch._dynamo.reset_code_state()  # compiled passes stay; the next run's begin with shapes of their own
         if store.target.device.type == "cuda":
             torch.cuda.empty_cache()
     return failed
