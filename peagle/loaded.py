@@ -81,6 +81,7 @@ class LoadedPair:
         raw: bool = False,
         exact: bool | None = None,
         int8: bool = False,
+        tree: int = 0,
         on_text: Callable[[str], None] | None = None,
         grammar: Grammar | None = None,
         **sampling: Any,
@@ -88,14 +89,15 @@ class LoadedPair:
         """The target's answer; `on_text` receives it as it grows.
 
         `exact`: bit-equal with and without drafts, in any dtype; None: where it is needed and can be had.
-        `int8`: matrices in 8 bits, on a CPU. `sampling`: the fields of core.Sampling.
+        `int8`: matrices in 8 bits, on a CPU. `tree`: drafts are a tree of so many nodes; 0: a chain. `sampling`: the fields of core.Sampling.
         """
         chosen = parse_method(method or self.pair.method)
         k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         check_request(self.target, ids, max_tokens)
-        engine = self.engine(chosen, k, exact, min(len(ids) + max_tokens, self.target.context) + 2 * k, int8)
+        room = min(len(ids) + max_tokens, self.target.context) + max(2 * k, 2 * tree)
+        engine = self.engine(chosen, k, exact, room, int8, tree)
         start, prefill, steps, reason = time.perf_counter(), 0.0, list[Step](), None
         stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
         try:
@@ -127,15 +129,17 @@ class LoadedPair:
             trained=chosen == "none" or self.drafter(chosen).config.trained,
         )
 
-    def engine(self, method: Method, k: int, exact: bool | None, positions: int, int8: bool = False) -> "Engine":
+    def engine(
+        self, method: Method, k: int, exact: bool | None, positions: int, int8: bool = False, tree: int = 0
+    ) -> "Engine":
         """An engine for one request at a time, kept for the next one that fits it."""
         from peagle.engine import Engine
 
         size = 1 << max(positions - 1, SMALL - 1).bit_length()
-        key = (method, k, exact, size, int8)
+        key = (method, k, exact, size, int8, tree)
         if key not in self._engines:
             self._engines[key] = Engine(
-                self, method=method, k=k or 1, max_batch=1, tokens=size, exact=exact, int8=int8,
+                self, method=method, k=k or 1, tree=tree, max_batch=1, tokens=size, exact=exact, int8=int8,
                 prefix_caching=False, thread=False,
             )  # fmt: skip
         return self._engines[key]

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from peagle.cache import RollbackCache
 from peagle.drafter import Drafter
-from peagle.drafter.model import Attend
+from peagle.drafter.model import Attend, row_mask
 from peagle.rows import Rows, draft_rows
 
 
@@ -45,9 +45,10 @@ class ParallelProposer:
         rows = rows_of(verified, k, self.mask_id)
         real = rows.real
         hidden = torch.cat([self.drafter.fuse(verified.hidden[:real]), self.mask_hidden.expand(k - 1, -1)])
-        normed, _ = self.drafter(self.drafter.embed(rows.ids), hidden, rows.positions, attend_over(self.cache))
+        attend = attend_over(self.cache, k - 1 if self.drafter.config.bidirectional else 0)
+        normed, _ = self.drafter(self.drafter.embed(rows.ids), hidden, rows.positions, attend)
         self.cache.rollback(verified.first + real)
-        return self.drafter.best(normed[rows.sampled[0]])
+        return self.drafter.drafts(normed[rows.sampled])[0]
 
 
 class ChainProposer:
@@ -88,22 +89,18 @@ def rows_of(verified: Verified, k: int, mask_id: int) -> Rows:
     )
 
 
-def attend_over(cache: RollbackCache) -> Attend:
-    """An `attend` that appends the new rows to the cache and lets each see everything up to itself."""
+def attend_over(cache: RollbackCache, block: int = 0) -> Attend:
+    """An `attend` that appends the new rows to the cache and lets each see everything up to itself, and the last
+    `block` rows each other."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, R, head_dim]
         keys, values = cache.update(k, v, layer)
         rows, past = q.shape[2], keys.shape[2] - q.shape[2]
-        mask = causal_mask(rows, past, q.device) if rows > 1 and past else None
+        mask = row_mask(rows, past, block, q.device) if rows > 1 and (past or block) else None
         out = scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, is_causal=rows > 1 and not past, enable_gqa=True
+            q, keys, values, attn_mask=mask, is_causal=rows > 1 and mask is None, enable_gqa=True
         )
         return out[0].transpose(0, 1)
 
     return attend
-
-
-def causal_mask(rows: int, past: int, device: torch.device | None = None) -> Tensor:
-    """[rows, past + rows]: new row i sees everything up to itself."""
-    return torch.ones(rows, past + rows, dtype=torch.bool, device=device).tril(past)

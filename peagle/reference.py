@@ -6,6 +6,8 @@ says (rows.py has a worked example). The target has consumed x_0..x_{n-1}, x_n i
     row j = 0..n-1      emb(x_{j+1})   g_j           position j        row n-1 predicts draft 1
     row n-1+i, i >= 1   emb(mask)      mask_hidden   position n-1+i    predicts draft i+1   (P-EAGLE)
                         emb(draft i)   own output                                           (EAGLE-3)
+
+In a bidirectional drafter the mask rows see each other; with a dependency the drafts are read off one after another.
 """
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from peagle.core import Sampling, Step
 from peagle.drafter import Drafter
-from peagle.drafter.model import causal_attend
+from peagle.drafter.model import causal_attend, masked_attend, row_mask
 from peagle.sampling import choose, uniforms
 from peagle.target import Target
 
@@ -26,7 +28,8 @@ def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
         assert drafter.mask_hidden is not None and drafter.config.mask_token_id is not None
         rows = torch.cat([rows, rows.new_full((k - 1,), drafter.config.mask_token_id)])
         hidden = torch.cat([hidden, drafter.fuse(drafter.mask_hidden.expand(k - 1, -1))])
-        return drafter.best(run(drafter, rows, hidden)[0][-k:])
+        block = k - 1 if drafter.config.bidirectional else 0
+        return drafter.drafts(run(drafter, rows, hidden, block)[0][None, -k:])[0]
     for _ in range(k):
         normed, feedback = run(drafter, rows, hidden)
         rows = torch.cat([rows, drafter.best(normed[-1:])])
@@ -34,9 +37,11 @@ def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
     return rows[-k:]
 
 
-def run(drafter: Drafter, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def run(drafter: Drafter, rows: Tensor, hidden: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
+    """Causal, but that the last `block` rows see each other."""
+    attend = masked_attend(row_mask(len(rows), block=block, device=rows.device)) if block else causal_attend
     positions = torch.arange(len(rows), device=rows.device)
-    return drafter(drafter.embed(rows), hidden, positions, causal_attend)
+    return drafter(drafter.embed(rows), hidden, positions, attend)
 
 
 def decode(

@@ -25,7 +25,7 @@ from torch import Tensor
 from peagle.errors import UserError
 
 CANDIDATES = 16  # of a depth
-MOST_NODES = 63  # with the newest token, as many bits as a word has
+MOST_NODES = 62  # with the newest token, as many as a signed word has bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def whisper(engine: Engine, answers: dict[str, list[int]], right: list[bool]) ->
             drafts = [
                 token if ok else (token + 1) % 96 for token, ok in zip(truth, islice(cycle(right), K), strict=True)
             ]
-            engine.stepper.places.drafts[seat.place, :K] = torch.tensor(drafts)
+            engine.stepper.places.trees.chain[seat.place, :K] = torch.tensor(drafts)
 
 
 def test_whatever_is_accepted(any_pair: LoadedPair, generated) -> None:

@@ -267,7 +267,7 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     how = {"grammar": Grammar.regex("[ab]{1,3}"), "temperature": 8.0, "max_tokens": 4}
     streams = [engine.add(ids, seed=seed, **how) for seed in range(runs)]
     while engine.step():
-        engine.stepper.places.drafts[:, :2] = torch.tensor([VOCAB.index(letter) for letter in drafts])
+        engine.stepper.places.trees.chain[:, :2] = torch.tensor([VOCAB.index(letter) for letter in drafts])
     answers = [steps_of(stream) for stream in streams]
     counts = Counter(tuple(tokens_of(steps)) for steps in answers)
     assert p_value(counts, exact, runs) > 1e-3

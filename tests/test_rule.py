@@ -18,7 +18,7 @@ def rows_of(seed: int = 0, lengths=LONG, k: int = 6, device: str = "cpu") -> tup
 
 def test_worked_example():
     nothing, anchor, depth = torch.zeros(5).int(), torch.tensor([0, 1, 2, 1, 1]), torch.tensor([0, 0, 0, 1, 2])
-    rows = RowSet(nothing, nothing, anchor, depth)
+    rows = RowSet(nothing, nothing, anchor, depth, depth)
     assert dense_mask(rows, rows).int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

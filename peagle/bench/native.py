@@ -64,7 +64,7 @@ class Native:
             return None
         if not halves.on:
             most = max(steps.k_steps, key=lambda k: steps.k_steps[k])
-            drafting = engine.stepper.split(key.concurrency, most)[1]
+            drafting = engine.stepper.split(key.concurrency, engine.form(most))[1]
             return min(1.0, drafting / steps.step_ms) if drafting is not None else None
         return halves.second / (halves.first + halves.second) if halves.second else None
 

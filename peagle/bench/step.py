@@ -162,7 +162,7 @@ def timed(
         best = max(best, (metrics.generated_tokens - told) / spent) if i else 0.0
     steps, seconds = metrics.steps - steps, metrics.step_seconds - seconds
     used = metrics.k_steps.most_common(1)[0][0]
-    target_ms, drafter_ms = engine.stepper.split(concurrency, used)
+    target_ms, drafter_ms = engine.stepper.split(concurrency, engine.form(used))
     step_ms = 1000 * seconds / steps
     rest = None if target_ms is None or drafter_ms is None else step_ms - target_ms - drafter_ms
     floor = 1000 * weight_bytes(pair, method, used) / bandwidth

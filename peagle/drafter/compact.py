@@ -74,8 +74,9 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
     for key in given:
         if key not in known:
             raise UserError(f"unknown key {key!r} in the drafter's config.json.{nearest(key, known)}")
-    if given.get("aux_layer_ids") is not None:
-        given["aux_layer_ids"] = tuple(given["aux_layer_ids"])
+    for key in ("aux_layer_ids", "calibration"):
+        if given.get(key) is not None:
+            given[key] = tuple(given[key])
     try:
         return DrafterConfig(**given)
     except TypeError as error:

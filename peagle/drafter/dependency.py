@@ -30,6 +30,12 @@ class Dependency(nn.Module):
         """What a correction needs of each token: as the draft before [vocabulary, r], as a candidate [drafts, r]."""
         return linear(scaled(embed_tokens), self.before.weight), linear(lm_head, self.out.weight.T)
 
+    def pairs(self, normed: Tensor, logits: Tensor, embeds: Tensor, heads: Tensor) -> Tensor:
+        """`pair_logits` of blocks of rows normed [B, K, d]: logits [B, K, M] of their candidates, which have the
+        embeddings `embeds` and the rows `heads` of lm_head [B, K, M, d]."""
+        dtype = self.out.weight.dtype  # while it is trained, the target's tables may be in another
+        return pair_logits(logits, self.here(normed.to(dtype)), *self.tables(embeds.to(dtype), heads.to(dtype)))
+
 
 def scaled(embeds: Tensor) -> Tensor:
     return rms_norm(embeds, embeds.shape[-1:], eps=1e-6)

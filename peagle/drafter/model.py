@@ -14,6 +14,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.dependency import Dependency, chain
+from peagle.tree import CANDIDATES
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]
@@ -92,6 +94,10 @@ class Drafter(nn.Module):
         parallel = config.method == "p-eagle"
         self.mask_hidden = nn.Parameter(torch.randn(wide)) if parallel else None
         self.mask_embedding = nn.Parameter(torch.randn(d) * 0.02) if parallel else None
+        deeper = range(1, config.num_layers) if config.inject else ()
+        self.inject = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in deeper)  # of the layers behind the first
+        self.dependency = Dependency(d, config.dependency) if config.dependency else None
+        self.confidence = nn.Linear(d, 1) if config.confidence else None
         self.rope = self.rope_for(config)
         self.embed_tokens: Tensor  # [vocab_size, d]
         self.lm_head: Tensor  # [draft_vocab_size, d]
@@ -136,7 +142,10 @@ class Drafter(nn.Module):
         """embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden to feed back), [R, d] each."""
         cos, sin = self.rope(hidden, positions[None])
         rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, head_dim]
-        for block in self.layers:
+        fused = hidden
+        for i, block in enumerate(self.layers):
+            if i and self.config.inject:
+                hidden = hidden + self.inject[i - 1](fused)
             if self.checkpointing and torch.is_grad_enabled():
                 hidden = checkpoint(block, hidden, embeds, rope, attend, use_reentrant=False)
             else:
@@ -150,8 +159,26 @@ class Drafter(nn.Module):
 
     def best(self, normed: Tensor) -> Tensor:
         """The most likely target id of each row, [R]."""
-        ids = self.logits(normed).argmax(-1)
+        return self.known(self.logits(normed).argmax(-1))
+
+    def known(self, ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as the target's."""
         return ids if self.target_ids is None else self.target_ids[ids]
+
+    def drafts(self, normed: Tensor) -> Tensor:
+        """The rows of blocks, [B, K, d] -> their drafts as target ids, [B, K]."""
+        if self.dependency is None:
+            return self.best(normed.flatten(0, 1)).view(normed.shape[:2])
+        ids, pairs = self.pairs(normed)
+        return self.known(ids.gather(2, chain(pairs)[..., None])[..., 0])
+
+    def pairs(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """(the candidates of each row in the draft vocabulary [B, K, M], `pair_logits` of them [B, K, M, M])."""
+        assert self.dependency is not None
+        top = self.logits(normed.flatten(0, 1)).float().view(*normed.shape[:2], -1)
+        logits, ids = top.topk(min(CANDIDATES, top.shape[-1]), -1)
+        embeds = embedding(self.known(ids), self.embed_tokens)
+        return ids, self.dependency.pairs(normed, logits, embeds, embedding(ids, self.lm_head))
 
     def adopt(self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None) -> None:
         """Takes the target's tensors (or a checkpoint's own). `target_ids` prunes the vocabulary."""
@@ -181,3 +208,20 @@ def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Cache-free: every row sees itself and the rows before it."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def masked_attend(mask: Tensor) -> Attend:
+    """Cache-free: row i sees the rows that mask [R, R] says."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+    return attend
+
+
+def row_mask(rows: int, past: int = 0, block: int = 0, device: torch.device | None = None) -> Tensor:
+    """[rows, past + rows]: new row i sees everything up to itself; the last `block` rows see each other."""
+    mask = torch.ones(rows, past + rows, dtype=torch.bool, device=device).tril(past)
+    mask[rows - block :, past + rows - block :] = True
+    return mask

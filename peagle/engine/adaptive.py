@@ -1,186 +1,176 @@
-"""How many tokens to draft in the next step: the K with the most tokens per second; 0 if no speculation is faster.
+"""What to draft in the next step: nothing, a chain or a tree, whichever gives the most tokens per second.
 
-    tokens per step and request   E(K) = 1 + a_1 + a_1 a_2 + ... + a_1..a_K   (a_i: draft i is kept, given those before)
-    seconds per step              c(b, K), measured; an unknown one is read off a line through known ones
-    choose                        the largest b E(K) / c(b, K)
+    tokens per step and request   E(form), from what was accepted: expected.py
+    seconds per step              c(b, nodes), measured; an unknown one is read off a line through known ones
+    choose                        the largest b E(form) / c(b, nodes)
 
-A step with K = 0 teaches nothing about acceptance, and a step with one K nothing about the cost of others. So now and
-then two steps are spent on a neighbour of the best K, paid from a credit of 1 % of the steps: it loses no more.
-Everything is deterministic, given what was observed. The drafter's cache is kept up to date with K = 0 too: its cost
-is in c(b, 0).
+A step without drafts teaches nothing about acceptance, and a step of one form nothing about the cost of others. So now
+and then two steps are spent on a neighbour of the best form, in the order of nodes, paid from a credit of 1 % of the
+steps: it loses no more. Everything is deterministic, given what was observed. The drafter's cache is kept up to date
+without drafts too: its cost is in c(b, 0).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import Protocol
 
 from peagle.engine.costs import Costs
+from peagle.engine.expected import Expected
 from peagle.errors import UserError
+from peagle.tree import NOTHING, Tree
 
-FORGET = 0.95  # of what is known about acceptance is kept from step to step, at batch 1
-EVIDENCE = 2.0  # samples that are kept when nothing new is learned
-FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
-MARGIN = 0.01  # a new K must be so much faster
+MARGIN = 0.01  # a new form must be so much faster
 SHARE = 0.01  # of the steps may be lost by exploring
 PAUSE = {True: 8, False: 50}  # steps between explorations: without speculation, with
 LOSS = {True: 1.0, False: 0.5}  # of a step: a neighbour known to lose more is not tried (K=1 cannot win more than 1)
-AWAY = 20  # steps without a K, after which its costs are old: two of them stay beside the new ones
+AWAY = 20  # steps without a form, after which its costs are old: two of them stay beside the new ones
 LONG = 500  # steps after which a cost is too old to be trusted
+CHAINS = (0, 1, 2, 3, 5, 7, 9, 11, 15)
+SMALLEST = 16  # nodes of a tree
+TREES = 3  # at most so many of them to choose from
+
+
+def forms(k_most: int, tree: int = 0) -> tuple[Tree, ...]:
+    """What there is to choose from: nothing, chains up to K, and trees of that depth with up to `tree` nodes."""
+    chains = (*(k for k in CHAINS if k < k_most), k_most)
+    sizes = [SMALLEST << n for n in range(TREES) if k_most < SMALLEST << n < tree]
+    nodes = (*sizes[1 - TREES :], tree) if tree else ()
+    return (*(Tree(k, k) for k in chains), *(Tree(k_most, n) for n in nodes))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    k: int
+    tree: Tree
     reason: str
-    expected: dict[int, float] = field(default_factory=dict)  # K -> tokens per second of the whole batch
+    expected: dict[Tree, float] = field(default_factory=dict)  # tokens per second of the whole batch
 
 
 class Policy(Protocol):
-    def choose(self, batch: int) -> Choice: ...
+    def choose(self, batch: int, outlook: Sequence[float] | None = None) -> Choice: ...
 
-    def observe(self, batch: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None: ...
+    def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None: ...
 
-    def calibrate(self, costs: Mapping[tuple[int, int], float]) -> None: ...
+    def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None: ...
 
 
-class FixedK:
-    def __init__(self, k: int) -> None:
-        self.k = k
+class Fixed:
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
 
-    def choose(self, batch: int) -> Choice:
-        return Choice(self.k, "fixed")
+    def choose(self, batch: int, outlook: Sequence[float] | None = None) -> Choice:
+        return Choice(self.tree, "fixed")
 
-    def observe(self, batch: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None:
         pass
 
-    def calibrate(self, costs: Mapping[tuple[int, int], float]) -> None:
+    def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None:
         pass
 
 
-class Acceptance:
-    """The share of drafts accepted at each position, given that those before were: decaying counts."""
-
-    def __init__(self, k_max: int) -> None:
-        self.tried, self.kept = [0.0] * k_max, [0.0] * k_max
-        self.tried[:1], self.kept[:1] = [EVIDENCE], [0.6 * EVIDENCE]  # a drafter is worth a try
-
-    def observe(self, batch: int, k: int, accepted: Sequence[int]) -> None:
-        """Larger batches tell more: what was known is replaced faster. Old evidence fades to a little, not to none."""
-        forget = FORGET ** sqrt(batch)
-        for i in range(len(self.tried)):
-            if i < k or self.tried[i] * forget > EVIDENCE:
-                self.tried[i] *= forget
-                self.kept[i] *= forget
-            if i < k:
-                self.tried[i] += sum(a >= i for a in accepted)
-                self.kept[i] += sum(a > i for a in accepted)
-
-    def tokens(self) -> list[float]:
-        """E(K) for K = 0..k_max. One sample's weight says that a position is like the one before it."""
-        expected, reached, share = [1.0], 1.0, 1.0
-        for tried, kept in zip(self.tried, self.kept, strict=True):
-            share = (kept + share * FADE) / (tried + 1) if expected[1:] else kept / tried
-            reached *= share
-            expected.append(expected[-1] + reached)
-        return expected
-
-
-class AdaptiveK:
-    def __init__(self, candidates: Sequence[int] = (0, 1, 2, 3, 5, 7)) -> None:
-        self.candidates = tuple(sorted(set(candidates)))
-        if not self.candidates or self.candidates[0] != 0:
-            raise UserError(f"K is chosen among {self.candidates}, but 0 (no speculation) must be among them")
-        self.acceptance, self.costs = Acceptance(self.candidates[-1]), Costs()
-        self.k = 0  # the best so far
+class Adaptive:
+    def __init__(self, candidates: Sequence[Tree]) -> None:
+        self.candidates = tuple(sorted(set(candidates), key=lambda form: (form.nodes, form.k)))
+        if NOTHING not in self.candidates:
+            told = ", ".join(map(str, self.candidates))
+            raise UserError(f"what to draft is chosen among {told or 'nothing'}, but K=0 must be among them")
+        self.emits, self.costs = Expected(self.candidates), Costs()
+        self.tree = NOTHING  # the best so far
         self.step = self.explored = 0
         self.credit = 0.0  # steps that exploring may lose
-        self.trial: int | None = None  # a K to explore once more: the first step with it made its drafts at another K
-        self.ran: dict[tuple[int, int], int] = {}  # (bucket, K) -> the step it last ran in
+        self.trial: Tree | None = None  # to explore once more: the first step with it made its drafts in another form
+        self.ran: dict[tuple[int, Tree], int] = {}  # (bucket, form) -> the step it last ran in
+        self.tokens = self.emits.tokens()
 
-    def calibrate(self, costs: Mapping[tuple[int, int], float]) -> None:
-        """Costs by (batch, K) that were measured before the first request; each weighs as much as three steps."""
-        for (batch, k), seconds in costs.items():
+    def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None:
+        """Costs by batch and form that were measured before the first request; each weighs as much as three steps."""
+        for (batch, tree), seconds in costs.items():
             for _ in range(3):
-                self.costs.add(batch, k, seconds)
+                self.costs.add(batch, tree.nodes, seconds)
 
-    def choose(self, batch: int) -> Choice:
+    def choose(self, batch: int, outlook: Sequence[float] | None = None) -> Choice:
         if (unknown := self._unmeasured(batch)) is not None:
             return Choice(unknown, "measuring: its cost is not known yet")
-        rates = self._rates(batch)
-        best = max(rates, key=lambda k: rates[k])
-        reason = f"held: K={best} is less than {MARGIN:.0%} faster" if best != self.k else "fastest"
-        if rates[best] > rates.get(self.k, 0) * (1 + MARGIN):
-            self.k, reason = best, "fastest"
+        self.tokens = self.emits.tokens(outlook)
+        rates = {form: batch * self.tokens[form] / self._cost(batch, form) for form in self.candidates}
+        best = max(rates, key=lambda form: rates[form])
+        reason = f"held: {best} is less than {MARGIN:.0%} faster" if best != self.tree else "fastest"
+        if rates[best] > rates[self.tree] * (1 + MARGIN):
+            self.tree, reason = best, "fastest"
         trial, self.trial = self.trial, None  # the second step of an exploration
         if trial is None and (trial := self._neighbour(batch)) is not None:
             self.explored, self.trial = self.step, trial if self._twice(batch, trial) else None
             self.credit -= self._price(batch, trial)
-        return Choice(self.k, reason, rates) if trial is None else Choice(trial, f"exploring beside K={self.k}", rates)
+        if trial is None:
+            return Choice(self.tree, reason, rates)
+        return Choice(trial, f"exploring beside {self.tree}", rates)
 
-    def observe(self, batch: int, k: int, seconds: float | None, accepted: Sequence[int]) -> None:
-        """A decoding step that verified K drafts: `accepted` of each request.
+    def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None:
+        """A decoding step that verified this form: `accepted` of each request.
 
-        No seconds: it prefilled as well, or made another number of drafts for the next step than it verified, so that
-        its time is not that of any K.
+        No seconds: it prefilled as well, or drafted another form for the next step than it verified, so that its time
+        is not that of any form.
         """
         self.step += 1
-        self.acceptance.observe(batch, k, accepted)
+        self.emits.observe(batch, tree, accepted)
         self.credit = min(self.credit + SHARE, 2.0)
         if seconds is None:
             return
-        where = self.costs.bucket(batch), k
+        where = self.costs.bucket(batch), tree
         if self.step - self.ran.get(where, self.step) > AWAY:
-            self.costs.forget(batch, k)
+            self.costs.forget(batch, tree.nodes)
         self.ran[where] = self.step
-        self.costs.add(batch, k, seconds)
+        self.costs.add(batch, tree.nodes, seconds)
 
-    def _unmeasured(self, batch: int) -> int | None:
-        """A K that was begun runs three times, so that one disturbed step decides nothing.
+    def _unmeasured(self, batch: int) -> Tree | None:
+        """A form that was begun runs three times, so that one disturbed step decides nothing.
 
-        Where neither this batch size nor another one is known, both ends of the line are begun.
+        Where neither this batch size nor another one is known, both ends of the line are begun, and the longest chain.
         """
         known = self.costs.elsewhere(batch, 0) is not None
-        counts = {k: self.costs.count(batch, k) for k in self.candidates}
-        ends = () if known else (0, self.candidates[-1])
-        return next((k for k, count in counts.items() if count < 3 and (count or k in ends)), None)
+        counts = {form: self.costs.count(batch, form.nodes) for form in self.candidates}
+        longest = [form for form in self.candidates if form.chain][-1]
+        ends = () if known else (NOTHING, longest, self.candidates[-1])
+        return next((form for form, count in counts.items() if count < 3 and (count or form in ends)), None)
 
-    def _rates(self, batch: int) -> dict[int, float]:
-        tokens = self.acceptance.tokens()
-        return {k: batch * tokens[k] / self._cost(batch, k) for k in self.candidates}
-
-    def _cost(self, batch: int, k: int) -> float:
-        cost = self.costs.seconds(batch, k)
+    def _cost(self, batch: int, form: Tree) -> float:
+        cost = self.costs.seconds(batch, form.nodes)
         assert cost is not None, "what is unknown is measured first"
         return cost
 
-    def _loss(self, batch: int, k: int) -> float:
-        """Steps with the best K that a step with this K takes longer than that one takes for as many tokens."""
-        tokens = self.acceptance.tokens()
-        return self._cost(batch, k) / self._cost(batch, self.k) - tokens[k] / tokens[self.k]
+    def _loss(self, batch: int, form: Tree) -> float:
+        """Steps of the best form that a step of this one takes longer than that one takes for as many tokens."""
+        tokens = self.tokens
+        return self._cost(batch, form) / self._cost(batch, self.tree) - tokens[form] / tokens[self.tree]
 
-    def _age(self, batch: int, k: int) -> int:
-        return self.step - self.ran.get((self.costs.bucket(batch), k), -LONG)
+    def _age(self, batch: int, form: Tree) -> int:
+        return self.step - self.ran.get((self.costs.bucket(batch), form), -LONG)
 
-    def _twice(self, batch: int, k: int) -> bool:
+    def _twice(self, batch: int, form: Tree) -> bool:
         """One step tells the acceptance, which is all that is missing without speculation; two tell the cost."""
-        return self.k > 0 or self._age(batch, k) >= LONG
+        return self.tree != NOTHING or self._age(batch, form) >= LONG
 
-    def _price(self, batch: int, k: int) -> float:
-        """What exploring this K loses, as far as one knows."""
-        return (1 + self._twice(batch, k)) * min(1.0, max(0.0, self._loss(batch, k)))
+    def _price(self, batch: int, form: Tree) -> float:
+        """What exploring this form loses, as far as one knows."""
+        return (1 + self._twice(batch, form)) * min(1.0, max(0.0, self._loss(batch, form)))
 
-    def _neighbour(self, batch: int) -> int | None:
-        """A neighbour of the best K, if it is time and the credit lasts: of two, the one that ran longer ago.
+    def _neighbour(self, batch: int) -> Tree | None:
+        """A neighbour of the best form, if it is time and the credit lasts: of two, the one that ran longer ago.
 
         What has not run for long, or no speculation at all, which must not be faster, is tried though it looks slow.
         """
-        if self.step - self.explored < PAUSE[self.k == 0]:
+        idle = self.tree == NOTHING
+        if self.step - self.explored < PAUSE[idle]:
             return None
-        age = {k: self._age(batch, k) for k in self.candidates}
-        at = self.candidates.index(self.k)
-        near = [k for k in self.candidates[max(0, at - 1) : at + 2] if k != self.k]
-        due = [k for k in {0, *near} if k != self.k and age[k] >= LONG]
-        options = due or [k for k in near if self._loss(batch, k) < LOSS[self.k == 0]]
-        affordable = [k for k in options if self._price(batch, k) <= self.credit]
-        return max(affordable, key=lambda k: (age[k], -k), default=None)
+        age = {form: self._age(batch, form) for form in self.candidates}
+        near = self._near()
+        due = [form for form in (NOTHING, *near) if form != self.tree and age[form] >= LONG]
+        options = due or [form for form in near if self._loss(batch, form) < LOSS[idle]]
+        affordable = [form for form in options if self._price(batch, form) <= self.credit]
+        return max(affordable, key=lambda form: (age[form], -form.nodes), default=None)
+
+    def _near(self) -> list[Tree]:
+        """Beside the best form in the order of nodes; beside any tree, the longest chain too."""
+        at = self.candidates.index(self.tree)
+        near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
+        chains = [form for form in self.candidates if form.chain]
+        return near if self.tree.chain or chains[-1] in near else [*near, chains[-1]]

@@ -13,7 +13,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from peagle.engine.rowpass import RowPass
 from peagle.kernels import cpu
-from peagle.kernels.paged_attention import paged_attention
+from peagle.kernels.cpu import EVERYTHING
+from peagle.kernels.paged_attention import paged_attention, seen_keys
 
 ROWS = 8  # in a block
 
@@ -29,11 +30,13 @@ def attend(
         return paged_attention(
             query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale,
             window=window, out=torch.empty(query.shape, dtype=query.dtype, device=query.device), arrived=arrived,
+            masks=rows.masks, positions=rows.positions, both=rows.both,
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if cpu.attend(
-        query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale, window, out
-    ):
+        query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale, window, out,
+        rows.masks, rows.positions, rows.both,
+    ):  # fmt: skip
         return out
     key = window, query.shape[1] // keys.shape[1]
     if key not in rows.memo:
@@ -97,20 +100,19 @@ def folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
 
 def blocks_of(rows: RowPass, window: int | None, group: int, dtype: torch.dtype) -> list[Block]:
     """Short passes are cut into blocks of ROWS, and where a page ends: how many keys a row is shown, seen or masked,
-    then depends on its position alone. A prefill is one block."""
+    then depends on its position alone. A prefill is one block, and so are rows that are no chain."""
     blocks = []
     spans = zip(rows.starts.tolist(), rows.counts.tolist(), rows.first.tolist(), strict=True)
     for b, (start, count, first) in enumerate(spans):
         at = 0
         while at < count:
-            short = count <= 2 * ROWS
+            short = count <= 2 * ROWS and rows.masks is None and not rows.both
             size = ROWS if short else count
             end = min(at + size, count, rows.page * ((first + at) // rows.page + 1) - first if short else count)
             pages = (first + end - 1) // rows.page + 1
-            row, key = first + at + torch.arange(size)[:, None], torch.arange(pages * rows.page)
-            seen = key <= row
-            if window is not None:
-                seen &= key > row - window
+            key, own = torch.arange(pages * rows.page), slice(start, start + count)
+            tree = None if rows.masks is None else (rows.masks[own], rows.positions[own])
+            seen = seen_keys(first + at, size, key, EVERYTHING if window is None else window, tree, rows.both)
             mask = torch.where(seen, 0.0, float("-inf")).to(dtype).repeat(group, 1)
             blocks.append((b, start + at, start + end, pages, mask))
             at = end

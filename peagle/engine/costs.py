@@ -1,59 +1,59 @@
-"""What a step costs, in seconds, by batch size and K: measured, or read off a line through what was measured.
+"""What a step costs, in seconds, by batch size and drafted nodes: measured, or read off a line through what was measured.
 
-A cost is about linear in K above a floor, and about linear in the batch size between two that are known.
+A chain has K nodes. A cost is about linear in nodes above a floor, and in the batch size between two that are known.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-REMEMBERED = 15  # steps of a (bucket, K): their median is its cost
+REMEMBERED = 15  # steps of a (bucket, nodes): their median is its cost
 DISTURBED = 1.5  # times what was expected: a step counts for no more
 
 
 class Costs:
-    """Seconds of a step by batch size and K. Batch sizes share buckets: 1 2 3 4 6 8 12 16 24 32 48 64 ..."""
+    """Seconds of a step by batch size and nodes. Batch sizes share buckets: 1 2 3 4 6 8 12 16 24 32 48 64 ..."""
 
     def __init__(self) -> None:
         self.seen: dict[int, dict[int, deque[float]]] = {}
-        self.known: dict[int, dict[int, float]] = {}  # bucket -> K -> seconds
+        self.known: dict[int, dict[int, float]] = {}  # bucket -> nodes -> seconds
 
     @staticmethod
     def bucket(batch: int) -> int:
         power = 1 << (batch - 1).bit_length()
         return power * 3 // 4 if power > 2 and batch <= power * 3 // 4 else power
 
-    def add(self, batch: int, k: int, seconds: float) -> None:
+    def add(self, batch: int, nodes: int, seconds: float) -> None:
         bucket = self.bucket(batch)
-        seen = self.seen.setdefault(bucket, {}).setdefault(k, deque(maxlen=REMEMBERED))
-        expected = self.seconds(batch, k)
+        seen = self.seen.setdefault(bucket, {}).setdefault(nodes, deque(maxlen=REMEMBERED))
+        expected = self.seconds(batch, nodes)
         seen.append(seconds if expected is None else min(seconds, DISTURBED * expected))
-        self.known.setdefault(bucket, {})[k] = median(seen)
+        self.known.setdefault(bucket, {})[nodes] = median(seen)
 
-    def forget(self, batch: int, k: int) -> None:
+    def forget(self, batch: int, nodes: int) -> None:
         """All but the last two."""
-        seen = self.seen[self.bucket(batch)][k]
+        seen = self.seen[self.bucket(batch)][nodes]
         while len(seen) > 2:
             seen.popleft()
 
-    def seconds(self, batch: int, k: int) -> float | None:
+    def seconds(self, batch: int, nodes: int) -> float | None:
         """Measured; or on the line through this bucket's own; or as other buckets have it, moved to fit."""
         own = self.known.get(self.bucket(batch), {})
-        if k in own or len(own) > 1:
-            return line(own, k)
+        if nodes in own or len(own) > 1:
+            return line(own, nodes)
         if not own:
-            return self.elsewhere(batch, k)
+            return self.elsewhere(batch, nodes)
         [(at, seconds)] = own.items()
-        there, here = self.elsewhere(batch, k), self.elsewhere(batch, at)
+        there, here = self.elsewhere(batch, nodes), self.elsewhere(batch, at)
         return None if there is None or here is None else seconds * there / here
 
-    def count(self, batch: int, k: int) -> int:
-        return len(self.seen.get(self.bucket(batch), {}).get(k, ()))
+    def count(self, batch: int, nodes: int) -> int:
+        return len(self.seen.get(self.bucket(batch), {}).get(nodes, ()))
 
-    def elsewhere(self, batch: int, k: int) -> float | None:
+    def elsewhere(self, batch: int, nodes: int) -> float | None:
         """Between the nearest other buckets on both sides; the nearest one's where there is one side only."""
         bucket = self.bucket(batch)
-        curves = {other: line(own, k) for other, own in self.known.items() if other != bucket and len(own) > 1}
+        curves = {other: line(own, nodes) for other, own in self.known.items() if other != bucket and len(own) > 1}
         if not curves:
             return None
         return line(curves, min(max(bucket, min(curves)), max(curves)))

@@ -2,7 +2,8 @@
 
 `Verified` is what one target pass consumed, in blocks of a fixed width: row i of a block lies at position first + i,
 its drafts up to `kept` count, and `newest` follows them. Drafting runs the rows that count through the drafter with
-their real inputs, so that its pages hold the context, and then looks ahead.
+their real inputs, so that its pages hold the context, and then looks ahead. What it sees there becomes a chain, and a
+tree where one is asked for.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,12 @@ from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
 from peagle.engine.weight import Weight
 from peagle.kernels.best import best
+from peagle.kernels.candidates import candidates
 from peagle.kernels.expand import Expanded, expand
+from peagle.kernels.grow import Trees, grow
+from peagle.kernels.pairs import pairs
 from peagle.kernels.take import slots_of
+from peagle.tree import CANDIDATES, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,16 @@ class Drafting:
         with torch.no_grad():
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
         self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
+        self.count = min(CANDIDATES, config.draft_vocab_size)
+        self.calibration = config.calibration or (1.0,)
+        self.factors: dict[tuple[int, int], Tensor] = {}
+        self.here = None
+        if drafter.dependency is not None:
+            self.here = Weight(drafter.dependency.here.weight)
+            with torch.no_grad():
+                before, after = drafter.dependency.tables(drafter.embed_tokens, drafter.lm_head)
+            ids = drafter.target_ids
+            self.before, self.after = (before if ids is None else before[ids]).contiguous(), after.contiguous()
 
     def quantise(self) -> None:
         """Matrices in int8 from now on."""
@@ -52,9 +67,9 @@ class Drafting:
         if isinstance(self.fc, Weight):
             self.fc.quantise()
 
-    def draft(self, verified: Verified, k: int) -> Tensor:
-        """The next k tokens of each request, [B, k]; with k = 0 only the context is kept up."""
-        width = max(k, 1) if self.parallel else 1
+    def draft(self, verified: Verified, tree: Tree, index: Tensor, trees: Trees) -> None:
+        """What comes next, to the places `index` [B] of `trees`; with K = 0 only the context is kept up."""
+        width = max(tree.k, 1) if self.parallel else 1
         made = expand(
             verified.block, verified.kept, verified.newest, verified.first, self.fc(verified.hidden),
             self.drafter.embed_tokens, self.mask_embedding, self.mask_hidden, self.mask_id, verified.tables, self.page,
@@ -65,17 +80,50 @@ class Drafting:
         most = verified.block.shape[1] + width - 1
         rows = RowPass(
             made.positions, made.slots, verified.tables, made.starts, made.counts, verified.first, most, self.page,
+            both=self.both(tree.k),
         )  # fmt: skip
         normed, stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
-        if k == 0:
-            return verified.newest[:, None][:, :0]
-        return self.look_ahead(normed, stream, made.sampled, verified, k)
+        if tree.k:
+            self.look_ahead(normed, stream, made.sampled, verified, tree, index, trees)
 
-    def look_ahead(self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int) -> Tensor:
-        """The drafts [B, k], from the rows `sampled` of a pass: all of them (P-EAGLE), or the first (EAGLE-3)."""
+    def both(self, k: int) -> int:
+        """Mask rows that see each other."""
+        return k - 1 if k > 1 and self.drafter.config.bidirectional else 0
+
+    def look_ahead(
+        self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, tree: Tree, index: Tensor,
+        trees: Trees,
+    ) -> None:  # fmt: skip
+        """From the rows `sampled` of a pass: all of them (P-EAGLE), or the first (EAGLE-3)."""
+        if not self.parallel:
+            trees.chain[index, : tree.k] = self.follow(normed, stream, sampled, verified, tree.k)
+        elif tree.chain and self.here is None:
+            trees.chain[index, : tree.k] = self.best(normed[sampled]).view(-1, tree.k)
+        else:
+            self.branch(normed[sampled], tree, index, trees)
+
+    def branch(self, normed: Tensor, tree: Tree, index: Tensor, trees: Trees) -> None:
+        """normed [B * K, d]: the rows that look ahead. Candidates, how likely each is behind the others, the tree."""
+        factor = self.factor(len(index), tree.k)
+        ids, values, totals = candidates(self.head(normed), factor, self.count)
+        if self.here is None:
+            logp = (values - totals[:, None]).view(-1, tree.k, 1, self.count)
+        else:
+            logp = pairs(ids, values, totals, factor, self.here(normed), self.before, self.after, tree.k)
+            logp = logp.view(-1, tree.k, self.count, self.count)
+        tokens = ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
+        grow(logp, tokens.view(-1, tree.k, self.count), 0 if tree.chain else tree.nodes, index, trees)
+
+    def factor(self, batch: int, k: int) -> Tensor:
+        """[B * K]: what logits are multiplied by, by depth."""
+        if (batch, k) not in self.factors:
+            known = (*self.calibration, *[self.calibration[-1]] * k)[:k]
+            self.factors[batch, k] = torch.tensor(known, device=self.mask_hidden.device).repeat(batch)
+        return self.factors[batch, k]
+
+    def follow(self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int) -> Tensor:
+        """EAGLE-3: the drafts [B, k], each row fed with the draft before."""
         ids = self.best(normed[sampled])
-        if self.parallel:
-            return ids.view(-1, k)
         state = (normed if self.feeds_normed else stream)[sampled]  # [B, d]: fed to the next row, with its draft
         drafts, position = [ids], (verified.first + verified.kept)[:, None]
         one = torch.ones_like(verified.first)

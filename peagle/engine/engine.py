@@ -14,7 +14,8 @@ import torch
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, Sampling, parse_method
-from peagle.engine.adaptive import AdaptiveK, FixedK
+from peagle.drafter import Drafter
+from peagle.engine.adaptive import Adaptive, Fixed, forms
 from peagle.engine.binding import Binding
 from peagle.engine.exactness import exact_multiple
 from peagle.engine.history import check_bias
@@ -31,11 +32,13 @@ from peagle.kernels.library import state
 from peagle.kernels.matrix import possible
 from peagle.loaded import LoadedPair, Prompt, load
 from peagle.target import Target
+from peagle.tree import Tree
 
 PAGE = 64  # positions
 MEMORY = 0.85  # of what is free on a GPU may become pages
 CPU_TOKENS = 1 << 15  # positions of all requests together, on a CPU
 K_LARGEST = 7  # of automatic K
+NODES = 32  # of the trees that automatic K may choose
 
 
 class Engine:
@@ -45,6 +48,7 @@ class Engine:
         *,
         method: str | None = None,
         k: int | str = "auto",
+        tree: int | None = None,
         max_batch: int = 64,
         context: int | None = None,
         tokens: int | None = None,
@@ -57,7 +61,10 @@ class Engine:
         graphs: bool = True,
         thread: bool = True,
     ) -> None:
-        """`tokens`: positions that fit the pages, all requests together; `chunk`: prompt tokens of one step.
+        """`tree`: nodes of a candidate tree. With a fixed K it is one of so many; with automatic K up to so many, if that
+        pays. 0: chains only; None: chains, and for automatic K on a GPU trees of up to 32.
+
+        `tokens`: positions that fit the pages, all requests together; `chunk`: prompt tokens of one step.
 
         `exact`: passes are per request and bit-equal with and without drafts; None: where float32 is not used and it
         can be had. `int8`: matrices in 8 bits, on a CPU: faster, but the target's distribution is another one.
@@ -69,10 +76,14 @@ class Engine:
         self.method: Method = parse_method(method or pair.pair.method)
         drafter = None if self.method == "none" else pair.drafter(self.method)
         self.k_most = 0 if drafter is None else largest_k(k, pair)
-        self.context = min(context or self.target.context, self.target.context)
         gpu = self.target.device.type == "cuda"
-        pages = page_count(pair, drafter, tokens, page, max_batch, self.context, self.k_most)
-        self.stepper = build(self.target, drafter, self.k_most, pages, page, max_batch, self.context)
+        if tree is None and k == "auto" and gpu and not exact and drafter is not None and branches(drafter):
+            tree = NODES
+        self.largest = largest_form(self.k_most, tree or 0, drafter, exact)
+        exact = False if exact is None and not self.largest.chain else exact
+        self.context = min(context or self.target.context, self.target.context)
+        pages = page_count(pair, drafter, tokens, page, max_batch, self.context, self.largest.nodes)
+        self.stepper = build(self.target, drafter, self.largest, pages, page, max_batch, self.context)
         self.int8 = int8
         if int8:
             self.stepper.quantise()
@@ -82,10 +93,11 @@ class Engine:
         whole = self.context * max_batch  # exact: a prompt is never cut, or its bits would depend on its neighbours
         self.scheduler = Scheduler(
             self.pages, max_batch, whole if self.exact else chunk or (4096 if gpu else 512), max_queue, self.context,
-            slack=self.k_most, reserve=self.exact,
+            slack=self.largest.nodes, reserve=self.exact, spare=0 if self.largest.chain else self.largest.nodes,
         )  # fmt: skip
-        chooser = FixedK(self.k_most) if k != "auto" or drafter is None else AdaptiveK(candidates(self.k_most))
-        self.rounds = Rounds(self.stepper, self.scheduler, chooser, self.k_most, self.exact, graphs and gpu)
+        nodes = 0 if self.largest.chain else self.largest.nodes
+        chooser = Fixed(self.largest) if k != "auto" or drafter is None else Adaptive(forms(self.k_most, nodes))
+        self.rounds = Rounds(self.stepper, self.scheduler, chooser, self.largest, self.exact, graphs and gpu)
         self.lock, self.metrics, self.seats = self.rounds.lock, self.rounds.metrics, self.rounds.seats
         self.ids = itertools.count()
         self.closed, self.failure = False, None  # type: bool, str | None
@@ -148,6 +160,10 @@ class Engine:
         """One round of the loop. False: there was nothing to do."""
         self._require_open()
         return self.rounds.run()
+
+    def form(self, nodes: int) -> Tree:
+        """That has so many: a chain, where one is as long."""
+        return Tree(nodes, nodes) if nodes <= self.k_most else Tree(self.k_most, nodes)
 
     def warm_up(self) -> None:
         """Before the first request: kernels are compiled, graphs captured."""
@@ -257,13 +273,24 @@ def largest_k(k: int | str, pair: LoadedPair) -> int:
     raise UserError(f"K is {k!r}: use a number of 1 or more, or auto")
 
 
-def candidates(most: int) -> tuple[int, ...]:
-    return (*(k for k in (0, 1, 2, 3, 5, 7, 9, 11, 15) if k < most), most)
+def branches(drafter: Drafter) -> bool:
+    """Trees come from one parallel pass."""
+    return drafter.config.method == "p-eagle"
 
 
-def page_count(pair: LoadedPair, drafter: Any, tokens: int | None, page: int, batch: int, context: int, k: int) -> int:
+def largest_form(k: int, tree: int, drafter: Drafter | None, exact: bool | None) -> Tree:
+    if not tree or drafter is None:
+        return Tree(k, k)
+    if not branches(drafter):
+        raise UserError("eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree")
+    if exact:
+        raise UserError("exact mode verifies chains: leave out one of --exact and --tree")
+    return Tree(k, tree)
+
+
+def page_count(pair: LoadedPair, drafter: Any, tokens: int | None, page: int, batch: int, context: int, nodes: int) -> int:
     """As many as asked for; else what a GPU has room for, or a modest number on a CPU; never more than can be used."""
-    most = batch * -(-(context + k + 1) // page)
+    most = batch * -(-(context + nodes + 1) // page)
     if tokens is not None:
         return max(1, min(most, -(-tokens // page)))
     target = pair.target
@@ -274,9 +301,9 @@ def page_count(pair: LoadedPair, drafter: Any, tokens: int | None, page: int, ba
     return max(1, min(most, int(free * MEMORY) // each))
 
 
-def build(target: Any, drafter: Any, k: int, pages: int, page: int, batch: int, context: int) -> Stepper:
+def build(target: Any, drafter: Any, largest: Tree, pages: int, page: int, batch: int, context: int) -> Stepper:
     try:
-        return Stepper(target, drafter, k, pages, page, batch, context)
+        return Stepper(target, drafter, largest, pages, page, batch, context)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if "memory" not in str(error).lower():
             raise

@@ -28,6 +28,7 @@ def filled(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass]:
     ids, positions = (torch.cat([x, x.new_zeros(more)]) for x in (ids, rows.positions))
     slots = torch.cat([rows.slots, rows.slots.new_full((more,), -1)])
     wide = RowPass(positions, slots, rows.tables, rows.starts, rows.counts, rows.first, rows.most, rows.page)
+    assert rows.masks is None, "exact mode verifies chains"
     return ids, wide
 
 

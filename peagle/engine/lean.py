@@ -202,10 +202,13 @@ class LeanDrafter:
         self.norm = drafter.norm.weight.detach()
         self.hidden_norm = blocks[0].hidden_norm.weight.detach()
         self.norm_before_residual = config.norm_before_residual
+        self.inject = weight_of(list(drafter.inject)) if len(drafter.inject) else None  # of all layers at once
         self.eps = config.rms_norm_eps
 
     def quantise(self) -> None:
         self.layers = [layer.quantised() for layer in self.layers]
+        if self.inject is not None:
+            self.inject.quantise()
 
     def forward(self, embeds: Tensor, hidden: Tensor, rows: RowPass, memory: Memory) -> tuple[Tensor, Tensor]:
         """embeds, hidden [T, d] -> the residual stream behind the last layer [T, d]: normed, and as it is."""
@@ -216,7 +219,10 @@ class LeanDrafter:
         x, residual = self.layers[0].run(
             both, normed if self.norm_before_residual else hidden, rows, memory, self.behind, self.rope
         )
+        injected = None if self.inject is None else self.inject(hidden).unflatten(1, (-1, d))
         for i, layer in enumerate(self.layers[1:], start=1):
+            if injected is not None:
+                residual = residual + injected[:, i - 1]
             normed, residual = add_norm(x, residual, layer.before, self.eps)
             x, residual = layer.run(normed, residual, rows, memory, self.behind + i, self.rope)
         return add_norm(x, residual, self.norm, self.eps)

@@ -6,10 +6,12 @@ belongs nowhere.
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from peagle.kernels.move import move
 from peagle.kernels.paged_attention import counters
 
 
@@ -28,15 +30,31 @@ class Shape:
 
 
 class Memory:
-    def __init__(self, shapes: list[Shape], pages: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, shapes: list[Shape], pages: int, size: int, device: torch.device, target: int | None = None
+    ) -> None:
+        """`target`: so many layers are the target's; None: all. Layers alike lie side by side."""
         self.pages, self.size = pages, size
         slots = (pages + 1) * size
         self.nowhere = pages * size  # the first slot of the page that is nobody's
         self.arrived = counters(device)
-        # zeros: a masked key is still multiplied, by zero
-        self.keys, self.values = (
-            [torch.zeros(slots, s.kv_heads, s.head_dim, dtype=s.dtype, device=device) for s in shapes] for _ in range(2)
-        )
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.moved: list[Tensor] = []  # [2 * layers, slots, width]: the target's keys, then its values
+        whose = [(shape, target is None or i < target) for i, shape in enumerate(shapes)]
+        for (shape, own), alike in groupby(whose):
+            count, width = len(list(alike)), shape.kv_heads * shape.head_dim
+            # zeros: a masked key is still multiplied, by zero
+            block = torch.zeros(2 * count, slots, width, dtype=shape.dtype, device=device)
+            heads = block.unflatten(2, (shape.kv_heads, shape.head_dim)).unbind()
+            self.keys += heads[:count]
+            self.values += heads[count:]
+            self.moved += [block] if own else []
+
+    def settle(self, first: Tensor, kept: Tensor, path: Tensor, tables: Tensor) -> None:
+        """The target's keys and values of an accepted path, to where a chain's would lie."""
+        for block in self.moved:
+            move(block, first, kept, path, tables, self.size)
 
     def renew(self, pages: list[int]) -> None:
         """Pages that get a new owner. On a CPU whole pages are read, also behind what their owner has written."""

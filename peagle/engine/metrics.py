@@ -1,4 +1,4 @@
-"""Counters of an engine: what it did, how drafts fared, which K it runs and why."""
+"""Counters of an engine: what it did, how drafts fared, which form it runs and why."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,8 +19,9 @@ class Metrics:
     accepted_at: list[int] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)
     k: int = 0
+    nodes: int = 0  # of a chain, as many as K
     k_reason: str = ""
-    k_steps: Counter[int] = field(default_factory=Counter)  # how many steps ran with each K
+    k_steps: Counter[int] = field(default_factory=Counter)  # how many steps ran with each number of nodes
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
 

@@ -1,7 +1,7 @@
 """Where requests sit while they decode: the state of each place, on the device.
 
 A step reads and writes it without the host. Positions 0..lengths-1 of a place's request are computed, `newest` is the
-token after them, `drafts` what the drafter says comes next.
+token after them, `trees` what the drafter says comes next: a chain, and a tree where one was made.
 """
 
 import torch
@@ -9,11 +9,13 @@ from torch import Tensor
 
 from peagle.engine.history import move
 from peagle.engine.rowpass import RowPass
+from peagle.kernels.grow import Trees
 from peagle.kernels.take import Taken, take
+from peagle.tree import Tree
 
 
 class Places:
-    def __init__(self, count: int, k: int, positions: int, page: int, device: torch.device) -> None:
+    def __init__(self, count: int, largest: Tree, positions: int, page: int, device: torch.device) -> None:
         """One place more than asked for is nobody's: it fills a batch up."""
         self.count, self.page, self.device = count, page, device
         pages = -(-positions // page)
@@ -23,7 +25,7 @@ class Places:
         self.ends = torch.zeros(rows, dtype=torch.int32, device=device)  # rows from this position on are not stored
         self.emitted = torch.zeros(rows, dtype=torch.int32, device=device)
         self.newest = torch.zeros(rows, dtype=torch.long, device=device)
-        self.drafts = torch.zeros(rows, max(k, 1), dtype=torch.long, device=device)
+        self.trees = no_trees(rows, largest, device)
         self._free = list(range(count))[::-1]
 
     @property
@@ -52,8 +54,23 @@ class Places:
         at = there[:, 0].long()
         self.ends[at], self.tables[at] = there[:, 1], there[:, 2:]
 
-    def rows(self, at: Tensor, width: int) -> tuple[Taken, RowPass]:
-        """A pass over the newest token and width - 1 drafts of each place in `at` [B]."""
-        taken = take(at, width, self.page, self.tables, self.lengths, self.ends, self.newest, self.drafts)
-        _, positions, slots, tables, starts, counts, first, _ = taken
-        return taken, RowPass(positions, slots, tables, starts, counts, first, width, self.page)
+    def rows(self, at: Tensor, tree: Tree) -> tuple[Taken, RowPass]:
+        """A pass over the newest token and the drafts of each place in `at` [B]."""
+        state = self.tables, self.lengths, self.ends, self.newest
+        if tree.chain:
+            taken = take(at, tree.nodes + 1, self.page, *state, self.trees.chain)
+        else:
+            _, nodes, _, depths, masks = self.trees
+            taken = take(at, tree.nodes + 1, self.page, *state, nodes, depths, masks)
+        _, positions, slots, tables, starts, counts, first, _, masks = taken
+        return taken, RowPass(positions, slots, tables, starts, counts, first, tree.nodes + 1, self.page, masks)
+
+
+def no_trees(places: int, largest: Tree, device: torch.device) -> Trees:
+    """Chains of token 0: what nobody's place holds must be a tree as well."""
+    nodes = torch.arange(0 if largest.chain else largest.nodes, dtype=torch.int32, device=device)
+    chain = torch.zeros(places, max(largest.k, 1), dtype=torch.long, device=device)
+    masks = (torch.ones(len(nodes) + 1, dtype=torch.long, device=device) << 1).cumprod(0) - 1
+    shape = (places, -1)
+    ids = torch.zeros(places, len(nodes), dtype=torch.long, device=device)
+    return Trees(chain, ids, *(x.expand(shape).contiguous() for x in (nodes, nodes + 1, masks)))

@@ -83,6 +83,7 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
                 query[0].transpose(0, 1), keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first,
                 rows.most, kwargs.get("scaling") or query.shape[-1] ** -0.5, window=window,
                 softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"), arrived=memory.arrived,
+                masks=rows.masks, positions=rows.positions, both=rows.both,
             )  # fmt: skip
             return out[None], None
         out, run = torch.zeros_like(query).transpose(1, 2).contiguous(), native(plain, module)

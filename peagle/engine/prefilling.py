@@ -23,6 +23,7 @@ from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
 from peagle.engine.verifier import Verifier
 from peagle.kernels.best import best
+from peagle.tree import Tree
 
 ROWS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)  # sizes of graphs
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
@@ -56,18 +57,18 @@ class Prefilling:
         self,
         chunks: list[Chunk],
         at: list[int],
-        k: int,
+        tree: Tree,
         processing: Processing | None,
         top: int | None,
         graphs: bool,
         masks: Masks | None = None,
     ) -> Result | None:
-        """Consumes the chunks. `processing`, `masks` and the result: of those that end a prompt and have no answer."""
-        size = self.size(chunks, k, graphs)
+        """Consumes the chunks; `tree`: the form of the drafts behind prompts. `processing`, `masks` and the result: of those that end a prompt and have no answer."""
+        size = self.size(chunks, tree.k, graphs)
         vector = self._upload(numbers_of(chunks, at, size, self.places.count), size, graphs)
         part = views_of(vector, size)
         if graphs and self.small(size.rows, size.requests):
-            self._capture(size, part, k)
+            self._capture(size, part, tree)
         consumed: Consumed = self.graphs.run(("consume", size), lambda: self.consume(part, size))
         fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
         who = None if len(fresh) == size.requests else self.places.upload(fresh, torch.long)
@@ -81,7 +82,7 @@ class Prefilling:
             processing.commit(tokens, nothing)
         if masks is not None or (processing is not None and fresh):
             consumed.tokens[slice(None) if who is None else who] = tokens
-        packed = self.graphs.run(("seat", size, k), lambda: self.seat(part, consumed, size, k))
+        packed = self.graphs.run(("seat", size, tree), lambda: self.seat(part, consumed, size, tree))
         if not fresh:
             return None
         told = None if top is None else logprobs(logits, tokens, top)
@@ -94,7 +95,7 @@ class Prefilling:
         tokens, tops = best(logits)
         return Consumed(tables, hidden, logits[:, None], tokens[:, None], tops[:, None])
 
-    def seat(self, part: dict[str, Any], consumed: Consumed, size: Size, k: int) -> Tensor:
+    def seat(self, part: dict[str, Any], consumed: Consumed, size: Size, tree: Tree) -> Tensor:
         """The places behind their chunks, with drafts. Returns a result's `packed`."""
         places, at, tokens = self.places, part["place"], consumed.tokens
         newest = torch.where(part["known"] < 0, tokens[:, 0], part["known"])
@@ -102,11 +103,11 @@ class Prefilling:
         places.emitted[at] = part["emitted"].int()
         places.newest[at] = newest
         if self.drafting is not None:
-            self._draft(part, consumed, newest, size, k)
+            self._draft(part, consumed, newest, size, tree)
         kept = torch.zeros_like(tokens)
         return torch.cat([tokens, kept, broken(consumed.tops)[:, None]], 1)
 
-    def _draft(self, part: dict[str, Any], consumed: Consumed, newest: Tensor, size: Size, k: int) -> None:
+    def _draft(self, part: dict[str, Any], consumed: Consumed, newest: Tensor, size: Size, tree: Tree) -> None:
         """Drafts of a chunk that does not end its prompt are nonsense, and overwritten before anybody reads them."""
         drafting, places, at, last = self.drafting, self.places, part["place"], part["wide_last"]
         assert drafting is not None
@@ -116,7 +117,9 @@ class Prefilling:
         hidden = torch.where(mask, drafting.mask_hidden, drafting.fc(consumed.hidden)[source.clamp(min=0)])
         embeds = torch.where(mask, drafting.mask_embedding, drafting.drafter.embed(ids))
         rows = self._rows(part, consumed.tables, size.most + size.masks, "wide_", places.ends[at])
+        rows.both = drafting.both(tree.k)
         normed, stream = drafting.lean.forward(embeds, hidden, rows, self.memory)
+        k = tree.k
         if not k:
             return
         if drafting.parallel:
@@ -125,8 +128,7 @@ class Prefilling:
         verified = Verified(
             ids[:0], consumed.hidden, first, torch.zeros_like(first), newest, consumed.tables, places.ends[at]
         )
-        drafts = drafting.look_ahead(normed, stream, last, verified, k)
-        places.drafts[at, :k] = drafts
+        drafting.look_ahead(normed, stream, last, verified, tree, at, places.trees)
 
     def _rows(self, part: dict[str, Any], tables: Tensor, most: int, kind: str, ends: Tensor | None = None) -> RowPass:
         positions, owner = part[f"{kind}positions"], part[f"{kind}owner"]
@@ -153,13 +155,13 @@ class Prefilling:
         return max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
 
     @torch.inference_mode()
-    def capture(self, most: int, k: int) -> None:
+    def capture(self, most: int, tree: Tree) -> None:
         """The graphs of usual sizes: up to `most` requests of 32 to 512 tokens each."""
         for requests, rows in itertools.product(REQUESTS, ROWS):
             if requests < 2 * most and 32 * requests <= rows <= min(512 * requests, self.largest):
-                size = Size(rows, requests, self.masks(k), min(rows, MOST))
+                size = Size(rows, requests, self.masks(tree.k), min(rows, MOST))
                 vector = self._upload(numbers_of([], [], size, self.places.count), size, True)
-                self._capture(size, views_of(vector, size), k)
+                self._capture(size, views_of(vector, size), tree)
 
     def _upload(self, numbers: list[int], size: Size, graphs: bool) -> Tensor:
         """To the vector of that size, which graphs read; without, a new one."""
@@ -170,14 +172,16 @@ class Prefilling:
             self.vectors[size] = torch.empty_like(new)
         return self.vectors[size].copy_(new, non_blocking=True)
 
-    def _capture(self, size: Size, part: dict[str, Any], k: int) -> None:
+    def _capture(self, size: Size, part: dict[str, Any], tree: Tree) -> None:
         """Warm-ups do the work itself, twice: it comes to the same. They need no state, but leave it as it will be."""
-        if ("seat", size, k) in self.graphs:
+        if ("seat", size, tree) in self.graphs:
             return
-        self.graphs.warm(lambda: self.seat(part, self.consume(part, size), size, k))
+        self.graphs.warm(lambda: self.seat(part, self.consume(part, size), size, tree))
         consumed = ("consume", size)
         if self.graphs.capture(consumed, lambda: self.consume(part, size)):
-            self.graphs.capture(("seat", size, k), lambda: self.seat(part, self.graphs.outputs[consumed], size, k))
+            self.graphs.capture(
+                ("seat", size, tree), lambda: self.seat(part, self.graphs.outputs[consumed], size, tree)
+            )
 
     def small(self, rows: int, requests: int) -> bool:
         """Is there a graph for so many?"""

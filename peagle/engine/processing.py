@@ -3,6 +3,7 @@
     logits  [B, R, V]    row 0 follows what was emitted, row i the i drafts behind it
     drafts  [B, R - 1]   any ids of the vocabulary: a row is used only if all drafts before it were accepted
     emitted [B]          tokens emitted so far: row i decides position emitted + i of the answer
+    masks   [B, R]       of trees (peagle/tree.py): row i follows those it has bits for, and decides as many positions on
 
 The token of a row is the argmax of its processed logits, or the inverse of their CDF at the uniform number of its
 position: what `peagle.sampling.choose` says for the same seed. Since each row is processed with its own history, the
@@ -43,16 +44,17 @@ class Group:
     def _index(self, values: list[int]) -> Tensor:
         return move(torch.tensor(values), self.device)
 
-    def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor, masks: Tensor | None = None) -> Tensor:
         """[n, R]"""
         drafts = drafts[self.rows]
-        position = emitted[self.rows, None].long() + torch.arange(logits.shape[1], device=self.device)
+        before = followed(logits.shape[1], None if masks is None else masks[self.rows], self.device)
+        position = emitted[self.rows, None].long() + before.sum(-1)
         x = logits[self.rows].float()
         for at, stage in self.stages:
             if at is None:
-                x = stage(x, drafts, position)
+                x = stage(x, drafts, position, before)
             else:
-                x[at] = stage(x[at], drafts[at], position[at])
+                x[at] = stage(x[at], drafts[at], position[at], before if masks is None else before[at])
         return likeliest(x) if self.greedy else self._draw(x, position)
 
     def _draw(self, x: Tensor, position: Tensor) -> Tensor:
@@ -83,17 +85,25 @@ class Processing:
             at_once = max(1, AT_ONCE // alike[0][1].vocab) if alike else 1
             self.groups += [Group(alike[i : i + at_once]) for i in range(0, len(alike), at_once)]
 
-    def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor, masks: Tensor | None = None) -> Tensor:
         """[B, R] int64: the target's token at each row."""
         tokens = likeliest(logits)
         for group in self.groups:
-            tokens[group.rows] = group.choose(logits, drafts, emitted)
+            tokens[group.rows] = group.choose(logits, drafts, emitted, masks)
         return tokens
 
     def commit(self, tokens: Tensor, kept: Tensor) -> None:
         """tokens[b, : kept[b] + 1] were emitted."""
         for group in self.groups:
             group.commit(tokens, kept)
+
+
+def followed(rows: int, masks: Tensor | None, device: torch.device) -> Tensor:
+    """[1 or n, R, R - 1] bool: the drafts that row i follows: the first i; of a tree, its ancestors and itself."""
+    at = torch.arange(rows, device=device)
+    if masks is None:
+        return (at[1:] <= at[:, None])[None]
+    return (masks[:, :, None] >> at[1:] & 1).bool()
 
 
 class Logprobs(NamedTuple):

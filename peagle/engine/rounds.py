@@ -4,7 +4,6 @@ On a GPU the device always has work while the host thinks; on a CPU there is not
 back at once. So is a round with a request that is bound to a grammar: its next masks depend on what it said.
 """
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peagle.core import Step
-from peagle.engine.adaptive import AdaptiveK, Policy
+from peagle.engine.adaptive import Adaptive, Policy
 from peagle.engine.binding import Binding, Masks
 from peagle.engine.history import History
 from peagle.engine.metrics import Metrics
@@ -27,6 +26,7 @@ from peagle.engine.stepper import BUCKETS, Stepper
 from peagle.engine.stepresult import Result
 from peagle.engine.stream import Piece, Stream, TokenLogprob
 from peagle.engine.text import Words
+from peagle.tree import NOTHING, Tree
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Seat:
     binding: Binding | None = None  # to its grammar
     place: int | None = None
     history: History | None = None
-    drafted: int = 0  # drafts that wait to be verified
+    drafted: Tree = NOTHING  # what waits to be verified: of a tree, the chain of its depth too
     table: int = 0  # pages the device knows
 
     def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
@@ -67,21 +67,22 @@ class Flight:
     requests: list[Request]
     packed: Tensor
     logprobs: Logprobs | None
-    k: int
+    tree: Tree
     prefill: bool
     event: Any = None
     started: float = 0.0
-    timed: bool = False  # its time is that of a decode step with K drafts verified and made, and nothing else
+    timed: bool = False  # its time is that of a decode step that verified and made one form, and nothing else
 
 
 class Rounds:
     def __init__(
-        self, stepper: Stepper, scheduler: Scheduler, chooser: Policy, k_most: int, exact: bool, graphs: bool
+        self, stepper: Stepper, scheduler: Scheduler, chooser: Policy, largest: Tree, exact: bool, graphs: bool
     ) -> None:
+        """`largest`: what there is to choose from is part of it."""
         self.stepper, self.scheduler, self.chooser = stepper, scheduler, chooser
-        self.k_most, self.exact, self.graphs = k_most, exact, graphs
+        self.largest, self.exact, self.graphs = largest, exact, graphs
         self.lock = threading.Condition()  # over everything here but the device's work
-        self.metrics = Metrics(k=k_most)
+        self.metrics = Metrics(k=largest.k)
         self.seats: dict[str, Seat] = {}
         self.flights: deque[Flight] = deque()
         self.lookahead = 1 if stepper.places.device.type == "cuda" else 0
@@ -109,16 +110,18 @@ class Rounds:
 
     def warm_up(self) -> None:
         """Before the first request: kernels are compiled, graphs captured."""
-        ks = self.chooser.candidates if isinstance(self.chooser, AdaptiveK) else (self.k_most,)
+        forms = self.chooser.candidates if isinstance(self.chooser, Adaptive) else (self.largest,)
         for batch in BUCKETS:
             if self.graphs and batch < 2 * self.scheduler.max_batch:
-                for k, made in itertools.product(ks, (None, self.k_most)):
-                    self._capture(batch, k, k if made is None else made)
+                for form in forms:
+                    self._capture(batch, form, form)
+                    self._capture(batch, form, self.largest)
         if self.graphs:
-            self.stepper.prefilling.capture(self.scheduler.max_batch, self.k_most)
+            self.stepper.prefilling.capture(self.scheduler.max_batch, self.largest)
 
     def _plan(self) -> Plan:
-        plan = self.scheduler.plan(max(self.k_most + 1, 2 * self.k_most))  # the drafter looks further than the target
+        rows = max(self.largest.nodes + 1, 2 * self.largest.k)  # the drafter may look further than the target
+        plan = self.scheduler.plan(rows)
         for request in plan.preempted:
             self._leave(self.seats[request.id])
         return plan
@@ -127,9 +130,9 @@ class Rounds:
         """The request at its place; `news`: what the device must be told of it."""
         seat, places = self.seats[request.id], self.stepper.places
         if seat.place is None:
-            seat.place, seat.table, seat.drafted = places.take(), 0, 0
+            seat.place, seat.table, seat.drafted = places.take(), 0, NOTHING
             seat.history = History(
-                request.sampling, request.prompt, request.limits.max_tokens + self.k_most + 1,
+                request.sampling, request.prompt, request.limits.max_tokens + self.largest.k + 1,
                 vocab=self.stepper.target.vocab_size, device=self.stepper.target.device,
                 min_tokens=0 if seat.binding else request.limits.min_tokens, stop_ids=seat.stops, output=request.output,
             )  # fmt: skip
@@ -138,7 +141,7 @@ class Rounds:
         if seat.table < len(request.pages):
             shared = request.cached // self.scheduler.pages.size
             self.stepper.memory.renew(request.pages[max(seat.table, shared) :])
-            end = min(self.scheduler.context, len(request.prompt) + request.limits.max_tokens + self.k_most)
+            end = min(self.scheduler.context, len(request.prompt) + request.limits.max_tokens + self.largest.k)
             news.append((seat.place, end, request.pages))
             seat.table = len(request.pages)
         return Member(request, seat, seat.place)
@@ -146,42 +149,42 @@ class Rounds:
     def _prefill(self, chunks: list[tuple[Chunk, Member]]) -> None:
         started = time.perf_counter()
         fresh = [member for chunk, member in chunks if chunk.next_id is None]
-        k = self.k_most  # what is not wanted is left unused
+        made = self.largest  # what is not wanted is left unused
         result = self.stepper.prefilling.run(
-            [chunk for chunk, _ in chunks], [member.place for _, member in chunks], k, self._process(fresh),
+            [chunk for chunk, _ in chunks], [member.place for _, member in chunks], made, self._process(fresh),
             self._top(fresh), self.graphs, self._masks(fresh),
         )  # fmt: skip
         with self.lock:
             for chunk, member in chunks:
-                member.seat.drafted = k
+                member.seat.drafted = made
                 if not chunk.request.finished:
                     self.scheduler.prefilled(chunk)
         if result is not None:
-            self._launch(result, [member.request for member in fresh], 0, prefill=True)
+            self._launch(result, [member.request for member in fresh], NOTHING, prefill=True)
         self.metrics.prefill_passes += 1
         self.metrics.prefill_seconds += time.perf_counter() - started
 
     def _decode(self, members: list[Member], alone: bool) -> None:
         """`alone`: no prefill runs in the same round."""
-        choice = self.chooser.choose(len(members))
-        self.metrics.k, self.metrics.k_reason = choice.k, choice.reason
-        k = min(choice.k, *(member.seat.drafted for member in members))  # what all of them have
-        made = k if choice.k <= k else self.k_most  # drafts may be left unused; so there is a graph for every change
+        choice, masks = self.chooser.choose(len(members)), self._masks(members)
+        wanted = choice.tree if masks is None else Tree(choice.tree.k, choice.tree.k)  # a grammar follows a chain
+        self.metrics.k, self.metrics.nodes, self.metrics.k_reason = wanted.k, wanted.nodes, choice.reason
+        tree = available(wanted, [member.seat.drafted for member in members])
+        made = wanted if tree == wanted else self.largest  # so there is a graph for every change
         started = time.perf_counter()
         if self.graphs:
-            self._capture(len(members), k, made)
+            self._capture(len(members), tree, made)
         result = self.stepper.decode(
-            [member.place for member in members], k, made, self._process(members), self._top(members),
-            self._masks(members),
-        )  # fmt: skip
+            [member.place for member in members], tree, made, self._process(members), self._top(members), masks
+        )
         with self.lock:
             for member in members:
-                member.request.ahead += k + 1
-                member.seat.drafted = choice.k
+                member.request.ahead += tree.k + 1
+                member.seat.drafted = made
         requests = [member.request for member in members]
-        self._launch(result, requests, k, started=started, timed=alone and k == choice.k)
+        self._launch(result, requests, tree, started=started, timed=alone and tree == made)
         self.metrics.steps += 1
-        self.metrics.k_steps[k] += 1
+        self.metrics.k_steps[tree.nodes] += 1
 
     def _process(self, members: list[Member]) -> Processing | None:
         """None: every request takes the likeliest token and nothing else. Built anew only when the batch changes."""
@@ -206,7 +209,7 @@ class Rounds:
         self,
         result: Result,
         requests: list[Request],
-        k: int,
+        tree: Tree,
         prefill: bool = False,
         started: float = 0.0,
         timed: bool = False,
@@ -218,7 +221,7 @@ class Rounds:
                 logprobs = Logprobs(*(x.to("cpu", non_blocking=True) for x in logprobs))
             event = torch.cuda.Event()
             event.record()
-        self.flights.append(Flight(requests, packed, logprobs, k, prefill, event, started, timed))
+        self.flights.append(Flight(requests, packed, logprobs, tree, prefill, event, started, timed))
 
     def _read(self, flight: Flight) -> None:
         """Waits for a pass and hands out what it says."""
@@ -229,7 +232,7 @@ class Rounds:
             for i, (request, row) in enumerate(zip(flight.requests, flight.packed.tolist(), strict=True)):
                 *tokens, kept, broken = row
                 if not flight.prefill:
-                    request.ahead -= flight.k + 1
+                    request.ahead -= flight.tree.k + 1
                 if request.finished:
                     continue
                 if broken:
@@ -242,12 +245,12 @@ class Rounds:
             seconds = now - max(flight.started, self._last_read)
             self.metrics.step_seconds += seconds
             if accepted:
-                self.chooser.observe(len(flight.requests), flight.k, seconds if flight.timed else None, accepted)
+                self.chooser.observe(len(flight.requests), flight.tree, seconds if flight.timed else None, accepted)
         self._last_read = now
 
     def _take(self, request: Request, tokens: list[int], flight: Flight, i: int, kept: int) -> None:
         seat, limits = self.seats[request.id], request.limits
-        drafted = min(flight.k, max(self.scheduler.context - 1 - request.computed, 0)) if not flight.prefill else 0
+        drafted = min(flight.tree.k, max(self.scheduler.context - 1 - request.computed, 0)) if not flight.prefill else 0
         room = self.scheduler.cap(request) - request.length
         tokens = tokens[:room]
         tokens, ended = seat.cut(tokens)
@@ -308,7 +311,16 @@ class Rounds:
         for request in list(self.scheduler.live.values()):
             self.finish(request, "error", reason)
 
-    def _capture(self, count: int, k: int, k_next: int) -> None:
-        known = self.stepper.captured(count, k, k_next)
-        if not known and not self.stepper.capture(count, k, k_next):
+    def _capture(self, count: int, tree: Tree, made: Tree) -> None:
+        known = self.stepper.captured(count, tree, made)
+        if not known and not self.stepper.capture(count, tree, made):
             self.graphs = False
+
+
+def available(wanted: Tree, drafted: list[Tree]) -> Tree:
+    """What all requests have of what is wanted: the tree, or else a chain. Drafts may be left unused: a smaller tree is
+    the beginning of a larger one, a shorter chain of a longer one."""
+    if not wanted.chain and all(not one.chain and one.nodes >= wanted.nodes for one in drafted):
+        return wanted
+    k = min(wanted.k, *(one.k for one in drafted))
+    return Tree(k, k)

@@ -2,6 +2,9 @@
 
 Rows are flat. Those of request b are starts[b] .. starts[b] + counts[b] - 1, at positions first[b], first[b] + 1, ...;
 each sees every position of its request up to its own. Rows of nobody have slot -1.
+
+Two exceptions: the rows of a tree have `masks` (peagle/tree.py), the positions of their depths and the slots of
+first[b], first[b] + 1, ...; and the last `both` rows of each request see each other, later ones too.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +26,8 @@ class RowPass:
     first: Tensor  # [B] int32
     most: int  # no request has more rows than this
     page: int  # positions a page
+    masks: Tensor | None = None  # [T] int64
+    both: int = 0
     memo: dict[Any, Any] = field(default_factory=dict)  # on a CPU: what is made once for all layers
 
     def angles(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

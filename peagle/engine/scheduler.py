@@ -45,14 +45,16 @@ class Scheduler:
         context: int,
         slack: int = 0,
         reserve: bool = False,
+        spare: int = 0,
     ) -> None:
         """`chunk`: prefill tokens of one plan; `context`: the most tokens of a request, its answer included; `slack`:
-        positions behind the end of an answer that its last step may still look at (drafts count as in any other step);
-        `reserve`: a request has all the pages it may need from its admission on, so that nobody is ever preempted.
+        positions behind the end of an answer that its last step may still look at (drafts count as in any other step),
+        `spare`: so many of them also behind the context (the rows of a tree lie side by side); `reserve`: a request has all the pages it may need from its admission on, so that nobody is ever preempted.
         """
         assert max_batch >= 1 and chunk >= 1 and context >= 2
         self.pages, self.max_batch, self.chunk, self.slack, self.reserve = pages, max_batch, chunk, slack, reserve
-        self.context = min(context, pages.count * pages.size)  # what is no longer fits the pages, at least alone
+        self.spare = spare
+        self.context = min(context, pages.count * pages.size - spare)  # what is no longer fits the pages, at least alone
         self.waiting = FairQueue(max_queue)
         self.running: list[Request] = []  # in the order of admission
         self.live: dict[str, Request] = {}  # waiting or running
@@ -68,7 +70,8 @@ class Scheduler:
         if not request.prompt:
             raise UserError("the prompt has no tokens: give at least one")
         if len(request.prompt) >= self.context:
-            setting = "--kv-tokens" if self.context == self.pages.count * self.pages.size else "--context"
+            own = self.pages.count * self.pages.size - self.spare
+            setting = "--kv-tokens" if self.context == own else "--context"
             raise UserError(
                 f"the prompt has {len(request.prompt)} tokens, but with one token of the answer it must fit into"
                 f" {self.context}: shorten it, or raise {setting}"
@@ -140,7 +143,7 @@ class Scheduler:
 
     def _reach(self, request: Request, end: int, rows: int) -> int:
         """Positions to have pages for when work goes up to `end`: at the goal, those of a decode step as well."""
-        most = min(self.cap(request) + self.slack, self.context)
+        most = min(self.cap(request) + self.slack, self.context + self.spare)
         if self.reserve:
             return most
         return min(end + request.ahead + rows, most) if end == request.goal else end

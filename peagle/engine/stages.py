@@ -1,7 +1,7 @@
 """The stages between the target's logits and its token, each for the requests of a batch that want it.
 
-A stage maps logits [n, R, V], drafts [n, R - 1] and position [n, R] (of each row, in its answer) to logits [n, R, V].
-Row i's history is what was emitted and drafts[:, :i]. `STAGES` is the order: what is added and forbidden, penalties
+A stage maps logits [n, R, V], drafts [n, R - 1], position [n, R] (of each row, in its answer) and before [1 or n, R,
+R - 1] to logits [n, R, V]. Row i's history is what was emitted and the drafts that before[:, i] marks. `STAGES` is the order: what is added and forbidden, penalties
 (repetition as transformers has it, frequency and presence as OpenAI has them), then the order and the arithmetic of
 `peagle.sampling.probabilities`. Parameters are columns on the device, so that one pass serves requests that differ.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from peagle.core import Sampling
 from peagle.engine.history import History, move
 
-Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
+Stage = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def column(those: list[History], value: Callable[[Sampling], float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,7 +24,7 @@ def column(those: list[History], value: Callable[[Sampling], float], dtype: torc
 
 def bias(those: list[History]) -> Stage:
     added = torch.stack([h.bias for h in those])[:, None]
-    return lambda x, drafts, position: x + added
+    return lambda x, drafts, position, before: x + added
 
 
 def forbid(those: list[History]) -> Stage:
@@ -34,7 +34,7 @@ def forbid(those: list[History]) -> Stage:
     stops = move(torch.tensor(filled)[:, None], device)  # [n, 1, S]
     least = move(torch.tensor([h.min_tokens for h in those])[:, None], device)  # [n, 1]
 
-    def stage(x: Tensor, drafts: Tensor, position: Tensor) -> Tensor:
+    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
         at = stops.expand(-1, x.shape[1], -1)
         return x.scatter(2, at, x.gather(2, at).masked_fill((position < least)[:, :, None], -torch.inf))
 
@@ -53,11 +53,10 @@ class Penalties:
         self.presence = column(those, lambda s: s.presence_penalty)
         self.frequency = column(those, lambda s: s.frequency_penalty)
 
-    def __call__(self, x: Tensor, drafts: Tensor, position: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
         n, rows, _ = x.shape
-        before = torch.ones(rows, rows - 1, dtype=torch.int32, device=x.device).tril(-1)  # row i: its first i drafts
         counts = self.counts[:, None].repeat(1, rows, 1)
-        counts.scatter_add_(2, drafts[:, None].expand(n, rows, -1), before.expand(n, -1, -1))
+        counts.scatter_add_(2, drafts[:, None].expand(n, rows, -1), before.int().expand(n, -1, -1))
         said = counts > 0
         x = torch.where(said | self.prompted[:, None], torch.where(x < 0, x * self.repetition, x / self.repetition), x)
         return x - self.frequency * counts - self.presence * said
@@ -70,14 +69,14 @@ class Penalties:
 
 def temperature(those: list[History]) -> Stage:
     by = column(those, lambda s: s.temperature)
-    return lambda x, drafts, position: x / by
+    return lambda x, drafts, position, before: x / by
 
 
 def top_k(those: list[History]) -> Stage:
     most = max(h.sampling.top_k for h in those)
     last = column(those, lambda s: s.top_k - 1, torch.int64)
 
-    def stage(x: Tensor, drafts: Tensor, position: Tensor) -> Tensor:
+    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
         least = x.topk(most).values.gather(2, last.expand(-1, x.shape[1], 1))
         return x.masked_fill(x < least, -torch.inf)
 
@@ -87,7 +86,7 @@ def top_k(those: list[History]) -> Stage:
 def top_p(those: list[History]) -> Stage:
     tail = column(those, lambda s: 1 - s.top_p)
 
-    def stage(x: Tensor, drafts: Tensor, position: Tensor) -> Tensor:
+    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
         ranked, at = x.sort(stable=True)  # the least likely first
         gone = ranked.softmax(-1).cumsum(-1) <= tail
         gone[..., -1] = False
@@ -99,7 +98,7 @@ def top_p(those: list[History]) -> Stage:
 def min_p(those: list[History]) -> Stage:
     share = column(those, lambda s: s.min_p)
 
-    def stage(x: Tensor, drafts: Tensor, position: Tensor) -> Tensor:
+    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
         p = x.softmax(-1)
         return x.masked_fill(p < share * p.amax(-1, keepdim=True), -torch.inf)
 

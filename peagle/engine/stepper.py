@@ -1,10 +1,11 @@
 """One step of a batch, on the device from end to end: verify -> accept -> draft.
 
-The host says which places take part and how many drafts to verify and to make; everything else is in `Places`. On a GPU
-a step is two CUDA graphs, per size of the batch and K: up to the target's tokens, and from them to the next drafts;
+The host says which places take part, and the form of what is verified and of what is drafted (peagle/tree.py);
+everything else is in `Places`. On a GPU a step is two CUDA graphs, per size of the batch and form: up to the target's tokens, and from them to the next drafts;
 between the two, logits are processed where a request wants more than the likeliest token.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,14 @@ from peagle.engine.places import Places
 from peagle.engine.prefilling import Prefilling
 from peagle.engine.processing import Processing, broken, likeliest, logprobs
 from peagle.engine.rowpass import RowPass
-from peagle.engine.stepresult import Result
+from peagle.engine.stepresult import Result, Settled
 from peagle.engine.verifier import cache_shapes, verifier_for
 from peagle.errors import UserError
 from peagle.kernels.accept import accept
 from peagle.kernels.best import best
+from peagle.kernels.walk import Walked, walk
 from peagle.target import Target
+from peagle.tree import Tree
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -46,15 +49,16 @@ class Block:
 
 class Stepper:
     def __init__(
-        self, target: Target, drafter: Drafter | None, k: int, pages: int, page: int, batch: int, context: int
+        self, target: Target, drafter: Drafter | None, largest: Tree, pages: int, page: int, batch: int, context: int
     ) -> None:
+        """`largest`: no form has more depths or nodes."""
         self.target = target
-        length = context + k + 1
+        length = context + largest.nodes + 1
         self.verifier = verifier_for(target, length)
         self.small = self.verifier.shrink() if target.format and isinstance(self.verifier, LeanTarget) else 0.0
         shapes = shapes_of(target, drafter)
-        self.memory = Memory(shapes, pages, page, target.device)
-        self.places = Places(batch, k, length, page, target.device)
+        self.memory = Memory(shapes, pages, page, target.device, len(target.layers))
+        self.places = Places(batch, largest, length, page, target.device)
         self.drafting = None
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
@@ -86,54 +90,77 @@ class Stepper:
     def decode(
         self,
         at: list[int],
-        k: int,
-        k_next: int,
+        tree: Tree,
+        made: Tree,
         processing: Processing | None,
         top: int | None = None,
         masks: Masks | None = None,
     ) -> Result:
-        """Verifies the k drafts of these places and makes k_next new ones.
+        """Verifies the drafts of these places in the form `tree` and makes new ones in the form `made`.
 
         `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens; `masks`:
-        None if nobody is bound to a grammar.
+        None if nobody is bound to a grammar; who is, verifies a chain.
         """
         count = len(at)
         batch = bucket(count) if self.places.device.type == "cuda" else count
         index = self._index(at, batch)
-        drafts = self.places.drafts[index[:count], :k].tolist() if masks is not None else []  # before the pass
-        block: Block = self.graphs.run(("verify", batch, k), lambda: self.verify(index, k))
+        drafts = self.places.trees.chain[index[:count], : tree.k].tolist() if masks is not None else []  # before the pass
+        verify, settle = keys_of(batch, tree, made)
+        block: Block = self.graphs.run(verify, lambda: self.verify(index, tree))
         logits, tokens = block.logits[:count], block.tokens[:count]
         if masks is not None:
+            assert tree.chain
             masks.apply(logits, drafts)
             tokens.copy_(likeliest(logits))
         if processing is not None:
-            tokens.copy_(processing.choose(logits, block.ids[:count, 1:], self.places.emitted[index[:count]]))
-        packed = self.graphs.run(("settle", batch, k, k_next), lambda: self.settle(index, block, k_next))[:count]
+            emitted = self.places.emitted[index[:count]]
+            seen = None if tree.chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
+            tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
+        packed, rows = self.graphs.run(settle, lambda: self.settle(index, block, tree, made))
+        packed = packed[:count]
+        told, kept = packed[:, :-2], packed[:, -2]
         if processing is not None:
-            processing.commit(tokens, packed[:, -2])
-        return Result(packed, None if top is None else logprobs(logits, tokens, top))
+            processing.commit(told, kept)
+        if top is None:
+            return Result(packed)
+        if rows is not None:
+            logits = block.logits.flatten(0, 1)[rows].unflatten(0, (batch, -1))[:count]
+        return Result(packed, logprobs(logits, told, top))
 
-    def verify(self, index: Tensor, k: int) -> Block:
-        """The target consumes the newest token and k drafts of each place."""
-        taken, rows = self.places.rows(index, k + 1)
+    def verify(self, index: Tensor, tree: Tree) -> Block:
+        """The target consumes the newest token and the drafts of each place."""
+        taken, rows = self.places.rows(index, tree)
         ids = taken.ids
         logits, hidden = self.verifier.forward(*filled(ids.flatten(), rows, self.multiple), self.memory)
         logits, hidden = logits[: ids.numel()], hidden[: ids.numel()]
         tokens, tops = (x.view(ids.shape) for x in best(logits))
         return Block(rows, ids, hidden, logits.view(*ids.shape, -1), tokens, tops, taken.ends)
 
-    def settle(self, index: Tensor, block: Block, k_next: int) -> Tensor:
-        """Accepts, moves the places on, drafts anew. Returns a result's `packed`."""
-        places, first = self.places, block.rows.first
+    def settle(self, index: Tensor, block: Block, tree: Tree, made: Tree) -> Settled:
+        """Accepts, moves the places on, drafts anew."""
         if self.forced is not None:
             self._force(block)
-        kept, newest = accept(
-            block.tokens, block.ids[:, 1:], first, block.ends, index, places.lengths, places.emitted, places.newest
-        )
+        first, tables = block.rows.first, block.rows.tables
+        walked = self._accept(index, block, tree)
+        rows = None if tree.chain else walked.rows
+        if rows is not None:
+            self.memory.settle(first, walked.kept, walked.path, tables)
         if self.drafting is not None:
-            verified = Verified(block.ids, block.hidden, first, kept, newest, block.rows.tables, block.ends)
-            places.drafts[index, :k_next] = self.drafting.draft(verified, k_next)
-        return torch.cat([block.tokens, kept[:, None], broken(block.tops)[:, None]], 1)
+            hidden = block.hidden if rows is None else block.hidden[rows]
+            verified = Verified(walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends)
+            self.drafting.draft(verified, made, index, self.places.trees)
+        packed = torch.cat([walked.tokens, walked.kept[:, None], broken(block.tops)[:, None]], 1)
+        return Settled(packed, rows)
+
+    def _accept(self, index: Tensor, block: Block, tree: Tree) -> Walked:
+        """What holds, as a chain: of a tree its accepted path."""
+        places, first = self.places, block.rows.first
+        state = first, block.ends, index, places.lengths, places.emitted, places.newest
+        if not tree.chain:
+            _, _, parents, depths, masks = places.trees
+            return walk(block.tokens, block.ids, parents, depths, masks, *state, tree.k)
+        kept, newest = accept(block.tokens, block.ids[:, 1:], *state)
+        return Walked(kept, newest, first, first, block.ids, block.tokens)
 
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""
@@ -150,30 +177,35 @@ class Stepper:
         self.forced = torch.tensor(conditional, device=self.places.device)
 
     def _force(self, block: Block) -> None:
-        assert self.forced is not None
+        assert self.forced is not None and block.rows.masks is None, "chains are measured"
         drafts = block.ids[:, 1:]
         right = torch.rand(drafts.shape, device=drafts.device) < self.forced[: drafts.shape[1]]
         block.tokens[:, :-1] = torch.where(right, drafts, (drafts + 1) % block.logits.shape[-1])
 
-    def split(self, count: int, k: int) -> tuple[float | None, float | None]:
+    def split(self, count: int, tree: Tree) -> tuple[float | None, float | None]:
         """Milliseconds of a step's two halves, by their graphs: the target's pass, and acceptance with drafting."""
         batch = bucket(count)
-        first, second = (self.graphs.milliseconds(key) for key in (("verify", batch, k), ("settle", batch, k, k)))
+        first, second = (self.graphs.milliseconds(key) for key in keys_of(batch, tree, tree))
         return first, second
 
-    def captured(self, count: int, k: int, k_next: int) -> bool:
-        return ("settle", bucket(count), k, k_next) in self.graphs
+    def captured(self, count: int, tree: Tree, made: Tree) -> bool:
+        return keys_of(bucket(count), tree, made)[1] in self.graphs
 
     @torch.inference_mode()
-    def capture(self, count: int, k: int, k_next: int) -> bool:
-        """Makes the two graphs of a batch size and K. False: this target asks the host in between, and has none."""
+    def capture(self, count: int, tree: Tree, made: Tree) -> bool:
+        """Makes the two graphs of a batch size and form. False: this target asks the host in between, and has none."""
         batch = bucket(count)
         index = self._index([self.places.count] * batch, batch)
-        self.graphs.warm(lambda: self.settle(index, self.verify(index, k), k_next))
-        first, second = ("verify", batch, k), ("settle", batch, k, k_next)
-        return self.graphs.capture(first, lambda: self.verify(index, k)) and self.graphs.capture(
-            second, lambda: self.settle(index, self.graphs.outputs[first], k_next)
+        self.graphs.warm(lambda: self.settle(index, self.verify(index, tree), tree, made))
+        first, second = keys_of(batch, tree, made)
+        return self.graphs.capture(first, lambda: self.verify(index, tree)) and self.graphs.capture(
+            second, lambda: self.settle(index, self.graphs.outputs[first], tree, made)
         )
+
+
+def keys_of(batch: int, tree: Tree, made: Tree) -> tuple[Hashable, Hashable]:
+    """Of a step's two graphs."""
+    return ("verify", batch, tree), ("settle", batch, tree, made)
 
 
 def bucket(count: int) -> int:

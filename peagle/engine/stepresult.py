@@ -1,15 +1,23 @@
 """What a pass says."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from peagle.engine.processing import Logprobs
 
 
+class Settled(NamedTuple):
+    """The second half of a step: what was accepted."""
+
+    packed: Tensor  # [B, K + 3], see Result
+    rows: Tensor | None  # [B * (K + 1)] of a tree: the accepted path among all rows
+
+
 @dataclass(slots=True)
 class Result:
-    """On the device: [B, R + 2], the target's tokens, how many drafts were kept, and whether logits are broken.
+    """On the device: [B, K + 3], the target's tokens, how many drafts were kept, and whether logits are broken.
 
     The first kept + 1 tokens are new.
     """

@@ -72,7 +72,8 @@ def swiglu(gate_up: Tensor) -> Tensor | None:
 
 def attend(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page: int, starts: Tensor, counts: Tensor,
-    first: Tensor, most: int, scale: float, window: int | None, out: Tensor,
+    first: Tensor, most: int, scale: float, window: int | None, out: Tensor, masks: Tensor | None = None,
+    positions: Tensor | None = None, both: int = 0,
 ) -> bool:  # fmt: skip
     """query, out [T, heads, d]: a row's heads side by side."""
     lib, (_, heads, d), kv_heads = usable(query, key_cache, value_cache, out), query.shape, key_cache.shape[1]
@@ -81,9 +82,10 @@ def attend(
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(1) == out.stride(1) == d):
         return False
     numbers = [x.int().contiguous() for x in (tables, starts, counts, first)]
+    tree = [None if x is None or masks is None else x.long().contiguous() for x in (masks, positions)]
     lib.functions["attend", query.dtype](
         query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), *(x.data_ptr() for x in numbers),
-        out.data_ptr(), len(tables), most, heads, kv_heads, d, page, tables.shape[1], query.stride(0), out.stride(0),
+        *(None if x is None else x.data_ptr() for x in tree), out.data_ptr(), both, len(tables), most, heads, kv_heads, d, page, tables.shape[1], query.stride(0), out.stride(0),
         EVERYTHING if window is None else window, scale, torch.get_num_threads(),
     )  # fmt: skip
     return True

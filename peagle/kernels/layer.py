@@ -33,8 +33,8 @@ class Pass(ctypes.Structure):
     """`struct pass` in c/layer.c."""
 
     _fields_ = [
-        *((name, P) for name in ("positions", "slots", "tables", "starts", "counts", "first", "table")),
-        *((name, L) for name in ("rows", "batch", "most", "page", "pages", "rot", "length")),
+        *((name, P) for name in ("positions", "slots", "masks", "tables", "starts", "counts", "first", "table")),
+        *((name, L) for name in ("both", "rows", "batch", "most", "page", "pages", "rot", "length")),
         ("threads", ctypes.c_int),
     ]
 
@@ -44,7 +44,7 @@ class Work:
     """What the layers of one pass share: the rows, and room to work in."""
 
     rows: Pass
-    held: tuple[Tensor, ...]  # what it points to
+    held: tuple[Tensor | None, ...]  # what it points to
     scratch: Tensor
 
     @staticmethod
@@ -52,11 +52,11 @@ class Work:
         """rows: a RowPass; table [positions, rot] of angles; width: numbers a row needs on its way."""
         held = (
             rows.positions.long().contiguous(), rows.slots.long().contiguous(),
-            *(x.int().contiguous() for x in (rows.tables, rows.starts, rows.counts, rows.first)), table,
+            None if rows.masks is None else rows.masks.contiguous(), *(x.int().contiguous() for x in (rows.tables, rows.starts, rows.counts, rows.first)), table,
         )  # fmt: skip
         count = len(rows.slots)
-        sizes = count, len(rows.tables), rows.most, rows.page, rows.tables.shape[1], table.shape[1], len(table)
-        made = Pass(*(x.data_ptr() for x in held), *sizes, torch.get_num_threads())
+        sizes = rows.both, count, len(rows.tables), rows.most, rows.page, rows.tables.shape[1], table.shape[1], len(table)
+        made = Pass(*(None if x is None else x.data_ptr() for x in held), *sizes, torch.get_num_threads())
         return Work(made, held, torch.empty(count * width, dtype=torch.bfloat16))
 
 

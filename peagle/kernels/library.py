@@ -30,7 +30,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "rope_store": [P] * 8 + [L] * 7 + [F, I],
     "swiglu": [P] * 2 + [L] * 3 + [I],
     "argmax": [P] * 2 + [L] * 3 + [I],
-    "attend": [P] * 8 + [L] * 10 + [F, I],
+    "attend": [P] * 10 + [L] * 11 + [F, I],
 }
 
 

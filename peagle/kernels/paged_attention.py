@@ -5,6 +5,10 @@ the positions max(0, p - window + 1) .. p of its own request; position j lies in
 
     tables[b, j // page_size] * page_size + j % page_size
 
+The rows of a tree (peagle/tree.py) lie in the slots of first[b] + i all the same, but at the position of their depth:
+row i sees every position before first[b] (of the window, where there is one) and the rows that masks has bits for. The
+last `both` rows of each request may see each other, later ones too (the mask rows of a bidirectional drafter).
+
 One program a (request, key/value head, block of rows). The rows of a block are (query row, head of the group), so that
 a group shares what is loaded; a block has at least the 16 rows the tensor cores want. Softmax online in float32.
 
@@ -13,7 +17,7 @@ leaves its unnormalised sum, its largest score and its total, and the last to fi
 row is summed depends on its position, not on its neighbours.
 
 Shapes: query [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d], tables [B, P], starts, counts and
-first [B], sinks [heads]. Result [T, heads, d].
+first [B], sinks [heads], masks and positions [T]. Result [T, heads, d].
 """
 
 from typing import Any
@@ -42,7 +46,8 @@ COUNTERS = 4096  # blocks that are split
 def reference(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page_size: int, starts: Tensor,
     counts: Tensor, first: Tensor, most: int, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, out: Tensor | None = None,
+    sinks: Tensor | None = None, out: Tensor | None = None, masks: Tensor | None = None,
+    positions: Tensor | None = None, both: int = 0,
 ) -> Tensor:  # fmt: skip
     """What the kernel computes, in plain PyTorch and float32."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
@@ -58,8 +63,9 @@ def reference(
         scores = torch.einsum("rhgd,khd->rhgk", q, k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        p = (position + torch.arange(count, device=query.device))[:, None]
-        seen = (at <= p) & (at > p - (EVERYTHING if window is None else window))  # [rows, keys]
+        mine = slice(start, start + count)
+        own = None if masks is None or positions is None else (masks[mine], positions[mine])
+        seen = seen_keys(position, count, at, EVERYTHING if window is None else window, own, both)  # [rows, keys]
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().view(kv_heads, -1, 1).expand(count, -1, -1, 1)], -1)
@@ -68,16 +74,29 @@ def reference(
     return out
 
 
+def seen_keys(
+    first: int, count: int, at: Tensor, window: int, tree: tuple[Tensor, Tensor] | None, both: int
+) -> Tensor:
+    """[rows, keys]: which of the keys at positions `at` each row of a request sees. `tree`: its masks and positions."""
+    if tree is not None:
+        masks, positions = tree
+        bits = masks[:, None] >> (at - first).clamp(min=0) & 1
+        return torch.where(at < first, at > positions[:, None] - window, bits == 1)
+    p = (first + torch.arange(count, device=at.device))[:, None]
+    last = torch.where(p >= first + count - both, first + count - 1, p)
+    return (at <= last) & (at > p - window)
+
+
 if triton is not None:
     _LOG2_E, _UNSEEN = tl.constexpr(LOG2_E), tl.constexpr(UNSEEN)
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        query, key_cache, value_cache, tables, starts, counts, first, sinks, out, parts, tops, totals, arrived,
-        scale, cap, window, pages,
+        query, key_cache, value_cache, tables, starts, counts, first, sinks, masks, positions,
+        out, parts, tops, totals, arrived, scale, cap, window, pages,
         query_row, query_head, key_slot, key_head, value_slot, value_head, table_row, out_row, out_head,
         HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-        CAPPED: tl.constexpr, SINKS: tl.constexpr,
+        CAPPED: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, BOTH: tl.constexpr,
         BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         request, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -93,8 +112,18 @@ if triton is not None:
 
         begin = tl.load(first + request).to(tl.int32)
         position = begin + local
+        last = position
+        if BOTH > 0:
+            last = begin + tl.where(local >= count - BOTH, count - 1, local)
+        if TREE:
+            position = tl.load(positions + row, mask=local < count, other=0).to(tl.int32)
+            bits = tl.load(masks + row, mask=local < count, other=0)
         low = tl.maximum(begin + block * BLOCK_ROWS // GROUP - window + 1, 0)  # what the block's first row sees
+        if TREE:
+            low = tl.maximum(begin - window + 1, 0)
         high = begin + tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, count)  # and its last one
+        if BOTH > 0:
+            high = begin + count
         high = tl.minimum(high, pages * PAGE)
         low = low // BLOCK_KEYS // SPLITS * SPLITS * BLOCK_KEYS  # whole blocks of keys, the first one split 0's
 
@@ -120,8 +149,13 @@ if triton is not None:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [rows, keys], in powers of 2
             if CAPPED:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale holds the 2 / cap
                 scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-            seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window) & inside[None, :]
-            scores = tl.where(seen, scores, _UNSEEN)
+            seen = at[None, :] > position[:, None] - window
+            if TREE:
+                bit = (bits[:, None] >> tl.maximum(at - begin, 0).to(tl.int64)[None, :]) & 1
+                seen = tl.where(at[None, :] < begin, seen, bit == 1)
+            else:
+                seen = seen & (at[None, :] <= last[:, None])
+            scores = tl.where(seen & inside[None, :], scores, _UNSEEN)
             larger = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - larger[:, None])
             shrink = tl.exp2(best - larger)
@@ -160,23 +194,25 @@ def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, page_size: int, starts: Tensor,
     counts: Tensor, first: Tensor, most: int, scale: float, window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, splits: int | None = None, out: Tensor | None = None, arrived: Tensor | None = None,
+    masks: Tensor | None = None, positions: Tensor | None = None, both: int = 0,
 ) -> Tensor:  # fmt: skip
     """`most` bounds counts, on the host. The last dimension of every tensor must be contiguous, nothing else need be.
 
     Caches must be finite wherever a table points: what is masked is still multiplied, by 0.
     Rows that belong to no request are zeros; with `out`, they stay what they were. A request of no rows reads nothing.
     A position behind the table's last page sees what the table holds; its result is of no use, but finite.
-    `arrived`: zeros, int32, that nobody else uses at the same time; as they were afterwards.
+    `arrived`: zeros, int32, that nobody else uses at the same time; as they were afterwards. Trees have `masks` and
+    `positions`.
     """
     if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
         if softcap is None and sinks is None:
             into = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
             args = query, key_cache, value_cache, tables, page_size, starts, counts, first, most, scale, window, into
-            if cpu.attend(*args):
+            if cpu.attend(*args, masks, positions, both):
                 return into
         return reference(
             query, key_cache, value_cache, tables, page_size, starts, counts, first, most, scale,
-            window, softcap, sinks, out,
+            window, softcap, sinks, out, masks, positions, both,
         )  # fmt: skip
     rows, heads, d = query.shape
     batch, kv_heads = len(tables), key_cache.shape[1]
@@ -197,6 +233,8 @@ def paged_attention(
         "BLOCK_D": block_d,
         "CAPPED": softcap is not None,
         "SINKS": sinks is not None,
+        "TREE": masks is not None,
+        "BOTH": both,
         "BLOCK_ROWS": block_rows,
         **tiles(block_rows, block_d, query.element_size()),
     }
@@ -213,7 +251,7 @@ def paged_attention(
     )  # fmt: skip
     _kernel[(batch, kv_heads, blocks * splits)](
         query, key_cache, value_cache, tables, starts, counts, first, query if sinks is None else sinks,
-        out, parts, tops, totals, arrived, steps, cap, EVERYTHING if window is None else window, tables.shape[1],
+        masks, positions, out, parts, tops, totals, arrived, steps, cap, EVERYTHING if window is None else window, tables.shape[1],
         *strides, **sizes,
     )  # fmt: skip
     return out

@@ -6,7 +6,11 @@
     position   9        10       11
     slot       21       22       -1 (from `ends` on nothing is stored)
 
-One program a place. Shapes: index [B]; of every place: tables [P, pages], lengths, ends, newest [P], drafts [P, K].
+The rows of a tree (peagle/tree.py) have the positions of their depths, and their masks; their slots are still those of
+9, 10, 11, ...: each has one of its own.
+
+One program a place. Shapes: index [B]; of every place: tables [P, pages], lengths, ends, newest [P], drafts [P, K]; of
+trees depths [P, N] and masks [P, N + 1].
 """
 
 from typing import NamedTuple
@@ -30,22 +34,27 @@ class Taken(NamedTuple):
     counts: Tensor  # [B] int32: R
     first: Tensor  # [B] int32
     ends: Tensor  # [B] int32
+    masks: Tensor | None  # [B * R] int64, of trees
 
 
 def reference(
-    index: Tensor, width: int, page: int, tables: Tensor, lengths: Tensor, ends: Tensor, newest: Tensor, drafts: Tensor
-) -> Taken:
+    index: Tensor, width: int, page: int, tables: Tensor, lengths: Tensor, ends: Tensor, newest: Tensor, drafts: Tensor,
+    depths: Tensor | None = None, masks: Tensor | None = None,
+) -> Taken:  # fmt: skip
     """What the kernel computes, in plain PyTorch."""
     first, end, table = lengths[index], ends[index], tables[index]
     ids = torch.cat([newest[index][:, None], drafts[index, : width - 1]], 1)
-    positions = first[:, None] + torch.arange(width, dtype=torch.int32, device=index.device)
-    slots = slots_of(table, positions, page, end[:, None])
+    positions = places = first[:, None] + torch.arange(width, dtype=torch.int32, device=index.device)
+    if depths is not None:
+        positions = torch.cat([first[:, None], first[:, None] + depths[index, : width - 1]], 1)
+    slots = torch.where(positions < end[:, None], slots_of(table, places, page, table.shape[1] * page), -1)
     starts = torch.arange(0, len(index) * width, width, dtype=torch.int32, device=index.device)
     counts = torch.full_like(starts, width)
-    return Taken(ids, positions.flatten().long(), slots.flatten(), table, starts, counts, first, end)
+    seen = None if masks is None else masks[index, :width].flatten()
+    return Taken(ids, positions.flatten().long(), slots.flatten(), table, starts, counts, first, end, seen)
 
 
-def slots_of(tables: Tensor, positions: Tensor, page: int, ends: Tensor) -> Tensor:
+def slots_of(tables: Tensor, positions: Tensor, page: int, ends: Tensor | int) -> Tensor:
     """tables [B, P], positions [B, R], ends [B, 1] -> slots [B, R]; -1 from position `ends` on."""
     inside = positions < ends
     at = torch.where(inside, positions, 0)
@@ -57,10 +66,10 @@ if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        index, tables, lengths, ends, newest, drafts,
-        ids, positions, slots, tables_out, starts, counts, first_out, ends_out,
-        pages, tables_row, drafts_row,
-        WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+        index, tables, lengths, ends, newest, drafts, depths, masks,
+        ids, positions, slots, tables_out, starts, counts, first_out, ends_out, masks_out,
+        pages, tables_row, drafts_row, masks_row,
+        TREE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0)
         place = tl.load(index + b)
@@ -69,11 +78,15 @@ if triton is not None:
         mine, out = row < WIDTH, b * WIDTH + row
         draft = tl.load(drafts + place * drafts_row + row - 1, mask=mine & (row > 0), other=0)
         tl.store(ids + out, tl.where(row == 0, tl.load(newest + place), draft), mask=mine)
-        position = first + row
-        stored = mine & (position < end)
-        page = tl.load(tables + place * tables_row + position // PAGE, mask=stored, other=0).to(tl.int64)
+        at_row = first + row
+        position = at_row
+        if TREE:
+            position = first + tl.load(depths + place * drafts_row + row - 1, mask=mine & (row > 0), other=0)
+            tl.store(masks_out + out, tl.load(masks + place * masks_row + row, mask=mine, other=0), mask=mine)
+        stored = mine & (position < end) & (at_row < pages * PAGE)
+        page = tl.load(tables + place * tables_row + at_row // PAGE, mask=stored, other=0).to(tl.int64)
         tl.store(positions + out, position.to(tl.int64), mask=mine)
-        tl.store(slots + out, tl.where(stored, page * PAGE + position % PAGE, -1), mask=mine)
+        tl.store(slots + out, tl.where(stored, page * PAGE + at_row % PAGE, -1), mask=mine)
         for begin in range(0, pages, BLOCK_P):
             there = begin + at < pages
             table = tl.load(tables + place * tables_row + begin + at, mask=there, other=0)
@@ -85,11 +98,12 @@ if triton is not None:
 
 
 def take(
-    index: Tensor, width: int, page: int, tables: Tensor, lengths: Tensor, ends: Tensor, newest: Tensor, drafts: Tensor
-) -> Taken:
-    """`width` rows of each place; `ends` is never behind what a table holds."""
+    index: Tensor, width: int, page: int, tables: Tensor, lengths: Tensor, ends: Tensor, newest: Tensor, drafts: Tensor,
+    depths: Tensor | None = None, masks: Tensor | None = None,
+) -> Taken:  # fmt: skip
+    """`width` rows of each place; `ends` is never behind what a table holds. `drafts` may be the nodes of trees."""
     if triton is None or not (index.is_cuda or triton.knobs.runtime.interpret):
-        return reference(index, width, page, tables, lengths, ends, newest, drafts)
+        return reference(index, width, page, tables, lengths, ends, newest, drafts, depths, masks)
     batch, pages, device = len(index), tables.shape[1], index.device
     assert tables.stride(1) == drafts.stride(1) == 1 and width - 1 <= drafts.shape[1]
     made = Taken(
@@ -101,9 +115,11 @@ def take(
         counts=torch.empty(batch, dtype=torch.int32, device=device),
         first=torch.empty(batch, dtype=torch.int32, device=device),
         ends=torch.empty(batch, dtype=torch.int32, device=device),
+        masks=None if masks is None else torch.empty(batch * width, dtype=torch.int64, device=device),
     )
+    assert depths is None or (depths.stride() == drafts.stride() and masks is not None and masks.stride(1) == 1)
     _kernel[(batch,)](
-        index, tables, lengths, ends, newest, drafts, *made, pages, tables.stride(0), drafts.stride(0),
-        WIDTH=width, PAGE=page, BLOCK_R=triton.next_power_of_2(width), BLOCK_P=128, num_warps=1,
+        index, tables, lengths, ends, newest, drafts, depths, masks, *made, pages, tables.stride(0), drafts.stride(0),
+        0 if masks is None else masks.stride(0), TREE=masks is not None, WIDTH=width, PAGE=page, BLOCK_R=triton.next_power_of_2(width), BLOCK_P=128, num_warps=1,
     )  # fmt: skip
     return made

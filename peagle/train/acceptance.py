@@ -6,7 +6,7 @@ length, sampled ones that of sampling, for a draft is kept iff it equals the tar
 the end of an answer nothing is known: drafts there count as not accepted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from peagle.drafter import Drafter
 from peagle.train.chains import full_chains
 from peagle.train.documents import Documents, fill
 from peagle.train.documents import packed as packed_documents
-from peagle.train.features import Features
+from peagle.train.features import AnyFeatures
 from peagle.train.gradients import run_level
 from peagle.train.move import flat
 from peagle.train.pack import Batch, Pack, batch_of
@@ -26,48 +26,59 @@ from peagle.train.passes import Passes
 from peagle.train.rule import mask_for
 
 GROUP = 4096  # anchors that are drafted for at once
+PIECE = 4096  # rows that have logits at once
+
+
+def draft_everywhere(
+    passes: Passes, features: AnyFeatures, packed: Pack, k: int, flex: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(anchors [A], drafts [A, k]): the drafts after every anchor whose newest token belongs to an answer."""
+    found = [(own, drafts.cpu().numpy()) for own, _, drafts in rows_everywhere(passes, features, packed, k, flex)]
+    anchors, drafts = zip(*found, strict=True) if found else ([np.zeros(0, int)], [np.zeros((0, k), int)])
+    return np.concatenate(anchors), np.concatenate(drafts)
 
 
 @torch.no_grad()
-def draft_everywhere(
-    passes: Passes, features: Features, packed: Pack, k: int, flex: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """(anchors [A], drafts [A, k]): the drafts after every anchor whose newest token belongs to an answer."""
+def rows_everywhere(
+    passes: Passes, features: AnyFeatures, packed: Pack, k: int, flex: bool = False
+) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+    """Group after group: (anchors [A], their rows' normed outputs [A, k, d], drafts [A, k])."""
     anchors = np.flatnonzero(np.append(packed.answer[1:] & (packed.doc[1:] == packed.doc[:-1]), False))
-    by_depth = passes.drafter.config.method != "p-eagle"
+    config, context = passes.drafter.config, None
+    by_depth, block = config.method != "p-eagle", config.bidirectional
     group = min(GROUP, len(anchors))
     capacity = [group] * (k - 1) if by_depth else [group * (k - 1)]
-    context, drafts = None, []
     for start in range(0, len(anchors), max(group, 1)):
         own = anchors[start : start + group]
-        batch = batch_of(packed, full_chains(own, k), by_depth, capacity=capacity, flex=flex)
+        batch = batch_of(packed, full_chains(own, k), by_depth, capacity=capacity, flex=flex, bidirectional=block)
         batch = flat(batch).to(features.target.device)
         if context is None:
             mask = mask_for(batch.context, batch.context, flex, batch.blocks)
             context = passes("context", batch.next_ids, features(batch)[0], batch.position, mask)
-        drafts.append(_drafts(passes, batch, context, own, flex).cpu().numpy())
-    return anchors, np.concatenate(drafts) if drafts else np.zeros((0, k), dtype=np.int64)
+        yield (own, *_rows(passes, batch, context, own, flex))
 
 
-def _drafts(passes: Passes, batch: Batch, context: Any, anchors: np.ndarray, flex: bool) -> Tensor:
-    """[A, k]: what each anchor's rows say; EAGLE-3 is fed its own drafts."""
+def _rows(passes: Passes, batch: Batch, context: Any, anchors: np.ndarray, flex: bool) -> tuple[Tensor, Tensor]:
+    """(normed [A, k, d], drafts [A, k]) of each anchor's rows; EAGLE-3 is fed its own drafts."""
     normed, feedback, cache = context
     by_depth = passes.drafter.config.method != "p-eagle"
-    drafts = [best(passes.drafter, normed[torch.from_numpy(anchors).to(normed.device)])]
-    seen = batch.context
+    rows, seen = [normed[torch.from_numpy(anchors).to(normed.device)][:, None]], batch.context
+    drafts = [drafts_of(passes.drafter, rows[0])] if by_depth else []
     for level in batch.segments[0].levels if batch.segments else ():
         seen = seen + level.rows
-        ids = pad(drafts[-1], len(level.rows)) if by_depth else None
+        ids = pad(drafts[-1][:, 0], len(level.rows)) if by_depth else None
         mask = mask_for(level.rows, seen, flex, level.blocks)
         out, feedback, cache = run_level(passes, level, feedback, cache, mask, ids)
-        own = best(passes.drafter, out[: level.live])
-        drafts += [own] if by_depth else own.view(len(anchors), -1).unbind(1)
-    return torch.stack(drafts, 1)
+        rows.append(out[: level.live].unflatten(0, (len(anchors), -1)))
+        drafts += [drafts_of(passes.drafter, rows[-1])] if by_depth else []
+    normed = torch.cat(rows, 1)
+    return normed, torch.cat(drafts, 1) if by_depth else drafts_of(passes.drafter, normed)
 
 
-def best(drafter: Drafter, normed: Tensor) -> Tensor:
+def drafts_of(drafter: Drafter, normed: Tensor) -> Tensor:
     """In pieces: [rows, vocabulary] is large."""
-    return torch.cat([drafter.best(part.to(drafter.lm_head.dtype)) for part in normed.split(4096)])
+    parts = normed.to(drafter.lm_head.dtype).split(max(1, PIECE // normed.shape[1]))
+    return torch.cat([drafter.drafts(part) for part in parts])
 
 
 def pad(x: Tensor, size: int) -> Tensor:
@@ -103,15 +114,17 @@ def answers(packed: Pack) -> list[tuple[int, int]]:
 
 
 def acceptance(
-    passes: Passes, features: Features, documents: Documents, ks: Sequence[int], tokens: int, flex: bool = False
+    passes: Passes, features: AnyFeatures, documents: Documents, ks: Sequence[int], tokens: int, flex: bool = False
 ) -> dict[int, list[Step]]:
-    """The steps of every answer, for each K: one pass at the largest serves them all."""
+    """The steps of every answer, for each K: one pass at the largest serves them all, unless rows see later ones."""
     steps: dict[int, list[Step]] = {k: [] for k in ks}
+    runs = [[k] for k in ks] if passes.drafter.config.bidirectional else [list(ks)]
     for chosen in fill(documents, np.arange(len(documents)), tokens) if len(documents) else ():
         one = packed_documents(documents, chosen, tokens)
-        anchors, drafts = draft_everywhere(passes, features, one, max(ks), flex)
-        for k in ks:
-            steps[k] += walk(one, anchors, drafts, k)
+        for run in runs:
+            anchors, drafts = draft_everywhere(passes, features, one, max(run), flex)
+            for k in run:
+                steps[k] += walk(one, anchors, drafts, k)
     return steps
 
 

@@ -36,6 +36,9 @@ def card(
         lines += ["Commands:", "", "```", *commands, "```", ""]
     lines += ["Settings that differ from `peagle train --print-config`:", "", "```yaml", *differing(config), "```", ""]
     lines += ["![loss, matches per depth and acceptance length](curves.png)", ""]
+    if drafter.calibration:
+        factors = " ".join(f"{factor:.2f}" for factor in drafter.calibration)
+        lines += [f"Probabilities are of logits times, by depth: {factors}.", "", "![reliability](calibration.png)", ""]
     return "\n".join(lines)
 
 

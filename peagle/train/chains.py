@@ -21,9 +21,17 @@ class Chains:
 
     anchor: Ints
     depth: Ints
+    told: Ints | None = None  # bool: the row is told the draft before it (drafter/dependency.py); None: all are
 
     def __len__(self) -> int:
         return len(self.anchor)
+
+    def __getitem__(self, at: Ints) -> "Chains":
+        return Chains(self.anchor[at], self.depth[at], None if self.told is None else self.told[at])
+
+    def dropped(self, share: float, rng: np.random.Generator) -> "Chains":
+        """A random share of the rows is told nothing."""
+        return Chains(self.anchor, self.depth, rng.random(len(self)) >= share)
 
 
 def room_of(doc: Ints, answer: Ints) -> Ints:

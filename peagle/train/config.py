@@ -18,6 +18,7 @@ def doc(default: Any, text: str) -> Any:
 
 LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "length")
 NOT_NEGATIVE = ("draft_vocab", "max_anchors", "held_out", "steps", "seed", "clip", "final_lr", "weight_decay")
+RUNGS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,13 @@ class TrainConfig:
     init: str = doc(
         "target", "target: blocks start as the target's last ones; random; or the folder of a drafter to go on from"
     )
+    # what a plain drafter has not (p-eagle only)
+    inject: bool = doc(False, "the fused taps enter every layer, not the first alone")
+    bidirectional: bool = doc(False, "mask rows of a block see each other, later ones too")
+    dependency: int = doc(0, "rank of the correction of a row by the draft before it; 0: none")
+    dependency_drop: float = doc(0.3, "share of the rows that are not corrected, so that plain logits stay good")
+    confidence: bool = doc(False, "an output that predicts whether a row's draft is accepted")
+    freeze: bool = doc(False, "train only dependency and confidence, of the drafter named by init")
     # what is seen
     max_length: int = doc(2048, "longer documents are cut")
     pack_tokens: int = doc(4096, "documents are packed into rows of so many tokens")
@@ -80,6 +88,8 @@ class TrainConfig:
             "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in LOSSES, "one of " + ", ".join(LOSSES)),
+            "dependency": (0 <= self.dependency <= 256, "in 0..256"),
+            "dependency_drop": (0 <= self.dependency_drop <= 1, "in [0, 1]"),
             "mix": (0 <= self.mix <= 1, "in [0, 1]"),
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
             "schedule": (self.schedule in ("cosine", "linear", "constant"), "cosine, linear or constant"),
@@ -96,6 +106,15 @@ class TrainConfig:
         for name, (holds, wanted) in rules.items():
             if not holds:
                 raise UserError(f"{name} is {getattr(self, name)!r}: it must be {wanted}")
+        if self.method == "eagle3" and (odd := [name for name in RUNGS if getattr(self, name)]):
+            raise UserError(f"{odd[0]} is of p-eagle drafters: leave it out, or use method = 'p-eagle'")
+        if self.freeze and (not (self.dependency or self.confidence) or self.init in ("target", "random")):
+            raise UserError(
+                "freeze trains a dependency or a confidence output of a finished drafter:"
+                " set one of the two, and init to that drafter's folder"
+            )
+        if self.freeze and self.train_embeddings:
+            raise UserError("freeze leaves the embeddings as they are: leave out train_embeddings")
         if self.optimizer == "muon" and self.parallel == "fsdp":
             raise UserError("muon needs whole matrices, which fsdp splits: use parallel = 'ddp' or optimizer = 'adamw'")
 

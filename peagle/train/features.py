@@ -26,7 +26,7 @@ class Features:
     """Documents as a padded batch, which any target takes; or, `packed`, flat with flex attention, compiled."""
 
     def __init__(self, target: Target, aux_layer_ids: Sequence[int], packed: bool = False) -> None:
-        self.target, self.packed = target, packed
+        self.target, self.packed, self.aux = target, packed, tuple(aux_layer_ids)
         target.tap(aux_layer_ids)
         self.softcap = float(getattr(target.config, "final_logit_softcapping", None) or 0)
         require_plain_head(target, self.softcap)
@@ -51,6 +51,8 @@ class Features:
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """g [T, taps * d], last hidden state [T, d]; rows of padding hold anything."""
+        if self.target.aux_layer_ids != self.aux:  # somebody else has run it
+            self.target.tap(self.aux)
         if self.packed:
             mask = context_mask(batch.context, batch.blocks)
             out = self.target.features(batch.ids[None], position_ids=batch.position[None], block_mask=mask)
@@ -74,7 +76,7 @@ class Remembered:
     """Features computed once per document and kept on the device: later epochs run without the target."""
 
     def __init__(self, features: Features, documents: Documents) -> None:
-        self.features, self.softcap, self.target = features, features.softcap, features.target
+        self.features, self.softcap, self.target, self.aux = features, features.softcap, features.target, features.aux
         target, tokens = features.target, len(documents.ids)
         self.g = torch.empty(tokens, width_of(features), dtype=target.dtype, device=target.device)
         self.last = torch.empty(tokens, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -91,12 +93,30 @@ class Remembered:
         return g, last
 
 
+class Chosen:
+    """Some of the taps that another run's features hold."""
+
+    def __init__(self, features: "Features | Remembered", aux_layer_ids: Sequence[int]) -> None:
+        self.features, self.softcap, self.target = features, features.softcap, features.target
+        self.aux, held, d = tuple(aux_layer_ids), features.aux, features.target.hidden_size
+        if missing := [i for i in self.aux if i not in held]:
+            raise UserError(
+                f"taps {missing} are not among those at hand, {list(held)}: set aux_layer_ids to some of them"
+            )
+        columns = [range(held.index(i) * d, held.index(i) * d + d) for i in self.aux]
+        self.columns = torch.tensor([c for part in columns for c in part], device=features.target.device)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
+        g, last = self.features(batch)
+        return g[:, self.columns], last
+
+
 class StoredFeatures(Features):
     """Those of a capture, of any of its documents; the teacher is a TopK."""
 
     def __init__(self, target: StoredTarget, target_ids: Tensor | None) -> None:
         """`target_ids`: the draft vocabulary."""
-        self.target, self.softcap, self.shards = target, 0.0, target.shards
+        self.target, self.softcap, self.shards, self.aux = target, 0.0, target.shards, target.aux_layer_ids
         self.draft_ids = torch.arange(target.vocab_size, dtype=torch.int32, device=target.device)
         if target_ids is not None:
             self.draft_ids.fill_(-1)
@@ -121,13 +141,25 @@ class StoredFeatures(Features):
         return out.to(device, non_blocking=True)
 
 
-def online(features: Features | Remembered) -> Features:
+AnyFeatures = Features | Remembered | Chosen
+
+
+def online(features: AnyFeatures) -> Features | Chosen:
     """Those that take documents never seen before."""
+    if isinstance(features, Chosen):
+        whole = features.features
+        return Chosen(whole.features if isinstance(whole, Remembered) else whole, features.aux)
     return features.features if isinstance(features, Remembered) else features
 
 
+def with_taps(features: AnyFeatures, aux_layer_ids: Sequence[int]) -> AnyFeatures:
+    """The features of these taps, from ones that hold them, perhaps among others."""
+    whole = features.features if isinstance(features, Chosen) else features
+    return whole if tuple(aux_layer_ids) == whole.aux else Chosen(whole, aux_layer_ids)
+
+
 def width_of(features: Features) -> int:
-    return len(features.target.aux_layer_ids) * features.target.hidden_size
+    return len(features.aux) * features.target.hidden_size
 
 
 def memorable(features: Features, documents: Documents, needed: float) -> bool:

@@ -48,8 +48,10 @@ class Feed(Dataset[list[Flat]]):
         config = self.config
         one = packed(self.documents, chosen, config.pack_tokens)
         chains = sample_chains(one.room, config.k, config.keep, rng, config.max_anchors)
+        if config.dependency:
+            chains = chains.dropped(config.dependency_drop, rng)
         by_depth = config.method != "p-eagle"
-        return batch_of(one, chains, by_depth, config.segments, self.capacity(), self.flex)
+        return batch_of(one, chains, by_depth, config.segments, self.capacity(), self.flex, config.bidirectional)
 
     def capacity(self) -> list[int] | None:
         """Fixed shapes where the number of anchors is capped and nothing is split."""

@@ -3,10 +3,13 @@
 A segment reads the depth-0 keys and values up to its right edge as leaves: their gradients add up over the segments
 and enter the context's backward at the end. The sum over segments is the gradient of the single pass, and no depth-0
 row is ever run twice.
+
+A frozen drafter runs without gradients: only what corrects its rows (dependency) or judges them (confidence) learns.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from peagle.train.lengths import Lengths
 from peagle.train.loss import Loss, Sums
@@ -23,7 +26,8 @@ def pack_gradients(
     g [T, taps * d] and last [T, d]: the target's taps and its last hidden state at every token.
     """
     mask = mask_for(batch.context, batch.context, flex, batch.blocks)
-    normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
+    with torch.set_grad_enabled(passes.learns):
+        normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
     own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
     rows, first = batch.supervised, torch.zeros_like(batch.supervised)
     out, wanted = normed.detach()[rows], last[rows + 1]
@@ -33,7 +37,10 @@ def pack_gradients(
     for segment in batch.segments:
         sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, lengths, scale, flex)
     gradient, part = loss(out, wanted, first, scale * lengths.weights(rows, first))
+    learn_confidence(passes, out, loss.matched, scale)
     sums += part
+    if not passes.learns:
+        return sums
     outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows.long(), gradient)]
     for x, grown in zip([feedback, *cache[0], *cache[1]], [own, *leaves[0], *leaves[1]], strict=True):
         if grown.grad is not None:
@@ -60,7 +67,10 @@ def segment_gradients(
     for level in segment.levels:
         seen = seen + level.rows
         mask = mask_for(level.rows, seen, flex, level.blocks)
-        normed, feedback, cache = run_level(passes, level, feedback, cache, mask)
+        with torch.set_grad_enabled(passes.learns):
+            normed, feedback, cache = run_level(passes, level, feedback, cache, mask)
+        if passes.drafter.dependency is not None:
+            normed = passes("correct", normed, level.ids)
         live = level.rows[: level.live]
         wanted.append(last[live.anchor + live.depth + 1])
         lengths.see(normed.detach()[: level.live], wanted[-1], live.anchor, live.depth)
@@ -70,10 +80,19 @@ def segment_gradients(
         live, gradient = level.rows[: level.live], torch.zeros_like(normed)
         weight = scale * lengths.weights(live.anchor, live.depth)
         gradient[: level.live], part = loss(normed.detach()[: level.live], teacher, live.depth, weight)
+        learn_confidence(passes, normed.detach()[: level.live], loss.matched, scale)
         sums += part
         gradients.append(gradient)
-    torch.autograd.backward(outputs, gradients)
+    if outputs and outputs[0].requires_grad:
+        torch.autograd.backward(outputs, gradients)
     return sums
+
+
+def learn_confidence(passes: Passes, normed: Tensor, matched: Tensor, scale: float) -> None:
+    """Adds the gradients of the confidence output: is a row's best token the teacher's? They end there."""
+    if passes.drafter.confidence is not None:
+        said = passes("judge", normed)
+        (scale * binary_cross_entropy_with_logits(said, matched, reduction="sum")).backward()
 
 
 def run_level(

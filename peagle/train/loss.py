@@ -191,6 +191,7 @@ class Loss:
             losses[at], matches[at], gradient[at] = loss[:count], match[:count], grad[:count]
         sums = Sums.zeros(self.k, normed.device)
         sums.loss.index_add_(0, depth, (losses / weight.clamp(min=1e-30)).double())
+        self.matched = matches  # of these rows, for whoever learns from that
         sums.matches.index_add_(0, depth, matches.double())
         sums.rows.index_add_(0, depth, torch.ones_like(depth, dtype=torch.float64))
         return gradient, sums

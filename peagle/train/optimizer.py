@@ -15,13 +15,13 @@ class Optimizers:
     def __init__(self, drafter: nn.Module, config: TrainConfig, total: int) -> None:
         self.config, self.total = config, total
         named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
-        matrices = [p for name, p in named if p.ndim == 2 and config.optimizer == "muon" and "embed" not in name]
+        matrices = [p for name, p in named if config.optimizer == "muon" and is_matrix(p) and "embed" not in name]
         others = [p for _, p in named if all(p is not m for m in matrices)]
         fused = all(p.is_cuda for p in others)
         betas, decay = (config.beta1, config.beta2), config.weight_decay
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, config.lr, betas, weight_decay=decay, fused=fused)
-        ]
+        self.parts: list[torch.optim.Optimizer] = []
+        if others:
+            self.parts.append(torch.optim.AdamW(others, config.lr, betas, weight_decay=decay, fused=fused))
         if matrices:  # its updates are scaled to AdamW's size: one learning rate serves both
             self.parts.append(Muon(matrices, config.lr, weight_decay=decay))
 
@@ -44,3 +44,8 @@ class Optimizers:
         done = (step - warm) / max(1, self.total - warm)
         fall = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[config.schedule]
         return config.final_lr + (1 - config.final_lr) * fall
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    """And not a vector with a second dimension, as the confidence output is."""
+    return parameter.ndim == 2 and min(parameter.shape) > 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.train.chains import Chains, room_of
-from peagle.train.rule import BLOCK, Blocks, RowSet, blocks_of
+from peagle.train.rule import BLOCK, MOST_DEPTHS, Blocks, RowSet, blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Level:
 
     rows: RowSet  # [R]
     positions: Tensor  # [R] RoPE
-    ids: Tensor  # [R] the real next token (EAGLE-3 embeds it)
+    ids: Tensor  # [R] the token before the one it drafts: EAGLE-3 embeds it, a dependency corrects by it; -1: not told
     parent: Tensor  # [R] the row before in its chain: its place in the level before, or in the context
     live: int  # the first so many rows are no padding
     blocks: Blocks | None = None  # of its attention, for flex
@@ -98,20 +98,22 @@ def batch_of(
     segments: int = 1,
     capacity: list[int] | None = None,
     flex: bool = False,
+    bidirectional: bool = False,
 ) -> Batch:
-    """Chains go to the segment of anchor + 1. `by_depth`: a level a depth (EAGLE-3).
+    """Chains go to the segment of anchor + 1. `by_depth`: a level a depth (EAGLE-3). `bidirectional`: the rows of a
+    chain all see each other.
 
     `capacity`: rows of each level, so that shapes repeat; without it a level is padded to whole blocks.
     """
     size = len(packed.ids)
-    context = _rows(packed.doc, packed.start, np.arange(size), np.zeros(size))
+    context = _rows(packed.doc, packed.start, np.arange(size), np.zeros(size), np.zeros(size))
     parts = []
     for left, right in pairwise([size * s // segments for s in range(segments + 1)]):
         inside = (chains.anchor + 1 >= left) & (chains.anchor + 1 < right)
-        own = Chains(chains.anchor[inside], chains.depth[inside])
+        own = chains[inside]
         if len(own):
             edge = min(size, right + -right % BLOCK)
-            levels = _levels(packed, own, by_depth, capacity)
+            levels = _levels(packed, own, by_depth, capacity, bidirectional)
             parts.append(Segment(tuple(_with_blocks(levels, context[:edge])) if flex else levels, edge))
     return Batch(
         ids=_int(packed.ids),
@@ -141,25 +143,29 @@ def _with_blocks(levels: tuple[Level, ...], seen: RowSet) -> Iterator[Level]:
         yield replace(level, blocks=blocks_of(level.rows, seen))
 
 
-def _levels(packed: Pack, chains: Chains, by_depth: bool, capacity: list[int] | None) -> tuple[Level, ...]:
+def _levels(
+    packed: Pack, chains: Chains, by_depth: bool, capacity: list[int] | None, bidirectional: bool
+) -> tuple[Level, ...]:
     if not by_depth:
-        return (_level(packed, chains, np.zeros_like(chains.anchor), capacity[0] if capacity else 0),)
+        parent = np.zeros_like(chains.anchor)
+        return (_level(packed, chains, parent, capacity[0] if capacity else 0, bidirectional),)
     levels, before = [], np.arange(len(packed.ids))
     for depth in range(1, int(chains.depth.max()) + 1):
-        at = chains.depth == depth
-        own = Chains(chains.anchor[at], chains.depth[at])
+        own = chains[chains.depth == depth]
         parent = np.searchsorted(before, own.anchor)
-        levels.append(_level(packed, own, parent, capacity[depth - 1] if capacity else 0))
+        levels.append(_level(packed, own, parent, capacity[depth - 1] if capacity else 0, bidirectional))
         before = own.anchor
     return tuple(levels)
 
 
-def _level(packed: Pack, chains: Chains, parent: np.ndarray, capacity: int) -> Level:
+def _level(packed: Pack, chains: Chains, parent: np.ndarray, capacity: int, bidirectional: bool) -> Level:
     """Padding has a document of its own and anchors of its own: each such row sees itself alone."""
     live, size = len(chains), len(packed.ids)
     more = max(capacity - live, 0)
     more += -(live + more) % BLOCK
     after = np.minimum(chains.anchor + chains.depth + 1, size - 1)
+    before = packed.ids[after] if chains.told is None else np.where(chains.told, packed.ids[after], -1)
+    sees = np.full(live, MOST_DEPTHS - 1) if bidirectional else chains.depth
     nothing, own = np.zeros(more, dtype=np.int64), size + np.arange(more)
     return Level(
         rows=_rows(
@@ -167,9 +173,10 @@ def _level(packed: Pack, chains: Chains, parent: np.ndarray, capacity: int) -> L
             np.append(packed.start[chains.anchor], own + 1),  # behind its anchor: no context
             np.append(chains.anchor, own),
             np.append(chains.depth, nothing + 1),
+            np.append(sees, nothing + 1),
         ),
         positions=_int(np.append(packed.position[chains.anchor] + chains.depth, nothing)),
-        ids=_int(np.append(packed.ids[after], nothing)),
+        ids=_int(np.append(before, nothing)),
         parent=_int(np.append(parent, nothing)),
         live=live,
     )

@@ -87,7 +87,7 @@ class Joined:
         self.passes.set_reshard_after_backward(on)
 
     def clip(self, limit: float) -> Tensor:
-        """The norm of the gradient, cut to `limit` (0: only measured)."""
-        parameters = list(self.passes.parameters())
+        """The norm of the gradient, cut to `limit` (0: only measured); the confidence output learns for itself."""
+        parameters = [p for name, p in self.passes.named_parameters() if "confidence" not in name]
         norm = nn.utils.clip_grad_norm_(parameters, limit or float("inf"), foreach=True)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from peagle.drafter import Drafter
 from peagle.drafter.model import Attend
@@ -25,6 +26,11 @@ class Passes(nn.Module):
         super().__init__()
         self.drafter, self.dtype = drafter, dtype
 
+    @property
+    def learns(self) -> bool:
+        """Whether the drafter itself is trained, not only what corrects and judges its rows."""
+        return self.drafter.fc.weight.requires_grad
+
     def forward(self, which: str, *args: Any) -> Any:
         """Weights stay as they are (float32); below float32, autocast computes in `dtype`."""
         device = self.drafter.fc.weight.device.type
@@ -32,9 +38,9 @@ class Passes(nn.Module):
             return getattr(self, which)(*args)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The three passes, each a graph of its own; EAGLE-3's depths and evaluation bring shapes of their own."""
+        """The passes, each a graph of its own; EAGLE-3's depths and evaluation bring shapes of their own."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for name in ("context", "parallel", "chain"):
+        for name in ("context", "parallel", "chain", "correct"):
             setattr(self, name, torch.compile(getattr(self, name), *args, **kwargs))
 
     def context(self, ids: Tensor, g: Tensor, positions: Tensor, mask: Mask) -> tuple[Tensor, Tensor, KeysValues]:
@@ -71,6 +77,18 @@ class Passes(nn.Module):
 
         normed, feedback = drafter(drafter.embed(ids), hidden, positions, attend)
         return normed, feedback, (tuple(k for k, _ in own.values()), tuple(v for _, v in own.values()))
+
+    def correct(self, normed: Tensor, ids: Tensor) -> Tensor:
+        """Rows [R, d] that know the draft before them, ids [R]; -1: that one is not told."""
+        drafter = self.drafter
+        assert drafter.dependency is not None
+        told = drafter.dependency(normed, embedding(ids.clamp(min=0), drafter.embed_tokens))
+        return torch.where(ids[:, None] >= 0, told, normed)
+
+    def judge(self, normed: Tensor) -> Tensor:
+        """The confidence output of rows [R, d], before its sigmoid: [R]."""
+        assert self.drafter.confidence is not None
+        return self.drafter.confidence(normed)[:, 0].float()
 
     def touch(self) -> Tensor:
         """Nothing, but every parameter takes part in it: see parallel.py."""

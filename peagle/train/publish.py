@@ -1,6 +1,7 @@
-"""From a finished run to a folder one can ship: int8 where that costs nothing, with its card and curves."""
+"""From a finished run to a folder one can ship: calibrated, int8 where that costs nothing, with its card and curves."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from peagle.drafter import Drafter, checkpoint, compact
 from peagle.home import publish_folder
 from peagle.train.acceptance import length_of
+from peagle.train.calibration import Reliability, calibrated
 from peagle.train.card import card
+from peagle.train.curves import draw_reliability
+from peagle.train.features import online
 from peagle.train.passes import Passes
 from peagle.train.run import Run
 
@@ -21,15 +25,19 @@ def publish(run: Run, commands: list[str]) -> tuple[Path, float | None]:
     trainer, target = run.trainer, run.target
     source, folder = trainer.out / "drafter", trainer.out / "published"
     whole = checkpoint.load(source, target, torch.float32)
-    before = held_out_length(run, whole)
+    passes = passes_of(run, whole)
+    before, reliability = held_out_length(run, passes), calibrate(run, passes)
     with publish_folder(folder) as staging:
         compact.save(whole, staging, target, torch.bfloat16, int8=True)
-        after = held_out_length(run, checkpoint.load(staging, target, torch.float32))
+        after = held_out_length(run, passes_of(run, checkpoint.load(staging, target, torch.float32)))
         cheap = before is not None and after is not None and after >= (1 - COST) * before
         if not cheap:
-            shutil.copytree(source, staging, dirs_exist_ok=True)
+            compact.save(whole, staging, target, torch.bfloat16)
         length = after if cheap else before
         told = measured(run) | stored_as(cheap, before, after) | {f"acceptance length, K={run.config.eval_k}": length}
+        if reliability is not None:
+            told |= reliability.told()
+            draw_reliability(reliability, staging / "calibration.png")
         (staging / "README.md").write_text(card(whole.config, run.config, told, commands=commands))
         if (trainer.out / "curves.png").is_file():
             shutil.copy(trainer.out / "curves.png", staging)
@@ -42,13 +50,28 @@ def stored_as(cheap: bool, before: float | None, after: float | None) -> dict[st
     return {"stored as": f"{'int8 rows' if cheap else 'bfloat16'} (held-out: bfloat16 {before:.3f}, int8 {after:.3f})"}
 
 
-def held_out_length(run: Run, drafter: Drafter) -> float | None:
+def held_out_length(run: Run, passes: Passes) -> float | None:
     if not len(run.material.held_out):
         return None
+    return length_of(run.trainer.held_out_steps(passes))
+
+
+def calibrate(run: Run, passes: Passes) -> Reliability | None:
+    """Puts the factors into the drafter's config; None: nothing was held out, or it is no parallel drafter."""
+    trainer, held_out, drafter = run.trainer, run.material.held_out, passes.drafter
+    if not len(held_out) or drafter.config.method != "p-eagle":
+        return None
+    features, tokens = online(trainer.features), run.config.pack_tokens
+    factors, found = calibrated(passes, features, held_out, run.config.k, tokens, trainer.flex)
+    drafter.config = replace(drafter.config, calibration=factors)
+    return found
+
+
+def passes_of(run: Run, drafter: Drafter) -> Passes:
     passes = Passes(drafter, run.trainer.passes.dtype)
     if run.trainer.flex:
         passes.compile()
-    return length_of(run.trainer.held_out_steps(passes))
+    return passes
 
 
 def measured(run: Run) -> dict[str, Any]:

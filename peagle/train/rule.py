@@ -4,9 +4,10 @@ A row has a document, an anchor a and a depth d. Depth 0 is a position with real
 mask row (P-EAGLE) or the d-th own step (EAGLE-3) after anchor a. Within a document, query (a_q, d_q) sees key
 (a_k, d_k) iff
 
-    (d_k == 0 and a_k <= a_q)  or  (a_k == a_q and d_k <= d_q)
+    (d_k == 0 and a_k <= a_q)  or  (a_k == a_q and d_k <= s_q)
 
-For one anchor this is exactly the causal pattern of inference: all real rows up to the anchor, then its own chain.
+Of its own chain it sees the rows up to depth s_q: up to itself, or, in a bidirectional block, all of them. For one
+anchor this is exactly the pattern of inference: all real rows up to the anchor, then its own chain.
 
     anchors 0 1 2 real, chain rows 1.1 1.2 (anchor.depth):      0  1  2  1.1  1.2
                                                         row 2   x  x  x   .    .
@@ -34,6 +35,7 @@ class RowSet:
     start: Tensor  # the first index of the document
     anchor: Tensor
     depth: Tensor
+    sees: Tensor  # the deepest row of its own chain that it sees
 
     def __len__(self) -> int:
         return len(self.doc)
@@ -46,7 +48,7 @@ class RowSet:
 
     @property
     def fields(self) -> tuple[Tensor, ...]:
-        return (self.doc, self.start, self.anchor, self.depth)
+        return (self.doc, self.start, self.anchor, self.depth, self.sees)
 
 
 Mask = Tensor | BlockMask
@@ -56,7 +58,7 @@ def dense_mask(q: RowSet, k: RowSet) -> Tensor:
     """[Q, K] bool: the rule as it is written above."""
     same = q.doc[:, None] == k.doc
     context = (k.depth == 0) & (k.anchor <= q.anchor[:, None])
-    chain = (k.anchor == q.anchor[:, None]) & (k.depth <= q.depth[:, None])
+    chain = (k.anchor == q.anchor[:, None]) & (k.depth <= q.sees[:, None])
     return same & (context | chain)
 
 
@@ -82,11 +84,11 @@ def block_mask(q: RowSet, k: RowSet, blocks: Blocks | None = None) -> BlockMask:
     """The same rule for flex attention, in few loads: a key has one number, a query two intervals of them.
 
     Key j of depth 0 (it lies at index j, its anchor) has the number j, a deeper one -1 - (64 a + d). A query sees the
-    numbers start..a_q, and those of its own chain, -1 - (64 a_q + d_q)..-1 - 64 a_q.
+    numbers start..a_q, and those of its own chain, -1 - (64 a_q + s_q)..-1 - 64 a_q.
     """
     number = torch.where(k.depth == 0, k.anchor, _chain_number(k.anchor, k.depth))
     first, last = q.start, q.anchor
-    deepest, own = _chain_number(q.anchor, q.depth), _chain_number(q.anchor, torch.zeros_like(q.depth))
+    deepest, own = _chain_number(q.anchor, q.sees), _chain_number(q.anchor, torch.zeros_like(q.depth))
 
     def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         n = number[j]

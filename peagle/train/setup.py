@@ -19,7 +19,9 @@ from peagle.train.documents import Documents, read_documents, split
 from peagle.train.stored import CAPTURE, TARGET, StoredTarget, read_told
 from peagle.train.vocabulary import draft_vocabulary
 
-MAY_DIFFER = ("draft_vocab_size", "k_trained", "trained", "target", "target_revision")  # of a drafter one begins as
+# of a drafter one begins as
+MAY_DIFFER = ("draft_vocab_size", "k_trained", "trained", "target", "target_revision", "bidirectional", "calibration")
+MAY_LACK = ("inject", "dependency", "confidence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,13 @@ def fitted(config: TrainConfig) -> TrainConfig:
     if folder is None:
         return config
     told, ids = read_told(folder / TARGET), tuple(read_told(folder / CAPTURE)["aux_layer_ids"])
-    if config.aux_layer_ids not in ((), ids):
+    if not set(config.aux_layer_ids) <= set(ids):
         raise UserError(f"aux_layer_ids are {config.aux_layer_ids}, but {folder} holds those of {ids}: use these")
     if config.target not in (DEFAULT_PAIR, told["name"]) and hub_name(config.target) != told["name"]:
         raise UserError(f"{folder} was captured from {told['name']}, not from {config.target}: set target to that")
     if config.init == "target" and config.num_layers > (kept := told["blocks"]):
         raise UserError(f"{folder} holds the target's last {kept} blocks, layers is {config.num_layers}: init=random")
-    return replace(config, target=told["name"], aux_layer_ids=ids)
+    return replace(config, target=told["name"], aux_layer_ids=config.aux_layer_ids or ids)
 
 
 def hub_name(target: str) -> str:
@@ -90,6 +92,10 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         None if target_ids is None else len(target_ids),
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
+        inject=config.inject,
+        bidirectional=config.bidirectional,
+        dependency=config.dependency,
+        confidence=config.confidence,
         k_trained=config.k,
         trained=False,
     )
@@ -102,7 +108,10 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         begin_as(drafter, Path(config.init), target)
     if config.train_embeddings:
         drafter.own_embeddings()
-    return drafter.train().requires_grad_(True)
+    drafter.train().requires_grad_(not config.freeze)
+    for part in filter(None, (drafter.dependency, drafter.confidence)):
+        part.requires_grad_(True)
+    return drafter
 
 
 def mask_id_of(config: TrainConfig, target: Target) -> int | None:
@@ -150,13 +159,14 @@ def begin_as_target(drafter: Drafter, target: Target) -> None:
 
 
 def begin_as(drafter: Drafter, folder: Path, target: Target) -> None:
-    """The weights of an earlier drafter of the same shape; its draft vocabulary may have been another."""
+    """The weights of an earlier drafter of the same shape; its draft vocabulary may have been another, and it may
+    lack what a plain drafter lacks."""
     earlier = checkpoint.load(folder.expanduser(), target, torch.float32)
     for f in fields(DrafterConfig):
         mine, theirs = getattr(drafter.config, f.name), getattr(earlier.config, f.name)
-        if f.name not in MAY_DIFFER and mine != theirs:
+        if f.name not in MAY_DIFFER and mine != theirs and not (f.name in MAY_LACK and not theirs):
             raise UserError(f"cannot begin as {folder}: its {f.name} is {theirs}, this run's is {mine}")
-    drafter.load_state_dict(earlier.state_dict())
+    drafter.load_state_dict(drafter.state_dict() | earlier.state_dict())
     drafter.embed_tokens = earlier.embed_tokens.to(target.dtype)  # the target's, or the ones it had learned
 
 

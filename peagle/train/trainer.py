@@ -17,7 +17,7 @@ from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.acceptance import acceptance, length_of
 from peagle.train.config import TrainConfig
-from peagle.train.features import Features, Remembered, memorable, online, packable
+from peagle.train.features import AnyFeatures, Features, Remembered, memorable, online, packable, with_taps
 from peagle.train.feed import Feed
 from peagle.train.gradients import pack_gradients
 from peagle.train.journal import Journal
@@ -53,9 +53,9 @@ class Trainer:
         target: Target,
         material: Material,
         world: World,
-        features: Features | Remembered | None = None,
+        features: AnyFeatures | None = None,
     ) -> None:
-        """`features`: those of another run over the same documents and taps."""
+        """`features`: those of another run over the same documents, with these taps among theirs."""
         self.config, self.target, self.material, self.world = config, target, material, world
         self.out = Path(config.out).expanduser()
         self.flex = target.device.type == "cuda"
@@ -63,7 +63,7 @@ class Trainer:
         self.drafter.checkpointing = config.checkpointing
         dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
         self.passes = Passes(self.drafter, dtype)
-        self.features = features or self._features()
+        self.features = with_taps(features or self._features(), self.drafter.config.aux_layer_ids or ())
         self.loss = Loss(
             self.drafter.lm_head, config.k, config.loss, config.mix, config.depth_weight, self.features.softcap
         )

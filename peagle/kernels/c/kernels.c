@@ -26,6 +26,16 @@ static inline void turn_tile(vec tile[LANES]) {
     }
 }
 
+/* Bits from .. to - 1 of a word. */
+static inline uint64_t span(long from, long to) {
+    uint64_t below = to >= 64 ? ~0ull : (1ull << to) - 1;
+    return from >= 64 ? 0 : below & ~0ull << from;
+}
+
+static inline uint64_t shifted(uint64_t word, long by) {
+    return by >= 64 || by <= -64 ? 0 : by < 0 ? word >> -by : word << by;
+}
+
 /* Keys are multiplied a word of 32 bits at a time: two bf16, the first in the lower half, or one float32. */
 static inline vec load_words_bf16(const bf16 *p, long n) {
     vec out = {0};

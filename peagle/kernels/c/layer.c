@@ -13,10 +13,10 @@ struct layer {
 
 /* Rows of several requests: see engine/rowpass.py. table: [length, rot] of rotary angles. */
 struct pass {
-    const int64_t *positions, *slots;
+    const int64_t *positions, *slots, *masks; /* masks: null but for trees */
     const int32_t *tables, *starts, *counts, *first;
     const float *table;
-    long rows, batch, most, page, pages, rot, length;
+    long both, rows, batch, most, page, pages, rot, length;
     int threads;
 };
 
@@ -25,7 +25,8 @@ void add_norm_bf16(const bf16 *, const bf16 *, const bf16 *, bf16 *, bf16 *, lon
 void rope_store_bf16(bf16 *, const int64_t *, const int64_t *, const float *, bf16 *, bf16 *, const bf16 *,
                      const bf16 *, long, long, long, long, long, long, long, float, int);
 void attend_bf16(const bf16 *, const bf16 *, const bf16 *, const int32_t *, const int32_t *, const int32_t *,
-                 const int32_t *, bf16 *, long, long, long, long, long, long, long, long, long, long, float, int);
+                 const int32_t *, const int64_t *, const int64_t *, bf16 *, long, long, long, long, long, long, long,
+                 long, long, long, long, float, int);
 void swiglu_bf16(const bf16 *, bf16 *, long, long, long, int);
 
 /* normed [T, qkv.k] attention's input, residual [T, hidden], rows so far apart -> x [T, hidden] the MLP's output, total [T, hidden] the
@@ -39,8 +40,9 @@ void layer(const struct layer *l, const struct pass *p, const bf16 *normed, cons
     rope_store_bf16(qkv, p->positions, p->slots, p->table, keys, values, l->q_norm, l->k_norm, rows, l->heads,
                     l->kv_heads, l->d, p->rot, p->length, l->qkv.n, l->eps, p->threads);
     memset(seen, 0, rows * wide * sizeof *seen); /* rows of nobody */
-    attend_bf16(qkv, keys, values, p->tables, p->starts, p->counts, p->first, seen, p->batch, p->most, l->heads,
-                l->kv_heads, l->d, p->page, p->pages, l->qkv.n, wide, l->window, l->scale, p->threads);
+    attend_bf16(qkv, keys, values, p->tables, p->starts, p->counts, p->first, p->masks, p->positions, seen,
+                p->both, p->batch, p->most, l->heads, l->kv_heads, l->d, p->page, p->pages, l->qkv.n, wide, l->window,
+                l->scale, p->threads);
     multiply(&l->out, seen, between, rows, wide, p->threads);
     add_norm_bf16(between, residual, l->after, after, total, rows, hidden, hidden, residual_row, hidden, hidden,
                   l->eps, p->threads);

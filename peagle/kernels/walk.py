@@ -1,0 +1,120 @@
+"""The acceptance rule for trees: the path the target agrees with, the token behind it, and the places moved on.
+
+The target has read the newest token (row 0) and the nodes of a tree (rows 1..N), and says what follows each row. A node
+holds if it is what the target says at its parent's row; it counts if its ancestors hold too. Two children of a row are
+two different tokens, so what counts is a path. With sampling this is exact as well: the target's token at a row is drawn
+once, so a row's children are tried one after another against what is left of the distribution.
+
+    tree a ab ab' a' (rows 1..4), the target says a at row 0, b' at row 1, c at row 3  ->  path 0 1 3, kept 2, newest c
+
+A request never takes more than it has room for. Shapes: tokens, ids [B, N + 1], first, ends, index [B]; of every place:
+parents, depths [P, N..], masks [P, N.. + 1], lengths, emitted, newest [P].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without it uses the reference
+    triton = None
+
+
+class Walked(NamedTuple):
+    """Behind `kept` the path has some row."""
+
+    kept: Tensor  # [B] int32
+    newest: Tensor  # [B] int64
+    path: Tensor  # [B, K + 1] int64: the row at each depth
+    rows: Tensor  # [B * (K + 1)] int64: the same rows among all requests'
+    ids: Tensor  # [B, K + 1] their ids
+    tokens: Tensor  # [B, K + 1] what the target says there
+
+
+def reference(
+    tokens: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor, ends: Tensor,
+    index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
+) -> Walked:  # fmt: skip
+    """What the kernel computes, in plain PyTorch."""
+    rows = ids.shape[1]
+    parent, depth, mask = parents[index, : rows - 1].long(), depths[index, : rows - 1], masks[index, :rows]
+    holds = ids[:, 1:] == tokens.gather(1, parent)
+    bits = torch.ones_like(mask) << torch.arange(rows, device=ids.device)
+    good = 1 + (holds * bits[:, 1:]).sum(1)
+    counts = mask & ~good[:, None] == 0  # [B, R]
+    depth = torch.cat([torch.zeros_like(depth[:, :1]), depth], 1)
+    at = torch.arange(k + 1, device=ids.device)
+    on_path = (depth[:, None] == at[:, None]) & counts[:, None]  # [B, K + 1, R]
+    path = (on_path * torch.arange(rows, device=ids.device)).sum(-1)
+    room = (ends - 1 - first).clamp(min=0)
+    kept = torch.minimum(counts.sum(1) - 1, room).int()
+    said = tokens.gather(1, path)
+    bonus = said.gather(1, kept[:, None].long())[:, 0]
+    lengths[index] = torch.minimum(first + kept + 1, ends)
+    emitted[index] += kept + 1
+    newest[index] = bonus
+    flat = (path + torch.arange(0, ids.numel(), rows, device=ids.device)[:, None]).flatten()
+    return Walked(kept, bonus, path, flat, ids.gather(1, path), said)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest,
+        kept, bonus, path, flat, path_ids, path_tokens, nodes_row, masks_row, ROWS: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    ):  # fmt: skip
+        b = tl.program_id(0)
+        place = tl.load(index + b)
+        row, at = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+        there, node = row < ROWS, (row > 0) & (row < ROWS)
+        parent = tl.load(parents + place * nodes_row + row - 1, mask=node, other=0)
+        depth = tl.load(depths + place * nodes_row + row - 1, mask=node, other=0)
+        mask = tl.load(masks + place * masks_row + row, mask=there, other=-1)
+        said = tl.load(tokens + b * ROWS + parent, mask=node, other=0)
+        holds = node & (tl.load(ids + b * ROWS + row, mask=node, other=0) == said)
+        one = tl.full([BLOCK_R], 1, tl.int64)
+        good = tl.sum(tl.where(holds | (row == 0), one << row.to(tl.int64), 0), 0)
+        counts = there & ((mask & (good ^ -1)) == 0)
+        begin, end = tl.load(first + b).to(tl.int32), tl.load(ends + b).to(tl.int32)
+        count = tl.minimum(tl.sum(counts.to(tl.int32), 0) - 1, tl.maximum(end - 1 - begin, 0))
+        last = tl.sum(tl.where(counts & (depth == count), row, 0), 0)
+        token = tl.load(tokens + b * ROWS + last)
+        taken = tl.sum(tl.where(counts[:, None] & (depth[:, None] == at[None, :]), row[:, None], 0), 0)
+        out, inside = b * (K + 1) + at, at <= K
+        tl.store(path + out, taken.to(tl.int64), mask=inside)
+        tl.store(flat + out, (b * ROWS + taken).to(tl.int64), mask=inside)
+        tl.store(path_ids + out, tl.load(ids + b * ROWS + taken, mask=inside, other=0), mask=inside)
+        tl.store(path_tokens + out, tl.load(tokens + b * ROWS + taken, mask=inside, other=0), mask=inside)
+        tl.store(kept + b, count)
+        tl.store(bonus + b, token)
+        tl.store(lengths + place, tl.minimum(begin + count + 1, end))
+        tl.store(emitted + place, tl.load(emitted + place) + count + 1)
+        tl.store(newest + place, token)
+
+
+def walk(
+    tokens: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor, ends: Tensor,
+    index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
+) -> Walked:  # fmt: skip
+    """A place may be there twice only if it is nobody's."""
+    if triton is None or not (tokens.is_cuda or triton.knobs.runtime.interpret):
+        return reference(
+            tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, k
+        )  # fmt: skip
+    batch, rows = ids.shape
+    assert tokens.is_contiguous() and ids.is_contiguous() and tokens.shape == ids.shape
+    assert parents.stride() == depths.stride() and parents.stride(1) == masks.stride(1) == 1
+    kept = torch.empty(batch, dtype=torch.int32, device=ids.device)
+    bonus = torch.empty(batch, dtype=torch.int64, device=ids.device)
+    path, path_ids, path_tokens = torch.empty(3, batch, k + 1, dtype=torch.int64, device=ids.device)
+    walked = Walked(kept, bonus, path, torch.empty_like(path).flatten(), path_ids, path_tokens)
+    _kernel[(batch,)](
+        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, *walked,
+        parents.stride(0), masks.stride(0), ROWS=rows, K=k, BLOCK_R=triton.next_power_of_2(rows),
+        BLOCK_K=triton.next_power_of_2(k + 1), num_warps=1,
+    )  # fmt: skip
+    return walked

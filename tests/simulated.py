@@ -1,0 +1,93 @@
+"""A simulated engine whose costs and acceptance are known: for tests of what it chooses to draft."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from peagle.engine.adaptive import Adaptive, Choice, Policy
+from peagle.tree import Tree
+
+Cost = Callable[[int, Tree], float]
+Profile = tuple[float, ...]  # of a chain's drafts: reached and accepted, per position
+
+GOOD: Profile = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05)  # vLLM's CI, Qwen3-8B
+POOR: Profile = (0.40, 0.14, 0.04, 0.01, 0.0, 0.0, 0.0)
+BAD: Profile = (0.0,) * 7
+
+
+def chain(k: int) -> Tree:
+    return Tree(k, k)
+
+
+def gpu(batch: int, form: Tree) -> float:
+    """Memory-bound at batch 1, where rows are nearly free; compute-bound at 64, where they are not. Milliseconds.
+
+    A tree takes a little longer than its rows do: it is grown, and what it keeps is moved.
+    """
+    drafting = 0.35 + 0.03 * form.k + 0.002 * batch if form.k else 0
+    growing = 0 if form.chain else 0.15
+    return 4 + 0.01 * batch + drafting + growing + 0.02 * max(0, batch * (form.nodes + 1) - 32)
+
+
+def busy(batch: int, form: Tree) -> float:
+    """A target that is compute-bound at once: no speculation pays at batch 64."""
+    return 4 + 0.08 * batch * (form.nodes + 1) + (0.5 if form.k else 0)
+
+
+def reached(profile: Profile, form: Tree, width: float) -> np.ndarray:
+    """Of a tree: at each depth `width` times as many chances as nodes are to depths, in powers of that."""
+    if form.chain:
+        return np.array(profile[: form.k])
+    of = np.array(profile[: form.k]) / np.array((1.0, *profile))[: form.k].clip(1e-9)
+    return np.cumprod(1 - (1 - of) ** (form.nodes / form.k) ** width)
+
+
+class Simulation:
+    """Steps of such an engine: what was chosen, and what it costs in the mean.
+
+    `ahead`: as the engine has it, a step verifies the drafts of the step before and drafts for the next one.
+    `width`: how much trees are worth.
+    """
+
+    def __init__(
+        self, policy: Policy, cost: Cost, forms: Sequence[Tree], noise: float = 0.0, seed: int = 0, ahead: bool = True,
+        width: float = 0.4,
+    ) -> None:  # fmt: skip
+        self.policy, self.cost, self.forms, self.noise = policy, cost, forms, noise
+        self.random, self.ahead, self.width = np.random.default_rng(seed), ahead, width
+        self.drafted = chain(0)
+        self.choices: list[Choice] = []
+
+    def tokens(self, profile: Profile, form: Tree) -> float:
+        return 1 + float(reached(profile, form, self.width).sum())
+
+    def best(self, batch: int, profile: Profile) -> Tree:
+        return max(self.forms, key=lambda form: self.tokens(profile, form) / self.cost(batch, form))
+
+    def run(self, steps: int, batch: int, profile: Profile) -> float:
+        """The time that the chosen forms take in the mean, relative to the best fixed one for as many tokens."""
+        spent = needed = 0.0
+        best = self.best(batch, profile)
+        for _ in range(steps):
+            choice = self.policy.choose(batch)
+            self.choices.append(choice)
+            form, self.drafted = self.drafted if self.ahead else choice.tree, choice.tree
+            kept = self.random.random(batch)[:, None] < reached(profile, form, self.width)[None]  # a prefix is accepted
+            seconds = self._seconds(batch, form) if form == choice.tree else None
+            self.policy.observe(batch, form, seconds, kept.sum(1).tolist())
+            spent += self.cost(batch, form)
+            needed += self.cost(batch, best) * self.tokens(profile, form) / self.tokens(profile, best)
+        return spent / needed
+
+    def _seconds(self, batch: int, form: Tree) -> float:
+        disturbed = 5.0 if self.noise and self.random.random() < 0.02 else 1.0
+        return self.cost(batch, form) * float(self.random.lognormal(0, self.noise)) * disturbed
+
+    def last(self, count: int) -> list[Tree]:
+        return [choice.tree for choice in self.choices[-count:]]
+
+
+def calibrated(cost: Cost, forms: Sequence[Tree]) -> Adaptive:
+    policy = Adaptive(forms)
+    policy.calibrate({(batch, form): cost(batch, form) for batch in (1, 4, 16, 64) for form in forms})
+    return policy
