@@ -26,6 +26,9 @@ OPTIONS = {
     "kl": ("kl", 1.0, 1.0, 0.0),
     "ce, lighter with depth": ("ce", 0.0, 0.6, 0.0),
     "mix, soft-capped": ("mix", 0.3, 1.0, 2.0),
+    "tvmix": ("tvmix", 0.9, 1.0, 0.0),
+    "length": ("length", 0.7, 1.0, 0.0),
+    "length alone": ("length", 1.0, 1.0, 0.0),
 }
 
 Gradients = dict[str, Tensor]
@@ -61,8 +64,9 @@ def gradients(
 
 
 def some_chains(packed: Pack, drafter: Drafter) -> Chains:
+    """Not every anchor has one."""
     rng = np.random.default_rng(1)
-    chains = sample_chains(packed.room, K, 0.8, rng)
+    chains = sample_chains(packed.room, K, 0.8, rng, max_anchors=int(0.8 * (packed.room > 0).sum()))
     return chains.dropped(0.3, rng) if drafter.config.dependency else chains
 
 
@@ -79,13 +83,30 @@ def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: 
         before = torch.from_numpy(packed.ids[(anchor + depth + 1)[told]])
         normed = normed.index_copy(0, torch.from_numpy(told), drafter.dependency(normed[told], drafter.embed(before)))
     kind, mix, weight, softcap = OPTIONS[options]
-    losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
+    if kind == "length":
+        ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
+        objective = (1 - mix) * ce.sum() - mix * expected_lengths(anchor, depth, (-ce).exp())
+    else:
+        losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
+        objective = (losses * weight ** torch.from_numpy(depth)).sum()
     if drafter.confidence is not None:
         best, wanted = (linear(x.detach(), drafter.lm_head).argmax(-1) for x in (normed, last[anchor + depth + 1]))
         said = drafter.confidence(normed.detach())[:, 0]
         binary_cross_entropy_with_logits(said, (best == wanted).float()).backward()
-    (losses * weight ** torch.from_numpy(depth)).sum().div(len(depth)).backward()
+    objective.div(len(depth)).backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}
+
+
+def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor:
+    """Of every anchor's chain q_0 + q_0 q_1 + ..., summed: as it is written."""
+    row = {pair: i for i, pair in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True))}
+    total = torch.zeros(())
+    for a in sorted(set(anchor.tolist())):
+        reached, d = torch.ones(()), 0
+        while (a, d) in row:
+            reached = reached * q[row[a, d]]
+            total, d = total + reached, d + 1
+    return total
 
 
 def dense_rows(drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, depth: np.ndarray) -> Tensor:

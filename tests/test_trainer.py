@@ -188,3 +188,23 @@ def test_other_ways_to_run(more: dict, tmp_path):
     trainer = start(config_in(tmp_path, **more))
     entries = train(trainer)
     assert losses(entries)[-1] < losses(entries)[0] and trainer.step == 8
+
+
+@pytest.mark.parametrize("loss", ["tv", "tvmix", "length"])
+def test_other_losses_learn(loss: str, tmp_path):
+    """The acceptance length rises whichever is minimised, also where only some anchors have chains."""
+    more = {"pack_tokens": 384, "k": 4, "steps": 40, "lr": 1e-2, "eval_k": 3, "held_out": 6, "max_anchors": 100}
+    trainer = start(config_in(tmp_path, loss=loss, **more))
+    trainer.evaluate(Journal(trainer.out))
+    lengths = [entry["acceptance_length"] for entry in train(trainer) if "k" in entry]
+    assert len(lengths) == 2 and lengths[1] > lengths[0] + 0.3
+
+
+@pytest.mark.parametrize("switch", ["norm_before_fc", "fc_norm"])
+def test_norms_around_fc_are_trained_and_stored(switch: str, tmp_path):
+    trainer = start(config_in(tmp_path, **{switch: True}))
+    train(trainer)
+    drafter = checkpoint.load(trainer.out / "drafter", trainer.target, torch.float32)
+    assert getattr(drafter.config, switch)
+    norms = [p for name, p in drafter.named_parameters() if name.startswith(("input_norm", "fc_norm"))]
+    assert norms and all((norm != 1).any() for norm in norms)

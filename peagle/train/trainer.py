@@ -73,7 +73,7 @@ class Trainer:
         self.optimizers = Optimizers(self.passes, config, self.total)
         if self.flex and config.compile and not self.joined.sharded:
             self.passes.compile()
-            self.loss.chunk = torch.compile(self.loss.chunk)
+            self.loss.compile()
         self.stopping = False  # set from outside: save after this step and return
         self.step = 0
         self.seconds = 0.0  # of training, over all resumed parts
