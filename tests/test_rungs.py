@@ -1,5 +1,6 @@
 """What a plain drafter has not (inject, bidirectional, dependency, confidence): begins as nothing, is learned, kept."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from peagle.core import Sampling
 from peagle.decode import decode
 from peagle.drafter import Drafter, checkpoint, compact
 from peagle.errors import UserError
-from peagle.proposer import proposer_for
+from peagle.proposer import Verified, proposer_for
 from peagle.target import Target, default_aux_layer_ids
 from peagle.train.config import TrainConfig
 from peagle.train.features import Chosen, Features, Remembered, online, with_taps
@@ -24,37 +25,37 @@ from peagle.train.pack import Batch
 from peagle.train.setup import begin_as_target, fitted
 from peagle.train.trainer import Trainer
 from tests.conftest import AUX, make_drafter, make_target
-from tests.test_engine import K, engine_of, pair_of, serve, some_requests
-from tests.training import RUNGS, make_run, some_answers, some_batch, some_config, some_pack, train
+from tests.test_acceptance import prompts
+from tests.test_engine import K, engine_of, pair_of, serve
+from tests.training import RUNGS, make_run, some_answers, some_batch, some_config, some_pack, train, trained
 
 GREEDY = Sampling()
 
 
 def shaken(target: Target, layers: int = 3, draft_vocab: int | None = 40, **switches: Any) -> Drafter:
-    """No weight at zero, and strong corrections."""
+    """No weight at zero, and rows that differ."""
     drafter, generator = make_drafter(target, "p-eagle", layers, draft_vocab, **switches), torch.Generator()
     generator.manual_seed(0)
-    for name, parameter in drafter.named_parameters():
-        size = 0.4 if "dependency" in name else 0.1
-        parameter.data += size * torch.randn(parameter.shape, generator=generator)
+    for parameter in drafter.parameters():
+        parameter.data += 0.4 * torch.randn(parameter.shape, generator=generator)
     return drafter
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_with_and_without_a_cache(rung: str, target: Target, prompt) -> None:
+    """The same drafts: of a prompt at once, and after a step of which the last token was rejected."""
     drafter = shaken(target, **RUNGS[rung])
     target.tap(AUX)
-    plain = [token for step in decode(target, None, prompt(9), 0, 20, GREEDY) for token in step.tokens]
-    for k in (1, 2, 6):
-        cached = list(decode(target, proposer_for(drafter), prompt(9), k, 20, GREEDY))
-        slow = reference.decode(target, drafter, prompt(9), k, 20, GREEDY)
-        assert [token for step in cached for token in step.tokens] == plain
-        assert [step.accepted for step in cached] == [step.accepted for step in slow][: len(cached)]
     ids = torch.tensor(prompt(12))
-    g = target.forward(ids[:-1]).hidden
-    for k in (1, 2, 6):  # drafts, not only what is accepted of them
-        rows = reference.propose(drafter, g, ids, k)
-        assert rows.shape == (k,) and (k == 1 or len(rows.unique()) > 1)
+    g, more = target.forward(ids).hidden, torch.randn(1, 3 * 32)
+    for k in (1, 2, 6):
+        proposer = proposer_for(drafter)
+        first = proposer.propose(Verified(ids[:7], g[:7], 0, 0, ids[7:8]), k)
+        block = torch.cat([ids[7:11], torch.tensor([90])])
+        second = proposer.propose(Verified(block, torch.cat([g[7:11], more]), 7, 1, ids[11:]), k)
+        assert torch.equal(first, reference.propose(drafter, g[:7], ids[:8], k))
+        assert torch.equal(second, reference.propose(drafter, g[:11], ids, k))
+        assert k < 6 or len(torch.cat([first, second]).unique()) > 2, "drafts that are all alike say little"
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -105,19 +106,23 @@ def test_a_lacking_tensor_is_named(target: Target, tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "d", target)
 
 
-def test_the_engine_injects(prompt) -> None:
-    """Its lean layers draft what the plain ones draft."""
-    target = make_target()
-    drafter = make_drafter(target, "p-eagle", 3, inject=True)
+def test_lean_layers_inject(prompt) -> None:
+    """They draft what the plain ones draft, and accept as many; without what is injected they would not."""
+    one = trained("p-eagle", 48, "inject")
+    drafter = copy.deepcopy(one.drafter)
     for linear in drafter.inject:
-        linear.weight.data.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
-    asked = some_requests(6, seed=3, max_tokens=12, ignore_eos=True)
-    pair = pair_of(target, {"p-eagle": drafter})
-    answers = serve(engine_of(pair, "p-eagle"), asked)
-    for (ids, _), steps in zip(asked, answers, strict=True):
-        target.tap(drafter.config.aux_layer_ids)
-        alone = list(decode(target, proposer_for(drafter), ids, K, 12, GREEDY))
-        assert [(s.tokens, s.accepted) for s in steps] == [(s.tokens, s.accepted) for s in alone]
+        linear.weight.data.mul_(3)
+    asked = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
+    served = []
+    for injected in (True, False):
+        engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
+        if not injected:
+            engine.stepper.drafting.lean.inject = None
+        served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
+    one.target.tap(AUX)
+    alone = [list(decode(one.target, proposer_for(drafter), ids, K, 20, GREEDY)) for ids, _ in asked]
+    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in alone]
+    assert served[0] != served[1] and sum(accepted for steps in served[0] for _, accepted in steps) > 20
 
 
 # Taps.

@@ -105,7 +105,16 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     assert_same(weights(trainer), before)
 
 
-CHANGES = {"lr": 0.5, "layers": 2, "draft_vocab": 40, "optimizer": "muon", "k": 4, "seed": 1, "method": "eagle3"}
+CHANGES = {
+    "dependency": 8,
+    "lr": 0.5,
+    "layers": 2,
+    "draft_vocab": 40,
+    "optimizer": "muon",
+    "k": 4,
+    "seed": 1,
+    "method": "eagle3",
+}
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -114,6 +123,18 @@ def test_another_config_is_refused_by_name(key: str, tmp_path):
     trainer = start(config_in(tmp_path, steps=2, **{key: CHANGES[key]}))
     with pytest.raises(UserError, match=f"was started with {key} = "):
         trainer.resume()
+
+
+def test_a_state_of_before_an_option_was_there(tmp_path):
+    """It goes on without the option, and is refused with it."""
+    train(start(config_in(tmp_path, steps=2)))
+    for path in states(tmp_path / "run" / "state"):
+        state = torch.load(path, weights_only=True)
+        del state["config"]["dependency"]
+        torch.save(state, path)
+    assert start(config_in(tmp_path, steps=2)).resume()
+    with pytest.raises(UserError, match="was started with dependency = 0, now it is 8"):
+        start(config_in(tmp_path, steps=2, dependency=8)).resume()
 
 
 def test_what_changes_no_result_may_change(tmp_path):

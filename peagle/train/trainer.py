@@ -105,7 +105,7 @@ class Trainer:
 
     def _require_same(self, state: dict[str, Any]) -> None:
         mine = asdict(self.config)
-        for key, value in state["config"].items():
+        for key, value in (asdict(TrainConfig()) | state["config"]).items():  # a key that it did not know yet: none set
             value = tuple(value) if isinstance(value, list) else value
             if key not in FREE and mine.get(key) != value:
                 raise UserError(
