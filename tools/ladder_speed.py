@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from peagle.bench.load import Job, jobs_of, shortened
+from peagle.bench.load import Job, jobs_of
 from peagle.bench.native import Load
 from peagle.bench.steps import Snapshot
 from peagle.core import DrafterSource, Method
@@ -33,7 +33,6 @@ from peagle.home import write_json
 from peagle.loaded import LoadedPair, load
 from peagle.train.publish import device_name
 
-WARM_UP = 16  # tokens of an answer
 FEWEST = 16  # requests of a cell
 
 
@@ -63,12 +62,10 @@ class Asked:
         longest = max(map(self.positions, self.jobs)) + 2 * max(shape.k, shape.tree) + 64
         context = min(longest, self.loaded.target.context)
         more: dict[str, Any] = {"tree": shape.tree} if shape.tree else {}
-        engine = Engine(
+        return Engine(
             self.loaded, method=method, k=shape.k or "auto", max_batch=most, context=context, tokens=context * most,
             prefix_caching=False, thread=False, **more,
         )  # fmt: skip
-        engine.warm_up()
-        return engine
 
     def measure(self, method: str, shape: Shape, concurrency: Sequence[int]) -> dict[str, Any]:
         engine = self.engine(method, shape, max(concurrency))
@@ -85,7 +82,7 @@ class Asked:
 
     def cell(self, engine: Engine, concurrency: int) -> dict[str, Any]:
         jobs = self.jobs[: max(FEWEST, 2 * concurrency)]
-        self.drive(engine, concurrency, shortened(jobs, concurrency, WARM_UP))
+        self.drive(engine, concurrency, jobs)  # kernels are compiled, graphs captured
         if self.loaded.target.device.type == "cuda":
             torch.cuda.synchronize(self.loaded.target.device)
         before, started = Snapshot(engine.metrics), time.perf_counter()
