@@ -134,11 +134,13 @@ def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: P
     shutil.copytree(climbed, out)
     words = [str(out), "--target", str(place / "target"), "--bench", str(place / "bench"), "--only", "plain", "-k", "3"]
     words += ["--concurrency", "1,2", "--max-tokens", "12", "--device", "cpu", "--dtype", "float32"]
-    words += ["--sets", "humaneval,mt_bench"]
+    words += ["--sets", "humaneval,mt_bench", "--tree", "6", "--tree-k", "3"]
     assert ladder_speed.main(words) == 0
     alone, plain, other = (json.loads((out / f"{name}.json").read_text()) for name in ("none-0", "plain-0", "tv-0"))
-    found, second = plain["engine"]
-    assert (found["set"], second["set"]) == ("humaneval", "mt_bench")
+    found, *more = plain["engine"]
+    measured = [(one["set"], one["shape"]) for one in more]
+    assert measured == [("mt_bench", "K=3"), ("humaneval", "tree 6, K=3"), ("mt_bench", "tree 6, K=3")]
+    assert more[1]["acceptance_length"] >= found["acceptance_length"], "its first branch is the chain"
     assert found["shape"] == "K=3" and [*found["tokens_per_second"]] == ["1", "2"] and found["step_ms"] > 0
     assert found["acceptance_length"] >= 1 and plain["sets"] and "engine" not in other
     assert alone["engine"][0]["shape"] == "K=0" and alone["engine"][0]["acceptance_length"] == 1.0

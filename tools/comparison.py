@@ -116,13 +116,13 @@ def positions(rungs: list[Rung]) -> list[Row]:
 
 
 def runs(rungs: list[Rung]) -> list[Row]:
-    rows: list[Row] = [["drafter", "seeds", "settings", "steps", "target tokens", "minutes", "compiled", "MB"]]
+    rows: list[Row] = [["drafter", "seeds", "settings", "steps", "target tokens", "minutes", "compiled", "on", "MB"]]
     for rung in rungs:
         if rung.trained:
             one = rung.first
             settings = ", ".join(f"`{key}={told(value)}`" for key, value in one["settings"].items()) or DASH
             minutes = [spread([record[key] / 60 for record in rung.records], 1) for key in TIMES]
-            numbers = [f"{one['steps']:,}", f"{one['target_tokens'] / 1e6:.1f} M", *minutes]
+            numbers = [f"{one['steps']:,}", f"{one['target_tokens'] / 1e6:.1f} M", *minutes, one["device"]]
             rows.append([rung.label, str(len(rung.records)), settings, *numbers, f"{one['bytes'] / 1e6:.1f}"])
     return rows
 
