@@ -4,7 +4,7 @@ A *pair* is a target, its drafters (one per method), the method and K to use unl
 """
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,6 +29,29 @@ def check_k(k: int) -> int:
     if k < 1:
         raise UserError(f"K is {k}, but at least one token must be drafted: use -k 1 or more, or --method none")
     return k
+
+
+def check_tree(nodes: int, ks: Iterable[int | str] = (), method: str | None = None, exact: bool | None = False) -> int:
+    """Nodes of a tree (0: chains), as far as it can be told before anything is loaded."""
+    if nodes < 0:
+        raise UserError(f"--tree is {nodes}: use a number of nodes, or 0 for chains")
+    if not nodes:
+        return 0
+    if method == "none":
+        raise UserError("nothing is drafted with --method none: leave out --tree")
+    if method == "eagle3":
+        raise UserError("eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree")
+    if exact:
+        raise UserError("exact mode verifies chains: leave out one of --exact and --tree")
+    from peagle.tree import Tree
+
+    for k in [k for k in ks if k != "auto"] or [2]:
+        if nodes == k:
+            raise UserError(
+                f"a tree of {nodes} nodes and depth {k} is a chain: use more nodes than K, or leave out --tree"
+            )
+        Tree(int(k), nodes)
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +239,12 @@ class Generation:
     weights: str = ""  # what the target's matrices are multiplied as: the dtype, or a quantised target's format
     exact: bool = False
     trained: bool = True
+    tree: int = 0  # nodes, where drafts were trees
+
+    @property
+    def form(self) -> str:
+        """Such as K=7, or tree 32, K=7."""
+        return f"tree {self.tree}, K={self.k}" if self.tree else f"K={self.k}"
 
     @property
     def acceptance_length(self) -> float:
@@ -251,6 +280,7 @@ class Generation:
             "finish_reason": self.finish_reason,
             "method": self.method,
             "k": self.k,
+            "tree": self.tree,
             "steps": len(self.steps),
             "acceptance_length": round(self.acceptance_length, 4),
             "accepted_per_position": [round(share, 4) for share in self.accepted_per_position],

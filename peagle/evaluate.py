@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from peagle.core import Generation, Method, Sampling, Step, check_k, parse_method
+from peagle.core import Generation, Method, Sampling, Step, check_k, check_tree, parse_method
 from peagle.data.bench import TURN_SEEDS, Task
 from peagle.data.records import Report, ignore
 from peagle.errors import UserError
@@ -31,6 +31,7 @@ class Settings:
     seed: int = 0
     exact: bool | None = None
     int8: bool = False
+    tree: int = 0  # nodes; 0: chains
 
     def __post_init__(self) -> None:
         for k in self.ks:
@@ -39,6 +40,7 @@ class Settings:
             Sampling(temperature, seed=self.seed)
         if parse_method(self.method) == "none":
             raise UserError("nothing is drafted with --method none: evaluate p-eagle or eagle3")
+        check_tree(self.tree, self.ks, self.method, self.exact)
         if self.max_tokens < 2:  # the first token is the prefill's: nothing is drafted for it
             raise UserError(f"max_tokens is {self.max_tokens}: nothing is drafted below --max-tokens 2")
 
@@ -97,6 +99,7 @@ class Evaluation:
             "trained": self.trained,
             "dtype": self.dtype,
             "int8": how.int8,
+            "tree": how.tree,
             "max_tokens": how.max_tokens,
             "seed": how.seed,
             "results": [result.as_dict() for result in self.results],
@@ -189,6 +192,7 @@ def answer(
             settings.max_tokens,
             exact=settings.exact,
             int8=settings.int8,
+            tree=settings.tree,
             temperature=temperature,
             seed=seed + TURN_SEEDS * len(answers),
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from peagle.catalog import DEFAULT_PAIR, find
-from peagle.core import DrafterSource, Generation, Method, Pair, Sampling, Step, check_k, parse_method
+from peagle.core import DrafterSource, Generation, Method, Pair, Sampling, Step, check_k, check_tree, parse_method
 from peagle.decode import check_request
 from peagle.drafter import Drafter, checkpoint
 from peagle.drafter.config import config_for
@@ -93,6 +93,7 @@ class LoadedPair:
         """
         chosen = parse_method(method or self.pair.method)
         k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
+        check_tree(tree, (k,), chosen, exact)
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         check_request(self.target, ids, max_tokens)
@@ -127,6 +128,7 @@ class LoadedPair:
             weights=engine.weights,
             exact=engine.exact,
             trained=chosen == "none" or self.drafter(chosen).config.trained,
+            tree=tree,
         )
 
     def engine(

@@ -5,12 +5,12 @@ import pytest
 from peagle.bench.cell import Key, Run, Spec, cell_of, middle_of
 from peagle.bench.load import Record
 from peagle.bench.order import keys_of, order_of
-from peagle.bench.settings import Settings, parse_counts, parse_ks
+from peagle.bench.settings import Settings, parse_counts, parse_ks, parse_trees
 from peagle.errors import UserError
 
 KEY = Key("humaneval", "p-eagle", 5, 2)
 CELL_FIELDS = {
-    "set", "method", "k", "concurrency", "requests", "failed", "first_error", "repeats", "duration",
+    "set", "method", "k", "concurrency", "tree", "requests", "failed", "first_error", "repeats", "duration",
     "total_output_tokens", "output_throughput", "output_throughput_runs", "output_throughput_spread",
     "request_throughput", "per_user_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms",
     "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "median_itl_ms", "p99_itl_ms", "spec_decode_acceptance_rate",
@@ -92,7 +92,40 @@ def test_every_cell_once_and_methods_side_by_side() -> None:
     assert len({tuple(turn.key.method for turn in group) for group in groups}) > 1  # shuffled
 
 
+def test_trees_are_cells_of_their_own() -> None:
+    keys = keys_of(["a"], ["none", "eagle3", "p-eagle"], [3, "auto"], [1], [0, 32])
+    assert [(key.method, key.k, key.tree) for key in keys] == [
+        ("none", 0, 0), ("eagle3", 3, 0), ("eagle3", "auto", 0),
+        ("p-eagle", 3, 0), ("p-eagle", "auto", 0), ("p-eagle", 3, 32), ("p-eagle", "auto", 32),
+    ]  # fmt: skip
+    told = [str(key) for key in keys]
+    assert len(set(told)) == len(told)
+    assert told[0] == "a none c=1" and told[3] == "a p-eagle K=3 c=1" and told[5] == "a p-eagle tree 32, K=3 c=1"
+
+
+def test_settings_of_trees() -> None:
+    plain = Settings(("a",), ("p-eagle",), (3,), (1,))
+    assert "tree" not in plain.as_dict()  # a run begun before there were trees goes on
+    assert Settings(("a",), ("p-eagle",), (3,), (1,), tree=(0, 16)).as_dict()["tree"] == [0, 16]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"methods": ("none", "eagle3")}, "needs a p-eagle drafter"),
+        ({"exact": True}, "--exact and --tree"),
+        ({"k": (3, 16)}, "is a chain"),
+        ({"k": (17,)}, "more nodes than K"),
+        ({"tree": (0, 63)}, "at most 62 nodes"),
+    ],
+)
+def test_trees_that_are_refused(how: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Settings(**{"sets": ("a",), "methods": (), "k": (3, "auto"), "concurrency": (1,), "tree": (16,)} | how)
+
+
 def test_lists() -> None:
+    assert parse_trees("0, 32,32") == (0, 32)
     assert parse_ks("3, 5,auto,3") == (3, 5, "auto")
     assert parse_counts("8,1,8") == (8, 1)
     for text in ("", "x", "3,,5", "1.5", "-1"):
@@ -100,6 +133,8 @@ def test_lists() -> None:
             parse_ks(text)
         with pytest.raises(UserError, match="write it like"):
             parse_counts(text)
+        with pytest.raises(UserError, match="write it like"):
+            parse_trees(text)
     with pytest.raises(UserError, match="at least one token"):
         parse_ks("0")
 

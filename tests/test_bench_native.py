@@ -59,6 +59,21 @@ def test_what_is_counted() -> None:
     assert starts[1] < min(record.arrivals[-1] for record in run.records) < starts[2]  # two users, no more
 
 
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_trees(k: int | str) -> None:
+    jobs = some_jobs(4)
+    runner = native(jobs)
+    plain, trees = (
+        runner.run(key, jobs, lambda: None) for key in (Key("x", "none", 0, 2), Key("x", "p-eagle", k, 2, 12))
+    )
+    assert [r.ids for r in sorted(plain.records, key=lambda r: r.task)] == [
+        r.ids for r in sorted(trees.records, key=lambda r: r.task)
+    ]
+    assert 12 in trees.k_steps and (k == "auto" or set(trees.k_steps) == {12})
+    assert trees.spec is not None and len(trees.spec.tried_at) == (3 if k == 3 else 7)
+    assert ("p-eagle", k, 12) in runner.pool.engines
+
+
 def test_automatic_k() -> None:
     jobs = some_jobs(3)
     told = native(jobs).run(Key("x", "p-eagle", "auto", 2), jobs, lambda: None).as_dict()

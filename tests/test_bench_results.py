@@ -100,3 +100,26 @@ def test_names(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="give --out a folder"):
         path_of(tmp_path / "file", None, "tiny", HEAD)
+
+
+def test_files_from_before_there_were_trees(tmp_path: Path) -> None:
+    results = Results(tmp_path / "r.json", HEAD)
+    results.add(KEY, one(4))
+    held = read(tmp_path / "r.json")
+    for part in ("cells", "runs"):
+        for told in held[part]:
+            del told["tree"]
+    (tmp_path / "r.json").write_text(json.dumps(held))
+    again = Results(tmp_path / "r.json", HEAD)
+    assert again.done(KEY) == 1 and again.done(Key("x", "none", 0, 1, 16)) == 0
+    again.add(KEY, one(8))
+    assert [(cell["repeats"], cell["tree"]) for cell in read(tmp_path / "r.json")["cells"]] == [(2, 0)]
+
+
+def test_a_run_is_unfinished_until_its_trees_are_there(tmp_path: Path) -> None:
+    head = HEAD | {"settings": HEAD["settings"] | {"methods": ["p-eagle"], "repeats": 1, "tree": [0, 16]}}
+    results = Results(tmp_path / "r.json", head)
+    results.add(Key("x", "p-eagle", 3, 1), one())
+    assert path_of(tmp_path, None, "tiny", head) == tmp_path / "r.json"
+    results.add(Key("x", "p-eagle", 3, 1, 16), one())
+    assert path_of(tmp_path, None, "tiny", head) != tmp_path / "r.json"

@@ -156,6 +156,6 @@ def test_scores_of_every_method() -> None:
     }
     told = sorted(scores(answers, tasks), key=lambda one: one["set"])
     assert told == [
-        {"set": "gsm8k", "method": "p-eagle", "k": 5, "metric": "accuracy", "value": 0.5, "of": 2},
-        {"set": "humaneval", "method": "none", "k": 0, "metric": "pass@1", "value": 0.333333, "of": 3},
+        {"set": "gsm8k", "method": "p-eagle", "k": 5, "tree": 0, "metric": "accuracy", "value": 0.5, "of": 2},
+        {"set": "humaneval", "method": "none", "k": 0, "tree": 0, "metric": "pass@1", "value": 0.333333, "of": 3},
     ]

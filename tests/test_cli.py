@@ -71,6 +71,17 @@ def test_methods_agree_and_json_is_complete(tiny: Path) -> None:
     assert plain["acceptance_length"] == 1
 
 
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_trees_answer_as_chains_do(tiny: Path, temperature: float) -> None:
+    how = ("--temperature", temperature, "--seed", 3)
+    plain = generate(tiny, "--method", "none", *how)
+    answer = generate(tiny, "-k", 3, "--drafter", tiny / "p-eagle", "--tree", 12, *how)
+    assert (answer["tree"], answer["k"], plain["tree"]) == (12, 3, 0)
+    assert len(answer["accepted_per_position"]) == 3  # depths, not nodes
+    if not temperature:
+        assert answer["token_ids"] == plain["token_ids"]
+
+
 def test_raw_skips_the_template(tiny: Path) -> None:
     assert generate(tiny, "--method", "none", "--raw")["prompt_tokens"] == 3
 
@@ -127,6 +138,23 @@ MISTAKES = {
         ["generate", "{target}", "w2", "--drafter", "{root}/p-eagle", "--method", "eagle3"],
         "it has p-eagle",
     ),
+    "a tree of eagle3": (
+        ["generate", "{target}", "w1", "--method", "eagle3", "--tree", "16"],
+        "need a p-eagle drafter",
+    ),
+    "a tree of an eagle3 drafter": (
+        ["generate", "{target}", "w1", "--drafter", "{root}/eagle3", "--tree", "16"],
+        "need a p-eagle drafter",
+    ),
+    "a tree in exact mode": (["generate", "{target}", "w1", "--exact", "--tree", "16"], "--exact and --tree"),
+    "a tree too large": (["generate", "{target}", "w1", "--tree", "63"], "at most 62 nodes"),
+    "a tree too small": (["generate", "{target}", "w1", "-k", "7", "--tree", "6"], "more nodes than K"),
+    "a tree that is a chain": (["generate", "{target}", "w1", "-k", "7", "--tree", "7"], "is a chain"),
+    "a tree of the pair's depth": (
+        ["generate", "{target}", "w1", "--drafter", "{root}/p-eagle", "--tree", "4"],
+        "more nodes than K",
+    ),
+    "a tree of fewer than no nodes": (["generate", "{target}", "w1", "--tree", "-1"], "0 for chains"),
     "brackets": (["generate", "[/x]", "hi"], "unknown pair '[/x]'"),
     "broken bytes": (["generate", "{target}", "a\udcffb", "--method", "none"], "not valid UTF-8"),
     "demo of one token": (["demo", "--max-tokens", "1"], "at least two tokens"),

@@ -50,6 +50,16 @@ def test_counts_equal_those_of_one_generation(loaded: LoadedPair) -> None:
     assert found.tokens == len(one.token_ids)
 
 
+def test_trees_by_depth(loaded: LoadedPair) -> None:
+    """The same answers in fewer or as many steps; positions are depths, however many nodes there are."""
+    chains, trees = (evaluate(loaded, {"x": TASKS}, Settings((3,), max_tokens=12, tree=tree)) for tree in (0, 12))
+    [chain], [tree] = chains.results, trees.results
+    assert (tree.tokens, tree.tasks) == (chain.tokens, chain.tasks)
+    assert len(tree.accepted_per_position) == 3 and tree.draft_tokens <= 3 * tree.drafts
+    assert tree.acceptance_length >= chain.acceptance_length
+    assert (trees.as_dict()["tree"], chains.as_dict()["tree"]) == (12, 0)
+
+
 def test_mean_gives_every_set_the_same_weight() -> None:
     small, large = SetResult(3, 1, 3, 2, 9, (), set="small"), SetResult(3, 100, 300, 100, 900, (), set="large")
     found = Evaluation("p", "t", "float32", True, Settings(ks=(3,)), (small, large))
@@ -150,6 +160,7 @@ def test_json(tiny: Path, data: Path) -> None:
         "trained",
         "dtype",
         "int8",
+        "tree",
         "max_tokens",
         "seed",
         "results",
@@ -188,6 +199,9 @@ def test_table_and_warning(tiny: Path, data: Path) -> None:
 
 
 MISTAKES = {
+    "trees without decoding": (["--jump", "--tree", "16"], "--jump and --tree"),
+    "trees of eagle3": (["--method", "eagle3", "--tree", "16"], "need a p-eagle drafter"),
+    "trees as small as K": (["-k", "3,5", "--tree", "5"], "is a chain"),
     "unknown set": (["--set", "humanevel"], "Did you mean 'humaneval'"),
     "a set that is not there": (["--set", "mbpp"], "no mbpp.jsonl"),
     "no set": (["--set", ","], "no set is given"),

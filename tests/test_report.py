@@ -346,6 +346,29 @@ def test_markdown_marks_the_fastest(tmp_path: Path) -> None:
     assert "c=1 | c=64" in table[0] and "bfloat16" in lines[0] and "`peagle bench" in lines[-1]
 
 
+def test_trees_are_told_from_chains(tmp_path: Path) -> None:
+    content = result(ks=(7,), concurrency=(1, 8), methods=("none", "p-eagle"))
+    chains = [one for one in content["cells"] if one["method"] == "p-eagle"]
+    faster = [{"tree": 32, "output_throughput": 3 * one["output_throughput"]} for one in chains]
+    trees = [one | more | {"output_throughput_spread": None} for one, more in zip(chains, faster, strict=True)]
+    trees = [one | {"output_throughput_runs": [one["output_throughput"]] * 3} for one in trees]
+    content["cells"] += trees
+    content["scores"] += [content["scores"][-1] | {"tree": 32}]
+    write(tmp_path / "results", content)
+    [machine] = machines(read_runs(tmp_path / "results", print))
+    grid = grids(machine.cells, sets_of(machine.cells))["humaneval"]
+    assert grid.methods == ["none", "p-eagle", "p-eagle tree 32"] and len(grid.cells) == 6
+    assert verdict(grid).startswith("P-EAGLE tree 32, K=7 is fastest")
+    assert "| `p-eagle` K=7 |" in markdown([machine]) and "| `p-eagle tree 32`, K=7 |" in markdown([machine])
+    drawn = {line.label: line.colour for figure in figures(grid) for line in figure.lines}
+    assert drawn["P-EAGLE tree 32, best K"] not in (drawn["P-EAGLE K=7"], "none", "eagle3")
+    run("report", tmp_path / "results", "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "P-EAGLE tree 32, K=7" in page and "P-EAGLE K=7" in page
+    assert made("p-eagle", 7, 1, 5.0).method == "p-eagle"
+    assert parse_cell(trees[0] | {"tree": "32"}) is None
+
+
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]

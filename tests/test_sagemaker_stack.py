@@ -224,6 +224,14 @@ def test_environments_that_are_refused(variables: dict[str, str], words: str) ->
         check_environment(variables)
 
 
+def test_trees_are_the_native_engines_only() -> None:
+    given = {"SM_VLLM_SPECULATIVE_CONFIG": '{"parallel_drafting_spec": {"num_branches": 2, "depth": 7}}'}
+    with pytest.raises(UserError, match="use parallel_drafting"):
+        stack(choices(variables=given), deployment(), *WEIGHTS)
+    image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:1"
+    assert stack(choices(variables=given, image=image), deployment(), *WEIGHTS).resources
+
+
 def test_environments_at_their_limits() -> None:
     check_environment({f"A{i:02}": "x" * 1024 for i in range(31)})
     check_environment({f"A{i}": "x" for i in range(100)})

@@ -2,14 +2,17 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from peagle.errors import UserError
 from peagle.server.errors import ApiError
 from peagle.server.front import Front
-from tests.serving import TEXT, ask, served, until
+from peagle.server.methods import settle
+from tests.serving import SETTINGS, TEXT, ask, served, tiny_pair, until
 
 
 def test_methods_agree_and_are_traced() -> None:
@@ -31,6 +34,26 @@ def test_methods_agree_and_are_traced() -> None:
         assert "eagle3" in error["error"]["message"]
 
     served(test)
+
+
+def test_trees_are_the_servers_own_choice() -> None:
+    """A request that names a method or a K gets a chain of it."""
+
+    async def test(client: httpx.AsyncClient, front: Front) -> None:
+        plain = (await ask(client, peagle={"method": "none"}))["choices"]
+        for choice in ({}, {"method": "eagle3"}, {"k": 2}, {"k": 20}):
+            assert (await ask(client, peagle=choice))["choices"] == plain
+        engines = front.engines
+        assert engines.main is not None and set(engines.main.engine.metrics.k_steps) == {12}
+        assert all(slot.engine.largest.chain for slot in engines.others.values())
+
+    served(test, tree=12)
+
+
+def test_trees_need_the_servers_drafter() -> None:
+    pair = tiny_pair().pair
+    with pytest.raises(UserError, match="need a p-eagle drafter"):
+        settle(replace(SETTINGS, method=None, tree=12), replace(pair, method="eagle3"))
 
 
 def test_engines_are_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:

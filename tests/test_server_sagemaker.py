@@ -78,6 +78,31 @@ def test_speculative_config() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spec", "k", "tree"),
+    [
+        ('{"num_branches": [8, 8, 4, 4, 2, 2, 1], "depth": 7}', 7, 29),
+        ('{"num_branches": [4, 2, 2]}', 3, 8),
+        ('{"num_branches": 4, "depth": 5}', 5, 20),
+        ('{"num_branches": 1, "depth": 5}', 5, 0),
+    ],
+)
+def test_a_tree_by_its_branches(spec: str, k: int, tree: int) -> None:
+    for more in ("", f', "num_speculative_tokens": {k}', ', "method": "eagle3"', ', "parallel_drafting": true'):
+        told = parse_speculative(f'{{"model": "d", "parallel_drafting_spec": {spec}{more}}}')
+        assert told == Speculative("d", "p-eagle", k, True, tree)
+
+
+def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = '{"model": "d", "parallel_drafting_spec": {"num_branches": 4, "depth": 5}}'
+    got = settings_of(monkeypatch, "--speculative-config", spec)
+    assert (got.method, got.k, got.tree, got.parallel) == ("p-eagle", 5, 20, True)
+    assert settings_of(monkeypatch, "--speculative-config", spec, "--tree", "0").tree == 0
+    assert settings_of(monkeypatch).tree is None and settings_of(monkeypatch, "--tree", "48").tree == 48
+    got = settings_of(monkeypatch, SM_VLLM_SPECULATIVE_CONFIG=spec, SM_VLLM_TREE="16")
+    assert (got.k, got.tree) == (5, 16)
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "no JSON"),
@@ -89,7 +114,19 @@ def test_speculative_config() -> None:
         ('{"method": "eagel3"}', "Did you mean 'eagle3'"),
         ('{"parallel_drafting": "yes"}', "true or false"),
         ('{"draft_tensor_parallel_size": 2}', "one device"),
-        ('{"parallel_drafting_spec": {"trees": 2}}', "parallel_drafting"),
+        ('{"speculative_token_tree": "[(0,)]"}', "parallel_drafting_spec, or --tree"),
+        ('{"parallel_drafting_spec": {"trees": 2}}', "must be like"),
+        ('{"parallel_drafting_spec": 4}', "must be like"),
+        ('{"parallel_drafting_spec": {"num_branches": 4}}', "depth is None"),
+        ('{"parallel_drafting_spec": {"num_branches": 4, "depth": 0}}', "depth is 0"),
+        ('{"parallel_drafting_spec": {"num_branches": [4, 4], "depth": 3}}', "for each of 3 depths"),
+        ('{"parallel_drafting_spec": {"num_branches": [4, 0]}}', "for each of 2 depths"),
+        ('{"parallel_drafting_spec": {"num_branches": true, "depth": 3}}', "number of 1 or more"),
+        ('{"num_speculative_tokens": 5, "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}', "the same as"),
+        (
+            '{"parallel_drafting": false, "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
+            "leave out its false",
+        ),
         ('{"model": 7}', "folder"),
     ],
 )
@@ -155,6 +192,16 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--engine", "natve"], "Did you mean 'native'"),
         (["--k", "many"], "auto or a number"),
         (["--k", "0"], "at least one token"),
+        (["--tree", "63"], "at most 62 nodes"),
+        (["--tree", "7", "-k", "7"], "is a chain"),
+        (["--tree", "16", "--method", "eagle3"], "need a p-eagle drafter"),
+        (["--tree", "16", "--exact"], "--exact and --tree"),
+        (["--tree", "16", "--engine", "vllm"], "parallel_drafting"),
+        (["--speculative-config", '{"parallel_drafting_spec": {"num_branches": 9, "depth": 7}}'], "at most 62 nodes"),
+        (
+            ["--engine", "vllm", "--speculative-config", '{"parallel_drafting_spec": {"num_branches": 2, "depth": 7}}'],
+            "use parallel_drafting",
+        ),
         (["--methods", "none,medusa"], "unknown method"),
         (["--trust-remote-code"], "never runs code"),
         (["--tensor-parallel-size", "2"], "--engine vllm, or --replicas"),

@@ -19,7 +19,7 @@ import numpy as np
 from peagle.bench.load import Record
 
 LATENCIES = ("ttft", "tpot", "itl")
-EXACT = ("set", "method", "k", "concurrency")
+EXACT = ("set", "method", "k", "concurrency", "tree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,15 @@ class Key:
     method: str
     k: int | str  # 0: nothing is drafted; or auto
     concurrency: int
+    tree: int = 0  # nodes; 0: a chain; with automatic K the most nodes
 
     def __str__(self) -> str:
-        k = f" K={self.k}" if self.k else ""
-        return f"{self.set} {self.method}{k} c={self.concurrency}"
+        return f"{self.set} {label(self.method, self.k, self.tree)} c={self.concurrency}"
+
+
+def label(method: str, k: int | str, tree: int = 0) -> str:
+    """Such as none, p-eagle K=7, or p-eagle tree 32, K=7."""
+    return f"{method} tree {tree}, K={k}" if tree else f"{method} K={k}" if k else method
 
 
 @dataclass(slots=True)

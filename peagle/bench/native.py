@@ -28,7 +28,7 @@ class Native:
         self.meter = EnergyMeter(loaded.target.device)
 
     def run(self, key: Key, jobs: Sequence[Job], seen: Seen) -> Run:
-        engine = self.pool.engine(key.method, key.k)
+        engine = self.pool.engine(key.method, key.k, key.tree)
         engine_metrics, device = engine.metrics, self.loaded.target.device
         Load(self, engine, key.concurrency, lambda: None).drive(shortened(jobs, key.concurrency, self.warmup))
         halves = Halves(engine.stepper)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from peagle.bench.cell import Key
 
+CHAINS = (0,)  # no trees
+
 
 class Turn(NamedTuple):
     repeat: int
@@ -16,13 +18,18 @@ class Turn(NamedTuple):
 
 
 def keys_of(
-    sets: Sequence[str], methods: Sequence[str], ks: Sequence[int | str], concurrency: Sequence[int]
+    sets: Sequence[str],
+    methods: Sequence[str],
+    ks: Sequence[int | str],
+    concurrency: Sequence[int],
+    trees: Sequence[int] = CHAINS,
 ) -> list[Key]:
-    """Every cell; `none` has no K."""
-    kinds: list[tuple[str, int | str]] = []
+    """Every cell; `none` has no K, and trees are P-EAGLE's."""
+    kinds: list[tuple[str, int | str, int]] = []
     for method in methods:
-        kinds += [(method, 0)] if method == "none" else [(method, k) for k in ks]
-    return [Key(name, method, k, c) for name in sets for c in concurrency for method, k in kinds]
+        of = trees if method == "p-eagle" else CHAINS
+        kinds += [(method, 0, 0)] if method == "none" else [(method, k, tree) for tree in of for k in ks]
+    return [Key(name, method, k, c, tree) for name in sets for c in concurrency for method, k, tree in kinds]
 
 
 def order_of(keys: Sequence[Key], repeats: int, seed: int) -> list[Turn]:

@@ -1,4 +1,4 @@
-"""Engines for every method and K, kept as long as memory allows."""
+"""Engines for every method and form, kept as long as memory allows."""
 
 import gc
 import os
@@ -12,25 +12,25 @@ from peagle.engine.stepper import shapes_of
 from peagle.loaded import LoadedPair
 
 SHARE = 0.6  # of the free memory may be taken by engines
-SLACK = 64  # positions beside a request's own
+SLACK = 128  # positions beside a request's own: the largest tree, twice
 
 
 class Pool:
-    """Engines by method and K; the one not used for longest goes when the next does not fit beside it."""
+    """Engines by method, K and nodes; the one not used for longest goes when the next does not fit beside it."""
 
     def __init__(self, loaded: LoadedPair, batch: int, longest: int, tokens: int, exact: bool) -> None:
         self.loaded, self.batch, self.longest, self.exact = loaded, batch, longest, exact
         self.tokens = tokens
-        self.engines: OrderedDict[tuple[str, int | str], Engine] = OrderedDict()
-        self.bytes: dict[tuple[str, int | str], int] = {}
+        self.engines: OrderedDict[tuple[str, int | str, int], Engine] = OrderedDict()
+        self.bytes: dict[tuple[str, int | str, int], int] = {}
         self.budget = int(SHARE * free_memory(loaded.target.device))
 
-    def engine(self, method: str, k: int | str) -> Engine:
-        name = (method, k)
+    def engine(self, method: str, k: int | str, tree: int = 0) -> Engine:
+        name = (method, k, tree)
         if name not in self.engines:
             self._make_room(self._estimate(method))
             before = allocated(self.loaded.target.device)
-            self.engines[name] = engine = self._build(method, k)
+            self.engines[name] = engine = self._build(method, k, tree)
             engine.warm_up()
             taken = allocated(self.loaded.target.device) - before
             self.bytes[name] = taken or self._estimate(method)
@@ -45,12 +45,12 @@ class Pool:
     def close(self) -> None:
         self._make_room(self.budget)
 
-    def _build(self, method: str, k: int | str) -> Engine:
+    def _build(self, method: str, k: int | str, tree: int) -> Engine:
         each = self._each(method)
         tokens = max(self.longest + SLACK, min(self.tokens, self.budget // each))
-        slack = 2 * k if isinstance(k, int) else SLACK
+        slack = 2 * k if isinstance(k, int) and not tree else SLACK
         return Engine(
-            self.loaded, method=method, k=k or "auto", max_batch=self.batch,
+            self.loaded, method=method, k=k or "auto", tree=tree, max_batch=self.batch,
             context=min(self.loaded.target.context, self.longest + slack), tokens=tokens,
             max_queue=max(1024, self.batch), exact=self.exact, prefix_caching=False, thread=False,
         )  # fmt: skip

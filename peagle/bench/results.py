@@ -15,6 +15,7 @@ from typing import Any
 from peagle.bench import FORMAT
 from peagle.bench.cell import EXACT, Key, Run, cell_of
 from peagle.bench.load import Record
+from peagle.bench.order import CHAINS, keys_of
 from peagle.errors import UserError
 from peagle.home import write_json
 
@@ -108,7 +109,8 @@ class Results:
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    return Key(*(cell[name] for name in EXACT))
+    """Files written before there were trees do not name them."""
+    return Key(**{name: cell[name] for name in EXACT if name in cell or name != "tree"})
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -168,9 +170,8 @@ def unfinished(path: Path, head: Mapping[str, Any]) -> bool:
     except (UserError, KeyError, OSError):
         return False
     how = found["settings"]
-    wanted = len(how["sets"]) * len(how["concurrency"])
-    wanted *= sum(1 if method == "none" else len(how["k"]) for method in how["methods"])
-    return len(found["cells"]) < wanted or any(cell["repeats"] < how["repeats"] for cell in found["cells"])
+    wanted = keys_of(how["sets"], how["methods"], how["k"], how["concurrency"], how.get("tree", CHAINS))
+    return len(found["cells"]) < len(wanted) or any(cell["repeats"] < how["repeats"] for cell in found["cells"])
 
 
 def now() -> str:

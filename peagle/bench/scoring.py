@@ -22,13 +22,14 @@ NUMBER = re.compile(r"-?\$?(?:\d[\d,]*)?\.?\d+")
 
 
 def scores(answers: Mapping[Key, list[Record]], tasks: Mapping[str, Sequence[Task]]) -> list[dict[str, Any]]:
-    """One entry a set, method and K: of the lowest concurrency's answers. No answer is a wrong one."""
-    told, seen = [], set[tuple[str, str, int | str]]()
+    """One entry a set, method and form: of the lowest concurrency's answers. No answer is a wrong one."""
+    told, seen = [], set[tuple[str, str, int | str, int]]()
     for key in sorted(answers, key=lambda key: key.concurrency):
         metric = metric_of(tasks.get(key.set, ()))
-        if metric is None or (key.set, key.method, key.k) in seen:
+        kind = key.set, key.method, key.k, key.tree
+        if metric is None or kind in seen:
             continue
-        seen.add((key.set, key.method, key.k))
+        seen.add(kind)
         said = {record.task: record.text for record in answers[key] if record.turn == 0}
         good = count_good(metric, tasks[key.set], said)
         of = len(tasks[key.set])
@@ -37,6 +38,7 @@ def scores(answers: Mapping[Key, list[Record]], tasks: Mapping[str, Sequence[Tas
                 "set": key.set,
                 "method": key.method,
                 "k": key.k,
+                "tree": key.tree,
                 "metric": metric,
                 "value": round(good / of, 6),
                 "of": of,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.bench.cell import Key
-from peagle.bench.order import keys_of
-from peagle.core import check_k
+from peagle.bench.order import CHAINS, keys_of
+from peagle.core import check_k, check_tree
 from peagle.errors import UserError
 
 MOST = 4096  # requests at a time
@@ -26,6 +26,7 @@ class Settings:
     exact: bool = False
     profile: str | None = None
     warmup: int = 16  # tokens of the answers that warm a cell up, one a user
+    tree: tuple[int, ...] = CHAINS  # nodes
 
     def __post_init__(self) -> None:
         rules = {
@@ -40,17 +41,23 @@ class Settings:
             if not holds:
                 name = rule.split()[0].removeprefix("--").replace("-", "_")
                 raise UserError(f"{rule}; got {getattr(self, name)!r}")
+        for tree in self.tree:
+            check_tree(tree, self.k, exact=self.exact)
+        if any(self.tree) and self.methods and "p-eagle" not in self.methods:
+            raise UserError(f"--tree needs a p-eagle drafter: add p-eagle to --methods {','.join(self.methods)}")
 
     @property
     def keys(self) -> list[Key]:
-        return keys_of(self.sets, self.methods, self.k, self.concurrency)
+        return keys_of(self.sets, self.methods, self.k, self.concurrency, self.tree)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     def as_dict(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in self.__slots__}
+        """Chains only: as it was written before there were trees, so that such a run goes on."""
+        names = [name for name in self.__slots__ if name != "tree" or self.tree != CHAINS]
+        told = {name: getattr(self, name) for name in names}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
 
 
@@ -68,4 +75,12 @@ def parse_counts(text: str, option: str = "--concurrency") -> tuple[int, ...]:
     words = [part.strip() for part in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"{text!r} is no list of numbers of 1 or more: write it like {option} 1,8,64")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def parse_trees(text: str) -> tuple[int, ...]:
+    """0,16,32: 0 is a chain; each once."""
+    words = [part.strip() for part in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f"{text!r} is no list of nodes: write it like --tree 32, or --tree 0,16,32")
     return tuple(dict.fromkeys(int(word) for word in words))

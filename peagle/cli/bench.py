@@ -60,6 +60,12 @@ def bench(
         str | None,
         typer.Option("-k", "--k", help="How many tokens to draft: 3,5,7,11 or auto.", show_default="3,5,7,11"),
     ] = None,
+    tree: Annotated[
+        str,
+        typer.Option(
+            "--tree", help="Nodes of P-EAGLE's trees: 32, or 0,16,32 (0: chains). With -k auto: at most so many."
+        ),
+    ] = "0",
     concurrency: Annotated[str, typer.Option("--concurrency", help="Users at a time.")] = "1,2,4,8,16,32,64",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="The longest answer.")] = 512,
     to: Annotated[Path, typer.Option("--out", help="The folder for NAME.json.")] = Path("bench-results"),
@@ -112,19 +118,22 @@ def bench(
 
     Example: peagle bench smollm2-135m --set humaneval,mt_bench -k 3,5,7 --concurrency 1,8,64 --out results
     """
-    from peagle.bench.settings import Settings, parse_counts, parse_ks
+    from peagle.bench.settings import Settings, parse_counts, parse_ks, parse_trees
 
     chosen = tuple(dict.fromkeys(parse_method(word.strip()) for word in methods.split(","))) if methods else ()
     if endpoint is not None and (len(chosen) > 1 or (k is not None and "," in k)):
         raise UserError(
             "an endpoint runs one method with one K: say which with --methods and -k, one of each, or neither"
         )
+    trees = parse_trees(tree)
+    if endpoint is not None and any(trees):
+        raise UserError("--tree is for our own engine: leave it out with --endpoint")
     if endpoint is not None and exact:
         raise UserError("--exact is for our own engine: leave it out with --endpoint")
     ks = parse_ks(k or "3,5,7,11") if endpoint is None or k is not None else (0,)
     settings = Settings(
         (), chosen, ks, parse_counts(concurrency), max_tokens, repeats, limit, temperature, seed, ignore_eos, exact,
-        profile, warmup,
+        profile, warmup, trees,
     )  # fmt: skip
     words = tuple(word.strip() for word in (sets or ("" if profile else SETS)).split(",") if word.strip())
 
@@ -271,7 +280,7 @@ def show(content: dict[str, Any], path: str) -> None:
 
 def tell_failures(cell: dict[str, Any]) -> None:
     if cell["failed"]:
-        name = f"{cell['set']} {cell['method']} c={cell['concurrency']}"
+        name = f"{cell['set']} {method_of(cell)} c={cell['concurrency']}"
         warn(f"{name}: {cell['failed']} of {cell['requests']} requests failed, the first with: {cell['first_error']}")
 
 
@@ -284,7 +293,7 @@ def table(content: dict[str, Any]) -> Table:
         numbers = (cell["per_user_throughput"], cell["median_ttft_ms"], cell["median_tpot_ms"])
         length, check = cell["spec_decode_acceptance_length"], cell["check"]
         shown.add_row(
-            escape(cell["set"]), cell["method"], str(cell["k"] or ""), str(cell["concurrency"]),
+            escape(cell["set"]), method_of(cell), str(cell["k"] or ""), str(cell["concurrency"]),
             f"{middle:,.1f}", f"{(high - low) / middle:.0%}" if middle else "-",
             *(f"{x:,.1f}" if x is not None else "-" for x in numbers), f"{length:.2f}" if length is not None else "",
             f"{check['identical']}/{check['compared']}" if check else "",
@@ -292,7 +301,14 @@ def table(content: dict[str, Any]) -> Table:
     return shown
 
 
+def method_of(cell: dict[str, Any]) -> str:
+    """Files written before there were trees do not name them."""
+    return f"{cell['method']} tree {cell['tree']}" if cell.get("tree") else str(cell["method"])
+
+
 def tell_scores(content: dict[str, Any]) -> None:
+    from peagle.bench.cell import label
+
     for one in content["scores"]:
-        title = f"{one['set']} {one['method']}" + (f" K={one['k']}" if one["k"] else "")
+        title = f"{one['set']} {label(one['method'], one['k'], one.get('tree', 0))}"
         out.print(escape(f"{title}: {one['metric']} {one['value']:.1%} of {one['of']}"), highlight=False)

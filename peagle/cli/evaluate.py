@@ -12,7 +12,7 @@ from rich.table import Table
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli import app, err, out, warn
-from peagle.cli.options import Device, Drafter, Dtype, Exact, Int8, Json, MaxTokens, Method, Target
+from peagle.cli.options import Device, Drafter, Dtype, Exact, Int8, Json, MaxTokens, Method, Target, Tree
 from peagle.core import check_k, parse_method
 from peagle.errors import UserError
 from peagle.home import write_json
@@ -35,6 +35,7 @@ def evaluate(
     k: Annotated[
         str | None, typer.Option("-k", "--k", help="One or more K: 3,5,7. Default: the pair's.", show_default=False)
     ] = None,
+    tree: Tree = 0,
     limit: Annotated[
         int | None, typer.Option("--limit", help="Only the first N tasks of each set.", show_default=False)
     ] = None,
@@ -77,9 +78,11 @@ def evaluate(
     ks = tuple(check_k(one) for one in numbers(k, int, "-k 3,5,7")) if k is not None else ()
     temperatures = numbers(temperature, float, "--temperature 0,1")
     wanted = parse_method(method or "p-eagle")
-    asked = Settings(ks, temperatures, wanted, max_tokens, seed, exact, int8)  # refused before anything is loaded
+    asked = Settings(ks, temperatures, wanted, max_tokens, seed, exact, int8, tree)  # refused before anything is loaded
     if fast and exact is not None:
         raise UserError("--jump decodes nothing, so nothing can be exact: leave out one of the two")
+    if fast and tree:
+        raise UserError("--jump walks along chains: leave out one of --jump and --tree")
     if fast and int8:
         raise UserError("--jump runs the target as it is: leave out one of --jump and --int8")
     if to is not None and to.expanduser().is_dir():
@@ -148,9 +151,10 @@ def run(loaded: "LoadedPair", tasks: "dict[str, list[Task]]", settings: "Setting
 def show(found: "Evaluation", console: Console) -> None:
     """A table for each temperature: a row a set, a column a K; then the accepted share of every position."""
     how = found.settings
+    trees = f" tree {how.tree}" if how.tree else ""
     for temperature in how.temperatures:
         sampled = f"temperature {temperature:g}" if temperature else "greedy"
-        console.print(f"acceptance length, {how.method}, {sampled}, {found.dtype}:", highlight=False)
+        console.print(f"acceptance length, {how.method}{trees}, {sampled}, {found.dtype}:", highlight=False)
         table = Table("set", *(f"K={k}" for k in how.ks))
         rows = {result.set: [""] * len(how.ks) for result in found.results}
         for column, k in enumerate(how.ks):

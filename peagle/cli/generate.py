@@ -6,8 +6,8 @@ import typer
 
 from peagle.catalog import DEFAULT_PAIR, names
 from peagle.cli import app, err
-from peagle.cli.options import Device, Drafter, Dtype, Exact, Int8, Json, K, MaxTokens, Method, Target
-from peagle.core import Sampling, check_k, parse_method
+from peagle.cli.options import Device, Drafter, Dtype, Exact, Int8, Json, K, MaxTokens, Method, Target, Tree
+from peagle.core import Sampling, check_k, check_tree, parse_method
 from peagle.errors import UserError
 
 
@@ -18,6 +18,7 @@ def generate(
     ],
     method: Method = None,
     k: K = None,
+    tree: Tree = 0,
     max_tokens: MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
@@ -41,6 +42,7 @@ def generate(
     Sampling(temperature, top_p, top_k, min_p, seed)  # refused before anything is loaded
     check_k(1 if k is None else k)
     parse_method(method or "none")
+    check_tree(tree, () if k is None else (k,), method, exact)
     from peagle.loaded import load
     from peagle.pull.progress import shown
 
@@ -49,6 +51,7 @@ def generate(
     answer = loaded.generate(
         prompt,
         k=k,
+        tree=tree,
         method=method,
         max_tokens=max_tokens,
         raw=raw,
@@ -66,7 +69,7 @@ def generate(
         return
     print()
     err.print(
-        f"[dim]{answer.method} K={answer.k}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
+        f"[dim]{answer.method} {answer.form}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
         f" acceptance length {answer.acceptance_length:.2f}, {answer.tokens_per_second:.1f} tokens/s,"
         f" {answer.weights}{', exact' if answer.exact else ''}, finished by {answer.finish_reason}[/]",
         highlight=False,

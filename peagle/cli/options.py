@@ -12,6 +12,7 @@ Method = Annotated[
 K = Annotated[
     int | None, typer.Option("-k", "--k", help="How many tokens to draft. Default: the pair's.", show_default=False)
 ]
+Tree = Annotated[int, typer.Option("--tree", help="Draft trees of so many nodes, K deep; 0: chains.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="The longest answer.")]
 Drafter = Annotated[
     Path | None, typer.Option("--drafter", help="A drafter's folder, instead of the pair's.", show_default=False)

@@ -26,13 +26,21 @@ def serve(
     ] = None,
     method: Method = None,
     k: Annotated[str, typer.Option("-k", "--k", help="How many tokens to draft; auto follows the load.")] = "auto",
+    tree: Annotated[
+        int | None,
+        typer.Option(
+            "--tree",
+            help="Nodes of candidate trees, with automatic K at most so many; 0: chains. Default: where they pay.",
+            show_default=False,
+        ),
+    ] = None,
     methods: Annotated[
         str | None,
         typer.Option("--methods", help="What a request may choose. Default: none and the pair's.", show_default=False),
     ] = None,
     speculative: Annotated[
         str | None,
-        typer.Option("--speculative-config", help="vLLM's JSON: drafter, method and K.", show_default=False),
+        typer.Option("--speculative-config", help="vLLM's JSON: drafter, method, K and tree.", show_default=False),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -127,7 +135,8 @@ def serve(
     settings = Settings(
         pair=pair or model or DEFAULT_PAIR, target=target, drafter=drafter or told.drafter, device=device, dtype=dtype,
         host=host, port=port, method=chosen, k=told.k if told.k and k == "auto" else parse_serving_k(k),
-        methods=parse_methods(methods), parallel=told.parallel, max_batch=max_batch, max_queue=max_queue,
+        tree=told.tree if tree is None else tree, methods=parse_methods(methods), parallel=told.parallel,
+        max_batch=max_batch, max_queue=max_queue,
         kv_tokens=kv_tokens, context=context, chunk=chunk, int8=int8, exact=exact, prefix_caching=prefix_caching,
         graphs=not eager, names=tuple(names or ()), api_keys=tuple(api_key or ()),
         allow_origins=tuple(allow_origin or ()),

@@ -151,7 +151,7 @@ class Adaptive:
 
     def _price(self, batch: int, form: Tree) -> float:
         """What exploring this form loses, as far as one knows."""
-        return (1 + self._twice(batch, form)) * min(1.0, max(0.0, self._loss(batch, form)))
+        return (1 + self._twice(batch, form)) * max(0.0, self._loss(batch, form))
 
     def _neighbour(self, batch: int) -> Tree | None:
         """A neighbour of the best form, if it is time and the credit lasts: of two, the one that ran longer ago.
@@ -162,15 +162,14 @@ class Adaptive:
         if self.step - self.explored < PAUSE[idle]:
             return None
         age = {form: self._age(batch, form) for form in self.candidates}
-        near = self._near()
+        at = self.candidates.index(self.tree)
+        near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
         due = [form for form in (NOTHING, *near) if form != self.tree and age[form] >= LONG]
-        options = due or [form for form in near if self._loss(batch, form) < LOSS[idle]]
+        options = due or [form for form in (*near, *self._rival(batch)) if self._loss(batch, form) < LOSS[idle]]
         affordable = [form for form in options if self._price(batch, form) <= self.credit]
         return max(affordable, key=lambda form: (age[form], -form.nodes), default=None)
 
-    def _near(self) -> list[Tree]:
-        """Beside the best form in the order of nodes; beside any tree, the longest chain too."""
-        at = self.candidates.index(self.tree)
-        near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
-        chains = [form for form in self.candidates if form.chain]
-        return near if self.tree.chain or chains[-1] in near else [*near, chains[-1]]
+    def _rival(self, batch: int) -> list[Tree]:
+        """The best tree beside a chain, the best chain beside a tree."""
+        others = [form for form in self.candidates if form.chain != self.tree.chain]
+        return sorted(others, key=lambda form: self._loss(batch, form))[:1]

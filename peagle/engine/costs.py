@@ -1,4 +1,4 @@
-"""What a step costs, in seconds, by batch size and drafted nodes: measured, or read off a line through what was measured.
+"""What a step costs, in seconds, by batch size and drafted nodes: measured, or read off a line through known ones.
 
 A chain has K nodes. A cost is about linear in nodes above a floor, and in the batch size between two that are known.
 """

@@ -10,6 +10,7 @@ keeps base times level. Kinds are compared by their bases, so a change of the te
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import sqrt
 
 from peagle.tree import Tree
@@ -18,8 +19,9 @@ FORGET = 0.95  # of what is known about the text is kept from step to step, at b
 SLOW = 0.995  # of what is known about a kind
 EVIDENCE = 2.0  # samples that are kept when nothing new is learned
 FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
-GAIN = 1.15  # of a tree that never ran: it is worth a try
-CURIOSITY = 1.0  # standard errors by which the kind that is less known looks better
+GAIN = 1.25  # of a tree that never ran, in kept tokens: it is worth a try
+PRIOR = 10.0  # tokens that a gain is worth before it was seen
+CURIOSITY = 2.0  # standard errors by which the kind that is less known looks better
 
 
 class Acceptance:
@@ -51,18 +53,24 @@ class Acceptance:
 
 
 class Ratio:
-    """What was kept, against what was expected: decaying sums."""
+    """What was kept, against what was expected: decaying sums, which fade to the weight of the beginning, not to none."""
 
     def __init__(self, value: float, weight: float) -> None:
-        self.kept, self.weight = value * weight, weight
+        self.kept, self.weight, self.least = value * weight, weight, weight
 
     @property
     def value(self) -> float:
         return self.kept / self.weight
 
+    @property
+    def error(self) -> float:
+        """Its standard error is as much times the spread of a step."""
+        return self.weight**-0.5
+
     def fade(self, forget: float) -> None:
-        self.kept *= forget
-        self.weight *= forget
+        if self.weight * forget > self.least:
+            self.kept *= forget
+            self.weight *= forget
 
     def add(self, forget: float, kept: float, weight: float) -> None:
         self.fade(forget)
@@ -74,44 +82,47 @@ class Expected:
     def __init__(self, forms: Sequence[Tree]) -> None:
         self.forms = forms
         self.chains = Acceptance(max(form.k for form in forms))
-        self.level = Ratio(self.chains.tokens()[-1] - 1, EVIDENCE)  # tokens that the longest chain keeps
-        self.chain = Ratio(1.0, EVIDENCE)
-        self.trees = {form: Ratio(GAIN, EVIDENCE) for form in forms if not form.chain}
+        self.by_k = self.chains.tokens()  # E(K) as chains last told it
+        self.level = Ratio(self.by_k[-1] - 1, EVIDENCE)  # tokens that the longest chain keeps
+        self.chain = Ratio(1.0, PRIOR)
+        self.trees = {form: Ratio(GAIN, PRIOR) for form in forms if not form.chain}
 
     def observe(self, batch: int, form: Tree, accepted: Sequence[int]) -> None:
         if form.chain:
             self.chains.observe(batch, form.k, accepted)
+            self.by_k = self.chains.tokens()
         if not self.trees:
             return
         forget, slow = (share ** sqrt(batch) for share in (FORGET, SLOW))
         if not form.k:
-            self.level.fade(forget if self.level.weight * forget > EVIDENCE else 1.0)
+            self.level.fade(forget)
             return
         kind = self.chain if form.chain else self.trees.get(form)
         if kind is None:
             return
-        part = parts(self.chains.tokens())[form.k] * len(accepted)
-        base, level = kind.value, self.level.value
-        kind.add(slow, sum(accepted), level * part)
-        self.level.add(forget, sum(accepted), base * part)
+        part = parts(self.by_k)[form.k] * len(accepted)
+        self.level.add(forget, sum(accepted), kind.value * part)
+        kind.add(slow, sum(accepted), self.level.value * part)
 
     def tokens(self, outlook: Sequence[float] | None = None) -> dict[Tree, float]:
         """`outlook`: acceptance that a drafter itself predicts, per position given those before, for the drafts that
         wait: instead of what was accepted lately."""
-        chains = self.chains.tokens() if outlook is None else predicted(outlook, len(self.chains.tried))
+        chains = self.by_k if outlook is None else predicted(outlook, len(self.chains.tried))
         if not self.trees:
             return {form: chains[form.k] for form in self.forms}
         part = parts(chains)
-        longest = self.chain.value * self.level.value if outlook is None else chains[-1] - 1
-        return {form: 1 + min(form.k, longest * part[form.k] * self._gain(form)) for form in self.forms}
+        level = self.level.value if outlook is None else (chains[-1] - 1) / max(self.chain.value, 1e-9)
+        kept = {form: min(form.k, level * part[form.k] * self._base(form)) for form in self.forms}
+        for smaller, larger in pairwise(self.trees):  # of more nodes no fewer are kept
+            kept[larger] = max(kept[larger], kept[smaller]) if larger.k >= smaller.k else kept[larger]
+        return {form: 1 + count for form, count in kept.items()}
 
-    def _gain(self, form: Tree) -> float:
-        """A tree's base against the chains'; the less known of the two looks better than it was seen to be."""
+    def _base(self, form: Tree) -> float:
+        """Of a tree and the chains, the less known looks better than it was seen to be."""
         if form.chain:
-            return 1.0
-        tree, chain = self.trees[form], self.chain
-        noise = sqrt(1 + self.level.value)
-        return tree.value / chain.value * (1 + CURIOSITY * noise * (tree.weight**-0.5 - chain.weight**-0.5))
+            return self.chain.value
+        tree, spread = self.trees[form], CURIOSITY * sqrt(1 + self.level.value)
+        return tree.value * (1 + spread * tree.error) / (1 + spread * self.chain.error)
 
 
 def parts(tokens: Sequence[float]) -> list[float]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from peagle.report.grid import Grid, per_user
 from peagle.report.machines import Machine
-from peagle.report.runs import Cell, mapping, number, sequence
-from peagle.report.words import DASH, amount, by_k, by_method, gigabytes, label, method_label, percent, share, times
+from peagle.report.runs import Cell, mapping, number, sequence, with_tree
+from peagle.report.words import DASH, amount, by_k, by_method, form_label, gigabytes, label, percent, share, times
 
 Column = tuple[str, Callable[[Grid, Cell], str]]
 
@@ -115,8 +115,8 @@ def scores(machines: list[Machine]) -> Table:
     rows = []
     for machine in machines:
         for score in (mapping(s) for run in machine.runs for s in sequence(run.raw.get("scores"))):
-            method = str(score.get("method", DASH))
-            name = method_label(method) if method == "none" else f"{method_label(method)} K={score.get('k', DASH)}"
+            method = with_tree(str(score.get("method", DASH)), int(number(score.get("tree")) or 0))
+            name = form_label(method, 0 if method == "none" else score.get("k", DASH))
             of = number(score.get("of"))
             result = share(number(score.get("value"))) + (f" of {of:,.0f}" if of is not None else "")
             rows.append((machine.label, str(score.get("set", DASH)), name, str(score.get("metric", DASH)), result))

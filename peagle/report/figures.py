@@ -6,7 +6,7 @@ from math import log
 from peagle.report.grid import Grid, per_user, ratio
 from peagle.report.palette import SLOTS
 from peagle.report.runs import Cell, number, sequence
-from peagle.report.words import amount, listed, method_label
+from peagle.report.words import TREE, amount, form_label, listed, method_label
 
 POSITIONS = "spec_decode_per_position_acceptance_rates"
 LENGTH = "spec_decode_acceptance_length"
@@ -67,6 +67,11 @@ def colours(grid: Grid, method: str) -> dict[int | str, str]:
     return {k: SLOTS[i % len(SLOTS)] for i, k in enumerate(fixed)} | {"auto": "ink"}
 
 
+def shade(method: str) -> str:
+    """A colour a method, where each has one line."""
+    return method if method in ("none", "eagle3") else "s3" if TREE in method else "s1"
+
+
 def line(name: str, colour: str, points: list[Point], **how: bool) -> list[Line]:
     return [Line(name, colour, tuple(points), **how)] if points else []
 
@@ -81,7 +86,7 @@ def over(grid: Grid, main: str, bases: list[Cell | None]) -> list[Line]:
     lines = []
     for k, colour in colours(grid, main).items():
         cells = [grid.at(main, k, c) for c in grid.concurrencies]
-        lines += line(f"{method_label(main)} K={k}", colour, ratios(cells, bases))
+        lines += line(form_label(main, k), colour, ratios(cells, bases))
     return lines
 
 
@@ -90,7 +95,7 @@ def over_none(grid: Grid, main: str) -> Figure:
     lines = over(grid, main, bases)
     for method in (method for method in grid.drafting if method != main):
         best = [grid.best(c, method) for c in grid.concurrencies]
-        lines += line(f"{method_label(method)}, best K", "eagle3", ratios(best, bases), dashed=True)
+        lines += line(f"{method_label(method)}, best K", shade(method), ratios(best, bases), dashed=True)
     return speed_up("speedup", "Speed-up over none", "times none's tokens/s", grid, lines)
 
 
@@ -114,8 +119,7 @@ def pareto(grid: Grid) -> Figure:
     lines = []
     for method in grid.methods:
         cells = [cell for cell in grid.measured if cell.method == method]
-        colour = method if method in ("none", "eagle3") else "s1"
-        lines += line(method_label(method), colour, placed(cells), joined=False)
+        lines += line(method_label(method), shade(method), placed(cells), joined=False)
     front = apart([Point(p.x, p.y, text=front_text(c)) for c in grid.front() for p in placed([c])])
     lines += line("Pareto front", "ink", front) if len(front) > 1 else []
     title, x, y = "Throughput against speed for one user", "tokens/s of one user", "tokens/s of all together"
@@ -153,12 +157,12 @@ def positions(grid: Grid, main: str) -> Figure:
     """Rates hardly depend on concurrency: their mean over it."""
     lines = []
     for k, colour in colours(grid, main).items():
-        lines += line(f"{method_label(main)} K={k}", colour, mean_positions(grid, main, k))
+        lines += line(form_label(main, k), colour, mean_positions(grid, main, k))
     for method in (method for method in grid.drafting if method != main):
         longest = [k for k in grid.ks(method) if k != "auto"][-1:]
         for k in longest:
             points = mean_positions(grid, method, k)
-            lines += line(f"{method_label(method)} K={k}", "eagle3", points, dashed=True)
+            lines += line(form_label(method, k), shade(method), points, dashed=True)
     longest_line = max((len(found.points) for found in lines), default=0)
     ticks = tuple(float(i + 1) for i in range(longest_line))
     title, y = "Accepted drafts, by position", "share of drafts accepted"
@@ -189,7 +193,7 @@ def lengths(grid: Grid) -> Figure:
             cells = [cell for cell in grid.measured if (cell.method, cell.k) == (method, k)]
             known = [value for cell in cells if (value := cell.number(LENGTH)) is not None]
             points += [Point(k, sum(known) / len(known), min(known), max(known))] if known else []
-        lines += line(method_label(method), "eagle3" if method == "eagle3" else "s1", points, dashed=method == "eagle3")
+        lines += line(method_label(method), shade(method), points, dashed=shade(method) != "s1")
     ticks = tuple(sorted({point.x for found in lines for point in found.points}))
     title, y = "Acceptance length against K", "tokens per target pass"
     return Figure("lengths", title, "K", y, tuple(lines) if len(ticks) > 1 else (), ticks=ticks)

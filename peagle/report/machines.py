@@ -7,7 +7,7 @@ from typing import Any
 
 from peagle.report.runs import Cell, Run, mapping, number, sequence
 
-AXES = ("sets", "methods", "k", "concurrency", "repeats")  # settings in which runs of one load may differ
+AXES = ("sets", "methods", "k", "tree", "concurrency", "repeats")  # settings in which runs of one load may differ
 SUMS = ("requests", "failed", "repeats", "total_output_tokens")
 
 
@@ -84,7 +84,7 @@ def single_runs(cell: Cell) -> list[float]:
 
 def joined(name: str, values: list[Any]) -> Any:
     numbers = [found for value in values if (found := number(value)) is not None]
-    if name in ("set", "method", "k", "concurrency"):
+    if name in ("set", "method", "k", "tree", "concurrency"):
         return values[0]
     if len(numbers) == len(values):
         return sum(numbers) if name in SUMS else median(numbers)

@@ -4,7 +4,7 @@ from peagle.report.grid import OVERALL, Grid, grids, sets_of
 from peagle.report.machines import Machine
 from peagle.report.runs import Run
 from peagle.report.verdict import verdict
-from peagle.report.words import DASH, amount, listed
+from peagle.report.words import DASH, TREE, amount, listed
 
 LENGTH = "spec_decode_acceptance_length"
 
@@ -46,7 +46,8 @@ def table(grid: Grid) -> str:
     for method, k in rows:
         cells = [grid.at(method, k, c) for c in grid.concurrencies]
         known = [value for cell in cells if cell and (value := cell.number(LENGTH)) is not None]
-        shown = [f"`{code(method)}`" + ("" if method == "none" else f" K={k}")]
+        comma = "," if TREE in method else ""
+        shown = [f"`{code(method)}`" + ("" if method == "none" else f"{comma} K={k}")]
         shown.append(amount(sum(known) / len(known)) if known else "1.00" if method == "none" else DASH)
         for cell in cells:
             text = DASH

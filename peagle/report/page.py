@@ -16,7 +16,7 @@ from peagle.report.markdown import load, markdown
 from peagle.report.palette import DARK, LIGHT, css
 from peagle.report.runs import Run
 from peagle.report.verdict import against_eagle3, verdict
-from peagle.report.words import amount, label, listed, method_label, share, times
+from peagle.report.words import METHODS, TREE, amount, label, listed, method_label, share, times
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def strip(machine: Machine, grid: Grid) -> dict[str, Any]:
         tiles.append(
             {
                 "concurrency": concurrency,
-                "method": best.method if best.method in ("none", "eagle3", "p-eagle") else "other",
+                "method": name if (name := best.method.partition(TREE)[0]) in METHODS else "other",
                 "name": method_label(best.method),
                 "k": "" if best.method == "none" else f"K={best.k}",
                 "gain": times(gain.value) if gain else "1×" if best.method == "none" else "–",

@@ -45,7 +45,10 @@ def sequence(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One method at one K, set and concurrency. `raw` holds every field under vLLM's name."""
+    """One method at one K, set and concurrency. `raw` holds every field under vLLM's name.
+
+    Trees of a size are a method of their own: "p-eagle tree 32".
+    """
 
     set: str
     method: str
@@ -92,7 +95,7 @@ def parse_cell(raw: Any) -> Cell | None:
     """None if it does not say what it measured."""
     raw = mapping(raw)
     names = raw.get("set"), raw.get("method")
-    k, concurrency = raw.get("k"), raw.get("concurrency")
+    k, concurrency, tree = raw.get("k"), raw.get("concurrency"), raw.get("tree", 0)
     if not all(isinstance(name, str) and name for name in names) or "output_throughput" not in raw:
         return None
     k = 0 if names[1] == "none" else k
@@ -100,7 +103,13 @@ def parse_cell(raw: Any) -> Cell | None:
         return None
     if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
         return None
-    return Cell(str(names[0]), str(names[1]), k, concurrency, raw)
+    if isinstance(tree, bool) or not isinstance(tree, int) or tree < 0:
+        return None
+    return Cell(str(names[0]), with_tree(str(names[1]), tree), k, concurrency, raw)
+
+
+def with_tree(method: str, tree: int) -> str:
+    return f"{method} tree {tree}" if tree else method
 
 
 @dataclass(frozen=True)

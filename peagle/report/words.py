@@ -7,19 +7,30 @@ from peagle.report.runs import Cell
 DASH = "–"
 METHODS = {"none": "none", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
 ORDER = tuple(METHODS)
+TREE = " tree "  # between a method and the nodes of its trees
 
 
 def method_label(method: str) -> str:
-    return METHODS.get(method, method)
+    """A method's own name; of trees too, such as P-EAGLE tree 32."""
+    name, of, nodes = method.partition(TREE)
+    return METHODS.get(name, name) + of + nodes
+
+
+def form_label(method: str, k: int | str) -> str:
+    """Such as none, P-EAGLE K=7, or P-EAGLE tree 32, K=7."""
+    if k == 0:
+        return method_label(method)
+    return f"{method_label(method)}{',' if TREE in method else ''} K={k}"
 
 
 def label(cell: Cell) -> str:
-    return method_label(cell.method) if cell.k == 0 else f"{method_label(cell.method)} K={cell.k}"
+    return form_label(cell.method, cell.k)
 
 
-def by_method(method: str) -> tuple[int, str]:
-    """A sort key: none, EAGLE-3, P-EAGLE, then whatever else there is."""
-    return (ORDER.index(method) if method in ORDER else len(ORDER)), method
+def by_method(method: str) -> tuple[int, int, str]:
+    """A sort key: none, EAGLE-3, P-EAGLE with chains, then trees by size; then whatever else there is."""
+    name, _, nodes = method.partition(TREE)
+    return ORDER.index(name) if name in ORDER else len(ORDER), int(nodes) if nodes.isdecimal() else 0, method
 
 
 def by_k(k: int | str) -> tuple[bool, int]:

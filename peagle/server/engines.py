@@ -199,8 +199,10 @@ class Engines:
         from peagle.engine import Engine
 
         how = self.settings
+        own = key[0] == self.key[0] and key[1] == how.k  # a request that names a K of its own gets a chain
         return Engine(
-            self.loaded or how.pair, method=key[0], k=key[1] or "auto", max_batch=batch, context=how.context,
+            self.loaded or how.pair, method=key[0], k=key[1] or "auto", tree=how.tree if own else 0, max_batch=batch,
+            context=how.context,
             tokens=tokens, chunk=how.chunk, max_queue=how.max_queue, exact=how.exact, int8=how.int8,
             prefix_caching=how.prefix_caching, graphs=how.graphs, thread=False,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Which methods a server has, and which of them is its own."""
 
-from peagle.core import Method, Pair
+from peagle.core import Method, Pair, check_tree
 from peagle.errors import UserError
 from peagle.server.logs import tell
 from peagle.server.settings import Settings
@@ -13,6 +13,7 @@ def settle(how: Settings, pair: Pair) -> tuple[Key, tuple[Method, ...]]:
     """The server's own method and K, and all that requests may choose."""
     methods = how.methods or ("none", *sorted(pair.drafters))
     method = how.method or tuned_method(how, pair, methods) or usual_method(pair)
+    check_tree(how.tree or 0, (), method)
     if method != "none":
         check_drafting(method, how.parallel, pair)
     for one in methods:

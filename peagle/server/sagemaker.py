@@ -25,9 +25,9 @@ MOST_BYTES = 1024  # of one value, by SageMaker's own limit
 
 VALUES = (  # options of `peagle serve` that take a value, under vLLM's names or ours
     "host", "port", "api-key", "served-model-name", "speculative-config", "max-model-len", "max-num-seqs",
-    "max-num-batched-tokens", "dtype", "device", "method", "methods", "k", "max-queue", "max-batch", "kv-tokens",
-    "context", "drafter", "target", "max-body-mb", "timeout", "drain-seconds", "engine", "replicas", "vllm-python",
-    "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size",
+    "max-num-batched-tokens", "dtype", "device", "method", "methods", "k", "tree", "max-queue", "max-batch",
+    "kv-tokens", "context", "drafter", "target", "max-body-mb", "timeout", "drain-seconds", "engine", "replicas",
+    "vllm-python", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size",
 )  # fmt: skip
 FLAGS = (
     "int8", "exact", "log-prompts", "trust-remote-code", "enforce-eager", "enable-prefix-caching",

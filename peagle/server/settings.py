@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.core import Method, check_k, parse_method
+from peagle.core import Method, check_k, check_tree, parse_method
 from peagle.errors import UserError, nearest
 
 EngineKind = Literal["native", "vllm"]
@@ -27,6 +27,7 @@ class Settings:
     port: int = 8000
     method: Method | None = None  # None: the pair's
     k: int | str = "auto"
+    tree: int | None = None  # nodes: the most with automatic K; 0: chains only; None: as the engine thinks fit
     methods: tuple[Method, ...] = ()  # that a request may choose; (): all that the pair has
     parallel: bool | None = None  # what a speculative config said of its drafter; None: nothing
     max_batch: int = 64
@@ -72,6 +73,7 @@ class Settings:
             "--allow-origin must be like https://example.org": all("://" in origin for origin in self.allow_origins),
             "--served-model-name must not be empty: leave it out": all(self.names),
         }
+        check_tree(self.tree or 0, (self.k,), self.method, self.exact)
         rules |= self._vllm_rules() if self.engine == "vllm" else self._native_rules()
         for rule, holds in rules.items():
             if not holds:
@@ -83,6 +85,8 @@ class Settings:
             f"{' '.join(taken)} must not stand behind --: give it to peagle serve, or leave it out": not taken,
             "--int8 cannot be had from vLLM: use -- --quantization ..., or --engine native": not self.int8,
             "--exact cannot be had from vLLM: use --dtype float32, or --engine native": not self.exact,
+            "--tree cannot be had from vLLM: its parallel_drafting drafts chains. Leave it out, or --engine native":
+                not self.tree,
             "--methods cannot be had from vLLM: it serves one method, --method": not self.methods,
             "--kv-tokens cannot be had from vLLM: use -- --gpu-memory-utilization 0.85": self.kv_tokens is None,
             "--device must be auto, cpu or cuda with --engine vllm: choose GPUs by CUDA_VISIBLE_DEVICES":

@@ -3,18 +3,25 @@
     {"method": "eagle3", "model": "/opt/ml/.../eagle", "num_speculative_tokens": 7, "parallel_drafting": true}
 
 `parallel_drafting` makes it P-EAGLE. What our engine cannot honour is refused; what makes no difference to it is not.
+
+    {"model": "DIR", "parallel_drafting_spec": {"num_branches": [8, 8, 4, 4, 2, 2, 1], "depth": 7}}
+
+is a tree of the native engine: as many nodes as there are branches at all depths together, and as deep. Which branches
+they go to is decided anew in every step, by what is likeliest to be accepted. One number is that of every depth.
+No vLLM has this block: for it, it is refused.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from peagle.core import Method
 from peagle.errors import UserError, nearest
 
 METHODS = ("eagle3", "eagle", "p-eagle")
-USED = ("method", "model", "num_speculative_tokens", "parallel_drafting")
+USED = ("method", "model", "num_speculative_tokens", "parallel_drafting", "parallel_drafting_spec")
+BRANCHES, DEPTH = "num_branches", "depth"  # of parallel_drafting_spec
 HARMLESS = (  # they tune vLLM, not the answer
     "max_model_len", "enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction", "revision",
     "code_revision", "attention_backend", "moe_backend",
@@ -25,8 +32,7 @@ REFUSED = {
     "disable_by_batch_size": "automatic K (num_speculative_tokens left out) follows the load by itself: leave it out",
     "prompt_lookup_max": "there is no n-gram drafting here: leave it out",
     "prompt_lookup_min": "there is no n-gram drafting here: leave it out",
-    "speculative_token_tree": "drafts are a chain here, not a tree: leave it out",
-    "parallel_drafting_spec": "no engine of ours drafts trees yet, and no vLLM knows this key: use parallel_drafting",
+    "speculative_token_tree": "trees have no fixed shape here: use parallel_drafting_spec, or --tree",
 }
 
 
@@ -36,6 +42,7 @@ class Speculative:
     method: Method | None = None
     k: int | None = None
     parallel: bool | None = None
+    tree: int | None = None  # nodes
     more: Mapping[str, Any] = field(default_factory=dict)  # keys for vLLM alone
 
 
@@ -54,7 +61,15 @@ def parse_speculative(text: str, source: str = "--speculative-config", vllm: boo
     parallel = given.get("parallel_drafting")
     if parallel is not None and not isinstance(parallel, bool):
         raise UserError(f"{source}: parallel_drafting must be true or false, not {parallel!r}")
-    return Speculative(drafter_of(given, source), method_of(given, source), k_of(given, source), parallel, more)
+    k, tree = k_of(given, source), None
+    if (spec := given.get("parallel_drafting_spec")) is not None:
+        if vllm:
+            raise UserError(f"{source}: no vLLM has parallel_drafting_spec: use parallel_drafting, or --engine native")
+        if parallel is False:
+            raise UserError(f"{source}: parallel_drafting_spec needs parallel_drafting: leave out its false")
+        given, parallel = given | {"parallel_drafting": True}, True
+        k, tree = tree_of(spec, k, source)
+    return Speculative(drafter_of(given, source), method_of(given, source), k, parallel, tree, more)
 
 
 def check_key(key: str, value: Any, source: str) -> None:
@@ -90,3 +105,25 @@ def k_of(given: dict[str, Any], source: str) -> int | None:
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
         raise UserError(f"{source}: num_speculative_tokens is {k!r}: use 1 or more, or leave it out for automatic K")
     return k
+
+
+def tree_of(spec: Any, k: int | None, source: str) -> tuple[int, int]:
+    """K and nodes of a parallel_drafting_spec; 0 nodes: one branch at each depth, which is a chain."""
+    where = f"{source}: parallel_drafting_spec"
+    if not isinstance(spec, dict) or set(spec) - {BRANCHES, DEPTH} or BRANCHES not in spec:
+        raise UserError(f'{where} must be like {{"{BRANCHES}": [8, 8, 4, 4, 2, 2, 1], "{DEPTH}": 7}}, not {spec!r}')
+    branches, depth = spec[BRANCHES], spec.get(DEPTH, k)
+    if depth is None and isinstance(branches, list):
+        depth = len(branches)
+    if not is_count(depth) or (k is not None and k != depth):
+        raise UserError(f"{where}: {DEPTH} is {depth!r}: use 1 or more, and the same as num_speculative_tokens")
+    each = branches if isinstance(branches, list) else [branches] * depth
+    if len(each) != depth or not all(map(is_count, each)):
+        raise UserError(
+            f"{where}: {BRANCHES} is {branches!r}: use a number of 1 or more, or one for each of {depth} depths"
+        )
+    return depth, sum(each) if sum(each) > depth else 0
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -7,11 +7,12 @@ from peagle.deploy.sagemaker.alarms import alarms_of
 from peagle.deploy.sagemaker.artifact import Artifact
 from peagle.deploy.sagemaker.calls import Parameters, Resource
 from peagle.deploy.sagemaker.choices import Choices
-from peagle.deploy.sagemaker.environment import CHANNEL, CHANNEL_FOLDER, MODEL, environment
+from peagle.deploy.sagemaker.environment import CHANNEL, CHANNEL_FOLDER, MODEL, PREFIX, environment
 from peagle.deploy.sagemaker.limits import check_environment, check_prefix
 from peagle.deploy.sagemaker.resources import config_of, endpoint_of, model_of
 from peagle.deploy.sagemaker.scaling import scaling_of
 from peagle.deploy.spec import Deployment
+from peagle.errors import UserError
 
 VOCABULARIES = "TIKTOKEN_ENCODINGS_BASE"  # where gpt-oss finds its own without the network
 LOGS = "/aws/sagemaker/Endpoints/"
@@ -60,6 +61,8 @@ def stack(choices: Choices, deployment: Deployment, target: Artifact, drafter: A
         container = container_of(deployment, places, channel, target.vocabularies)
     variables = container["Environment"] | choices.variables
     check_environment(variables)
+    if choices.vllm and "parallel_drafting_spec" in variables.get(f"{PREFIX}SPECULATIVE_CONFIG", ""):
+        raise UserError("no vLLM has parallel_drafting_spec: use parallel_drafting, or an image of the native engine")
     container |= {"Image": choices.image, "Environment": variables}
     tags = [{"Key": "peagle:endpoint", "Value": choices.name}, {"Key": "peagle:pair", "Value": deployment.pair}]
     model = model_of(choices, container, tags)

@@ -1,0 +1,101 @@
+"""Simulated engines that may draft trees: on average at most 3 % slower than the best fixed form, as the load goes."""
+
+from statistics import mean
+
+import pytest
+
+from peagle.engine.adaptive import Adaptive, Fixed, forms
+from peagle.errors import UserError
+from peagle.tree import MOST_NODES, NOTHING, Tree
+from tests.simulated import BAD, GOOD, POOR, Cost, Simulation, busy, calibrated, chain, gpu
+
+FORMS = forms(7, 32)
+SEEDS = range(3)
+
+
+def simulations(cost: Cost, known: bool, width: float = 0.4) -> list[Simulation]:
+    policies = [calibrated(cost, FORMS) if known else Adaptive(FORMS) for _ in SEEDS]
+    return [
+        Simulation(policy, cost, FORMS, 0.05, seed, width=width) for policy, seed in zip(policies, SEEDS, strict=True)
+    ]
+
+
+def test_forms_to_choose_from() -> None:
+    assert forms(7) == tuple(chain(k) for k in (0, 1, 2, 3, 5, 7)) and forms(4)[-1] == chain(4)
+    assert forms(7, 32) == (*forms(7), Tree(7, 16), Tree(7, 32))
+    assert forms(7, MOST_NODES)[6:] == (Tree(7, 16), Tree(7, 32), Tree(7, MOST_NODES))
+    assert forms(7, 12)[6:] == (Tree(7, 12),) and forms(7, 40)[6:] == (Tree(7, 16), Tree(7, 32), Tree(7, 40))
+    assert [form.nodes for form in forms(20, 32) if not form.chain] == [32]
+    with pytest.raises(UserError, match="more nodes than K"):
+        forms(7, 6)
+
+
+def test_each_load_has_another_best_form() -> None:
+    """A tree pays where rows are nearly free, a chain where they are not, nothing where the target has enough to do."""
+    free, taken = Simulation(Fixed(NOTHING), gpu, FORMS), Simulation(Fixed(NOTHING), busy, FORMS)
+    assert [free.best(batch, GOOD) for batch in (1, 8)] == [Tree(7, 32), chain(5)]
+    assert taken.best(64, POOR) == NOTHING
+    assert Simulation(Fixed(chain(7)), gpu, FORMS).run(10, 1, GOOD) > 1.4
+    assert Simulation(Fixed(Tree(7, 32)), gpu, FORMS).run(10, 64, GOOD) > 2
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["calibrated", "unknown costs"])
+@pytest.mark.parametrize(
+    "cost, batch, profile, width",
+    [(gpu, 1, GOOD, 0.4), (gpu, 1, GOOD, 0.2), (gpu, 1, BAD, 0.4), (busy, 1, GOOD, 0.2), (busy, 1, POOR, 0.4),
+     (gpu, 8, GOOD, 0.4), (busy, 8, POOR, 0.2), (gpu, 64, GOOD, 0.4), (busy, 64, POOR, 0.4), (busy, 64, BAD, 0.2)],
+)  # fmt: skip
+def test_three_percent(cost: Cost, batch: int, profile, width: float, known: bool) -> None:
+    ratios = []
+    for simulation in simulations(cost, known, width):
+        simulation.run(60, batch, profile)
+        ratios.append(simulation.run(1500, batch, profile))
+    assert mean(ratios) < 1.03
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["calibrated", "unknown costs"])
+@pytest.mark.parametrize("cost", [gpu, busy])
+def test_follows_the_load_between_trees_chains_and_nothing(cost: Cost, known: bool) -> None:
+    ratios: dict[int, list[float]] = {1: [], 8: [], 64: []}
+    chosen = set()
+    for simulation in simulations(cost, known):
+        for batch in (1, 8, 64, 1, 64, 8, 1):
+            profile = POOR if batch == 64 else GOOD
+            simulation.run(60, batch, profile)
+            ratios[batch].append(simulation.run(600, batch, profile))
+            chosen.add((batch, simulation.policy.tree))
+    assert max(mean(of) for of in ratios.values()) < 1.03
+    assert (1, Tree(7, 32)) in chosen and (64, NOTHING if cost is busy else chain(1)) in chosen
+
+
+def test_follows_the_text() -> None:
+    """Easy, hopeless, easy again: a tree that was given up is taken up again."""
+    for simulation in simulations(gpu, known=True):
+        for profile in (GOOD, BAD, GOOD):
+            simulation.run(300, 1, profile)
+            assert simulation.run(300, 1, profile) < 1.06
+
+
+def test_exploring_loses_one_percent() -> None:
+    """Where drafts are far too dear: a step of a large tree is worth many, and is not tried at all."""
+    [simulation, *_] = simulations(busy, known=True)
+    simulation.run(100, 64, BAD)
+    assert simulation.run(2000, 64, BAD) < 1.015
+    assert all(form.chain for form in simulation.last(2000))
+
+
+def test_the_same_again() -> None:
+    first, second = simulations(gpu, known=False)[0], simulations(gpu, known=False)[0]
+    for simulation in (first, second):
+        simulation.run(400, 1, GOOD)
+    assert first.choices == second.choices
+    assert set(first.choices[-1].expected) == set(FORMS)
+
+
+def test_a_drafter_that_knows_better_is_believed() -> None:
+    [simulation, *_] = simulations(busy, known=True)
+    simulation.run(400, 8, GOOD)
+    policy = simulation.policy
+    rates = [policy.choose(8, outlook).expected for outlook in (None, [0.02] * 7, [0.99] * 7)]
+    best = [max(of, key=lambda form: of[form]) for of in rates]
+    assert best[1:] == [NOTHING, chain(7)] and best[0] not in best[1:]
