@@ -7,7 +7,7 @@ DEPLOY := .venv-deploy
 WORKERS ?= 2
 DATA ?= ../shared/data/bench
 
-.PHONY: help demo test lint types test-slow test-vllm test-deploy bench-vllm clean
+.PHONY: help demo test lint types test-slow test-vllm test-deploy bench-vllm comparison clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -54,6 +54,9 @@ test-deploy: $(DEPLOY)/.ready ## Deployment files against Ray's, SkyPilot's and 
 
 bench-vllm: $(READY) $(VLLM)/.ready ## Tokens a second on this CPU beside vLLM's; DATA=folder with humaneval.jsonl (15 minutes)
 	PYTHONPATH=. $(BIN)/python -m tests.measure_cpu $(DATA) $(VLLM)/bin/python
+
+comparison: $(READY) ## docs/science.md's tables and figure, from the records in docs/results/comparison
+	$(BIN)/python -m tools.comparison
 
 clean: ## Remove all environments
 	rm -rf .venv $(VLLM) $(DEPLOY)

@@ -10,13 +10,13 @@ from peagle.core import Method, Sampling, Step
 from peagle.decode import decode
 from peagle.proposer import proposer_for
 from peagle.train import acceptance as module
-from peagle.train.acceptance import acceptance, answers, draft_everywhere, length_of, walk
+from peagle.train.acceptance import acceptance, answers, draft_everywhere, length_of, rows_everywhere, walk
 from peagle.train.documents import join
 from peagle.train.features import Features
 from peagle.train.pack import Pack, pack
 from peagle.train.passes import Passes
 from tests.conftest import AUX
-from tests.training import Trained, trained
+from tests.training import RUNGS, Trained, trained
 
 METHODS: list[Method] = ["p-eagle", "eagle3"]
 GREEDY = Sampling()
@@ -64,15 +64,29 @@ def assert_equal_steps(mine: list[Step], loops: list[list[Step]]) -> None:
     assert at == len(mine)
 
 
+KINDS = [("p-eagle", 0, ""), ("eagle3", 0, ""), *(("p-eagle", 48, rung) for rung in RUNGS)]
+
+
 @pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("method", METHODS)
-def test_the_walk_is_the_greedy_loop(method: Method, k: int):
-    one = trained(method)
+@pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
+def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str, k: int):
+    one = trained(method, draft_vocab, rung)
     loops = [loop(one, prompt, k) for prompt in prompts(8)]
     packed = packed_of([[(p, tokens_of(steps))] for p, steps in zip(prompts(8), loops, strict=True)])
-    assert_equal_steps(walked(one, packed, k, most=5), loops)  # K from one pass at the largest
+    most = 0 if one.drafter.config.bidirectional else 5  # K from one pass at the largest
+    assert_equal_steps(walked(one, packed, k, most), loops)
     if k > 1:
         assert length_of(s for steps in loops for s in steps) > 1.5, "too little is accepted for this to say much"
+
+
+def test_a_dependency_changes_drafts():
+    """Or the walks above would say nothing of it. The first draft of a block is never changed."""
+    one = trained("p-eagle", 48, "dependency")
+    packed = packed_of([[(p, tokens_of(loop(one, p, 5)))] for p in prompts(8)])
+    parts = rows_everywhere(Passes(one.drafter), Features(one.target, AUX), packed, 5)
+    _, normed, drafts = next(iter(parts))
+    plain = one.drafter.best(normed.flatten(0, 1)).view_as(drafts)
+    assert torch.equal(plain[:, 0], drafts[:, 0]) and (plain[:, 1:] != drafts[:, 1:]).float().mean() > 0.02
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -127,9 +141,10 @@ def test_answers_end_with_their_document():
     assert answers(packed) == [(1, 3), (4, 6), (7, 8)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_groups_of_anchors_and_packs_do_not_matter(method: Method, monkeypatch):
-    one = trained(method)
+@pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
+def test_groups_of_anchors_and_packs_do_not_matter(method: Method, draft_vocab: int, rung: str, monkeypatch):
+    """Nor does which K are asked for at once."""
+    one = trained(method, draft_vocab, rung)
     parts = []
     for i, prompt in enumerate(prompts(6)):
         ids = np.array(prompt + tokens_of(loop(one, prompt, 4, tokens=20)))
@@ -139,5 +154,8 @@ def test_groups_of_anchors_and_packs_do_not_matter(method: Method, monkeypatch):
     monkeypatch.setattr(module, "GROUP", 13)
     assert acceptance(passes, features, documents, [2, 4], 128) == whole
     assert len(whole[2]) > len(whole[4]) > 0
+    assert acceptance(passes, features, documents, [2], 4096)[2] == whole[2]
+    monkeypatch.setattr(module, "PIECE", 7)
+    assert acceptance(passes, features, documents, [4], 4096)[4] == whole[4]
     with torch.no_grad():
         assert acceptance(passes, features, documents.subset(np.arange(0)), [3], 128) == {3: []}

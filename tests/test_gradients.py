@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import binary_cross_entropy_with_logits, linear, scaled_dot_product_attention
 
 from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.model import causal_attend
-from peagle.train.chains import sample_chains
+from peagle.train.chains import Chains, sample_chains
 from peagle.train.gradients import pack_gradients
 from peagle.train.loss import Loss
 from peagle.train.pack import Pack, batch_of, pack
 from peagle.train.passes import Passes
 from tests.conftest import make_drafter, make_target
 from tests.test_loss import row_losses
-from tests.training import some_features, some_pack
+from tests.training import RUNGS, some_features, some_pack
 
 K = 5
 TARGET = make_target()
@@ -26,15 +26,20 @@ OPTIONS = {
     "kl": ("kl", 1.0, 1.0, 0.0),
     "ce, lighter with depth": ("ce", 0.0, 0.6, 0.0),
     "mix, soft-capped": ("mix", 0.3, 1.0, 2.0),
+    "tvmix": ("tvmix", 0.9, 1.0, 0.0),
+    "length": ("length", 0.7, 1.0, 0.0),
+    "length alone": ("length", 1.0, 1.0, 0.0),
 }
 
 Gradients = dict[str, Tensor]
 
 
-def ready(method: Method, layers: int = 2, draft_vocab: int | None = None) -> Drafter:
-    """With weights large enough for attention to matter."""
-    drafter = make_drafter(TARGET, method, layers, draft_vocab)
+def ready(method: Method, layers: int = 2, draft_vocab: int | None = None, **switches: int | bool) -> Drafter:
+    """With weights large enough for attention to matter, and none at zero."""
+    drafter = make_drafter(TARGET, method, layers, draft_vocab, **switches)
     for parameter in drafter.parameters():
+        if not parameter.any():
+            parameter.data.normal_(std=0.02, generator=torch.Generator().manual_seed(4))
         if parameter.ndim == 2:
             parameter.data.mul_(6)
     return drafter.requires_grad_(True)
@@ -51,28 +56,57 @@ def gradients(
     passes: Passes | None = None,
 ) -> Gradients:
     drafter.zero_grad()
-    batch = batch_of(packed, some_chains(packed), drafter.config.method != "p-eagle", segments, capacity=capacity)
+    by_depth, block = drafter.config.method != "p-eagle", drafter.config.bidirectional
+    batch = batch_of(packed, some_chains(packed, drafter), by_depth, segments, capacity=capacity, bidirectional=block)
     loss = Loss(drafter.lm_head, K, *OPTIONS[options])
     pack_gradients(passes or Passes(drafter), batch, g, last, loss, 1 / batch.rows)
-    return {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.requires_grad}
 
 
-def some_chains(packed: Pack):
-    return sample_chains(packed.room, K, 0.8, np.random.default_rng(1))
+def some_chains(packed: Pack, drafter: Drafter) -> Chains:
+    """Not every anchor has one."""
+    rng = np.random.default_rng(1)
+    chains = sample_chains(packed.room, K, 0.8, rng, max_anchors=int(0.8 * (packed.room > 0).sum()))
+    return chains.dropped(0.3, rng) if drafter.config.dependency else chains
 
 
 def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: str) -> Gradients:
     """Autograd through whole logits of every row; no segments, no chunks, no kept keys."""
     drafter.zero_grad()
-    chains, supervised = some_chains(packed), np.flatnonzero(packed.room)
+    chains, supervised = some_chains(packed, drafter), np.flatnonzero(packed.room)
     anchor = np.concatenate([supervised, chains.anchor])
     depth = np.concatenate([np.zeros_like(supervised), chains.depth])
     run = dense_rows if drafter.config.method == "p-eagle" else unrolled_rows
     normed = run(drafter, packed, g, anchor, depth)
+    if drafter.dependency is not None:
+        told = np.concatenate([np.zeros_like(supervised), chains.told]).nonzero()[0]
+        before = torch.from_numpy(packed.ids[(anchor + depth + 1)[told]])
+        normed = normed.index_copy(0, torch.from_numpy(told), drafter.dependency(normed[told], drafter.embed(before)))
     kind, mix, weight, softcap = OPTIONS[options]
-    losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
-    (losses * weight ** torch.from_numpy(depth)).sum().div(len(depth)).backward()
+    if kind == "length":
+        ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
+        objective = (1 - mix) * ce.sum() - mix * expected_lengths(anchor, depth, (-ce).exp())
+    else:
+        losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
+        objective = (losses * weight ** torch.from_numpy(depth)).sum()
+    if drafter.confidence is not None:
+        best, wanted = (linear(x.detach(), drafter.lm_head).argmax(-1) for x in (normed, last[anchor + depth + 1]))
+        said = drafter.confidence(normed.detach())[:, 0]
+        binary_cross_entropy_with_logits(said, (best == wanted).float()).backward()
+    objective.div(len(depth)).backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}
+
+
+def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor:
+    """Of every anchor's chain q_0 + q_0 q_1 + ..., summed: as it is written."""
+    row = {pair: i for i, pair in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True))}
+    total = torch.zeros(())
+    for a in sorted(set(anchor.tolist())):
+        reached, d = torch.ones(()), 0
+        while (a, d) in row:
+            reached = reached * q[row[a, d]]
+            total, d = total + reached, d + 1
+    return total
 
 
 def dense_rows(drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, depth: np.ndarray) -> Tensor:
@@ -81,7 +115,8 @@ def dense_rows(drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, de
     a = torch.from_numpy(np.concatenate([np.arange(size), anchor[deeper]]))
     d = torch.from_numpy(np.concatenate([np.zeros(size, dtype=np.int64), depth[deeper]]))
     doc, position = (torch.from_numpy(x)[a] for x in (packed.doc, packed.position))
-    allowed = ((d == 0) & (a <= a[:, None])) | ((a == a[:, None]) & (d <= d[:, None]))
+    block = drafter.config.bidirectional & (d[:, None] >= 1)
+    allowed = ((d == 0) & (a <= a[:, None])) | ((a == a[:, None]) & ((d <= d[:, None]) | block))
     allowed &= doc == doc[:, None]
     more = int(deeper.sum())
     embeds = torch.cat([drafter.embed(torch.from_numpy(np.append(packed.ids[1:], 0))), mask_rows(drafter, more)])
@@ -131,6 +166,28 @@ def test_any_number_of_segments(method: Method, checkpointing: bool):
     drafter.checkpointing = checkpointing
     for segments in (1, 2, 4, 8):
         assert_same(gradients(drafter, packed, g, last, segments), single)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_rungs_equal_a_plain_computation(rung: str):
+    drafter, packed = ready("p-eagle", draft_vocab=40, **RUNGS[rung]), some_pack(SHORT)
+    g, last = some_features(packed)
+    naive = reference(drafter, packed, g, last, "kl")
+    for segments in (1, 4):
+        assert_same(gradients(drafter, packed, g, last, segments), naive)
+
+
+def test_a_frozen_drafter_has_no_gradients():
+    """What corrects and judges its rows has those it would have anyway."""
+    drafter, packed = ready("p-eagle", **RUNGS["all"]), some_pack(SHORT)
+    g, last = some_features(packed)
+    whole = gradients(drafter, packed, g, last)
+    drafter.requires_grad_(False)
+    drafter.dependency.requires_grad_(True)
+    drafter.confidence.requires_grad_(True)
+    parts = gradients(drafter, packed, g, last, 2)
+    assert {name.split(".")[0] for name in parts} == {"dependency", "confidence"}
+    assert_same(parts, {name: whole[name] for name in parts})
 
 
 @pytest.mark.parametrize("options", OPTIONS)

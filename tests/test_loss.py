@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from peagle.train import loss as module
-from peagle.train.loss import Loss
+from peagle.train.loss import Loss, TopK
 
 ROWS, D, V, K = 50, 16, 40, 5
-KINDS = [("kl", 0.5), ("ce", 0.5), ("mix", 0.3), ("mix", 1.0), ("mix", 0.0)]
+KINDS = [("kl", 0.5), ("ce", 0.5), ("mix", 0.3), ("mix", 1.0), ("mix", 0.0), ("tv", 0.5), ("tvmix", 0.9)]
 
 
 def make(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,8 +27,9 @@ def row_losses(normed: Tensor, teacher: Tensor, head: Tensor, kind: str, mix: fl
     log_q = (normed @ head.T).log_softmax(-1)
     kl = kl_div(log_q, wanted.softmax(-1), reduction="none").sum(-1)
     ce = cross_entropy(normed @ head.T, wanted.argmax(-1), reduction="none")
-    share = {"kl": 1.0, "ce": 0.0, "mix": mix}[kind]
-    return share * kl + (1 - share) * ce
+    tv = (log_q.exp() - wanted.softmax(-1)).abs().sum(-1) / 2
+    share = {"kl": 1.0, "ce": 0.0, "tv": 1.0}.get(kind, mix)
+    return share * (tv if kind.startswith("tv") else kl) + (1 - share) * ce
 
 
 @pytest.mark.parametrize("chunk", [7, 25, 49, 50, 51, 4096])
@@ -47,6 +48,52 @@ def test_equals_autograd(monkeypatch, chunk: int, kind: str, mix: float, softcap
     assert sums.rows.tolist() == depth.bincount(minlength=K).tolist()
     right = (normed @ head.T).argmax(-1) == (teacher @ head.T).argmax(-1)
     assert sums.matches.tolist() == depth[right].bincount(minlength=K).tolist()
+
+
+@pytest.mark.parametrize(("kind", "mix"), KINDS)
+def test_a_captured_teacher_that_knows_every_token_is_the_whole_one(kind: str, mix: float):
+    """Its likeliest first, some outside the draft vocabulary."""
+    normed, teacher, depth, head = make()
+    whole, sums = Loss(head, K, kind, mix, 0.7, 0.0)(normed, teacher, depth, 0.01)
+    logits, ids = (teacher @ head.T).sort(-1, descending=True)
+    outside = torch.full((ROWS, 3), -1)
+    told = TopK(torch.cat([logits.max() + torch.zeros(ROWS, 3), logits], 1), torch.cat([outside, ids], 1))
+    gradient, same = Loss(head, K, kind, mix, 0.7, 0.0)(normed, told, depth, 0.01)
+    torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(same.loss, sums.loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "tvmix"])
+def test_a_captured_teacher_equals_autograd(kind: str):
+    normed, teacher, depth, head = make()
+    logits, ids = (teacher @ head.T).topk(4)
+    ids[::2, 1] = -1
+    ids[5] = -1  # nothing known: the row counts nothing
+    gradient, _ = Loss(head, K, kind, 0.9, 1.0, 0.0)(normed, TopK(logits, ids), depth, 1.0)
+    leaf = normed.clone().requires_grad_()
+    known = torch.full((ROWS, V + 1), -torch.inf).scatter(-1, ids % (V + 1), logits)[:, :V]
+    p, log_q = known.softmax(-1).nan_to_num(), (leaf @ head.T).log_softmax(-1)
+    tv, kl = (log_q.exp() - p).abs().sum(-1) / 2, kl_div(log_q, p, reduction="none").sum(-1)
+    ce = cross_entropy(leaf @ head.T, known.argmax(-1), reduction="none")
+    rows = {"kl": kl, "tv": tv, "tvmix": 0.9 * tv + 0.1 * ce}[kind]
+    rows[torch.arange(ROWS) != 5].sum().backward()
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_one_minus_total_variation_is_the_acceptance_of_sampling():
+    normed, teacher, _, head = make()
+    _, sums = Loss(head, 1, "tv", 0.5, 1.0, 0.0)(normed, teacher, torch.zeros(ROWS, dtype=torch.int32), 1.0)
+    q, p = (normed @ head.T).softmax(-1), (teacher @ head.T).softmax(-1)
+    accepted = torch.minimum(p, q).sum(-1)  # of a draft x from q: min(1, p / q)
+    assert float(sums.loss) == pytest.approx(float((1 - accepted).sum()), rel=1e-5)
+
+
+def test_chances_are_those_of_the_teachers_best(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 16)
+    normed, teacher, _, head = make()
+    found = Loss(head, K, "length", 0.5, 1.0, 0.0).chances(normed, teacher)
+    best = (teacher @ head.T).argmax(-1)
+    torch.testing.assert_close(found, (normed @ head.T).softmax(-1)[torch.arange(ROWS), best])
 
 
 def test_depth_weights_and_scale_reach_the_gradient_alone():

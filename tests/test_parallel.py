@@ -18,7 +18,7 @@ from peagle.train.parallel import World, start
 from peagle.train.state import states
 from peagle.train.trainer import Trainer
 from tests.conftest import make_target
-from tests.training import make_run, some_config, train, write_answers
+from tests.training import RUNGS, make_run, some_config, train, write_answers
 
 KINDS = ("ddp", "fsdp")
 METHODS = ("p-eagle", "eagle3")
@@ -28,7 +28,8 @@ HOW = {"pack_tokens": 128, "k": 3, "steps": 5, "packs_per_step": 3, "held_out": 
 
 def run(folder: Path, kind: str, method: str, world: World = World(), **more: float) -> Trainer:  # noqa: B008
     """Trains in folder/`kind method`, from its newest state if there is one."""
-    how = HOW | {"parallel": kind, "method": method, "train_embeddings": method == "eagle3"}
+    more_of_it = RUNGS["all"] if method == "p-eagle" else {"train_embeddings": True}
+    how = HOW | {"parallel": kind, "method": method} | more_of_it
     config = some_config(folder / "answers.jsonl", folder / f"{kind} {method}", **how)
     trainer = make_run(make_target(), config, world)
     trainer.resume()

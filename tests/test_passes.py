@@ -1,6 +1,7 @@
 """A training row equals the inference row: the same logits at every depth, for a drafter that has been trained."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from peagle.train.pack import Pack, batch_of, pack
 from peagle.train.passes import Passes
 from peagle.train.rule import mask_for
 from tests.conftest import AUX
-from tests.training import Trained, trained
+from tests.training import RUNGS, Trained, trained
 
 K = 6
 PREFIXES = (1, 4, 5, 17, 29)  # tokens consumed before the first draft
@@ -51,7 +52,7 @@ def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, T
 def trained_rows(one: Trained, packed: Pack, anchors: np.ndarray, drafts: Tensor, shift: int = 0) -> Tensor:
     """[anchors, K, V]: the training forward over a whole pack. EAGLE-3 is fed `drafts` [anchors, K]."""
     by_depth = one.drafter.config.method != "p-eagle"
-    batch = batch_of(packed, full_chains(anchors, K), by_depth)
+    batch = batch_of(packed, full_chains(anchors, K), by_depth, bidirectional=one.drafter.config.bidirectional)
     passes = Passes(one.drafter)
     g = Features(one.target, AUX)(batch)[0].roll(shift, 0)
     mask = mask_for(batch.context, batch.context, flex=False)
@@ -66,10 +67,12 @@ def trained_rows(one: Trained, packed: Pack, anchors: np.ndarray, drafts: Tensor
     return one.drafter.logits(torch.stack(out, 1))
 
 
-@pytest.mark.parametrize("draft_vocab", [0, 48])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_training_row_equals_the_inference_row(method: Method, draft_vocab: int, monkeypatch):
-    one = trained(method, draft_vocab)
+KINDS = [*((method, vocab, "") for method in METHODS for vocab in (0, 48)), *(("p-eagle", 48, rung) for rung in RUNGS)]
+
+
+@pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
+def test_a_training_row_equals_the_inference_row(method: Method, draft_vocab: int, rung: str, monkeypatch):
+    one = trained(method, draft_vocab, rung)
     ids = document(one, 3)
     before = document(one, 5)  # another document of the pack: it must not matter
     packed = pack([(before, before > 0), (ids, ids > 0)])
@@ -80,6 +83,36 @@ def test_a_training_row_equals_the_inference_row(method: Method, draft_vocab: in
     for shift in (1, -1):  # the control: hidden states off by one position
         wrong = trained_rows(one, packed, anchors, drafts, shift)
         assert (wrong - logits).abs().amax((1, 2)).min() > 0.01, "a shift of the hidden states goes unnoticed"
+
+
+@pytest.mark.parametrize("rung", ["inject", "bidirectional"])
+def test_every_rung_matters(rung: str, monkeypatch):
+    """The same drafter without it says something else; the real row of a bidirectional block does not."""
+    one = trained("p-eagle", 48, rung)
+    plain = Drafter(replace(one.drafter.config, **{rung: False}))
+    plain.load_state_dict({name: t for name, t in one.drafter.state_dict().items() if "inject" not in name})
+    plain.adopt(one.drafter.embed_tokens, one.drafter.lm_head, one.drafter.target_ids)
+    ids = document(one, 3).tolist()
+    with_it, without = (looped(o, ids, 10, monkeypatch)[0] for o in (one, replace(one, drafter=plain.eval())))
+    differs = ((with_it - without).abs().amax(1) > 1e-3).tolist()
+    assert differs[1:-1] == [True] * (K - 2) and differs[0] == (rung == "inject")
+
+
+def test_a_corrected_training_row_equals_the_pair():
+    """What training makes of a row and the token before it is what the chain reads off the pairs of candidates."""
+    drafter = trained("p-eagle", 48, "dependency").drafter
+    torch.manual_seed(0)
+    normed = torch.randn(3, K, drafter.config.hidden_size)
+    ids, pairs = drafter.pairs(normed)
+    plain = drafter.logits(normed)
+    torch.testing.assert_close(pairs[:, 0, 0], plain[:, 0].gather(-1, ids[:, 0]))
+    passes = Passes(drafter)
+    for row, before in ((1, 0), (4, 13)):
+        told = drafter.known(ids[:, row - 1, before])
+        logits = drafter.logits(passes("correct", normed[:, row], told))
+        torch.testing.assert_close(pairs[:, row, before], logits.gather(-1, ids[:, row]), rtol=1e-4, atol=1e-4)
+        assert (logits - plain[:, row]).abs().amax() > 0.1, "nothing is corrected"
+        assert torch.equal(passes("correct", normed[:, row], torch.full_like(told, -1)), normed[:, row])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,9 +9,9 @@ from tests.training import some_batch, some_pack
 LONG = ((300, 40), (1, 0), (200, 100), (131, 3), (2, 0), (90, 10))
 
 
-def rows_of(seed: int = 0, lengths=LONG, k: int = 6, device: str = "cpu") -> tuple[RowSet, RowSet]:
+def rows_of(seed: int = 0, bidirectional: bool = False, k: int = 6, device: str = "cpu") -> tuple[RowSet, RowSet]:
     """(queries, keys): the chains of a pack against its context and themselves."""
-    batch = some_batch(some_pack(lengths, seed), k, device=device)
+    batch = some_batch(some_pack(LONG, seed), k, device=device, bidirectional=bidirectional)
     chains = batch.segments[0].levels[0].rows
     return chains, batch.context + chains
 
@@ -28,9 +28,19 @@ def test_worked_example():
     ]
 
 
+def test_a_bidirectional_block():
+    """Mask rows see the later ones of their own chain too; real rows, and other chains, stay as they are."""
+    q, k = rows_of()
+    both, _ = rows_of(bidirectional=True)
+    more = dense_mask(both, k) & ~dense_mask(q, k)
+    later = (k.anchor == q.anchor[:, None]) & (k.depth > q.depth[:, None]) & (k.doc == q.doc[:, None])
+    assert torch.equal(more, later) and later.any() and not (dense_mask(q, k) & ~dense_mask(both, k)).any()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_never_lose_a_pair(seed: int):
-    q, k = rows_of(seed)
+def test_blocks_never_lose_a_pair(seed: int, bidirectional: bool):
+    q, k = rows_of(seed, bidirectional)
     dense = dense_mask(q, k)
     blocks = dense.view(len(q) // BLOCK, BLOCK, len(k) // BLOCK, BLOCK).transpose(1, 2)
     some, full = _blocks(q, k)
@@ -44,8 +54,9 @@ def test_every_row_sees_itself():
     assert dense_mask(q, q).diagonal().all()
 
 
-def test_flex_equals_dense_on_cpu():
-    q, k = rows_of()
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_flex_equals_dense_on_cpu(bidirectional: bool):
+    q, k = rows_of(0, bidirectional)
     query, key, value = (torch.randn(n, heads, 16) for n, heads in ((len(q), 4), (len(k), 2), (len(k), 2)))
     dense = attention(query, key, value, dense_mask(q, k))
     torch.testing.assert_close(attention(query, key, value, block_mask(q, k)), dense, rtol=1e-5, atol=1e-5)
@@ -59,10 +70,11 @@ def test_context_rows_by_their_place_alone():
 
 
 @pytest.mark.gpu
-def test_flex_equals_dense_on_gpu():
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_flex_equals_dense_on_gpu(bidirectional: bool):
     """Compiled, forward and backward: here the list of blocks matters."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    q, k = rows_of(device="cuda")
+    q, k = rows_of(0, bidirectional, device="cuda")
     shapes = ((len(q), 9), (len(k), 3), (len(k), 3))
     inputs = [torch.randn(n, heads, 64, device="cuda", requires_grad=True) for n, heads in shapes]
     compiled = torch.compile(attention)

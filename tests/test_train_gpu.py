@@ -15,7 +15,7 @@ from peagle.train.setup import material_of
 from peagle.train.trainer import Trainer
 from tests.conftest import AUX, make_target
 from tests.test_capture import NO_CHAINS
-from tests.training import some_config, some_pack, write_answers
+from tests.training import RUNGS, some_config, some_pack, write_answers
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +31,17 @@ def losses(tmp_path: Path, device: str, method: Method, **more: object) -> tuple
     return [entry["loss"] for entry in journal.entries if "loss" in entry], trainer
 
 
-@pytest.mark.parametrize("more", [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}])
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+WAYS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}]
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        *((method, way) for method in ("p-eagle", "eagle3") for way in WAYS),
+        *(("p-eagle", one) for one in RUNGS.values()),
+    ],
+    ids=str,
+)
 def test_gpu_equals_cpu(method: Method, more: dict, tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     cpu, _ = losses(tmp_path, "cpu", method, **more)

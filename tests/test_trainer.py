@@ -105,7 +105,16 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     assert_same(weights(trainer), before)
 
 
-CHANGES = {"lr": 0.5, "layers": 2, "draft_vocab": 40, "optimizer": "muon", "k": 4, "seed": 1, "method": "eagle3"}
+CHANGES = {
+    "dependency": 8,
+    "lr": 0.5,
+    "layers": 2,
+    "draft_vocab": 40,
+    "optimizer": "muon",
+    "k": 4,
+    "seed": 1,
+    "method": "eagle3",
+}
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -114,6 +123,18 @@ def test_another_config_is_refused_by_name(key: str, tmp_path):
     trainer = start(config_in(tmp_path, steps=2, **{key: CHANGES[key]}))
     with pytest.raises(UserError, match=f"was started with {key} = "):
         trainer.resume()
+
+
+def test_a_state_of_before_an_option_was_there(tmp_path):
+    """It goes on without the option, and is refused with it."""
+    train(start(config_in(tmp_path, steps=2)))
+    for path in states(tmp_path / "run" / "state"):
+        state = torch.load(path, weights_only=True)
+        del state["config"]["dependency"]
+        torch.save(state, path)
+    assert start(config_in(tmp_path, steps=2)).resume()
+    with pytest.raises(UserError, match="was started with dependency = 0, now it is 8"):
+        start(config_in(tmp_path, steps=2, dependency=8)).resume()
 
 
 def test_what_changes_no_result_may_change(tmp_path):
@@ -188,3 +209,23 @@ def test_other_ways_to_run(more: dict, tmp_path):
     trainer = start(config_in(tmp_path, **more))
     entries = train(trainer)
     assert losses(entries)[-1] < losses(entries)[0] and trainer.step == 8
+
+
+@pytest.mark.parametrize("loss", ["tv", "tvmix", "length"])
+def test_other_losses_learn(loss: str, tmp_path):
+    """The acceptance length rises whichever is minimised, also where only some anchors have chains."""
+    more = {"pack_tokens": 384, "k": 4, "steps": 40, "lr": 1e-2, "eval_k": 3, "held_out": 6, "max_anchors": 100}
+    trainer = start(config_in(tmp_path, loss=loss, **more))
+    trainer.evaluate(Journal(trainer.out))
+    lengths = [entry["acceptance_length"] for entry in train(trainer) if "k" in entry]
+    assert len(lengths) == 2 and lengths[1] > lengths[0] + 0.3
+
+
+@pytest.mark.parametrize("switch", ["norm_before_fc", "fc_norm"])
+def test_norms_around_fc_are_trained_and_stored(switch: str, tmp_path):
+    trainer = start(config_in(tmp_path, **{switch: True}))
+    train(trainer)
+    drafter = checkpoint.load(trainer.out / "drafter", trainer.target, torch.float32)
+    assert getattr(drafter.config, switch)
+    norms = [p for name, p in drafter.named_parameters() if name.startswith(("input_norm", "fc_norm"))]
+    assert norms and all((norm != 1).any() for norm in norms)

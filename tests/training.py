@@ -32,10 +32,16 @@ def some_pack(lengths: tuple[tuple[int, int], ...] = LENGTHS, seed: int = 0) -> 
 
 
 def some_batch(
-    packed: Pack, k: int, by_depth: bool = False, segments: int = 1, keep: float = 0.8, device: str = "cpu"
+    packed: Pack,
+    k: int,
+    by_depth: bool = False,
+    segments: int = 1,
+    keep: float = 0.8,
+    device: str = "cpu",
+    **more: bool,
 ) -> Batch:
     chains = sample_chains(packed.room, k, keep, np.random.default_rng(1))
-    return flat(batch_of(packed, chains, by_depth, segments)).to(device)
+    return flat(batch_of(packed, chains, by_depth, segments, **more)).to(device)
 
 
 def some_features(packed: Pack, d: int = 32, taps: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,16 +113,27 @@ def some_answers() -> tuple[Target, Path]:
     return target, folder
 
 
-def trained(method: Method, draft_vocab: int = 0) -> Trained:
+RUNGS: dict[str, dict[str, int | bool]] = {  # what a plain drafter has not
+    "inject": {"inject": True},
+    "bidirectional": {"bidirectional": True},
+    "dependency": {"dependency": 8},
+    "all": {"inject": True, "bidirectional": True, "dependency": 8, "confidence": True},
+}
+
+
+def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
     """A tiny drafter that drafts well enough for its acceptance to mean something; once per process."""
-    return _trained(method, draft_vocab)
+    return _trained(method, draft_vocab, rung)
 
 
 @cache
-def _trained(method: Method, draft_vocab: int) -> Trained:
+def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
     target, folder = some_answers()
-    data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab}"
+    data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab} {rung}"
     how = {"method": method, "draft_vocab": draft_vocab, "layers": 2, "steps": 30, "save_every": 0}
-    trainer = make_run(target, some_config(data, out, init="target", **how))
+    trainer = make_run(target, some_config(data, out, init="target", **how | (RUNGS[rung] if rung else {})))
     entries = train(trainer)
-    return Trained(target, checkpoint.load(out / "drafter", target, torch.float32), data, entries)
+    drafter = checkpoint.load(out / "drafter", target, torch.float32)
+    for parameter in drafter.dependency.parameters() if drafter.dependency else ():
+        parameter.data.mul_(5)  # so short a training corrects little
+    return Trained(target, drafter, data, entries)

@@ -73,7 +73,7 @@ def command(kind: str) -> Any:
 
 
 def write(kind: str, folder: Path, force: bool, as_json: bool, choices: dict[str, Any], **asked: Any) -> None:
-    from peagle.deploy.drafter import export_drafter
+    from peagle.deploy.drafter import export_drafter, lost
     from peagle.deploy.plan import plan
     from peagle.deploy.render import differing, next_steps, render
     from peagle.deploy.render import write as place
@@ -91,11 +91,12 @@ def write(kind: str, folder: Path, force: bool, as_json: bool, choices: dict[str
         with shown(err, quiet=as_json) as progress:
             if export_drafter(planned.drafter, planned.pair, made.k, folder / "drafter", force, progress):
                 written.append(str(folder / "drafter"))
+    notes = [*made.notes, *(lost(planned.drafter) if planned.drafter is not None else [])]
     place(changed)
     steps = next_steps(kind, made, folder).strip()
     report(as_json, {"kind": kind, "pair": made.pair, "name": made.name, "target": made.target, "k": made.k,
                      "drafter": made.drafter, "image": made.image, "folder": str(folder), "written": written,
-                     "files": [*files, *(["drafter"] if planned.drafter else [])], "notes": list(made.notes),
+                     "files": [*files, *(["drafter"] if planned.drafter else [])], "notes": notes,
                      "next": steps.splitlines()})  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from peagle.errors import UserError
 from peagle.home import write_json
 
 if TYPE_CHECKING:
+    from peagle.core import Method as MethodName
     from peagle.data.bench import Task
     from peagle.evaluate import Evaluation, Settings
     from peagle.loaded import LoadedPair
@@ -58,6 +59,9 @@ def evaluate(
     fast: Annotated[
         bool, typer.Option("--jump", help="Without decoding: answers in batches, then a walk along the matches.")
     ] = False,
+    as_vllm: Annotated[
+        bool, typer.Option("--as-vllm", help="The drafter as vLLM would run it, without what that cannot serve.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first task; the next have the numbers after it.")] = 0,
     as_json: Json = False,
     to: Annotated[
@@ -90,16 +94,29 @@ def evaluate(
     with shown(err, quiet=as_json) as progress:
         loaded = load(pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress)
     used = loaded.pair.method if method is None else wanted  # a drafter's folder brings its own method
+    if as_vllm:
+        loaded = plain(loaded, used)
     settings = replace(asked, ks=ks or (loaded.pair.k,), method=used)
     found = run(loaded, tasks, settings, fast)
     if not found.trained:
         warn(f"the {found.settings.method} drafter of this pair is untrained: its drafts are noise")
+    told = found.as_dict() | ({"as_vllm": True} if as_vllm else {})
     if as_json:
-        print(json.dumps(found.as_dict(), ensure_ascii=False))
+        print(json.dumps(told, ensure_ascii=False))
     else:
         show(found, out)
     if to is not None:
-        write_json(to.expanduser(), found.as_dict())
+        write_json(to.expanduser(), told)
+
+
+def plain(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
+    """The pair with its drafter as vLLM would run it."""
+    from peagle.drafter.lacking import as_vllm, notice
+    from peagle.loaded import LoadedPair
+
+    drafter = loaded.drafter(method)
+    warn(notice(drafter.config) or "vLLM runs this drafter as it is: --as-vllm changes nothing")
+    return LoadedPair(loaded.pair, loaded.target, {method: as_vllm(drafter)})
 
 
 def numbers(text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:

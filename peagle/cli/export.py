@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peagle.catalog import find
-from peagle.cli import app, out
+from peagle.cli import app, out, warn
 from peagle.cli.options import Json, K, Target
 from peagle.cli.options import Method as MethodOption
 from peagle.core import Method, check_k, parse_method
@@ -47,6 +47,7 @@ def export(
     check_k(1 if k is None else k)
     from peagle.drafter.export import export as write
     from peagle.drafter.export import vllm_command
+    from peagle.drafter.lacking import left_out, notice
     from peagle.precision import choose_dtype
 
     checkpoint_folder(folder)  # refused before anything is loaded
@@ -60,8 +61,10 @@ def export(
     command = vllm_command(folder.resolve(), to, made, k, name_or_path)  # type: ignore[arg-type]
     if as_json:
         answer = {"folder": str(folder), "format": to, "method": name, "k": k, "trained": made.config.trained}
-        print(json.dumps(answer | {"command": command}))
+        print(json.dumps(answer | {"left_out": left_out(made.config), "command": command}))
         return
+    if lost := notice(made.config):
+        warn(lost)
     print(f"{folder}: {name} drafter in {to} format, drafts identical after reloading")
     if not made.config.trained:
         out.print("[yellow]this drafter is untrained: its drafts are noise[/]")

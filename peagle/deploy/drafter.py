@@ -33,6 +33,15 @@ def export_drafter(folder: Path, pair: "Pair", k: int, final: Path, force: bool,
     return True
 
 
+def lost(folder: Path) -> list[str]:
+    """What vLLM does not serve of the drafter in this folder: a line, or none."""
+    from peagle.drafter.checkpoint import read
+    from peagle.drafter.lacking import notice
+
+    line = notice(read(folder).config)
+    return [] if line is None else [line]
+
+
 def load_drafter(folder: Path, pair: "Pair", progress: "Progress"):  # type: ignore[no-untyped-def]
     """In float32, so that nothing is rounded twice. Ours leave embeddings to their target, which is fetched then."""
     from peagle.drafter import checkpoint

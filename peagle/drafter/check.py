@@ -8,6 +8,7 @@ from typing import Literal
 from peagle.drafter import checkpoint, export, vllm
 from peagle.drafter.checkpoint import Checkpoint
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.lacking import as_vllm, notice
 from peagle.errors import UserError
 from peagle.target import Target
 
@@ -113,17 +114,21 @@ def _same_after_reload(read: Checkpoint, target: Target | None, k: int) -> list[
     drafter = checkpoint.load(read.folder, target)
     if drafter.config.aux_layer_ids is None:
         return [Finding("warning", "drafts not compared with an export: give --target to settle the aux layer ids")]
-    findings = []
+    try:
+        plain = as_vllm(drafter)
+    except UserError as error:
+        return [Finding("warning", str(error))]
+    findings = [Finding("warning", lost)] if (lost := notice(drafter.config)) else []
     formats: tuple[export.ExportFormat, ...] = ("vllm", "speculators")
     for to in formats:
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(scratch) / to
             try:
-                export.export(drafter, copy, to, k, {"name_or_path": "", "architectures": []})
+                export.export(plain, copy, to, k, {"name_or_path": "", "architectures": []})
             except UserError as error:
                 findings.append(Finding("warning", f"as {to}: {error}"))
                 continue
-            same, total = export.same_drafts(drafter, checkpoint.load(copy, None), k)
+            same, total = export.same_drafts(plain, checkpoint.load(copy, None), k)
             findings.append(
                 Finding("ok" if same == total else "error", f"as {to}, reloaded: {same} of {total} drafts identical")
             )

@@ -10,6 +10,7 @@ import torch
 
 from peagle import reference
 from peagle.drafter import checkpoint, speculators, vllm
+from peagle.drafter.lacking import as_vllm
 from peagle.drafter.llama import names_to_theirs
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
@@ -21,7 +22,11 @@ ExportFormat = Literal["vllm", "speculators"]
 def export(
     drafter: Drafter, folder: Path, to: ExportFormat, k: int, verifier: dict[str, Any], dtype: torch.dtype | None = None
 ) -> None:
-    """Writes `folder` whole or not at all. `verifier`: the target's {"name_or_path", "architectures"}."""
+    """Writes `folder` whole or not at all. `verifier`: the target's {"name_or_path", "architectures"}.
+
+    What vLLM lacks is left out (lacking.py).
+    """
+    drafter = as_vllm(drafter)
     config = drafter.config
     if config.aux_layer_ids is None:
         raise UserError("the drafter does not say which layers it taps: load it together with its target")

@@ -94,10 +94,11 @@ class Drafter(nn.Module):
         parallel = config.method == "p-eagle"
         self.mask_hidden = nn.Parameter(torch.randn(wide)) if parallel else None
         self.mask_embedding = nn.Parameter(torch.randn(d) * 0.02) if parallel else None
-        deeper = range(1, config.num_layers) if config.inject else ()
-        self.inject = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in deeper)  # of the layers behind the first
-        self.dependency = Dependency(d, config.dependency) if config.dependency else None
-        self.confidence = nn.Linear(d, 1) if config.confidence else None
+        with torch.random.fork_rng(devices=[]):  # a seed gives the same weights with and without these
+            deeper = range(1, config.num_layers) if config.inject else ()
+            self.inject = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in deeper)  # of the layers behind the first
+            self.dependency = Dependency(d, config.dependency) if config.dependency else None
+            self.confidence = nn.Linear(d, 1) if config.confidence else None
         self.rope = self.rope_for(config)
         self.embed_tokens: Tensor  # [vocab_size, d]
         self.lm_head: Tensor  # [draft_vocab_size, d]

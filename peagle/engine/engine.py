@@ -38,7 +38,7 @@ PAGE = 64  # positions
 MEMORY = 0.85  # of what is free on a GPU may become pages
 CPU_TOKENS = 1 << 15  # positions of all requests together, on a CPU
 K_LARGEST = 7  # of automatic K
-NODES = 32  # of the trees that automatic K may choose
+NODES = 31  # of the trees that automatic K may choose
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
         thread: bool = True,
     ) -> None:
         """`tree`: nodes of a candidate tree. With a fixed K it is one of so many; with automatic K up to so many, if that
-        pays. 0: chains only; None: chains, and for automatic K on a GPU trees of up to 32.
+        pays. 0: chains only; None: chains, and for automatic K on a GPU trees of up to 31.
 
         `tokens`: positions that fit the pages, all requests together; `chunk`: prompt tokens of one step.
 

@@ -68,11 +68,13 @@ def exported(pair: str, method: Method, source: DrafterSource, target: Path, dty
 
 def export(what: str, folder: Path, options: list[str]) -> None:
     """In a process of its own: it holds the target, and we live long."""
-    command = [sys.executable, "-m", "peagle", "export", what, str(folder), "--to", "vllm", *options]
+    command = [sys.executable, "-m", "peagle", "export", what, str(folder), "--to", "vllm", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["it said nothing"]
         raise UserError(f"the drafter {what} could not be exported for vLLM: {last[0].removeprefix('error: ')}")
+    if lost := json.loads(done.stdout)["left_out"]:
+        tell("vLLM cannot serve all of the drafter: fewer drafts may be accepted", left_out=", ".join(lost))
 
 
 def digest(source: DrafterSource, target: Path, stored: str) -> str:

@@ -16,6 +16,7 @@ def doc(default: Any, text: str) -> Any:
     return field(default=default, metadata={"doc": text})
 
 
+LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "length")
 NOT_NEGATIVE = ("draft_vocab", "max_anchors", "held_out", "steps", "seed", "clip", "final_lr", "weight_decay")
 RUNGS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
 
@@ -31,6 +32,8 @@ class TrainConfig:
     aux_layer_ids: tuple[int, ...] = doc((), "taps; empty: (2, L // 2, L - 3)")
     mask_token_id: int = doc(-1, "an unused vocabulary row for p-eagle; -1: the pair's, or the last row")
     draft_vocab: int = doc(0, "the most frequent tokens of the answers; 0: the whole vocabulary")
+    norm_before_fc: bool = doc(False, "a norm over all taps before fc")
+    fc_norm: bool = doc(False, "a norm of each tap before fc")
     train_embeddings: bool = doc(False, "train the embedding table too; it is then stored with the drafter")
     init: str = doc(
         "target", "target: blocks start as the target's last ones; random; or the folder of a drafter to go on from"
@@ -51,8 +54,8 @@ class TrainConfig:
     segments: int = doc(1, "chains of a pack run in so many segments: less memory, the same gradients")
     held_out: int = doc(200, "prompts kept for evaluation (a fifth at most)")
     # what is minimised, and how
-    loss: str = doc("mix", "kl (to the target's distribution), ce (its likeliest token), mix")
-    mix: float = doc(0.5, "share of kl in mix")
+    loss: str = doc("mix", "kl (to the target's distribution), ce (its likeliest token), mix; tv, tvmix; length")
+    mix: float = doc(0.5, "share of kl in mix, of tv in tvmix, of the acceptance length in length; ce is the rest")
     depth_weight: float = doc(1.0, "the loss of depth k counts this to the k-th")
     optimizer: str = doc("muon", "muon (for matrices, adamw for the rest), or adamw")
     lr: float = doc(3e-3, "peak learning rate; with adamw use about 1e-3")
@@ -84,7 +87,7 @@ class TrainConfig:
             **{name: (1 <= getattr(self, name) <= 64, "in 1..64") for name in ("k", "eval_k")},  # rule.py: MOST_DEPTHS
             "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
-            "loss": (self.loss in ("kl", "ce", "mix"), "kl, ce or mix"),
+            "loss": (self.loss in LOSSES, "one of " + ", ".join(LOSSES)),
             "dependency": (0 <= self.dependency <= 256, "in 0..256"),
             "dependency_drop": (0 <= self.dependency_drop <= 1, "in [0, 1]"),
             "mix": (0 <= self.mix <= 1, "in [0, 1]"),

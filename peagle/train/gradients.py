@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from peagle.train.lengths import Lengths
 from peagle.train.loss import Loss, Sums
 from peagle.train.pack import Batch, Level, Segment
 from peagle.train.passes import KeysValues, Passes
@@ -28,11 +29,16 @@ def pack_gradients(
     with torch.set_grad_enabled(passes.learns):
         normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
     own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
-    rows = batch.supervised
-    gradient, sums = loss(normed.detach()[rows], last[rows + 1], torch.zeros_like(rows), scale)
-    learn_confidence(passes, normed.detach()[rows], loss.matched, scale)
+    rows, first = batch.supervised, torch.zeros_like(batch.supervised)
+    out, wanted = normed.detach()[rows], last[rows + 1]
+    lengths = Lengths(loss, len(batch.ids), normed.device)
+    lengths.see(out, wanted, rows, first)
+    sums = Sums.zeros(loss.k, last.device)
     for segment in batch.segments:
-        sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, scale, flex)
+        sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, lengths, scale, flex)
+    gradient, part = loss(out, wanted, first, scale * lengths.weights(rows, first))
+    learn_confidence(passes, out, loss.matched, scale)
+    sums += part
     if not passes.learns:
         return sums
     outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows.long(), gradient)]
@@ -52,11 +58,11 @@ def segment_gradients(
     feedback: Tensor,
     last: Tensor,
     loss: Loss,
+    lengths: Lengths,
     scale: float,
     flex: bool,
 ) -> Sums:
-    sums = Sums.zeros(loss.k, last.device)
-    seen, outputs, gradients = batch.context[: segment.edge], [], []
+    seen, outputs, wanted, gradients = batch.context[: segment.edge], [], [], []
     cache = until(cache, segment.edge)
     for level in segment.levels:
         seen = seen + level.rows
@@ -66,16 +72,19 @@ def segment_gradients(
         if passes.drafter.dependency is not None:
             normed = passes("correct", normed, level.ids)
         live = level.rows[: level.live]
-        gradient = torch.zeros_like(normed)
-        gradient[: level.live], part = loss(
-            normed.detach()[: level.live], last[live.anchor + live.depth + 1], live.depth, scale
-        )
+        wanted.append(last[live.anchor + live.depth + 1])
+        lengths.see(normed.detach()[: level.live], wanted[-1], live.anchor, live.depth)
+        outputs.append(normed)
+    sums = Sums.zeros(loss.k, last.device)
+    for level, normed, teacher in zip(segment.levels, outputs, wanted, strict=True):
+        live, gradient = level.rows[: level.live], torch.zeros_like(normed)
+        weight = scale * lengths.weights(live.anchor, live.depth)
+        gradient[: level.live], part = loss(normed.detach()[: level.live], teacher, live.depth, weight)
         learn_confidence(passes, normed.detach()[: level.live], loss.matched, scale)
         sums += part
-        if normed.requires_grad:
-            outputs.append(normed)
-            gradients.append(gradient)
-    torch.autograd.backward(outputs, gradients)
+        gradients.append(gradient)
+    if outputs and outputs[0].requires_grad:
+        torch.autograd.backward(outputs, gradients)
     return sums
 
 

@@ -90,6 +90,8 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         config.aux_layer_ids or default_aux_layer_ids(len(target.layers)),
         mask_id_of(config, target),
         None if target_ids is None else len(target_ids),
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
         inject=config.inject,
         bidirectional=config.bidirectional,
         dependency=config.dependency,

@@ -73,7 +73,7 @@ class Trainer:
         self.optimizers = Optimizers(self.passes, config, self.total)
         if self.flex and config.compile and not self.joined.sharded:
             self.passes.compile()
-            self.loss.chunk = torch.compile(self.loss.chunk)
+            self.loss.compile()
         self.stopping = False  # set from outside: save after this step and return
         self.step = 0
         self.seconds = 0.0  # of training, over all resumed parts
@@ -105,7 +105,7 @@ class Trainer:
 
     def _require_same(self, state: dict[str, Any]) -> None:
         mine = asdict(self.config)
-        for key, value in state["config"].items():
+        for key, value in (asdict(TrainConfig()) | state["config"]).items():  # a key that it did not know yet: none set
             value = tuple(value) if isinstance(value, list) else value
             if key not in FREE and mine.get(key) != value:
                 raise UserError(

@@ -1,0 +1,96 @@
+"""docs/science.md: its tables are those of the committed records, its figure is drawn from them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import comparison
+
+ROOT = Path(__file__).parents[1]
+
+
+def record(name: str, seed: int, length: float, **more: Any) -> dict[str, Any]:
+    shares = [round(0.8 - 0.05 * i, 4) for i in range(11)]
+    cells = {
+        f"K={k}": {"acceptance_length": length + k / 10, "accepted_per_position": shares[:k]} for k in comparison.KS
+    }
+    return {
+        "name": name, "seed": seed, "label": name.upper(), "target": "tiny", "method": "p-eagle", "settings": {},
+        "steps": 1200, "target_tokens": 19_660_800, "seconds": 90, "seconds_compiled": 48.0, "device": "CPU",
+        "bytes": 15_800_000, "sets": {"humaneval": cells, "gsm8k": cells},
+    } | more  # fmt: skip
+
+
+def line(set_name: str, shape: str, speed: float, step: float) -> dict[str, Any]:
+    speeds = {"1": speed, "8": 5 * speed}
+    told = {"set": set_name, "shape": shape, "tokens_per_second": speeds, "acceptance_length": 3.1}
+    return told | {"step_ms": step, "device": "CPU"}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "ladder.toml").write_text('[base]\n[[run]]\nname = "p-eagle"\n[[run]]\nname = "dependency"\n')
+    records = [record("p-eagle", seed, length) for seed, length in ((0, 2.0), (1, 2.2), (2, 2.4))]
+    records[0]["engine"] = [line("humaneval", "K=7", 3000.0, 2.0), line("humaneval", "tree 32, K=7", 3600.0, 2.2)]
+    records.append(record("dependency", 0, 3.0, settings={"dependency": 256, "aux_layer_ids": [1, 2]}))
+    records[-1]["engine"] = [line("humaneval", "K=7", 3300.0, 2.03)]
+    alone = {"name": "none", "seed": 0, "label": "no drafts", "target": "tiny", "method": "none"}
+    records.append(alone | {"engine": [line("humaneval", "K=0", 1000.0, 1.0)]})
+    for one in records:
+        (folder / f"{one['name']}-{one['seed']}.json").write_text(json.dumps(one))
+    return folder
+
+
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "science.md"
+    blocks = [f"<!-- comparison:start {name} -->\nold\n<!-- comparison:end -->\n" for name in comparison.TABLES]
+    path.write_text("# title\n" + "".join(blocks) + "the end\n")
+    return path
+
+
+def test_tables_and_figure(results: Path, tmp_path: Path):
+    path = page(tmp_path)
+    words = ["--page", str(path), "--results", str(results)]
+    assert comparison.main([*words, "--check"]) == 1 and "old" in path.read_text()
+    assert comparison.main(words) == 0 and comparison.main([*words, "--check"]) == 0
+    text = path.read_text()
+    assert text.startswith("# title\n") and text.endswith("the end\n") and "old" not in text
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("|")]
+    first, second = (next(i for i, row in enumerate(rows) if row[0] == name) for name in ("P-EAGLE", "DEPENDENCY"))
+    assert rows[first][1] == "2.50 (2.30–2.70)" and rows[first][5] == "+0.0%" and second == first + 1
+    assert rows[second][3] == "3.70" and rows[second][5] == "+27.6%"  # 3.7 against 2.9
+    assert any(row[:3] == ["DEPENDENCY", "1", "`dependency=256`, `aux_layer_ids=1,2`"] for row in rows)
+    assert ["DEPENDENCY", "humaneval", "K=7", "3,300", "16,500", "3.10", "2.03", "+1.5%"] in rows
+    assert any(row[:4] == ["P-EAGLE", "humaneval", "tree 32, K=7", "3,600"] for row in rows)
+    assert rows[-4][:3] == ["no drafts", "humaneval", "–"], "the target alone comes first"
+    picture = (tmp_path / "comparison.svg").read_text()
+    assert "DEPENDENCY" in picture and "tokens/s" in picture and (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_what_is_wrong_is_told(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = page(tmp_path)
+    words = ["--page", str(path), "--results", str(results)]
+    path.write_text("<!-- comparison:start nowhere -->\n<!-- comparison:end -->\n")
+    assert comparison.main(words) == 2
+    path.write_text("<!-- comparison:start lengths -->\n")
+    assert comparison.main(words) == 2
+    (results / "other.json").write_text("{}")
+    assert comparison.main(words) == 2 and "other.json is no record" in capsys.readouterr().err
+
+
+def test_without_records_nothing_is_claimed(tmp_path: Path):
+    (tmp_path / "none").mkdir()
+    path = page(tmp_path)
+    assert comparison.main(["--page", str(path), "--results", str(tmp_path / "none")]) == 0
+    assert path.read_text().count(comparison.NOTHING) == 4 and not (tmp_path / "comparison.svg").exists()
+
+
+def test_the_page_is_not_stale():
+    names = re.findall(r"comparison:start (\S+)", (ROOT / "docs" / "science.md").read_text())
+    assert sorted(names) == sorted(comparison.TABLES)
+    assert comparison.main(["--check"]) == 0

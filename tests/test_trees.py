@@ -1,0 +1,216 @@
+"""Trees: what is likeliest is in them, every branch is verified as a chain would be, and nothing changes an answer."""
+
+import itertools
+import random
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.core import Sampling
+from peagle.engine import Engine
+from peagle.engine.history import History
+from peagle.engine.processing import Processing
+from peagle.engine.rounds import available
+from peagle.errors import UserError
+from peagle.kernels.walk import walk
+from peagle.loaded import LoadedPair
+from peagle.sampling import probabilities
+from peagle.target import Target
+from peagle.tree import MOST_NODES, NOTHING, Tree, grow
+from tests.conftest import make_drafter
+from tests.test_decode import tokens_of, transformers_generate
+from tests.test_engine import (
+    ASKED,
+    COUNT,
+    MIXED,
+    alone,
+    ask,
+    engine_of,
+    one_by_one,
+    pair_of,
+    serve,
+    small,
+    some_requests,
+    steps_of,
+)
+from tests.test_processing import OPTIONS, PROMPT, STOPS, p_value, processed, target
+
+K, NODES = 4, 12
+
+
+def test_the_likeliest_nodes_are_in_the_tree() -> None:
+    """Against every continuation there is, where each depends on the one before it."""
+    logp = torch.randn(1, 3, 5, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    sums = {}
+    for depth in (1, 2, 3):
+        for path in itertools.product(range(5), repeat=depth):
+            sums[path] = sum(float(logp[0, i, path[i - 1] if i else 0, at]) for i, at in enumerate(path))
+    best = sorted(sums, key=lambda path: -sums[path])[:20]
+    tree, paths = grow(logp, 20), [()]
+    for node in range(20):
+        paths.append((*paths[tree.parent[0, node]], int(tree.candidate[0, node])))
+        assert len(paths[-1]) == tree.depth[0, node] and tree.parent[0, node] <= node
+        ancestors = {row for row in range(node + 2) if tree.masks[0, node + 1] >> row & 1}
+        assert ancestors == {row for row, path in enumerate(paths) if paths[-1][: len(path)] == path}
+    assert paths[1:] == best
+    assert [x[:, :10].tolist() for x in grow(logp, 20)[:3]] == [x.tolist() for x in grow(logp, 10)[:3]]
+
+
+def test_forms() -> None:
+    assert Tree(7, 7).chain and NOTHING.chain and not Tree(7, 32).chain
+    for k, nodes in ((7, 3), (1, 5), (7, MOST_NODES + 1)):
+        with pytest.raises(UserError, match="tree of"):
+            Tree(k, nodes)
+    big, small, chained = Tree(7, 32), Tree(7, 16), Tree(5, 5)
+    assert available(big, [big, big]) == big and available(small, [big]) == small
+    assert available(big, [small, big]) == Tree(7, 7), "a tree that is not there: its chain"
+    assert available(big, [chained]) == available(Tree(5, 5), [big]) == chained and available(big, [NOTHING]) == NOTHING
+
+
+# Every architecture.
+
+
+@pytest.fixture(scope="module")
+def branching(any_target: Target) -> LoadedPair:
+    return pair_of(any_target, {"p-eagle": make_drafter(any_target, "p-eagle", 2)})
+
+
+def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) -> None:
+    """Trees of a random form in place of the drafter's own; somewhere in each is the truth, up to a random depth."""
+    trees = engine.stepper.places.trees
+    for id, seat in engine.seats.items():
+        if seat.place is None:
+            continue
+        said = len(engine.scheduler.live[id].output)
+        truth = (answers[id][said:] + [3] * K)[:K]
+        grown = grow(torch.randn(1, K, 1, 5).log_softmax(-1), NODES)
+        parents, depths = grown.parent[0].tolist(), grown.depth[0].tolist()
+        ids = [(truth[depth - 1] + 1 + node) % 96 for node, depth in enumerate(depths)]
+        at, right = chance.randrange(NODES) + 1, chance.randrange(K + 1)
+        while at:  # a random node and its ancestors
+            if depths[at - 1] <= right:
+                ids[at - 1] = truth[depths[at - 1] - 1]
+            at = parents[at - 1]
+        rows = (torch.tensor(ids), grown.parent[0], grown.depth[0])
+        for whole, own in zip(trees[1:4], rows, strict=True):
+            whole[seat.place, :NODES] = own
+        trees.masks[seat.place, : NODES + 1] = grown.masks[0]
+
+
+def test_whatever_is_accepted(branching: LoadedPair) -> None:
+    generated = [transformers_generate(branching.target, ids, COUNT) for ids, _ in ASKED]
+    engine, chance = engine_of(branching, "p-eagle", K, tree=NODES, tokens=140), random.Random(1)
+    streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
+    while engine.step():
+        engine.check_integrity()
+        plant(engine, {str(i): answer for i, answer in enumerate(generated)}, chance)
+    answers = [steps_of(stream) for stream in streams]
+    assert [tokens_of(steps) for steps in answers] == generated
+    assert {step.accepted for step in chain(*answers)} >= {0, 1, 2, 3}
+    assert engine.metrics.k_steps[NODES] == engine.metrics.steps
+
+
+# A pair whose drafts are accepted.
+
+
+@pytest.mark.parametrize("nodes", [2 * NODES, 40])
+def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
+    asked = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
+    engine = engine_of(small(), "p-eagle", K, tree=nodes, tokens=400)
+    assert engine.stepper.drafting is not None
+    engine.stepper.drafting.calibration = (4.0,)  # a drafter of 45 steps is surer than it says
+    answers = serve(engine, asked)
+    alone_ = [alone(small(), "p-eagle", ids, K, **settings) for ids, settings in asked]
+    assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in alone_]
+    chains = engine_of(small(), "p-eagle", K, tokens=400)
+    serve(chains, asked)
+    assert engine.metrics.acceptance_length > 1.02 * chains.metrics.acceptance_length
+
+
+@pytest.mark.parametrize("k", [K, "auto"])
+def test_a_seed_gives_the_same_answer_beside_anybody(k: int | str) -> None:
+    asked = list(enumerate(MIXED))
+    random.Random(2).shuffle(asked)
+    engine = engine_of(small(), "p-eagle", k, tree=NODES, tokens=200)
+    answers = serve(engine, [each for _, each in asked])
+    assert [tokens_of(steps) for steps in answers] == [one_by_one()[i] for i, _ in asked]
+    assert engine.metrics.k_steps[NODES]
+
+
+@pytest.mark.parametrize("left", [1, 2, K, NODES])
+def test_up_to_the_very_end_of_the_context(left: int, prompt) -> None:
+    """Nodes lie behind the end of the context, and no token does."""
+    context = small().target.context
+    ids = prompt(context - left)
+    engine = engine_of(small(), "p-eagle", K, tree=NODES, tokens=None)
+    tokens, pieces = ask(engine, ids, max_tokens=99, ignore_eos=True)
+    assert tokens == tokens_of(alone(small(), "none", ids, max_tokens=99, ignore_eos=True))
+    assert len(tokens) == left and pieces[-1].reason == "length"
+
+
+def test_logprobs_are_those_of_the_accepted_path() -> None:
+    asked = [(ids, settings | {"logprobs": 2}) for ids, settings in some_requests(5, seed=4, max_tokens=12)]
+    told = []
+    for how in ({"method": "none"}, {"method": "p-eagle", "k": K, "tree": NODES}):
+        engine = engine_of(small(), tokens=300, **how)
+        streams = [engine.add(ids, **settings) for ids, settings in asked]
+        engine.drain()
+        told.append([one for stream in streams for piece in stream for one in piece.logprobs])
+    plain, branched = told
+    assert [(one.token, one.rank) for one in plain] == [(one.token, one.rank) for one in branched]
+    torch.testing.assert_close(*(torch.tensor([one.logprob for one in part]) for part in told), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
+def test_the_distribution_is_the_processed_targets(option: dict) -> None:
+    """Random trees with several children a node, 4,000 seeds, answers of three tokens: chi-square at level 1e-3."""
+    runs, vocab, nodes = 4000, 6, 7
+    sampling = Sampling(temperature=1.2, **option)
+    exact = {}
+    for answer in itertools.product(range(vocab), repeat=3):
+        each = [probabilities(processed(PROMPT, list(answer[:i]), sampling, 1, vocab), sampling) for i in range(3)]
+        exact[answer] = float(np.prod([float(p[0, token]) for p, token in zip(each, answer, strict=True)]))
+    seeded = [Sampling(temperature=1.2, **option, seed=seed) for seed in range(runs)]
+    processing = Processing([History(s, PROMPT, 3, vocab=vocab, min_tokens=1, stop_ids=STOPS) for s in seeded])
+    outputs: list[list[int]] = [[] for _ in range(runs)]
+    accepted, chance = 0, torch.Generator().manual_seed(0)
+    while min(map(len, outputs)) < 3:
+        tree = grow(torch.randn(runs, 2, 1, 4, generator=chance), nodes)
+        drafts = torch.rand(runs, 2, vocab, generator=chance).argsort(-1)  # four of six tokens at each depth
+        drafts = drafts[torch.arange(runs)[:, None], tree.depth.long() - 1, tree.candidate]
+        rows = torch.stack([torch.stack(rows_of(outputs[b], drafts[b], tree.masks[b], vocab)) for b in range(runs)])
+        emitted = torch.tensor([len(output) for output in outputs], dtype=torch.int32)
+        tokens = processing.choose(rows, drafts, emitted, tree.masks)
+        ids = torch.cat([torch.zeros(runs, 1, dtype=torch.long), drafts], 1)
+        first, ends, nothing = (torch.full((runs,), n, dtype=torch.int32) for n in (0, 99, 0))
+        walked = walk(
+            tokens, ids, tree.parent, tree.depth, tree.masks, first, ends, torch.arange(runs), nothing, nothing.clone(),
+            torch.zeros(runs, dtype=torch.long), 2,
+        )  # fmt: skip
+        processing.commit(walked.tokens, walked.kept)
+        accepted += int(walked.kept.sum())
+        for b in range(runs):
+            outputs[b] += walked.tokens[b, : walked.kept[b] + 1].tolist()
+    assert accepted > runs
+    assert p_value(Counter(tuple(output[:3]) for output in outputs), exact, runs) > 1e-3
+
+
+def rows_of(output: list[int], drafts: torch.Tensor, masks: torch.Tensor, vocab: int) -> list[torch.Tensor]:
+    """The target's logits at every row of a tree."""
+    told = drafts.tolist()
+    paths = [[told[row] for row in range(len(told)) if mask >> (row + 1) & 1] for mask in masks.tolist()]
+    return [target(PROMPT + output + path, vocab) for path in paths]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for how, words in (
+        ({"method": "eagle3", "k": 3, "tree": 8}, "p-eagle drafter"),
+        ({"k": 3, "tree": 8, "exact": True}, "--exact"),
+        ({"k": 8, "tree": 5}, "more nodes than K"),
+        ({"k": 3, "tree": 99}, "at most"),
+    ):
+        with pytest.raises(UserError, match=words):
+            engine_of(small(), **{"method": "p-eagle"} | how)
