@@ -9,7 +9,7 @@ from peagle.errors import UserError
 from peagle.tree import MOST_NODES, NOTHING, Tree
 from tests.simulated import BAD, GOOD, POOR, Cost, Simulation, busy, calibrated, chain, gpu
 
-FORMS = forms(7, 32)
+FORMS = forms(7, 31)
 SEEDS = range(3)
 
 
@@ -22,9 +22,9 @@ def simulations(cost: Cost, known: bool, width: float = 0.4) -> list[Simulation]
 
 def test_forms_to_choose_from() -> None:
     assert forms(7) == tuple(chain(k) for k in (0, 1, 2, 3, 5, 7)) and forms(4)[-1] == chain(4)
-    assert forms(7, 32) == (*forms(7), Tree(7, 16), Tree(7, 32))
-    assert forms(7, MOST_NODES)[6:] == (Tree(7, 16), Tree(7, 32), Tree(7, MOST_NODES))
-    assert forms(7, 12)[6:] == (Tree(7, 12),) and forms(7, 40)[6:] == (Tree(7, 16), Tree(7, 32), Tree(7, 40))
+    assert forms(7, 31) == (*forms(7), Tree(7, 15), Tree(7, 31))
+    sizes = {tree: [form.nodes for form in forms(7, tree) if not form.chain] for tree in (0, 12, 32, 40, MOST_NODES)}
+    assert sizes == {0: [], 12: [12], 32: [15, 32], 40: [15, 31, 40], MOST_NODES: [15, 31, MOST_NODES]}
     assert [form.nodes for form in forms(20, 32) if not form.chain] == [32]
     with pytest.raises(UserError, match="more nodes than K"):
         forms(7, 6)
@@ -33,10 +33,10 @@ def test_forms_to_choose_from() -> None:
 def test_each_load_has_another_best_form() -> None:
     """A tree pays where rows are nearly free, a chain where they are not, nothing where the target has enough to do."""
     free, taken = Simulation(Fixed(NOTHING), gpu, FORMS), Simulation(Fixed(NOTHING), busy, FORMS)
-    assert [free.best(batch, GOOD) for batch in (1, 8)] == [Tree(7, 32), chain(5)]
+    assert [free.best(batch, GOOD) for batch in (1, 8)] == [Tree(7, 31), chain(5)]
     assert taken.best(64, POOR) == NOTHING
     assert Simulation(Fixed(chain(7)), gpu, FORMS).run(10, 1, GOOD) > 1.4
-    assert Simulation(Fixed(Tree(7, 32)), gpu, FORMS).run(10, 64, GOOD) > 2
+    assert Simulation(Fixed(Tree(7, 31)), gpu, FORMS).run(10, 64, GOOD) > 2
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["calibrated", "unknown costs"])
@@ -65,7 +65,7 @@ def test_follows_the_load_between_trees_chains_and_nothing(cost: Cost, known: bo
             ratios[batch].append(simulation.run(600, batch, profile))
             chosen.add((batch, simulation.policy.tree))
     assert max(mean(of) for of in ratios.values()) < 1.03
-    assert (1, Tree(7, 32)) in chosen and (64, NOTHING if cost is busy else chain(1)) in chosen
+    assert (1, Tree(7, 31)) in chosen and (64, NOTHING if cost is busy else chain(1)) in chosen
 
 
 def test_follows_the_text() -> None:

@@ -28,14 +28,15 @@ LONG = 500  # steps after which a cost is too old to be trusted
 CHAINS = (0, 1, 2, 3, 5, 7, 9, 11, 15)
 SMALLEST = 16  # rows of a tree, the newest token among them: kernels take them 16, 32 or 64 at a time
 TREES = 3  # at most so many of them to choose from
+APART = 1.2  # times as many nodes has the largest at least
 
 
 def forms(k_most: int, tree: int = 0) -> tuple[Tree, ...]:
     """What there is to choose from: nothing, chains up to K, and trees of that depth with up to `tree` nodes."""
     chains = (*(k for k in CHAINS if k < k_most), k_most)
-    sizes = [nodes for n in range(TREES) if k_most < (nodes := (SMALLEST << n) - 1) < tree]
-    nodes = (*sizes[1 - TREES :], tree) if tree else ()
-    return (*(Tree(k, k) for k in chains), *(Tree(k_most, n) for n in nodes))
+    smaller = [nodes for n in range(TREES) if k_most < (nodes := (SMALLEST << n) - 1) < tree / APART]
+    sizes = (*smaller[1 - TREES :], tree) if tree else ()
+    return (*(Tree(k, k) for k in chains), *(Tree(k_most, nodes) for nodes in sizes))
 
 
 @dataclass(frozen=True, slots=True)
