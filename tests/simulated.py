@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from peagle.engine.adaptive import Adaptive, Choice, Policy
+from peagle.engine.rounds import available
 from peagle.tree import Tree
 
 Cost = Callable[[int, Tree], float]
@@ -45,7 +46,8 @@ def reached(profile: Profile, form: Tree, width: float) -> np.ndarray:
 class Simulation:
     """Steps of such an engine: what was chosen, and what it costs in the mean.
 
-    `ahead`: as the engine has it, a step verifies the drafts of the step before and drafts for the next one.
+    `ahead`: as the engine has it, a step verifies what there is of the drafts of the step before, and drafts for the
+    next one.
     `width`: how much trees are worth.
     """
 
@@ -71,9 +73,10 @@ class Simulation:
         for _ in range(steps):
             choice = self.policy.choose(batch)
             self.choices.append(choice)
-            form, self.drafted = self.drafted if self.ahead else choice.tree, choice.tree
+            form = available(choice.tree, [self.drafted]) if self.ahead else choice.tree
+            self.drafted = made = choice.tree if form == choice.tree else self.forms[-1]
             kept = self.random.random(batch)[:, None] < reached(profile, form, self.width)[None]  # a prefix is accepted
-            seconds = self._seconds(batch, form) if form == choice.tree else None
+            seconds = self._seconds(batch, form) if form == made else None
             self.policy.observe(batch, form, seconds, kept.sum(1).tolist())
             spent += self.cost(batch, form)
             needed += self.cost(batch, best) * self.tokens(profile, form) / self.tokens(profile, best)

@@ -99,7 +99,7 @@ class Adaptive:
             self.tree, reason = best, "fastest"
         trial, self.trial = self.trial, None  # the second step of an exploration
         if trial is None and (trial := self._neighbour(batch)) is not None:
-            self.explored, self.trial = self.step, trial if self._twice(batch, trial) else None
+            self.explored, self.trial = self.step, trial if trial.nodes > self.tree.nodes else None
             self.credit -= self._price(batch, trial)
         if trial is None:
             return Choice(self.tree, reason, rates)
@@ -146,13 +146,10 @@ class Adaptive:
     def _age(self, batch: int, form: Tree) -> int:
         return self.step - self.ran.get((self.costs.bucket(batch), form), -LONG)
 
-    def _twice(self, batch: int, form: Tree) -> bool:
-        """One step tells the acceptance, which is all that is missing without speculation; two tell the cost."""
-        return self.tree != NOTHING or self._age(batch, form) >= LONG
-
     def _price(self, batch: int, form: Tree) -> float:
-        """What exploring this form loses, as far as one knows."""
-        return (1 + self._twice(batch, form)) * max(0.0, self._loss(batch, form))
+        """What exploring this form loses, as far as one knows: a larger one is drafted first, after a smaller one the
+        best must be drafted again."""
+        return 2 * max(0.0, self._loss(batch, form))
 
     def _neighbour(self, batch: int) -> Tree | None:
         """A neighbour of the best form, if it is time and the credit lasts: of two, the one that ran longer ago.

@@ -116,7 +116,7 @@ class Expected:
 
     def _bases(self) -> dict[Tree | None, float]:
         """Of chains (None) and trees: more nodes keep no fewer. The less known looks better than it was seen to be."""
-        kinds = {None: self.chain, **self.trees}
+        kinds: dict[Tree | None, Ratio] = {None: self.chain, **self.trees}
         spread, pooled = CURIOSITY * sqrt(1 + self.level.value), rising(list(kinds.values()))
         return {
             name: base * (1 + spread * kind.error) / (1 + spread * self.chain.error)
