@@ -116,11 +116,11 @@ class Expected:
 
     def _bases(self) -> dict[Tree | None, float]:
         """Of chains (None) and trees: more nodes keep no fewer. The less known looks better than it was seen to be."""
-        kinds: dict[Tree | None, Ratio] = {None: self.chain, **self.trees}
-        spread, pooled = CURIOSITY * sqrt(1 + self.level.value), rising(list(kinds.values()))
+        names, kinds = [None, *self.trees], [self.chain, *self.trees.values()]
+        spread = CURIOSITY * sqrt(1 + self.level.value)
         return {
             name: base * (1 + spread * kind.error) / (1 + spread * self.chain.error)
-            for (name, kind), base in zip(kinds.items(), pooled, strict=True)
+            for name, kind, base in zip(names, kinds, rising(kinds), strict=True)
         }
 
 
