@@ -33,7 +33,7 @@ TREES = 3  # at most so many of them to choose from
 def forms(k_most: int, tree: int = 0) -> tuple[Tree, ...]:
     """What there is to choose from: nothing, chains up to K, and trees of that depth with up to `tree` nodes."""
     chains = (*(k for k in CHAINS if k < k_most), k_most)
-    sizes = [nodes for n in range(TREES) if k_most < (nodes := (SMALLEST << n) - 1) < tree]
+    sizes = [size for n in range(TREES) if k_most < (size := (SMALLEST << n) - 1) < tree]
     nodes = (*sizes[1 - TREES :], tree) if tree else ()
     return (*(Tree(k, k) for k in chains), *(Tree(k_most, n) for n in nodes))
 

@@ -53,7 +53,7 @@ class Acceptance:
 
 
 class Ratio:
-    """What was kept, against what was expected: decaying sums, which fade to the weight of the beginning, not to none."""
+    """What was kept, against what was expected: decaying sums, which fade to the weight of the beginning."""
 
     def __init__(self, value: float, weight: float) -> None:
         self.kept, self.weight, self.least = value * weight, weight, weight

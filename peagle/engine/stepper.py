@@ -1,8 +1,9 @@
 """One step of a batch, on the device from end to end: verify -> accept -> draft.
 
 The host says which places take part, and the form of what is verified and of what is drafted (peagle/tree.py);
-everything else is in `Places`. On a GPU a step is two CUDA graphs, per size of the batch and form: up to the target's tokens, and from them to the next drafts;
-between the two, logits are processed where a request wants more than the likeliest token.
+everything else is in `Places`. On a GPU a step is two CUDA graphs, per size of the batch and form: up to the
+target's tokens, and from them to the next drafts; between the two, logits are processed where a request wants more
+than the likeliest token.
 """
 
 from collections.abc import Hashable
@@ -104,7 +105,8 @@ class Stepper:
         count = len(at)
         batch = bucket(count) if self.places.device.type == "cuda" else count
         index = self._index(at, batch)
-        drafts = self.places.trees.chain[index[:count], : tree.k].tolist() if masks is not None else []  # before the pass
+        chains = self.places.trees.chain
+        drafts = chains[index[:count], : tree.k].tolist() if masks is not None else []  # before the pass
         verify, settle = keys_of(batch, tree, made)
         block: Block = self.graphs.run(verify, lambda: self.verify(index, tree))
         logits, tokens = block.logits[:count], block.tokens[:count]

@@ -74,9 +74,7 @@ def reference(
     return out
 
 
-def seen_keys(
-    first: int, count: int, at: Tensor, window: int, tree: tuple[Tensor, Tensor] | None, both: int
-) -> Tensor:
+def seen_keys(first: int, count: int, at: Tensor, window: int, tree: tuple[Tensor, Tensor] | None, both: int) -> Tensor:
     """[rows, keys]: which of the keys at positions `at` each row of a request sees. `tree`: its masks and positions."""
     if tree is not None:
         masks, positions = tree
@@ -251,8 +249,8 @@ def paged_attention(
     )  # fmt: skip
     _kernel[(batch, kv_heads, blocks * splits)](
         query, key_cache, value_cache, tables, starts, counts, first, query if sinks is None else sinks,
-        masks, positions, out, parts, tops, totals, arrived, steps, cap, EVERYTHING if window is None else window, tables.shape[1],
-        *strides, **sizes,
+        masks, positions, out, parts, tops, totals, arrived, steps, cap, EVERYTHING if window is None else window,
+        tables.shape[1], *strides, **sizes,
     )  # fmt: skip
     return out
 
