@@ -89,7 +89,8 @@ class LoadedPair:
         """The target's answer; `on_text` receives it as it grows.
 
         `exact`: bit-equal with and without drafts, in any dtype; None: where it is needed and can be had.
-        `int8`: matrices in 8 bits, on a CPU. `tree`: drafts are a tree of so many nodes; 0: a chain. `sampling`: the fields of core.Sampling.
+        `int8`: matrices in 8 bits, on a CPU. `tree`: drafts are a tree of so many nodes; 0: a chain.
+        `sampling`: the fields of core.Sampling.
         """
         chosen = parse_method(method or self.pair.method)
         k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0

@@ -272,7 +272,8 @@ def takes(batch: int, width: int, pages: int, device: str, dtype: torch.dtype) -
 def some_tree(batch: int, k: int, nodes: int, wide: bool, seed: int = 0) -> tuple[Tensor, Tensor, grow.Trees]:
     """(logp, tokens, the trees grown from them)"""
     logits = some(batch, k, 16 if wide else 1, 16, seed=seed) * 2
-    tokens = torch.stack([torch.randperm(99, generator=torch.Generator().manual_seed(i))[:16] for i in range(batch * k)])
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.stack([torch.randperm(99, generator=generator)[:16] for _ in range(batch * k)])
     logp, tokens = logits.log_softmax(-1), tokens.view(batch, k, 16)
     trees = no_trees(batch, k, nodes)
     grow.reference(logp, tokens, nodes, torch.arange(batch), trees)
@@ -310,7 +311,7 @@ def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> No
     ends = first + torch.randint(1, k + 3, (batch,), generator=generator).int()
     results = []
     for run in (walk.walk, walk.reference):
-        state = [x.to(device) for x in (torch.zeros(places).int(), torch.ones(places).int(), torch.zeros(places).long())]
+        state = [torch.ones(places, dtype=kind, device=device) for kind in (torch.int32, torch.int32, torch.int64)]
         given = [x.to(device) for x in (tokens, ids, tree.parents, tree.depths, tree.masks, first, ends, index)]
         results.append((*run(*given, *state, k), *state))
     kept, _, path, flat, path_ids, path_tokens = (x.cpu() for x in results[1][:6])
@@ -321,7 +322,8 @@ def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> No
     for b in range(batch):  # the rule, spelled out
         row, length = 0, 0
         while length < ends[b] - 1 - first[b]:
-            below = [n + 1 for n in range(nodes) if tree.parents[index[b], n] == row and ids[b, n + 1] == tokens[b, row]]
+            children = [n + 1 for n in range(nodes) if tree.parents[index[b], n] == row]
+            below = [child for child in children if ids[b, child] == tokens[b, row]]
             if not below:
                 break
             row, length = below[0], length + 1
@@ -367,7 +369,8 @@ def pairs_up(batch: int, k: int, rank: int, device: str, dtype: torch.dtype) -> 
     logits = (some(rows, size) * 2).to(device)
     factor = torch.linspace(0.5, 1.5, rows, device=device)
     ids, values, totals = candidates.reference(logits, factor, 16)
-    here, before, after = ((some(n, rank, seed=i) / rank**0.5).to(device, dtype) for i, n in enumerate((rows, size, size)))
+    drawn = (some(n, rank, seed=i) / rank**0.5 for i, n in enumerate((rows, size, size)))
+    here, before, after = (x.to(device, dtype) for x in drawn)
     given = ids, values, totals, factor, here, before, after * 3, k
     found, wanted = pairs.pairs(*given), pairs.reference(*given)
     near(found, wanted, 40)
@@ -390,7 +393,8 @@ def takes_trees(batch: int, nodes: int, device: str, dtype: torch.dtype) -> None
         for name, a, b in zip(found._fields, found, wanted, strict=True):
             assert (a is b is None) or (a.dtype == b.dtype and torch.equal(a, b)), name
         stored = found.slots[found.slots >= 0]
-        assert len(stored) == len(stored.unique()) and found.positions.view(batch, width)[:, 0].equal(found.first.long())
+        assert len(stored) == len(stored.unique())
+        assert found.positions.view(batch, width)[:, 0].equal(found.first.long())
 
 
 def attends_trees(heads: int, kv_heads: int, nodes: int, device: str, dtype: torch.dtype, **switches: Any) -> None:
@@ -430,7 +434,8 @@ def attends_both_ways(both: int, device: str, dtype: torch.dtype) -> None:
     tables, starts = torch.arange(6).view(2, 3).int(), torch.tensor([0, 7]).int()
     query, caches = some(10, 4, d), some(2, 6 * page, 2, d)
     args = [x.to(device, dtype) for x in (query, caches[0], caches[1])]
-    given = (*args, *(x.to(device) if isinstance(x, Tensor) else x for x in (tables, page, starts, counts, first)), 7, d**-0.5)
+    ints = [x.to(device) for x in (starts, counts, first)]
+    given = (*args, tables.to(device), page, *ints, 7, d**-0.5)
     wanted, causal = (paged_attention.reference(*given, both=n) for n in (both, 0))
     for splits in (None, 1, 3):
         near(paged_attention.paged_attention(*given, both=both, splits=splits), wanted, 4)

@@ -34,8 +34,8 @@ def attend(
         )  # fmt: skip
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if cpu.attend(
-        query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale, window, out,
-        rows.masks, rows.positions, rows.both,
+        query, keys, values, rows.tables, rows.page, rows.starts, rows.counts, rows.first, rows.most, scale, window,
+        out, rows.masks, rows.positions, rows.both,
     ):  # fmt: skip
         return out
     key = window, query.shape[1] // keys.shape[1]

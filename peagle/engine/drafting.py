@@ -67,8 +67,11 @@ class Drafting:
         if isinstance(self.fc, Weight):
             self.fc.quantise()
 
-    def draft(self, verified: Verified, tree: Tree, index: Tensor, trees: Trees) -> None:
-        """What comes next, to the places `index` [B] of `trees`; with K = 0 only the context is kept up."""
+    def draft(self, verified: Verified, tree: Tree, index: Tensor, trees: Trees) -> Tensor | None:
+        """What comes next, to the places `index` [B] of `trees`; with K = 0 only the context is kept up.
+
+        Returns the outlook of the chain, where there is one.
+        """
         width = max(tree.k, 1) if self.parallel else 1
         made = expand(
             verified.block, verified.kept, verified.newest, verified.first, self.fc(verified.hidden),
@@ -83,8 +86,23 @@ class Drafting:
             both=self.both(tree.k),
         )  # fmt: skip
         normed, stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
-        if tree.k:
-            self.look_ahead(normed, stream, made.sampled, verified, tree, index, trees)
+        if not tree.k:
+            return None
+        self.look_ahead(normed, stream, made.sampled, verified, tree, index, trees)
+        return self.outlook(normed[made.sampled], trees.chain[index, : tree.k])
+
+    def outlook(self, normed: Tensor, chain: Tensor) -> Tensor | None:
+        """[B, K]: is a draft accepted, given that those before it are? As the drafter's confidence output says.
+
+        On a CPU alone: a host that plans a step ahead would learn of it too late.
+        """
+        if self.drafter.confidence is None or normed.is_cuda:
+            return None
+        rows = normed.unflatten(0, chain.shape)
+        if self.drafter.dependency is not None and chain.shape[1] > 1:
+            before = self.drafter.embed(chain[:, :-1].flatten()).view_as(rows[:, 1:])
+            rows = torch.cat([rows[:, :1], self.drafter.dependency(rows[:, 1:], before)], 1)
+        return self.drafter.confidence(rows)[..., 0].sigmoid()
 
     def both(self, k: int) -> int:
         """Mask rows that see each other."""

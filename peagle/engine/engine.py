@@ -61,7 +61,7 @@ class Engine:
         graphs: bool = True,
         thread: bool = True,
     ) -> None:
-        """`tree`: nodes of a candidate tree. With a fixed K it is one of so many; with automatic K up to so many, if that
+        """`tree`: nodes of a candidate tree. A fixed K has a tree of so many; automatic K one of up to so many, if it
         pays. 0: chains only; None: chains, and for automatic K on a GPU trees of up to 31.
 
         `tokens`: positions that fit the pages, all requests together; `chunk`: prompt tokens of one step.
@@ -288,7 +288,9 @@ def largest_form(k: int, tree: int, drafter: Drafter | None, exact: bool | None)
     return Tree(k, tree)
 
 
-def page_count(pair: LoadedPair, drafter: Any, tokens: int | None, page: int, batch: int, context: int, nodes: int) -> int:
+def page_count(
+    pair: LoadedPair, drafter: Any, tokens: int | None, page: int, batch: int, context: int, nodes: int
+) -> int:
     """As many as asked for; else what a GPU has room for, or a modest number on a CPU; never more than can be used."""
     most = batch * -(-(context + nodes + 1) // page)
     if tokens is not None:

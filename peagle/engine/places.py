@@ -62,8 +62,8 @@ class Places:
         else:
             _, nodes, _, depths, masks = self.trees
             taken = take(at, tree.nodes + 1, self.page, *state, nodes, depths, masks)
-        _, positions, slots, tables, starts, counts, first, _, masks = taken
-        return taken, RowPass(positions, slots, tables, starts, counts, first, tree.nodes + 1, self.page, masks)
+        _, positions, slots, tables, starts, counts, first, _, seen = taken
+        return taken, RowPass(positions, slots, tables, starts, counts, first, tree.nodes + 1, self.page, seen)
 
 
 def no_trees(places: int, largest: Tree, device: torch.device) -> Trees:

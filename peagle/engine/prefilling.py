@@ -63,7 +63,8 @@ class Prefilling:
         graphs: bool,
         masks: Masks | None = None,
     ) -> Result | None:
-        """Consumes the chunks; `tree`: the form of the drafts behind prompts. `processing`, `masks` and the result: of those that end a prompt and have no answer."""
+        """Consumes the chunks; `tree`: the form of the drafts behind prompts. `processing`, `masks` and the
+        result: of those that end a prompt and have no answer."""
         size = self.size(chunks, tree.k, graphs)
         vector = self._upload(numbers_of(chunks, at, size, self.places.count), size, graphs)
         part = views_of(vector, size)

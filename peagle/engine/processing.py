@@ -3,7 +3,7 @@
     logits  [B, R, V]    row 0 follows what was emitted, row i the i drafts behind it
     drafts  [B, R - 1]   any ids of the vocabulary: a row is used only if all drafts before it were accepted
     emitted [B]          tokens emitted so far: row i decides position emitted + i of the answer
-    masks   [B, R]       of trees (peagle/tree.py): row i follows those it has bits for, and decides as many positions on
+    masks   [B, R]       of trees (peagle/tree.py): row i follows the drafts it has bits for
 
 The token of a row is the argmax of its processed logits, or the inverse of their CDF at the uniform number of its
 position: what `peagle.sampling.choose` says for the same seed. Since each row is processed with its own history, the

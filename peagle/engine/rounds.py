@@ -40,6 +40,7 @@ class Seat:
     place: int | None = None
     history: History | None = None
     drafted: Tree = NOTHING  # what waits to be verified: of a tree, the chain of its depth too
+    outlook: list[float] | None = None  # how the drafter judges its drafts that wait
     table: int = 0  # pages the device knows
 
     def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
@@ -156,7 +157,7 @@ class Rounds:
         )  # fmt: skip
         with self.lock:
             for chunk, member in chunks:
-                member.seat.drafted = made
+                member.seat.drafted, member.seat.outlook = made, None
                 if not chunk.request.finished:
                     self.scheduler.prefilled(chunk)
         if result is not None:
@@ -166,7 +167,7 @@ class Rounds:
 
     def _decode(self, members: list[Member], alone: bool) -> None:
         """`alone`: no prefill runs in the same round."""
-        choice, masks = self.chooser.choose(len(members)), self._masks(members)
+        choice, masks = self.chooser.choose(len(members), self._outlook(members)), self._masks(members)
         wanted = choice.tree if masks is None else Tree(choice.tree.k, choice.tree.k)  # a grammar follows a chain
         self.metrics.k, self.metrics.nodes, self.metrics.k_reason = wanted.k, wanted.nodes, choice.reason
         tree = available(wanted, [member.seat.drafted for member in members])
@@ -177,14 +178,22 @@ class Rounds:
         result = self.stepper.decode(
             [member.place for member in members], tree, made, self._process(members), self._top(members), masks
         )
+        outlook = [None] * len(members) if result.outlook is None else result.outlook.tolist()
         with self.lock:
-            for member in members:
+            for member, judged in zip(members, outlook, strict=True):
                 member.request.ahead += tree.k + 1
-                member.seat.drafted = made
+                member.seat.drafted, member.seat.outlook = made, judged
         requests = [member.request for member in members]
         self._launch(result, requests, tree, started=started, timed=alone and tree == made)
         self.metrics.steps += 1
         self.metrics.k_steps[tree.nodes] += 1
+
+    def _outlook(self, members: list[Member]) -> list[float] | None:
+        """Of each position the mean, as far as all of them reach; None if somebody has none."""
+        judged = [member.seat.outlook for member in members if member.seat.outlook is not None]
+        if len(judged) < len(members):
+            return None
+        return [sum(column) / len(column) for column in zip(*judged, strict=False)]
 
     def _process(self, members: list[Member]) -> Processing | None:
         """None: every request takes the likeliest token and nothing else. Built anew only when the batch changes."""

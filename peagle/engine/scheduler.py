@@ -49,12 +49,13 @@ class Scheduler:
     ) -> None:
         """`chunk`: prefill tokens of one plan; `context`: the most tokens of a request, its answer included; `slack`:
         positions behind the end of an answer that its last step may still look at (drafts count as in any other step),
-        `spare`: so many of them also behind the context (the rows of a tree lie side by side); `reserve`: a request has all the pages it may need from its admission on, so that nobody is ever preempted.
+        `spare`: so many of them also behind the context (the rows of a tree lie side by side); `reserve`: a
+        request has all the pages it may need from its admission on, so that nobody is ever preempted.
         """
         assert max_batch >= 1 and chunk >= 1 and context >= 2
         self.pages, self.max_batch, self.chunk, self.slack, self.reserve = pages, max_batch, chunk, slack, reserve
         self.spare = spare
-        self.context = min(context, pages.count * pages.size - spare)  # what is no longer fits the pages, at least alone
+        self.context = min(context, pages.count * pages.size - spare)  # fits the pages, at least alone
         self.waiting = FairQueue(max_queue)
         self.running: list[Request] = []  # in the order of admission
         self.live: dict[str, Request] = {}  # waiting or running

@@ -1,9 +1,10 @@
 """The stages between the target's logits and its token, each for the requests of a batch that want it.
 
 A stage maps logits [n, R, V], drafts [n, R - 1], position [n, R] (of each row, in its answer) and before [1 or n, R,
-R - 1] to logits [n, R, V]. Row i's history is what was emitted and the drafts that before[:, i] marks. `STAGES` is the order: what is added and forbidden, penalties
-(repetition as transformers has it, frequency and presence as OpenAI has them), then the order and the arithmetic of
-`peagle.sampling.probabilities`. Parameters are columns on the device, so that one pass serves requests that differ.
+R - 1] to logits [n, R, V]. Row i's history is what was emitted and the drafts that before[:, i] marks. `STAGES` is the
+order: what is added and forbidden, penalties (repetition as transformers has it, frequency and presence as OpenAI
+has them), then the order and the arithmetic of `peagle.sampling.probabilities`.
+Parameters are columns on the device, so that one pass serves requests that differ.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """One step of a batch, on the device from end to end: verify -> accept -> draft.
 
 The host says which places take part, and the form of what is verified and of what is drafted (peagle/tree.py);
-everything else is in `Places`. On a GPU a step is two CUDA graphs, per size of the batch and form: up to the target's tokens, and from them to the next drafts;
-between the two, logits are processed where a request wants more than the likeliest token.
+everything else is in `Places`. On a GPU a step is two CUDA graphs, per size of the batch and form: up to the
+target's tokens, and from them to the next drafts; between the two, logits are processed where a request wants more
+than the likeliest token.
 """
 
 from collections.abc import Hashable
@@ -104,7 +105,8 @@ class Stepper:
         count = len(at)
         batch = bucket(count) if self.places.device.type == "cuda" else count
         index = self._index(at, batch)
-        drafts = self.places.trees.chain[index[:count], : tree.k].tolist() if masks is not None else []  # before the pass
+        chains = self.places.trees.chain
+        drafts = chains[index[:count], : tree.k].tolist() if masks is not None else []  # before the pass
         verify, settle = keys_of(batch, tree, made)
         block: Block = self.graphs.run(verify, lambda: self.verify(index, tree))
         logits, tokens = block.logits[:count], block.tokens[:count]
@@ -116,16 +118,16 @@ class Stepper:
             emitted = self.places.emitted[index[:count]]
             seen = None if tree.chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
-        packed, rows = self.graphs.run(settle, lambda: self.settle(index, block, tree, made))
+        packed, rows, outlook = self.graphs.run(settle, lambda: self.settle(index, block, tree, made))
         packed = packed[:count]
         told, kept = packed[:, :-2], packed[:, -2]
         if processing is not None:
             processing.commit(told, kept)
         if top is None:
-            return Result(packed)
+            return Result(packed, outlook=outlook)
         if rows is not None:
             logits = block.logits.flatten(0, 1)[rows].unflatten(0, (batch, -1))[:count]
-        return Result(packed, logprobs(logits, told, top))
+        return Result(packed, logprobs(logits, told, top), outlook)
 
     def verify(self, index: Tensor, tree: Tree) -> Block:
         """The target consumes the newest token and the drafts of each place."""
@@ -145,12 +147,13 @@ class Stepper:
         rows = None if tree.chain else walked.rows
         if rows is not None:
             self.memory.settle(first, walked.kept, walked.path, tables)
+        outlook = None
         if self.drafting is not None:
             hidden = block.hidden if rows is None else block.hidden[rows]
             verified = Verified(walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends)
-            self.drafting.draft(verified, made, index, self.places.trees)
+            outlook = self.drafting.draft(verified, made, index, self.places.trees)
         packed = torch.cat([walked.tokens, walked.kept[:, None], broken(block.tops)[:, None]], 1)
-        return Settled(packed, rows)
+        return Settled(packed, rows, outlook)
 
     def _accept(self, index: Tensor, block: Block, tree: Tree) -> Walked:
         """What holds, as a chain: of a tree its accepted path."""

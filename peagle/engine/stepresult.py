@@ -13,6 +13,7 @@ class Settled(NamedTuple):
 
     packed: Tensor  # [B, K + 3], see Result
     rows: Tensor | None  # [B * (K + 1)] of a tree: the accepted path among all rows
+    outlook: Tensor | None  # [B, K] of the new chains, where the drafter has a confidence output
 
 
 @dataclass(slots=True)
@@ -24,3 +25,4 @@ class Result:
 
     packed: Tensor
     logprobs: Logprobs | None = None
+    outlook: Tensor | None = None  # see Settled; on a CPU alone

@@ -85,7 +85,8 @@ def attend(
     tree = [None if x is None or masks is None else x.long().contiguous() for x in (masks, positions)]
     lib.functions["attend", query.dtype](
         query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), *(x.data_ptr() for x in numbers),
-        *(None if x is None else x.data_ptr() for x in tree), out.data_ptr(), both, len(tables), most, heads, kv_heads, d, page, tables.shape[1], query.stride(0), out.stride(0),
+        *(None if x is None else x.data_ptr() for x in tree), out.data_ptr(), both, len(tables),
+        most, heads, kv_heads, d, page, tables.shape[1], query.stride(0), out.stride(0),
         EVERYTHING if window is None else window, scale, torch.get_num_threads(),
     )  # fmt: skip
     return True

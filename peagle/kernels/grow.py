@@ -4,8 +4,8 @@ Of all children of what has been taken the likeliest is taken, again and again: 
 (row, candidate), all in one program's registers. The chain is the likeliest candidate of each depth, behind the one
 before.
 
-Shapes: logp [B, K, J, M], J = M or 1; tokens [B, K, M] int64, the candidates' ids in the target's vocabulary; index [B]:
-the places whose trees they become. Of every place (`Trees`): chain [P, K..], nodes [P, N..] int64; parents, depths
+Shapes: logp [B, K, J, M], J = M or 1; tokens [B, K, M] int64, the candidates' ids for the target; index [B]: the
+places whose trees they become. Of every place (`Trees`): chain [P, K..], nodes [P, N..] int64; parents, depths
 [P, N..] int32; masks [P, N.. + 1] int64.
 """
 

@@ -52,11 +52,12 @@ class Work:
         """rows: a RowPass; table [positions, rot] of angles; width: numbers a row needs on its way."""
         held = (
             rows.positions.long().contiguous(), rows.slots.long().contiguous(),
-            None if rows.masks is None else rows.masks.contiguous(), *(x.int().contiguous() for x in (rows.tables, rows.starts, rows.counts, rows.first)), table,
+            None if rows.masks is None else rows.masks.contiguous(),
+            *(x.int().contiguous() for x in (rows.tables, rows.starts, rows.counts, rows.first)), table,
         )  # fmt: skip
         count = len(rows.slots)
-        sizes = rows.both, count, len(rows.tables), rows.most, rows.page, rows.tables.shape[1], table.shape[1], len(table)
-        made = Pass(*(None if x is None else x.data_ptr() for x in held), *sizes, torch.get_num_threads())
+        sizes = count, len(rows.tables), rows.most, rows.page, rows.tables.shape[1], table.shape[1], len(table)
+        made = Pass(*(None if x is None else x.data_ptr() for x in held), rows.both, *sizes, torch.get_num_threads())
         return Work(made, held, torch.empty(count * width, dtype=torch.bfloat16))
 
 

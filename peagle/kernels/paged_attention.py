@@ -74,9 +74,7 @@ def reference(
     return out
 
 
-def seen_keys(
-    first: int, count: int, at: Tensor, window: int, tree: tuple[Tensor, Tensor] | None, both: int
-) -> Tensor:
+def seen_keys(first: int, count: int, at: Tensor, window: int, tree: tuple[Tensor, Tensor] | None, both: int) -> Tensor:
     """[rows, keys]: which of the keys at positions `at` each row of a request sees. `tree`: its masks and positions."""
     if tree is not None:
         masks, positions = tree
@@ -222,6 +220,8 @@ def paged_attention(
     group, block_d = heads // kv_heads, max(16, triton.next_power_of_2(d))
     wide = query.element_size() == 4
     block_rows = min(max(ROWS, triton.next_power_of_2(most * group)), MOST_WIDE if wide else MOST_ROWS)
+    if batch * kv_heads * triton.cdiv(most * group, ROWS) <= PROGRAMS:  # few: small blocks spread over the GPU
+        block_rows = ROWS
     blocks = triton.cdiv(most * group, block_rows)
     splits = splits or min(max(PROGRAMS // (batch * kv_heads * blocks), 1), MOST_SPLITS)
     sizes: dict[str, Any] = {
@@ -251,8 +251,8 @@ def paged_attention(
     )  # fmt: skip
     _kernel[(batch, kv_heads, blocks * splits)](
         query, key_cache, value_cache, tables, starts, counts, first, query if sinks is None else sinks,
-        masks, positions, out, parts, tops, totals, arrived, steps, cap, EVERYTHING if window is None else window, tables.shape[1],
-        *strides, **sizes,
+        masks, positions, out, parts, tops, totals, arrived, steps, cap, EVERYTHING if window is None else window,
+        tables.shape[1], *strides, **sizes,
     )  # fmt: skip
     return out
 

@@ -5,8 +5,8 @@ For row k of a block and its candidate i, behind candidate j of row k - 1:
     logit[j, i] = value[i] + factor * silu(here + before[j]) . after[i]        row 0: value[i]
     logp[j, i]  = logit[j, i] - log(sum over i of exp(logit[j, i]) + rest)     rest: what the other tokens had
 
-Shapes: ids [T, M] of rows in blocks of K, values [T, M], totals and factor [T] (of `candidates`); here [T, r]; before and
-after [V, r], a row a token of the draft vocabulary. Result [T, M, M] float32.
+Shapes: ids [T, M] of rows in blocks of K, values [T, M], totals and factor [T] (of `candidates`); here [T, r]; before
+and after [V, r], a row a token of the draft vocabulary. Result [T, M, M] float32.
 """
 
 import torch

@@ -120,6 +120,7 @@ def take(
     assert depths is None or (depths.stride() == drafts.stride() and masks is not None and masks.stride(1) == 1)
     _kernel[(batch,)](
         index, tables, lengths, ends, newest, drafts, depths, masks, *made, pages, tables.stride(0), drafts.stride(0),
-        0 if masks is None else masks.stride(0), TREE=masks is not None, WIDTH=width, PAGE=page, BLOCK_R=triton.next_power_of_2(width), BLOCK_P=128, num_warps=1,
+        0 if masks is None else masks.stride(0), TREE=masks is not None, WIDTH=width, PAGE=page,
+        BLOCK_R=triton.next_power_of_2(width), BLOCK_P=128, num_warps=1,
     )  # fmt: skip
     return made

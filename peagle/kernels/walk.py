@@ -2,8 +2,8 @@
 
 The target has read the newest token (row 0) and the nodes of a tree (rows 1..N), and says what follows each row. A node
 holds if it is what the target says at its parent's row; it counts if its ancestors hold too. Two children of a row are
-two different tokens, so what counts is a path. With sampling this is exact as well: the target's token at a row is drawn
-once, so a row's children are tried one after another against what is left of the distribution.
+two different tokens, so what counts is a path. With sampling this is exact as well: the target's token at a row is
+drawn once, so a row's children are tried one after another against what is left of the distribution.
 
     tree a ab ab' a' (rows 1..4), the target says a at row 0, b' at row 1, c at row 3  ->  path 0 1 3, kept 2, newest c
 
@@ -65,7 +65,8 @@ if triton is not None:
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
         tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest,
-        kept, bonus, path, flat, path_ids, path_tokens, nodes_row, masks_row, ROWS: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+        kept, bonus, path, flat, path_ids, path_tokens, nodes_row, masks_row,
+        ROWS: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0)
         place = tl.load(index + b)
