@@ -101,7 +101,7 @@ def grow(logp: Tensor, tokens: Tensor, nodes: int, index: Tensor, trees: Trees) 
         return
     batch, k, width, count = logp.shape
     assert logp.is_contiguous() and tokens.is_contiguous() and tokens.shape == (batch, k, count)
-    assert all(x.stride(1) == 1 for x in trees) and trees.nodes.stride() == trees.parents.stride()
+    assert all(x.stride(1) == 1 for x in trees) and (not nodes or trees.nodes.stride() == trees.parents.stride())
     _kernel[(batch,)](
         logp, tokens, index, *trees, trees.chain.stride(0), trees.nodes.stride(0), trees.masks.stride(0),
         K=k, WIDTH=width, COUNT=count, NODES=nodes, BLOCK_N=triton.next_power_of_2(nodes + 1),
