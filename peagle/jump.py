@@ -15,12 +15,13 @@ from peagle.drafter import Drafter
 from peagle.errors import UserError
 from peagle.evaluate import Advance, Evaluation, SetResult, Settings, summarise
 from peagle.target import Target
-from peagle.train.acceptance import acceptance
+from peagle.train.acceptance import acceptance, tree_acceptance
 from peagle.train.answered import answer_tasks
 from peagle.train.documents import Documents
 from peagle.train.features import Features, packable
 from peagle.train.passes import Passes
 from peagle.train.rule import MOST_DEPTHS
+from peagle.tree import Tree
 
 if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
@@ -45,7 +46,7 @@ def jump(
     walk = Walk(drafter, target)
     for (name, temperature), (documents, skipped) in answers.items():
         told = {"set": name, "temperature": temperature, "tasks": len(sets[name]), "skipped": skipped}
-        results += walk(documents, settings.ks, told)
+        results += walk(documents, settings.ks, told, settings.tree)
         advance(f"{name} T={temperature:g} drafted")
     walk.features.release()
     dtype = str(target.dtype).removeprefix("torch.")
@@ -63,10 +64,18 @@ class Walk:
         if self.cuda:
             self.passes.compile()
 
-    def __call__(self, documents: Documents, ks: Sequence[int], told: dict[str, Any]) -> list[SetResult]:
-        """A result for each K; an answer's first token, the prefill's, is counted with the others."""
+    def __call__(
+        self, documents: Documents, ks: Sequence[int], told: dict[str, Any], nodes: int = 0
+    ) -> list[SetResult]:
+        """A result for each K, of chains or of trees; an answer's first token, the prefill's, is counted with the
+        others."""
         start = time.perf_counter()
-        steps = acceptance(self.passes, self.features, documents, ks, self.tokens, self.cuda)
+        how = self.tokens, self.cuda
+        if nodes:
+            found = tree_acceptance(self.passes, self.features, documents, [Tree(k, nodes) for k in ks], *how)
+            steps = {tree.k: walked for tree, walked in found.items()}
+        else:
+            steps = acceptance(self.passes, self.features, documents, ks, *how)
         spent = time.perf_counter() - start
-        found = {k: summarise(steps[k], k) for k in ks}
-        return [replace(one, tokens=one.tokens + len(documents), seconds=spent, **told) for one in found.values()]
+        results = {k: summarise(steps[k], k) for k in ks}
+        return [replace(one, tokens=one.tokens + len(documents), seconds=spent, **told) for one in results.values()]

@@ -64,28 +64,25 @@ class Grown(NamedTuple):
 
 def grow(logp: Tensor, nodes: int) -> Grown:
     """logp [B, K, J, M]: of candidate i at depth k + 1 behind candidate j of the depth before; J = 1 where it does not
-    depend on that one. Behind the newest token j is 0. Of equals the one whose parent came first."""
-    trees = [_grow(one, nodes) for one in logp.float().cpu()]
-    candidate, parent, depth, masks = (torch.tensor([tree[i] for tree in trees]) for i in range(4))
-    device = logp.device
-    return Grown(candidate.to(device), parent.int().to(device), depth.int().to(device), masks.to(device))
+    depend on that one. Behind the newest token j is 0.
 
-
-def _grow(logp: Tensor, nodes: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """The definition: of all children of what has been taken, take the likeliest, again and again."""
-    k, width, _ = logp.shape
-    children = torch.full((nodes + 1, logp.shape[2]), -torch.inf)  # of each row
-    children[0] = logp[0, 0]
-    candidate, parent, depth, masks = [], [], [0], [1]
+    The definition: of all children of what has been taken, take the likeliest, again and again; of equals the one whose
+    parent came first.
+    """
+    batch, k, width, count = logp.shape
+    each = torch.arange(batch, device=logp.device)
+    children = logp.new_full((batch, nodes + 1, count), -torch.inf)  # of each row
+    children[:, 0] = logp[:, 0, 0]
+    candidate, parent, depth = torch.zeros(3, batch, nodes + 1, dtype=torch.long, device=logp.device)
+    masks = torch.ones_like(parent)
     for row in range(1, nodes + 1):
-        at = int(children.argmax())
-        above, chosen = divmod(at, logp.shape[2])
-        total = float(children[above, chosen])
-        children[above, chosen] = -torch.inf
-        candidate.append(chosen)
-        parent.append(above)
-        depth.append(depth[above] + 1)
-        masks.append(masks[above] | 1 << row)
-        if depth[row] < k:
-            children[row] = total + logp[depth[row], chosen if width > 1 else 0]
-    return candidate, parent, depth[1:], masks
+        at = children.flatten(1).argmax(1)
+        above, chosen = at // count, at % count
+        total = children[each, above, chosen]
+        children[each, above, chosen] = -torch.inf
+        deep = depth[each, above] + 1
+        candidate[:, row], parent[:, row], depth[:, row] = chosen, above, deep
+        masks[:, row] = masks[each, above] | 1 << row
+        more = logp[each, deep.clamp(max=k - 1), chosen if width > 1 else 0]
+        children[:, row] = torch.where((deep < k)[:, None], total[:, None] + more, -torch.inf)
+    return Grown(candidate[:, 1:], parent[:, 1:].int(), depth[:, 1:].int(), masks)

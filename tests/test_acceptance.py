@@ -6,15 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.core import Method, Sampling, Step
+from peagle.core import Method, Pair, Sampling, Step, TargetSource
 from peagle.decode import decode
+from peagle.loaded import LoadedPair
 from peagle.proposer import proposer_for
 from peagle.train import acceptance as module
-from peagle.train.acceptance import acceptance, answers, draft_everywhere, length_of, rows_everywhere, walk
+from peagle.train.acceptance import (
+    acceptance,
+    answers,
+    chain_matches,
+    draft_everywhere,
+    length_of,
+    rows_everywhere,
+    tree_acceptance,
+    walk,
+)
 from peagle.train.documents import join
 from peagle.train.features import Features
 from peagle.train.pack import Pack, pack
 from peagle.train.passes import Passes
+from peagle.tree import Tree
 from tests.conftest import AUX
 from tests.training import RUNGS, Trained, trained
 
@@ -49,7 +60,8 @@ def packed_of(conversations: list[Turns]) -> Pack:
 
 def walked(one: Trained, packed: Pack, k: int, most: int = 0) -> list[Step]:
     passes, features = Passes(one.drafter), Features(one.target, AUX)
-    return walk(packed, *draft_everywhere(passes, features, packed, max(k, most)), k)
+    anchors, drafts = draft_everywhere(passes, features, packed, max(k, most))
+    return walk(packed, anchors, chain_matches(packed, anchors, drafts, k), k)
 
 
 def assert_equal_steps(mine: list[Step], loops: list[list[Step]]) -> None:
@@ -77,6 +89,18 @@ def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str
     assert_equal_steps(walked(one, packed, k, most), loops)
     if k > 1:
         assert length_of(s for steps in loops for s in steps) > 1.5, "too little is accepted for this to say much"
+
+
+@pytest.mark.parametrize("rung", ["", "dependency", "bidirectional"])
+def test_the_walk_along_trees_is_what_the_engine_does(rung: str):
+    one, tree = trained("p-eagle", 48, rung), Tree(4, 14)
+    pair = LoadedPair(Pair("tiny", TargetSource(()), {}), one.target, {"p-eagle": one.drafter})
+    loops = [pair.generate(p, 4, "p-eagle", TOKENS, tree=14).steps for p in prompts(8)]
+    packed = packed_of([[(p, tokens_of(steps))] for p, steps in zip(prompts(8), loops, strict=True)])
+    documents = join([(packed.ids[packed.doc == i], packed.answer[packed.doc == i], str(i)) for i in range(8)])
+    steps = tree_acceptance(Passes(one.drafter), Features(one.target, AUX), documents, [tree], 512)[tree]
+    assert_equal_steps(steps, loops)
+    assert length_of(steps) > 1.5
 
 
 def test_a_dependency_changes_drafts():
@@ -130,10 +154,10 @@ def test_the_walk_by_hand():
     anchors = np.array([1, 2, 3, 4, 5, 6, 9, 10])
     drafts = np.zeros((8, 4), dtype=np.int64)
     drafts[0], drafts[3] = [23, 24, 90, 26], [26, 27, 50, 51]  # the right guess behind the wrong one does not count
-    steps = walk(packed, anchors, drafts, 4)
+    steps = walk(packed, anchors, chain_matches(packed, anchors, drafts, 4), 4)
     assert steps == [Step((23, 24, 25), 4, 2), Step((26, 27), 4, 2), Step((53,), 4, 0)]
     assert length_of(steps) == 1 + 4 / 3 and length_of([]) == 1.0
-    assert walk(packed, anchors, drafts, 1)[0] == Step((23, 24), 1, 1)
+    assert walk(packed, anchors, chain_matches(packed, anchors, drafts, 1), 1)[0] == Step((23, 24), 1, 1)
 
 
 def test_answers_end_with_their_document():

@@ -199,7 +199,6 @@ def test_table_and_warning(tiny: Path, data: Path) -> None:
 
 
 MISTAKES = {
-    "trees without decoding": (["--jump", "--tree", "16"], "--jump and --tree"),
     "trees of eagle3": (["--method", "eagle3", "--tree", "16"], "need a p-eagle drafter"),
     "trees as small as K": (["-k", "3,5", "--tree", "5"], "is a chain"),
     "unknown set": (["--set", "humanevel"], "Did you mean 'humaneval'"),

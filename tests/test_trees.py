@@ -121,7 +121,7 @@ def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
     asked = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
     engine = engine_of(small(), "p-eagle", K, tree=nodes, tokens=400)
     assert engine.stepper.drafting is not None
-    engine.stepper.drafting.calibration = (4.0,)  # a drafter of 45 steps is surer than it says
+    engine.stepper.drafting.branching.calibration = (4.0,)  # a drafter of 45 steps is surer than it says
     answers = serve(engine, asked)
     alone_ = [alone(small(), "p-eagle", ids, K, **settings) for ids, settings in asked]
     assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in alone_]

@@ -81,8 +81,6 @@ def evaluate(
     asked = Settings(ks, temperatures, wanted, max_tokens, seed, exact, int8, tree)  # refused before anything is loaded
     if fast and exact is not None:
         raise UserError("--jump decodes nothing, so nothing can be exact: leave out one of the two")
-    if fast and tree:
-        raise UserError("--jump walks along chains: leave out one of --jump and --tree")
     if fast and int8:
         raise UserError("--jump runs the target as it is: leave out one of --jump and --int8")
     if to is not None and to.expanduser().is_dir():

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from peagle.drafter import Drafter
+from peagle.drafter.branching import Branching
 from peagle.engine.lean import LeanDrafter
 from peagle.engine.memory import Memory
 from peagle.engine.rowpass import RowPass
 from peagle.engine.weight import Weight
 from peagle.kernels.best import best
-from peagle.kernels.candidates import candidates
 from peagle.kernels.expand import Expanded, expand
 from peagle.kernels.grow import Trees, grow
-from peagle.kernels.pairs import pairs
 from peagle.kernels.take import slots_of
-from peagle.tree import CANDIDATES, Tree
+from peagle.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +48,7 @@ class Drafting:
         with torch.no_grad():
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
         self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
-        self.count = min(CANDIDATES, config.draft_vocab_size)
-        self.calibration = config.calibration or (1.0,)
-        self.factors: dict[tuple[int, int], Tensor] = {}
-        self.here = None
-        if drafter.dependency is not None:
-            self.here = Weight(drafter.dependency.here.weight)
-            with torch.no_grad():
-                before, after = drafter.dependency.tables(drafter.embed_tokens, drafter.lm_head)
-            ids = drafter.target_ids
-            self.before, self.after = (before if ids is None else before[ids]).contiguous(), after.contiguous()
+        self.branching = Branching(drafter, Weight)
 
     def quantise(self) -> None:
         """Matrices in int8 from now on."""
@@ -115,29 +105,15 @@ class Drafting:
         """From the rows `sampled` of a pass: all of them (P-EAGLE), or the first (EAGLE-3)."""
         if not self.parallel:
             trees.chain[index, : tree.k] = self.follow(normed, stream, sampled, verified, tree.k)
-        elif tree.chain and self.here is None:
+        elif tree.chain and self.branching.here is None:
             trees.chain[index, : tree.k] = self.best(normed[sampled]).view(-1, tree.k)
         else:
             self.branch(normed[sampled], tree, index, trees)
 
     def branch(self, normed: Tensor, tree: Tree, index: Tensor, trees: Trees) -> None:
-        """normed [B * K, d]: the rows that look ahead. Candidates, how likely each is behind the others, the tree."""
-        factor = self.factor(len(index), tree.k)
-        ids, values, totals = candidates(self.head(normed), factor, self.count)
-        if self.here is None:
-            logp = (values - totals[:, None]).view(-1, tree.k, 1, self.count)
-        else:
-            logp = pairs(ids, values, totals, factor, self.here(normed), self.before, self.after, tree.k)
-            logp = logp.view(-1, tree.k, self.count, self.count)
-        tokens = ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
-        grow(logp, tokens.view(-1, tree.k, self.count), 0 if tree.chain else tree.nodes, index, trees)
-
-    def factor(self, batch: int, k: int) -> Tensor:
-        """[B * K]: what logits are multiplied by, by depth."""
-        if (batch, k) not in self.factors:
-            known = (*self.calibration, *[self.calibration[-1]] * k)[:k]
-            self.factors[batch, k] = torch.tensor(known, device=self.mask_hidden.device).repeat(batch)
-        return self.factors[batch, k]
+        """normed [B * K, d]: the rows that look ahead."""
+        tokens, logp = self.branching(normed, self.head(normed), tree.k)
+        grow(logp.contiguous(), tokens, 0 if tree.chain else tree.nodes, index, trees)
 
     def follow(self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int) -> Tensor:
         """EAGLE-3: the drafts [B, k], each row fed with the draft before."""

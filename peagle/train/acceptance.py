@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peagle.core import Step
 from peagle.drafter import Drafter
+from peagle.drafter.branching import Branching
 from peagle.train.chains import full_chains
 from peagle.train.documents import Documents, fill
 from peagle.train.documents import packed as packed_documents
@@ -24,6 +25,7 @@ from peagle.train.move import flat
 from peagle.train.pack import Batch, Pack, batch_of
 from peagle.train.passes import Passes
 from peagle.train.rule import mask_for
+from peagle.tree import Tree, grow
 
 GROUP = 4096  # anchors that are drafted for at once
 PIECE = 4096  # rows that have logits at once
@@ -85,13 +87,36 @@ def pad(x: Tensor, size: int) -> Tensor:
     return torch.cat([x, x.new_zeros(size - len(x))])
 
 
-def walk(packed: Pack, anchors: np.ndarray, drafts: np.ndarray, k: int) -> list[Step]:
-    """The steps of decoding every answer of the pack with K = k, without the prefill's first token."""
+def truth(packed: Pack, anchors: np.ndarray, k: int) -> np.ndarray:
+    """[A, k]: the tokens that really follow each anchor's newest token; -1 behind the end of its answer."""
     size = len(packed.ids)
     place = anchors[:, None] + 2 + np.arange(k)  # draft i of anchor a guesses token a + 2 + i
     inside = np.minimum(place, size - 1)
     known = (place < size) & packed.answer[inside] & (packed.doc[inside] == packed.doc[anchors][:, None])
-    matches = np.cumprod((drafts[:, :k] == packed.ids[inside]) & known, 1).sum(1)
+    return np.where(known, packed.ids[inside], -1)
+
+
+def chain_matches(packed: Pack, anchors: np.ndarray, drafts: np.ndarray, k: int) -> np.ndarray:
+    """[A]: how many of the first k drafts are right."""
+    return np.cumprod(drafts[:, :k] == truth(packed, anchors, k), 1).sum(1)
+
+
+def tree_matches(branching: Branching, normed: Tensor, wanted: Tensor, tree: Tree) -> Tensor:
+    """normed [A, k, d], wanted [A, k] -> [A]: how deep the tree of these rows holds the tokens that follow."""
+    found = []
+    for part, own in zip(normed.split(PIECE // tree.k), wanted.split(PIECE // tree.k), strict=True):
+        rows = part.flatten(0, 1).to(branching.drafter.lm_head.dtype)
+        tokens, logp = branching(rows, branching.drafter.logits(rows), tree.k)
+        grown, each = grow(logp, tree.nodes), torch.arange(len(part), device=part.device)[:, None]
+        depth = grown.depth.long() - 1
+        holds = tokens[each, depth, grown.candidate] == own.gather(1, depth)
+        good = 1 + (holds.long() << torch.arange(1, tree.nodes + 1, device=part.device)).sum(1)
+        found.append((grown.masks & ~good[:, None] == 0).sum(1) - 1)  # rows whose ancestors all hold: a path
+    return torch.cat(found)
+
+
+def walk(packed: Pack, anchors: np.ndarray, matches: np.ndarray, k: int) -> list[Step]:
+    """The steps of decoding every answer of the pack with K = k, without the prefill's first token."""
     accepted = dict(zip(anchors.tolist(), matches.tolist(), strict=True))
     steps = []
     for first, end in answers(packed):
@@ -124,7 +149,28 @@ def acceptance(
         for run in runs:
             anchors, drafts = draft_everywhere(passes, features, one, max(run), flex)
             for k in run:
-                steps[k] += walk(one, anchors, drafts, k)
+                steps[k] += walk(one, anchors, chain_matches(one, anchors, drafts, k), k)
+    return steps
+
+
+@torch.no_grad()
+def tree_acceptance(
+    passes: Passes, features: AnyFeatures, documents: Documents, trees: Sequence[Tree], tokens: int, flex: bool = False
+) -> dict[Tree, list[Step]]:
+    """The same for trees."""
+    steps: dict[Tree, list[Step]] = {tree: [] for tree in trees}
+    branching = Branching(passes.drafter)
+    for chosen in fill(documents, np.arange(len(documents)), tokens) if len(documents) else ():
+        one = packed_documents(documents, chosen, tokens)
+        for k in sorted({tree.k for tree in trees}):
+            groups = list(rows_everywhere(passes, features, one, k, flex))
+            anchors = np.concatenate([own for own, _, _ in groups])
+            wanted = [torch.from_numpy(truth(one, own, k)).to(normed.device) for own, normed, _ in groups]
+            for tree in (tree for tree in trees if tree.k == k):
+                parts = [
+                    tree_matches(branching, group[1], own, tree) for group, own in zip(groups, wanted, strict=True)
+                ]
+                steps[tree] += walk(one, anchors, torch.cat(parts).cpu().numpy(), k)
     return steps
 
 

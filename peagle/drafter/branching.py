@@ -1,0 +1,57 @@
+"""What may follow: the likeliest tokens of each depth, and how likely each is behind those of the depth before.
+
+From the rows of one parallel pass. Without a dependency a depth does not know the one before: then there is one line of
+log-probabilities a depth, else one for each candidate before. Both are calibrated (`DrafterConfig.calibration`).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from peagle.drafter.model import Drafter
+from peagle.kernels.candidates import candidates
+from peagle.kernels.pairs import pairs
+from peagle.tree import CANDIDATES
+
+Product = Callable[[Tensor], Tensor]
+
+
+def plain(weight: Tensor) -> Product:
+    return lambda x: linear(x, weight)
+
+
+class Branching:
+    @torch.no_grad()
+    def __init__(self, drafter: Drafter, product: Callable[[Tensor], Product] = plain) -> None:
+        """`product`: how rows are multiplied with a matrix."""
+        config, ids = drafter.config, drafter.target_ids
+        self.drafter, self.device = drafter, drafter.lm_head.device
+        self.count = min(CANDIDATES, config.draft_vocab_size)
+        self.calibration = config.calibration or (1.0,)
+        self.factors: dict[tuple[int, int], Tensor] = {}
+        self.here: Product | None = None
+        if drafter.dependency is not None:
+            self.here = product(drafter.dependency.here.weight.detach())
+            before, after = drafter.dependency.tables(drafter.embed_tokens, drafter.lm_head)
+            self.before, self.after = (before if ids is None else before[ids]).contiguous(), after.contiguous()
+
+    def __call__(self, normed: Tensor, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """normed [B * K, d] and its logits -> (tokens [B, K, M] as the target's ids, logp [B, K, 1 or M, M])."""
+        shape = (-1, k, self.count)
+        factor = self.factor(len(normed) // k, k)
+        ids, values, totals = candidates(logits, factor, self.count)
+        if self.here is None:
+            logp = (values - totals[:, None]).view(shape)[:, :, None]
+        else:
+            logp = pairs(ids, values, totals, factor, self.here(normed), self.before, self.after, k)
+            logp = logp.view(*shape, self.count)
+        return self.drafter.known(ids).view(shape), logp
+
+    def factor(self, batch: int, k: int) -> Tensor:
+        """[B * K]: what logits are multiplied by, by depth. Kept: a graph reads it where it lies."""
+        if (batch, k) not in self.factors:
+            told = (*self.calibration, *[self.calibration[-1]] * k)[:k]
+            self.factors[batch, k] = torch.tensor(told, device=self.device).repeat(batch)
+        return self.factors[batch, k]
