@@ -145,13 +145,16 @@ def accepts(batch: int, k: int, device: str, dtype: torch.dtype) -> None:
     room = torch.randint(-1, k + 2, (batch,), generator=generator).int().to(device)
     drafts[: batch // 2] = tokens[: batch // 2, :k]  # so that some hold to the end
     index = torch.randperm(batch + 3, generator=generator)[:batch].to(device)
+    tops, broken = some(batch, k + 1).to(device), torch.arange(batch, device=device) % 3 == 1
+    tops[broken, k] = -torch.inf
     results = []
     for run in (accept.accept, accept.reference):
         places = [torch.arange(batch + 3, device=device).to(kind) for kind in (torch.int32, torch.int32, torch.int64)]
-        results.append((*run(tokens, drafts, first, first + 1 + room, index, *places), *places))
+        results.append((*run(tokens, tops, drafts, first, first + 1 + room, index, *places), *places))
     for a, b in zip(*results, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
-    found, places = results[0][:2], results[0][2:]
+    found, packed, places = results[0][:2], results[0][2], results[0][3:]
+    assert torch.equal(packed, torch.cat([tokens, found[0][:, None], broken[:, None]], 1))
     assert torch.equal(places[0][index], first + found[0] + (room >= 0)) and torch.equal(places[2][index], found[1])
     for b, limit in enumerate(room.clamp(min=0).tolist()):  # the rule, once more
         kept = 0
@@ -276,7 +279,7 @@ def some_tree(batch: int, k: int, nodes: int, wide: bool, seed: int = 0) -> tupl
     tokens = torch.stack([torch.randperm(99, generator=generator)[:16] for _ in range(batch * k)])
     logp, tokens = logits.log_softmax(-1), tokens.view(batch, k, 16)
     trees = no_trees(batch, k, nodes)
-    grow.reference(logp, tokens, nodes, torch.arange(batch), trees)
+    grow.reference(logp, tokens, None, nodes, torch.arange(batch), trees)
     return logp, tokens, trees
 
 
@@ -289,7 +292,8 @@ def grows(batch: int, k: int, nodes: int, wide: bool, device: str, dtype: torch.
     logp, tokens, wanted = some_tree(batch, k, nodes, wide)
     index = torch.arange(batch).flip(0) + 1  # the place of each
     found = no_trees(batch + 2, k + 1, nodes + 3, device)
-    grow.grow(logp.to(device), tokens.to(device), nodes, index.to(device), found)
+    names = torch.arange(99).flip(0)
+    grow.grow(logp.to(device), 98 - tokens.to(device), names.to(device), nodes, index.to(device), found)
     for name, a, b in zip(wanted._fields, found, wanted, strict=True):
         own = a.cpu()[:, : b.shape[1]]
         assert own.dtype == b.dtype and torch.equal(own[index], b), name
@@ -309,14 +313,17 @@ def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> No
             tokens[b, tree.parents[index[b], row]] = tree.nodes[index[b], row]
     first = torch.randint(0, 50, (batch,), generator=generator).int()
     ends = first + torch.randint(1, k + 3, (batch,), generator=generator).int()
+    tops, broken = some(batch, nodes + 1), torch.arange(batch) % 3 == 1
+    tops[broken, nodes // 2] = torch.inf
     results = []
     for run in (walk.walk, walk.reference):
         state = [torch.ones(places, dtype=kind, device=device) for kind in (torch.int32, torch.int32, torch.int64)]
-        given = [x.to(device) for x in (tokens, ids, tree.parents, tree.depths, tree.masks, first, ends, index)]
+        given = [x.to(device) for x in (tokens, tops, ids, *tree[2:], first, ends, index)]
         results.append((*run(*given, *state, k), *state))
-    kept, _, path, flat, path_ids, path_tokens = (x.cpu() for x in results[1][:6])
+    kept, _, path, flat, path_ids, packed = (x.cpu() for x in results[1][:6])
     assert torch.equal(ids.flatten()[flat].view(path.shape), path_ids)
-    assert torch.equal(tokens.flatten()[flat].view(path.shape), path_tokens)
+    assert torch.equal(tokens.flatten()[flat].view(path.shape), packed[:, :-2])
+    assert torch.equal(packed[:, -2], kept.long()) and torch.equal(packed[:, -1], broken.long())
     for i, (a, b) in enumerate(zip(*results, strict=True)):
         assert a.dtype == b.dtype and torch.equal(a, b), i
     for b in range(batch):  # the rule, spelled out

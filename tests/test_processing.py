@@ -16,8 +16,9 @@ from transformers import (
 
 from peagle.core import Sampling
 from peagle.engine.history import History
-from peagle.engine.processing import Processing, broken, logprobs
+from peagle.engine.processing import Processing, logprobs
 from peagle.errors import UserError
+from peagle.kernels.accept import pack
 from peagle.kernels.best import best
 from peagle.sampling import choose, probabilities, uniforms
 from tests.test_sampling import p_value
@@ -189,7 +190,8 @@ def test_broken_rows_are_found() -> None:
     logits = torch.zeros(5, 2, 4)
     logits[1, 1, 2], logits[2, 0], logits[3, 0, :3], logits[4, 1, 0] = torch.nan, -torch.inf, -torch.inf, torch.inf
     tops = best(logits.flatten(0, 1))[1].view(5, 2)
-    assert broken(tops).tolist() == [False, True, True, False, True]
+    assert pack(torch.zeros(5, 2).long(), tops, torch.ones(5)).tolist()[4] == [0, 0, 1, 1]
+    assert pack(torch.zeros(5, 2).long(), tops, torch.ones(5))[:, -1].tolist() == [0, 1, 1, 0, 1]
 
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
@@ -236,7 +238,7 @@ def test_the_host_never_waits() -> None:
             tokens = processing.choose(logits, drafts, emitted)
             processing.commit(tokens, kept)
             again = processing.choose(logits, drafts, emitted + 1)
-            logprobs(logits, tokens, 2), broken(best(logits.flatten(0, 1))[1].view(logits.shape[:2]))
+            logprobs(logits, tokens, 2), pack(tokens, best(logits.flatten(0, 1))[1].view(logits.shape[:2]), emitted)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         answers.append((tokens.tolist(), again.tolist()))

@@ -187,13 +187,14 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
         ids = torch.cat([torch.zeros(runs, 1, dtype=torch.long), drafts], 1)
         first, ends, nothing = (torch.full((runs,), n, dtype=torch.int32) for n in (0, 99, 0))
         walked = walk(
-            tokens, ids, tree.parent, tree.depth, tree.masks, first, ends, torch.arange(runs), nothing, nothing.clone(),
-            torch.zeros(runs, dtype=torch.long), 2,
+            tokens, torch.zeros(tokens.shape), ids, tree.parent, tree.depth, tree.masks, first, ends,
+            torch.arange(runs), nothing, nothing.clone(), torch.zeros(runs, dtype=torch.long), 2,
         )  # fmt: skip
-        processing.commit(walked.tokens, walked.kept)
+        said = walked.packed[:, :-2]
+        processing.commit(said, walked.kept)
         accepted += int(walked.kept.sum())
         for b in range(runs):
-            outputs[b] += walked.tokens[b, : walked.kept[b] + 1].tolist()
+            outputs[b] += said[b, : walked.kept[b] + 1].tolist()
     assert accepted > runs
     assert p_value(Counter(tuple(output[:3]) for output in outputs), exact, runs) > 1e-3
 

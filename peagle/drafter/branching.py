@@ -27,7 +27,7 @@ class Branching:
     def __init__(self, drafter: Drafter, product: Callable[[Tensor], Product] = plain) -> None:
         """`product`: how rows are multiplied with a matrix."""
         config, ids = drafter.config, drafter.target_ids
-        self.drafter, self.device = drafter, drafter.lm_head.device
+        self.device = drafter.lm_head.device
         self.count = min(CANDIDATES, config.draft_vocab_size)
         self.calibration = config.calibration or (1.0,)
         self.factors: dict[tuple[int, int], Tensor] = {}
@@ -38,7 +38,7 @@ class Branching:
             self.before, self.after = (before if ids is None else before[ids]).contiguous(), after.contiguous()
 
     def __call__(self, normed: Tensor, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """normed [B * K, d] and its logits -> (tokens [B, K, M] as the target's ids, logp [B, K, 1 or M, M])."""
+        """normed [B * K, d] and its logits -> (ids [B, K, M] of the draft vocabulary, logp [B, K, 1 or M, M])."""
         shape = (-1, k, self.count)
         factor = self.factor(len(normed) // k, k)
         ids, values, totals = candidates(logits, factor, self.count)
@@ -47,7 +47,7 @@ class Branching:
         else:
             logp = pairs(ids, values, totals, factor, self.here(normed), self.before, self.after, k)
             logp = logp.view(*shape, self.count)
-        return self.drafter.known(ids).view(shape), logp
+        return ids.view(shape), logp
 
     def factor(self, batch: int, k: int) -> Tensor:
         """[B * K]: what logits are multiplied by, by depth. Kept: a graph reads it where it lies."""

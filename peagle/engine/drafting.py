@@ -112,8 +112,8 @@ class Drafting:
 
     def branch(self, normed: Tensor, tree: Tree, index: Tensor, trees: Trees) -> None:
         """normed [B * K, d]: the rows that look ahead."""
-        tokens, logp = self.branching(normed, self.head(normed), tree.k)
-        grow(logp.contiguous(), tokens, 0 if tree.chain else tree.nodes, index, trees)
+        ids, logp = self.branching(normed, self.head(normed), tree.k)
+        grow(logp, ids, self.drafter.target_ids, 0 if tree.chain else tree.nodes, index, trees)
 
     def follow(self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int) -> Tensor:
         """EAGLE-3: the drafts [B, k], each row fed with the draft before."""

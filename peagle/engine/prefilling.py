@@ -17,11 +17,12 @@ from peagle.engine.graphs import Graphs
 from peagle.engine.layout import MASK, Size, numbers_of, views_of
 from peagle.engine.memory import Memory
 from peagle.engine.places import Places
-from peagle.engine.processing import Processing, broken, likeliest, logprobs
+from peagle.engine.processing import Processing, likeliest, logprobs
 from peagle.engine.request import Chunk
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result
 from peagle.engine.verifier import Verifier
+from peagle.kernels.accept import pack
 from peagle.kernels.best import best
 from peagle.tree import Tree
 
@@ -105,8 +106,7 @@ class Prefilling:
         places.newest[at] = newest
         if self.drafting is not None:
             self._draft(part, consumed, newest, size, tree)
-        kept = torch.zeros_like(tokens)
-        return torch.cat([tokens, kept, broken(consumed.tops)[:, None]], 1)
+        return pack(tokens, consumed.tops, torch.zeros_like(newest))
 
     def _draft(self, part: dict[str, Any], consumed: Consumed, newest: Tensor, size: Size, tree: Tree) -> None:
         """Drafts of a chunk that does not end its prompt are nonsense, and overwritten before anybody reads them."""

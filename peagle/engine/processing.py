@@ -124,8 +124,3 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
 def likeliest(logits: Tensor) -> Tensor:
     """[..., V] -> [...]: the first of the largest."""
     return best(logits.flatten(0, -2))[0].view(logits.shape[:-1])
-
-
-def broken(tops: Tensor) -> Tensor:
-    """tops [B, R] -> [B]: some row has no likeliest token that is finite: a NaN, +inf, or nothing but -inf."""
-    return ~tops.isfinite().all(-1)

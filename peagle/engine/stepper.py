@@ -21,7 +21,7 @@ from peagle.engine.lean import LeanTarget
 from peagle.engine.memory import Memory, Shape
 from peagle.engine.places import Places
 from peagle.engine.prefilling import Prefilling
-from peagle.engine.processing import Processing, broken, likeliest, logprobs
+from peagle.engine.processing import Processing, likeliest, logprobs
 from peagle.engine.rowpass import RowPass
 from peagle.engine.stepresult import Result, Settled
 from peagle.engine.verifier import cache_shapes, verifier_for
@@ -152,8 +152,7 @@ class Stepper:
             hidden = block.hidden if rows is None else block.hidden[rows]
             verified = Verified(walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends)
             outlook = self.drafting.draft(verified, made, index, self.places.trees)
-        packed = torch.cat([walked.tokens, walked.kept[:, None], broken(block.tops)[:, None]], 1)
-        return Settled(packed, rows, outlook)
+        return Settled(walked.packed, rows, outlook)
 
     def _accept(self, index: Tensor, block: Block, tree: Tree) -> Walked:
         """What holds, as a chain: of a tree its accepted path."""
@@ -161,9 +160,9 @@ class Stepper:
         state = first, block.ends, index, places.lengths, places.emitted, places.newest
         if not tree.chain:
             _, _, parents, depths, masks = places.trees
-            return walk(block.tokens, block.ids, parents, depths, masks, *state, tree.k)
-        kept, newest = accept(block.tokens, block.ids[:, 1:], *state)
-        return Walked(kept, newest, first, first, block.ids, block.tokens)
+            return walk(block.tokens, block.tops, block.ids, parents, depths, masks, *state, tree.k)
+        kept, newest, packed = accept(block.tokens, block.tops, block.ids[:, 1:], *state)
+        return Walked(kept, newest, first, first, block.ids, packed)
 
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""

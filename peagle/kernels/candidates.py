@@ -15,7 +15,7 @@ try:
 except ImportError:  # a machine without it uses the reference
     triton = None
 
-PIECE = 1024  # of a row
+PIECE = 512  # of a row: one warp finds its largest without a barrier
 
 
 def reference(logits: Tensor, factor: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,9 +89,12 @@ def candidates(logits: Tensor, factor: Tensor, count: int) -> tuple[Tensor, Tens
     ids = torch.empty(rows, count, dtype=torch.int64, device=device)
     values = torch.empty(rows, count, dtype=torch.float32, device=device)
     totals = torch.empty(rows, dtype=torch.float32, device=device)
-    _pieces[(rows, pieces)](logits, factor, words, sums, logits.stride(0), size, pieces, COUNT=count, BLOCK=PIECE)
+    _pieces[(rows, pieces)](
+        logits, factor, words, sums, logits.stride(0), size, pieces, COUNT=count, BLOCK=PIECE, num_warps=1
+    )
+    block = triton.next_power_of_2(pieces * count)
     _join[(rows,)](
-        words, sums, ids, values, totals, pieces, COUNT=count, BLOCK=triton.next_power_of_2(pieces * count),
-        PIECES=triton.next_power_of_2(pieces), num_warps=4,
+        words, sums, ids, values, totals, pieces, COUNT=count, BLOCK=block, PIECES=triton.next_power_of_2(pieces),
+        num_warps=min(max(block // 1024, 1), 8),
     )  # fmt: skip
     return ids, values, totals

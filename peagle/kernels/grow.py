@@ -4,9 +4,9 @@ Of all children of what has been taken the likeliest is taken, again and again: 
 (row, candidate), all in one program's registers. The chain is the likeliest candidate of each depth, behind the one
 before.
 
-Shapes: logp [B, K, J, M], J = M or 1; tokens [B, K, M] int64, the candidates' ids for the target; index [B]: the
-places whose trees they become. Of every place (`Trees`): chain [P, K..], nodes [P, N..] int64; parents, depths
-[P, N..] int32; masks [P, N.. + 1] int64.
+Shapes: logp [B, K, J, M], J = M or 1; ids [B, K, M] int64, the candidates; names [V] the target's ids of them,
+or None; index [B]: the places whose trees they become. Of every place (`Trees`): chain [P, K..], nodes [P, N..] int64;
+parents, depths [P, N..] int32; masks [P, N.. + 1] int64.
 """
 
 from typing import NamedTuple
@@ -33,8 +33,9 @@ class Trees(NamedTuple):
     masks: Tensor
 
 
-def reference(logp: Tensor, tokens: Tensor, nodes: int, index: Tensor, trees: Trees) -> None:
+def reference(logp: Tensor, ids: Tensor, names: Tensor | None, nodes: int, index: Tensor, trees: Trees) -> None:
     """What the kernel computes, in plain PyTorch."""
+    tokens = ids if names is None else names[ids]
     batch, k, width, _ = logp.shape
     each, at = torch.arange(batch, device=logp.device), logp.new_zeros(batch, dtype=torch.long)
     for depth in range(k):
@@ -51,25 +52,27 @@ if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        logp, tokens, index, chain, nodes, parents, depths, masks, chain_row, nodes_row, masks_row,
-        K: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK_N: tl.constexpr,
-        BLOCK_M: tl.constexpr,
+        logp, candidates, names, index, chain, nodes, parents, depths, masks, chain_row, nodes_row, masks_row,
+        NAMED: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0).to(tl.int64)
         place = tl.load(index + b)
-        mine, ids = logp + b * K * WIDTH * COUNT, tokens + b * K * COUNT
+        mine, ids = logp + b * K * WIDTH * COUNT, candidates + b * K * COUNT
         col = tl.arange(0, BLOCK_M)
         chosen = 0
         for depth in range(K):
             behind = chosen if WIDTH > 1 else 0
             x = tl.load(mine + (depth * WIDTH + behind) * COUNT + col, mask=col < COUNT, other=-float("inf"))
             chosen = tl.argmax(x, 0, tie_break_left=True)
-            tl.store(chain + place * chain_row + depth, tl.load(ids + depth * COUNT + chosen))
+            first = tl.load(ids + depth * COUNT + chosen)
+            if NAMED:
+                first = tl.load(names + first)
+            tl.store(chain + place * chain_row + depth, first)
         if NODES > 0:
             flat, row = tl.arange(0, BLOCK_N * BLOCK_M), tl.arange(0, BLOCK_N)
             owner, candidate = flat // BLOCK_M, flat % BLOCK_M
-            first = (owner == 0) & (candidate < COUNT)
-            children = tl.load(mine + candidate, mask=first, other=-float("inf"))
+            children = tl.load(mine + candidate, mask=(owner == 0) & (candidate < COUNT), other=-float("inf"))
             deep = tl.zeros([BLOCK_N], tl.int32)
             parent = tl.zeros([BLOCK_N], tl.int32)
             taken = tl.zeros([BLOCK_N], tl.int32)
@@ -88,22 +91,24 @@ if triton is not None:
                 children = tl.where(flat == at, -float("inf"), tl.where(own, total + more, children))
             there = (row > 0) & (row <= NODES)
             token = tl.load(ids + (deep - 1) * COUNT + taken, mask=there, other=0)
+            if NAMED:
+                token = tl.load(names + token, mask=there, other=0)
             tl.store(nodes + place * nodes_row + row - 1, token, mask=there)
             tl.store(parents + place * nodes_row + row - 1, parent, mask=there)
             tl.store(depths + place * nodes_row + row - 1, deep, mask=there)
             tl.store(masks + place * masks_row + row, bits, mask=row <= NODES)
 
 
-def grow(logp: Tensor, tokens: Tensor, nodes: int, index: Tensor, trees: Trees) -> None:
+def grow(logp: Tensor, ids: Tensor, names: Tensor | None, nodes: int, index: Tensor, trees: Trees) -> None:
     """With nodes = 0 the chain alone. Log-probabilities must be finite."""
     if triton is None or not (logp.is_cuda or triton.knobs.runtime.interpret):
-        reference(logp, tokens, nodes, index, trees)
+        reference(logp, ids, names, nodes, index, trees)
         return
     batch, k, width, count = logp.shape
-    assert logp.is_contiguous() and tokens.is_contiguous() and tokens.shape == (batch, k, count)
+    assert logp.is_contiguous() and ids.is_contiguous() and ids.shape == (batch, k, count)
     assert all(x.stride(1) == 1 for x in trees) and (not nodes or trees.nodes.stride() == trees.parents.stride())
     _kernel[(batch,)](
-        logp, tokens, index, *trees, trees.chain.stride(0), trees.nodes.stride(0), trees.masks.stride(0),
-        K=k, WIDTH=width, COUNT=count, NODES=nodes, BLOCK_N=triton.next_power_of_2(nodes + 1),
+        logp, ids, names, index, *trees, trees.chain.stride(0), trees.nodes.stride(0), trees.masks.stride(0),
+        NAMED=names is not None, K=k, WIDTH=width, COUNT=count, NODES=nodes, BLOCK_N=triton.next_power_of_2(nodes + 1),
         BLOCK_M=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip

@@ -7,14 +7,16 @@ drawn once, so a row's children are tried one after another against what is left
 
     tree a ab ab' a' (rows 1..4), the target says a at row 0, b' at row 1, c at row 3  ->  path 0 1 3, kept 2, newest c
 
-A request never takes more than it has room for. Shapes: tokens, ids [B, N + 1], first, ends, index [B]; of every place:
-parents, depths [P, N..], masks [P, N.. + 1], lengths, emitted, newest [P].
+A request never takes more than it has room for. Shapes: tokens, tops, ids [B, N + 1], first, ends, index [B]; of
+every place: parents, depths [P, N..], masks [P, N.. + 1], lengths, emitted, newest [P].
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from peagle.kernels.accept import pack
 
 try:
     import triton
@@ -31,12 +33,12 @@ class Walked(NamedTuple):
     path: Tensor  # [B, K + 1] int64: the row at each depth
     rows: Tensor  # [B * (K + 1)] int64: the same rows among all requests'
     ids: Tensor  # [B, K + 1] their ids
-    tokens: Tensor  # [B, K + 1] what the target says there
+    packed: Tensor  # [B, K + 3] what the target says there; kept; whether logits are broken (accept.py)
 
 
 def reference(
-    tokens: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor, ends: Tensor,
-    index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
+    tokens: Tensor, tops: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor,
+    ends: Tensor, index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
 ) -> Walked:  # fmt: skip
     """What the kernel computes, in plain PyTorch."""
     rows = ids.shape[1]
@@ -57,15 +59,15 @@ def reference(
     emitted[index] += kept + 1
     newest[index] = bonus
     flat = (path + torch.arange(0, ids.numel(), rows, device=ids.device)[:, None]).flatten()
-    return Walked(kept, bonus, path, flat, ids.gather(1, path), said)
+    return Walked(kept, bonus, path, flat, ids.gather(1, path), pack(said, tops, kept))
 
 
 if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest,
-        kept, bonus, path, flat, path_ids, path_tokens, nodes_row, masks_row,
+        tokens, tops, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest,
+        kept, bonus, path, flat, path_ids, packed, nodes_row, masks_row,
         ROWS: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0)
@@ -89,7 +91,11 @@ if triton is not None:
         tl.store(path + out, taken.to(tl.int64), mask=inside)
         tl.store(flat + out, (b * ROWS + taken).to(tl.int64), mask=inside)
         tl.store(path_ids + out, tl.load(ids + b * ROWS + taken, mask=inside, other=0), mask=inside)
-        tl.store(path_tokens + out, tl.load(tokens + b * ROWS + taken, mask=inside, other=0), mask=inside)
+        told = packed + b * (K + 3)
+        tl.store(told + at, tl.load(tokens + b * ROWS + taken, mask=inside, other=0), mask=inside)
+        likely = tl.abs(tl.load(tops + b * ROWS + row, mask=there, other=0.0))
+        tl.store(told + K + 1, count.to(tl.int64))
+        tl.store(told + K + 2, 1 - tl.min((likely < float("inf")).to(tl.int64), 0))
         tl.store(kept + b, count)
         tl.store(bonus + b, token)
         tl.store(lengths + place, tl.minimum(begin + count + 1, end))
@@ -98,23 +104,24 @@ if triton is not None:
 
 
 def walk(
-    tokens: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor, ends: Tensor,
-    index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
+    tokens: Tensor, tops: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor,
+    ends: Tensor, index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
 ) -> Walked:  # fmt: skip
     """A place may be there twice only if it is nobody's."""
     if triton is None or not (tokens.is_cuda or triton.knobs.runtime.interpret):
         return reference(
-            tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, k
+            tokens, tops, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, k
         )  # fmt: skip
     batch, rows = ids.shape
-    assert tokens.is_contiguous() and ids.is_contiguous() and tokens.shape == ids.shape
+    assert tokens.is_contiguous() and tops.is_contiguous() and ids.is_contiguous() and tokens.shape == ids.shape
     assert parents.stride() == depths.stride() and parents.stride(1) == masks.stride(1) == 1
     kept = torch.empty(batch, dtype=torch.int32, device=ids.device)
     bonus = torch.empty(batch, dtype=torch.int64, device=ids.device)
-    path, path_ids, path_tokens = torch.empty(3, batch, k + 1, dtype=torch.int64, device=ids.device)
-    walked = Walked(kept, bonus, path, torch.empty_like(path).flatten(), path_ids, path_tokens)
+    path, path_ids = torch.empty(2, batch, k + 1, dtype=torch.int64, device=ids.device)
+    packed = torch.empty(batch, k + 3, dtype=torch.int64, device=ids.device)
+    walked = Walked(kept, bonus, path, torch.empty_like(path).flatten(), path_ids, packed)
     _kernel[(batch,)](
-        tokens, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, *walked,
+        tokens, tops, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, *walked,
         parents.stride(0), masks.stride(0), ROWS=rows, K=k, BLOCK_R=triton.next_power_of_2(rows),
         BLOCK_K=triton.next_power_of_2(k + 1), num_warps=1,
     )  # fmt: skip

@@ -101,15 +101,15 @@ def chain_matches(packed: Pack, anchors: np.ndarray, drafts: np.ndarray, k: int)
     return np.cumprod(drafts[:, :k] == truth(packed, anchors, k), 1).sum(1)
 
 
-def tree_matches(branching: Branching, normed: Tensor, wanted: Tensor, tree: Tree) -> Tensor:
+def tree_matches(drafter: Drafter, branching: Branching, normed: Tensor, wanted: Tensor, tree: Tree) -> Tensor:
     """normed [A, k, d], wanted [A, k] -> [A]: how deep the tree of these rows holds the tokens that follow."""
     found = []
     for part, own in zip(normed.split(PIECE // tree.k), wanted.split(PIECE // tree.k), strict=True):
-        rows = part.flatten(0, 1).to(branching.drafter.lm_head.dtype)
-        tokens, logp = branching(rows, branching.drafter.logits(rows), tree.k)
+        rows = part.flatten(0, 1).to(drafter.lm_head.dtype)
+        ids, logp = branching(rows, drafter.logits(rows), tree.k)
         grown, each = grow(logp, tree.nodes), torch.arange(len(part), device=part.device)[:, None]
         depth = grown.depth.long() - 1
-        holds = tokens[each, depth, grown.candidate] == own.gather(1, depth)
+        holds = drafter.known(ids[each, depth, grown.candidate]) == own.gather(1, depth)
         good = 1 + (holds.long() << torch.arange(1, tree.nodes + 1, device=part.device)).sum(1)
         found.append((grown.masks & ~good[:, None] == 0).sum(1) - 1)  # rows whose ancestors all hold: a path
     return torch.cat(found)
@@ -168,7 +168,8 @@ def tree_acceptance(
             wanted = [torch.from_numpy(truth(one, own, k)).to(normed.device) for own, normed, _ in groups]
             for tree in (tree for tree in trees if tree.k == k):
                 parts = [
-                    tree_matches(branching, group[1], own, tree) for group, own in zip(groups, wanted, strict=True)
+                    tree_matches(passes.drafter, branching, group[1], own, tree)
+                    for group, own in zip(groups, wanted, strict=True)
                 ]
                 steps[tree] += walk(one, anchors, torch.cat(parts).cpu().numpy(), k)
     return steps
