@@ -39,6 +39,8 @@ def results(tmp_path: Path) -> Path:
     records[0]["engine"] = [line("humaneval", "K=7", 3000.0, 2.0), line("humaneval", "tree 32, K=7", 3600.0, 2.2)]
     records.append(record("dependency", 0, 3.0, settings={"dependency": 256, "aux_layer_ids": [1, 2]}))
     records[-1]["engine"] = [line("humaneval", "K=7", 3300.0, 2.03)]
+    for cells in records[-1]["sets"].values():
+        cells |= {f"tree {n}, K={k}": {"acceptance_length": 4.0 + n / 100} for n, k in ((15, 7), (31, 7), (31, 11))}
     alone = {"name": "none", "seed": 0, "label": "no drafts", "target": "tiny", "method": "none"}
     records.append(alone | {"engine": [line("humaneval", "K=0", 1000.0, 1.0)]})
     for one in records:
@@ -67,7 +69,8 @@ def test_tables_and_figure(results: Path, tmp_path: Path):
     assert any(row[:3] == ["DEPENDENCY", "1", "`dependency=256`, `aux_layer_ids=1,2`"] for row in rows)
     assert ["DEPENDENCY", "humaneval", "K=7", "3,300", "16,500", "3.10", "2.03", "+1.5%"] in rows
     assert any(row[:4] == ["P-EAGLE", "humaneval", "tree 32, K=7", "3,600"] for row in rows)
-    assert rows[-4][:3] == ["no drafts", "humaneval", "–"], "the target alone comes first"
+    assert rows[-1] == ["DEPENDENCY", "3.70", "4.15", "4.31", "4.31", "+16.5%"] and rows[-2][0] == "---"
+    assert rows[-7][:3] == ["no drafts", "humaneval", "–"], "the target alone comes first"
     picture = (tmp_path / "comparison.svg").read_text()
     assert "DEPENDENCY" in picture and "tokens/s" in picture and (tmp_path / "comparison.png").stat().st_size > 10_000
 
@@ -87,7 +90,10 @@ def test_without_records_nothing_is_claimed(tmp_path: Path):
     (tmp_path / "none").mkdir()
     path = page(tmp_path)
     assert comparison.main(["--page", str(path), "--results", str(tmp_path / "none")]) == 0
-    assert path.read_text().count(comparison.NOTHING) == 4 and not (tmp_path / "comparison.svg").exists()
+    assert (
+        path.read_text().count(comparison.NOTHING) == len(comparison.TABLES)
+        and not (tmp_path / "comparison.svg").exists()
+    )
 
 
 def test_the_page_is_not_stale():

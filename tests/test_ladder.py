@@ -84,7 +84,9 @@ def test_every_run_leaves_a_drafter_and_a_record(place: Path, climbed: Path):
         assert f"{record['name']}-{record['seed']}" == name and record["steps"] == 4 and record["target_tokens"] > 0
         assert record["seconds_compiled"] > 0 and record["bytes"] > 1000 and record["device"] == "CPU"
         lengths = record["sets"]["mt_bench"]
-        assert lengths["answers"] == 6 and [key for key in lengths if key != "answers"] == ["K=3", "K=5", "K=7", "K=11"]
+        forms = ["K=3", "K=5", "K=7", "K=11", "tree 15, K=7", "tree 31, K=7", "tree 31, K=11"]
+        assert lengths["answers"] == 6 and list(lengths) == ["answers", *forms]
+        assert lengths["tree 31, K=7"]["acceptance_length"] >= lengths["tree 15, K=7"]["acceptance_length"]
         shares = lengths["K=7"]["accepted_per_position"]
         assert lengths["K=7"]["acceptance_length"] == pytest.approx(1 + sum(shares), abs=1e-3)
         assert checkpoint.load(climbed / name, target, torch.float32).config.trained

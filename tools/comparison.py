@@ -53,10 +53,11 @@ class Rung:
     def sets(self) -> list[str]:
         return list(self.first.get("sets", ()))
 
-    def lengths(self, k: int, only: str | None = None) -> list[float]:
-        """Of each seed: the acceptance length of a set, or the mean over sets."""
-        names = [only] if only else self.sets
-        return [mean(one["sets"][name][f"K={k}"]["acceptance_length"] for name in names) for one in self.records]
+    def lengths(self, k: int, only: str | None = None, tree: str = "") -> list[float]:
+        """Of each seed: the acceptance length of a set, or the mean over sets; of a tree, of the seeds that have it."""
+        names, form = [only] if only else self.sets, f"{tree}K={k}"
+        told = [[one["sets"][name].get(form) for name in names] for one in self.records]
+        return [mean(cell["acceptance_length"] for cell in cells) for cells in told if all(cells)]
 
     def positions(self, k: int) -> list[float]:
         """The share of passes that accepted draft i, mean over sets and seeds."""
@@ -110,6 +111,17 @@ def lengths(rungs: list[Rung]) -> list[Row]:
     return rows
 
 
+def trees(rungs: list[Rung]) -> list[Row]:
+    """Where a run has them: a column a form, and what the tree adds to the chain of its depth."""
+    forms = [("tree 15, ", 7), ("tree 31, ", 7), ("tree 31, ", 11)]
+    rows: list[Row] = [["drafter", "K=7", *(f"{tree}K={k}" for tree, k in forms), "tree 31 against K=7"]]
+    for rung in (rung for rung in rungs if rung.trained and rung.lengths(7, tree="tree 31, ")):
+        own = [rung.lengths(k, tree=tree) for tree, k in forms]
+        more = against(mean(own[1]), mean(rung.lengths(7)))
+        rows.append([rung.label, spread(rung.lengths(7)), *map(spread, own), more])
+    return rows
+
+
 def positions(rungs: list[Rung]) -> list[Row]:
     rows: list[Row] = [["drafter", *map(str, range(1, 12))]]
     return rows + [[rung.label, *(f"{share:.2f}" for share in rung.positions(11))] for rung in rungs if rung.trained]
@@ -155,6 +167,7 @@ TABLES: dict[str, Callable[[list[Rung]], list[Row]]] = {
     "positions": positions,
     "runs": runs,
     "speeds": speeds,
+    "trees": trees,
 }
 
 

@@ -1,7 +1,7 @@
 """The ladder: drafters trained and measured one after the other, on one target and one store of its features.
 
-    python tools/ladder.py --data answers/ --bench bench/ --out OUT --steps 1200
-    python tools/ladder.py ... --only combined --set loss=tvmix --set mix=0.95    # settings that are chosen late
+    python -m tools.ladder --data answers/ --bench bench/ --out OUT --steps 1200
+    python -m tools.ladder ... --only combined --set loss=tvmix --set mix=0.95    # settings that are chosen late
 
 Each run leaves OUT/NAME-SEED (the drafter, int8) and OUT/NAME-SEED.json (its record); a run that has a record is done.
 The acceptance lengths are those of walking along the target's own greedy answers (train/acceptance.py).
@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
+from peagle.core import Step
 from peagle.data.bench import read_sets
 from peagle.drafter import checkpoint, compact
 from peagle.errors import UserError
 from peagle.evaluate import summarise
 from peagle.home import write_bytes, write_json
 from peagle.loaded import choose_device
-from peagle.train.acceptance import acceptance
+from peagle.train.acceptance import acceptance, tree_acceptance
 from peagle.train.answered import answer_tasks
 from peagle.train.config import TrainConfig, read_config
 from peagle.train.documents import Documents, join
@@ -37,9 +38,11 @@ from peagle.train.features import online
 from peagle.train.passes import Passes
 from peagle.train.publish import device_name
 from peagle.train.run import Run, load_teacher
+from peagle.tree import Tree
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "results" / "comparison" / "ladder.toml"
 KS = (3, 5, 7, 11)
+TREES = (Tree(7, 15), Tree(7, 31), Tree(11, 31))
 NEVER = 1 << 30  # steps
 
 Answers = dict[tuple[str, float], Documents]  # by set and temperature
@@ -144,22 +147,25 @@ def train(rung: Rung, ladder: Ladder, store: Run, answers: Answers, out: Path) -
 
 
 def measured(run: Run, folder: Path, answers: Answers) -> dict[str, Any]:
-    """By set and K: the drafter that lies in the folder."""
+    """By set and form: the drafter that lies in the folder. Not compiled: that takes longer than the passes."""
     trainer, found = run.trainer, {}
     passes = Passes(checkpoint.load(folder, run.target, torch.float32), trainer.passes.dtype)
-    if trainer.flex and run.config.compile:
-        passes.compile()
+    trees = TREES if run.config.method == "p-eagle" else ()
     for (name, _), documents in answers.items():
-        steps = acceptance(passes, online(trainer.features), documents, KS, run.config.pack_tokens, trainer.flex)
-        results = {k: summarise(steps[k], k) for k in KS}
-        found[name] = {"answers": len(documents)} | {
-            f"K={k}": {
-                "acceptance_length": round(one.acceptance_length, 4),
-                "accepted_per_position": [round(share, 4) for share in one.accepted_per_position],
-            }
-            for k, one in results.items()
-        }
+        how = passes, online(trainer.features), documents
+        chains = acceptance(*how, KS, run.config.pack_tokens, trainer.flex)
+        branched = tree_acceptance(*how, trees, run.config.pack_tokens, trainer.flex)
+        results = {Tree(k, k): chains[k] for k in KS} | branched
+        found[name] = {"answers": len(documents)} | {str(tree): told(steps, tree.k) for tree, steps in results.items()}
     return found
+
+
+def told(steps: list[Step], k: int) -> dict[str, Any]:
+    one = summarise(steps, k)
+    return {
+        "acceptance_length": round(one.acceptance_length, 4),
+        "accepted_per_position": [round(share, 4) for share in one.accepted_per_position],
+    }
 
 
 def climb(ladder: Ladder, options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Tokens a second of the ladder's drafters, on the engine, with the target loaded once.
 
-    python tools/ladder_speed.py OUT --bench bench/                   # K=7; and what the target does alone
-    python tools/ladder_speed.py OUT --bench bench/ -k 7,11 --tree 32 --only p-eagle,combined
+    python -m tools.ladder_speed OUT --bench bench/                   # K=7; and what the target does alone
+    python -m tools.ladder_speed OUT --bench bench/ -k 7,11 --tree 32 --only p-eagle,combined
 
 Adds to each record of OUT (tools/ladder.py) a line for each set and shape of drafts: tokens a second by concurrency,
 the acceptance length the engine counted, and the time of a step at the smallest concurrency. What a record has is not
