@@ -24,9 +24,10 @@ import httpx
 from peagle.data.bench import Task, read_sets
 from peagle.deploy.plan import plan
 from peagle.deploy.sagemaker import artifact
+from peagle.drafter.lacking import as_vllm
 from peagle.errors import UserError
 from peagle.evaluate import SetResult, Settings, answer, summarise
-from peagle.loaded import load
+from peagle.loaded import LoadedPair, load
 from tests.vllm.starting import wait_until_ready
 
 pytestmark = pytest.mark.vllm
@@ -116,7 +117,8 @@ def test_what_is_deployed_answers_as_the_native_engine_does(tmp_path: Path, figu
 
 
 def evaluated(tasks: list[Task]) -> tuple[list[str], SetResult]:
-    """What `peagle evaluate` decodes and counts, and the texts it throws away."""
-    loaded, settings = load(PAIR, dtype="float32", device="cpu"), Settings((K,), max_tokens=TOKENS)
+    """What `peagle evaluate --as-vllm` decodes and counts, and the texts it throws away."""
+    whole, settings = load(PAIR, dtype="float32", device="cpu"), Settings((K,), max_tokens=TOKENS)
+    loaded = LoadedPair(whole.pair, whole.target, {"p-eagle": as_vllm(whole.drafter("p-eagle"))})
     answers = [one for task in tasks for one in answer(loaded, task, K, 0.0, 0, settings)]
     return [one.text for one in answers], summarise((step for one in answers for step in one.steps), K)
