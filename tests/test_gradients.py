@@ -91,7 +91,8 @@ def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: 
         objective = (losses * weight ** torch.from_numpy(depth)).sum()
     if drafter.confidence is not None:
         best, wanted = (linear(x.detach(), drafter.lm_head).argmax(-1) for x in (normed, last[anchor + depth + 1]))
-        said = drafter.confidence(normed.detach())[:, 0]
+        sure = linear(normed.detach(), drafter.lm_head).log_softmax(-1).amax(-1)
+        said = drafter.confidence(normed.detach())[:, 0] + (sure.exp() / (1 - sure.exp())).log()
         binary_cross_entropy_with_logits(said, (best == wanted).float()).backward()
     objective.div(len(depth)).backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}

@@ -36,7 +36,7 @@ class DrafterConfig:
     inject: bool = False  # the fused taps enter every layer, not the first alone
     bidirectional: bool = False  # mask rows of a block see each other, later ones too
     dependency: int = 0  # rank of the correction by the draft before (dependency.py); 0: none
-    confidence: bool = False  # an output that predicts whether a row's draft is accepted
+    confidence: bool = False  # an output that corrects how likely a row's draft is to be accepted
     calibration: tuple[float, ...] = ()  # log-probabilities of depth k are of logits times this; empty: 1
     k_trained: int | None = None
     target: str | None = None

@@ -162,6 +162,12 @@ class Drafter(nn.Module):
         """The most likely target id of each row, [R]."""
         return self.known(self.logits(normed).argmax(-1))
 
+    def judge(self, normed: Tensor, sure: Tensor) -> Tensor:
+        """Log-odds that drafts are accepted, [...]: those of their log-probabilities `sure` [...], and what the
+        confidence output adds for their rows [..., d]."""
+        odds = sure - torch.log(-torch.expm1(sure.clamp(max=-1e-6)))
+        return odds if self.confidence is None else odds + self.confidence(normed)[..., 0].float()
+
     def known(self, ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as the target's."""
         return ids if self.target_ids is None else self.target_ids[ids]

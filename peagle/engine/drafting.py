@@ -49,6 +49,8 @@ class Drafting:
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
         self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
         self.branching = Branching(drafter, Weight)
+        judged = not d.is_cuda and bool(config.calibration or config.confidence)  # whether there is an outlook
+        self.plain = drafter.dependency is None and not judged
 
     def quantise(self) -> None:
         """Matrices in int8 from now on."""
@@ -78,21 +80,7 @@ class Drafting:
         normed, stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
         if not tree.k:
             return None
-        self.look_ahead(normed, stream, made.sampled, verified, tree, index, trees)
-        return self.outlook(normed[made.sampled], trees.chain[index, : tree.k])
-
-    def outlook(self, normed: Tensor, chain: Tensor) -> Tensor | None:
-        """[B, K]: is a draft accepted, given that those before it are? As the drafter's confidence output says.
-
-        On a CPU alone: a host that plans a step ahead would learn of it too late.
-        """
-        if self.drafter.confidence is None or normed.is_cuda:
-            return None
-        rows = normed.unflatten(0, chain.shape)
-        if self.drafter.dependency is not None and chain.shape[1] > 1:
-            before = self.drafter.embed(chain[:, :-1].flatten()).view_as(rows[:, 1:])
-            rows = torch.cat([rows[:, :1], self.drafter.dependency(rows[:, 1:], before)], 1)
-        return self.drafter.confidence(rows)[..., 0].sigmoid()
+        return self.look_ahead(normed, stream, made.sampled, verified, tree, index, trees)
 
     def both(self, k: int) -> int:
         """Mask rows that see each other."""
@@ -101,19 +89,35 @@ class Drafting:
     def look_ahead(
         self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, tree: Tree, index: Tensor,
         trees: Trees,
-    ) -> None:  # fmt: skip
-        """From the rows `sampled` of a pass: all of them (P-EAGLE), or the first (EAGLE-3)."""
+    ) -> Tensor | None:  # fmt: skip
+        """From the rows `sampled` of a pass: all of them (P-EAGLE), or the first (EAGLE-3). Returns as `draft` does."""
         if not self.parallel:
             trees.chain[index, : tree.k] = self.follow(normed, stream, sampled, verified, tree.k)
-        elif tree.chain and self.branching.here is None:
+            return None
+        if tree.chain and self.plain:
             trees.chain[index, : tree.k] = self.best(normed[sampled]).view(-1, tree.k)
-        else:
-            self.branch(normed[sampled], tree, index, trees)
+            return None
+        return self.branch(normed[sampled], tree, index, trees)
 
-    def branch(self, normed: Tensor, tree: Tree, index: Tensor, trees: Trees) -> None:
+    def branch(self, normed: Tensor, tree: Tree, index: Tensor, trees: Trees) -> Tensor | None:
         """normed [B * K, d]: the rows that look ahead."""
         ids, logp = self.branching(normed, self.head(normed), tree.k)
         grow(logp, ids, self.drafter.target_ids, 0 if tree.chain else tree.nodes, index, trees)
+        if normed.is_cuda:  # a host that plans a step ahead would learn of it too late
+            return None
+        return self.outlook(normed.unflatten(0, (-1, tree.k)), ids, logp, trees.chain[index, : tree.k])
+
+    def outlook(self, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor) -> Tensor:
+        """[B, K]: how likely each draft of the chain is to be accepted, given that those before it are."""
+        at = (self.drafter.known(ids) == chain[..., None]).int().argmax(-1)  # [B, K] among the candidates
+        before = at.roll(1, 1) if logp.shape[2] > 1 else torch.zeros_like(at)
+        sure = logp.gather(2, before[..., None, None].expand(-1, -1, 1, logp.shape[3]))[:, :, 0].gather(
+            2, at[..., None]
+        )
+        if self.drafter.confidence is not None and self.drafter.dependency is not None and chain.shape[1] > 1:
+            told = self.drafter.embed(chain[:, :-1].flatten()).view_as(normed[:, 1:])
+            normed = torch.cat([normed[:, :1], self.drafter.dependency(normed[:, 1:], told)], 1)
+        return self.drafter.judge(normed, sure[..., 0]).sigmoid()
 
     def follow(self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int) -> Tensor:
         """EAGLE-3: the drafts [B, k], each row fed with the draft before."""

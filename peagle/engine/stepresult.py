@@ -13,7 +13,7 @@ class Settled(NamedTuple):
 
     packed: Tensor  # [B, K + 3], see Result
     rows: Tensor | None  # [B * (K + 1)] of a tree: the accepted path among all rows
-    outlook: Tensor | None  # [B, K] of the new chains, where the drafter has a confidence output
+    outlook: Tensor | None  # [B, K] how likely the new chains' drafts are; on a CPU, of calibrated drafters
 
 
 @dataclass(slots=True)
@@ -25,4 +25,4 @@ class Result:
 
     packed: Tensor
     logprobs: Logprobs | None = None
-    outlook: Tensor | None = None  # see Settled; on a CPU alone
+    outlook: Tensor | None = None  # see Settled

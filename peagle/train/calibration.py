@@ -151,11 +151,12 @@ def reliability(drafter: Drafter, rows: Rows, depth: int, factor: float) -> tupl
         logits = scores(drafter, part, depth)
         best = logits.max(-1)
         plain.append((best.values - logits.logsumexp(-1)).exp())
-        scaled.append((factor * best.values - (factor * logits).logsumexp(-1)).exp())
+        sure = factor * best.values - (factor * logits).logsumexp(-1)
+        scaled.append(sure.exp())
         right.append((best.indices == part.wanted).float())
         if drafter.confidence is not None:
             normed = told_before(drafter, part) if depth and drafter.dependency is not None else part.normed
-            said.append(drafter.confidence(normed.to(drafter.confidence.weight.dtype))[:, 0].float().sigmoid())
+            said.append(drafter.judge(normed.to(drafter.confidence.weight.dtype), sure).sigmoid())
     one, two, three = (torch.cat(x).cpu().numpy() for x in (plain, scaled, right))
     confidence = torch.cat(said).cpu().numpy() if said else None
     return np.full(len(one), depth), one, two, confidence, three

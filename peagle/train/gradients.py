@@ -37,7 +37,7 @@ def pack_gradients(
     for segment in batch.segments:
         sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, lengths, scale, flex)
     gradient, part = loss(out, wanted, first, scale * lengths.weights(rows, first))
-    learn_confidence(passes, out, loss.matched, scale)
+    learn_confidence(passes, out, loss, scale)
     sums += part
     if not passes.learns:
         return sums
@@ -80,7 +80,7 @@ def segment_gradients(
         live, gradient = level.rows[: level.live], torch.zeros_like(normed)
         weight = scale * lengths.weights(live.anchor, live.depth)
         gradient[: level.live], part = loss(normed.detach()[: level.live], teacher, live.depth, weight)
-        learn_confidence(passes, normed.detach()[: level.live], loss.matched, scale)
+        learn_confidence(passes, normed.detach()[: level.live], loss, scale)
         sums += part
         gradients.append(gradient)
     if outputs and outputs[0].requires_grad:
@@ -88,11 +88,11 @@ def segment_gradients(
     return sums
 
 
-def learn_confidence(passes: Passes, normed: Tensor, matched: Tensor, scale: float) -> None:
+def learn_confidence(passes: Passes, normed: Tensor, loss: Loss, scale: float) -> None:
     """Adds the gradients of the confidence output: is a row's best token the teacher's? They end there."""
     if passes.drafter.confidence is not None:
-        said = passes("judge", normed)
-        (scale * binary_cross_entropy_with_logits(said, matched, reduction="sum")).backward()
+        said = passes("judge", normed, loss.sure)
+        (scale * binary_cross_entropy_with_logits(said, loss.matched, reduction="sum")).backward()
 
 
 def run_level(

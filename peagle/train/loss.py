@@ -80,8 +80,9 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 
 def chunk_loss(
     normed: Tensor, teacher: Tensor, weight: Tensor, lm_head: Tensor, mix: float, softcap: float, tv: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """normed, teacher [C, d], weight [C], lm_head [V, d] -> (loss [C], match [C], gradient [C, d])."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """normed, teacher [C, d], weight [C], lm_head [V, d] -> (loss, match, log-probability of the row's own best token,
+    [C] each; gradient [C, d])."""
     teacher_logits = capped(linear(teacher, lm_head).float(), softcap)
     logits = linear(normed.to(lm_head.dtype), lm_head).float()
     log_q, log_p = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
@@ -97,12 +98,13 @@ def chunk_loss(
     if mix != 1:
         pull = mix * pull + (1 - mix) * (q - one_hot(best, p.shape[-1]))
     loss = weight * (mix * apart + (1 - mix) * ce)
-    return loss, logits.argmax(-1) == best, linear((weight[:, None] * pull).to(lm_head.dtype), lm_head.T)
+    sure, own = log_q.max(-1)
+    return loss, own == best, sure, linear((weight[:, None] * pull).to(lm_head.dtype), lm_head.T)
 
 
 def topk_loss(
     normed: Tensor, teacher: TopK, weight: Tensor, lm_head: Tensor, mix: float, tv: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """chunk_loss for a teacher that knows its likeliest tokens only."""
     inside, ids, best = teacher.known()
     weight = weight * inside.any(-1)
@@ -122,8 +124,9 @@ def topk_loss(
         pull = q.scatter_add(-1, ids, -p)
     pull = mix * pull + (1 - mix) * q.scatter_add(-1, best, -torch.ones_like(p[:, :1]))
     loss = weight * (mix * apart + (1 - mix) * ce)
-    match = (logits.argmax(-1) == best[:, 0]) & inside.any(-1)
-    return loss, match, linear((weight[:, None] * pull).to(lm_head.dtype), lm_head.T)
+    sure, own = log_q.max(-1)
+    match = (own == best[:, 0]) & inside.any(-1)
+    return loss, match, sure, linear((weight[:, None] * pull).to(lm_head.dtype), lm_head.T)
 
 
 def variation_gradient(q: Tensor, side: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def variation_gradient(q: Tensor, side: Tensor) -> Tensor:
 
 def teacher_loss(
     normed: Tensor, teacher: Teacher, weight: Tensor, lm_head: Tensor, mix: float, softcap: float, tv: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """By the teacher's type; captured logits are soft-capped already."""
     if isinstance(teacher, TopK):
         return topk_loss(normed, teacher, weight, lm_head, mix, tv)
@@ -168,7 +171,7 @@ class Loss:
         self.tv = kind in ("tv", "tvmix")
         self.length = mix if kind == "length" else 0.0  # share of the acceptance length: lengths.py
         self.weights = depth_weight ** torch.arange(k, device=lm_head.device, dtype=torch.float32)
-        self.chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = teacher_loss
+        self.chunk: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = teacher_loss
         self.look: Callable[..., Tensor] = chance
 
     def compile(self) -> None:
@@ -181,17 +184,18 @@ class Loss:
         The gradient is that of sum(weight * loss * scale); scale may be [R].
         """
         rows, gradient = len(normed), torch.empty_like(normed)
-        losses, matches = (torch.empty(rows, device=normed.device) for _ in range(2))
+        losses, matches, sure = (torch.empty(rows, device=normed.device) for _ in range(3))
         weight = self.weights[depth] * scale
         for at, size in chunks(rows):
             heavy = padded(weight[at], size)
             out, known = padded(normed[at], size), known_padded(teacher[at], size)
-            loss, match, grad = self.chunk(out, known, heavy, self.lm_head, self.mix, self.softcap, self.tv)
+            loss, match, best, grad = self.chunk(out, known, heavy, self.lm_head, self.mix, self.softcap, self.tv)
             count = at.stop - at.start
-            losses[at], matches[at], gradient[at] = loss[:count], match[:count], grad[:count]
+            losses[at], matches[at], sure[at] = loss[:count], match[:count], best[:count]
+            gradient[at] = grad[:count]
         sums = Sums.zeros(self.k, normed.device)
         sums.loss.index_add_(0, depth, (losses / weight.clamp(min=1e-30)).double())
-        self.matched = matches  # of these rows, for whoever learns from that
+        self.matched, self.sure = matches, sure  # of these rows, for whoever learns from that
         sums.matches.index_add_(0, depth, matches.double())
         sums.rows.index_add_(0, depth, torch.ones_like(depth, dtype=torch.float64))
         return gradient, sums

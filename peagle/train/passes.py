@@ -85,10 +85,9 @@ class Passes(nn.Module):
         told = drafter.dependency(normed, embedding(ids.clamp(min=0), drafter.embed_tokens))
         return torch.where(ids[:, None] >= 0, told, normed)
 
-    def judge(self, normed: Tensor) -> Tensor:
-        """The confidence output of rows [R, d], before its sigmoid: [R]."""
-        assert self.drafter.confidence is not None
-        return self.drafter.confidence(normed)[:, 0].float()
+    def judge(self, normed: Tensor, sure: Tensor) -> Tensor:
+        """Log-odds that the drafts of rows [R, d] are accepted, [R]; `sure`: their log-probabilities."""
+        return self.drafter.judge(normed, sure)
 
     def touch(self) -> Tensor:
         """Nothing, but every parameter takes part in it: see parallel.py."""
