@@ -49,8 +49,8 @@ class Drafting:
             self.mask_hidden = d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
         self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
         self.branching = Branching(drafter, Weight)
-        judged = not d.is_cuda and bool(config.calibration or config.confidence)  # whether there is an outlook
-        self.plain = drafter.dependency is None and not judged
+        self.judges = not d.is_cuda and bool(config.calibration or config.confidence)
+        self.plain = drafter.dependency is None and not self.judges
 
     def quantise(self) -> None:
         """Matrices in int8 from now on."""
@@ -103,7 +103,7 @@ class Drafting:
         """normed [B * K, d]: the rows that look ahead."""
         ids, logp = self.branching(normed, self.head(normed), tree.k)
         grow(logp, ids, self.drafter.target_ids, 0 if tree.chain else tree.nodes, index, trees)
-        if normed.is_cuda:  # a host that plans a step ahead would learn of it too late
+        if not self.judges:  # on a GPU the host plans a step ahead, and would learn of it too late
             return None
         return self.outlook(normed.unflatten(0, (-1, tree.k)), ids, logp, trees.chain[index, : tree.k])
 
