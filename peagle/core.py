@@ -43,9 +43,9 @@ def check_tree(nodes: int, ks: Iterable[int | str] = (), method: str | None = No
         raise UserError("eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree")
     if exact:
         raise UserError("exact mode verifies chains: leave out one of --exact and --tree")
-    from peagle.tree import Tree
+    from peagle.tree import K_LARGEST, Tree
 
-    for k in [k for k in ks if k != "auto"] or [2]:
+    for k in [k for k in ks if k != "auto"] or [K_LARGEST]:
         if nodes == k:
             raise UserError(
                 f"a tree of {nodes} nodes and depth {k} is a chain: use more nodes than K, or leave out --tree"

@@ -25,6 +25,7 @@ from torch import Tensor
 from peagle.errors import UserError
 
 CANDIDATES = 16  # of a depth
+K_LARGEST = 7  # of automatic K
 MOST_NODES = 62  # with the newest token, as many as a signed word has bits
 
 

@@ -366,7 +366,8 @@ def finds(rows: int, size: int, count: int, device: str, dtype: torch.dtype) -> 
     logits[0, size // 2 :] = logits[0, 0]  # equals: the first counts
     factor = torch.linspace(0.5, 1.5, rows, device=device)
     found, wanted = (run(logits, factor, count) for run in (candidates.candidates, candidates.reference))
-    assert torch.equal(found[0], wanted[0])
+    first = (logits.float() * factor[:, None]).sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(found[0], first[:, :count])
     near(found[1], wanted[1])
     near(found[2], wanted[2], 8)
 

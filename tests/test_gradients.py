@@ -70,6 +70,13 @@ def some_chains(packed: Pack, drafter: Drafter) -> Chains:
     return chains.dropped(0.3, rng) if drafter.config.dependency else chains
 
 
+def right_before(anchor: np.ndarray, depth: np.ndarray, right: Tensor) -> Tensor:
+    """[R]: were all rows of a row's chain before it right?"""
+    known = {(int(a), int(d)): bool(ok) for a, d, ok in zip(anchor, depth, right, strict=True)}
+    rows = zip(anchor.tolist(), depth.tolist(), strict=True)
+    return torch.tensor([float(all(known[a, before] for before in range(d))) for a, d in rows])
+
+
 def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: str) -> Gradients:
     """Autograd through whole logits of every row; no segments, no chunks, no kept keys."""
     drafter.zero_grad()
@@ -93,7 +100,9 @@ def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: 
         best, wanted = (linear(x.detach(), drafter.lm_head).argmax(-1) for x in (normed, last[anchor + depth + 1]))
         sure = linear(normed.detach(), drafter.lm_head).log_softmax(-1).amax(-1)
         said = drafter.confidence(normed.detach())[:, 0] + (sure.exp() / (1 - sure.exp())).log()
-        binary_cross_entropy_with_logits(said, (best == wanted).float()).backward()
+        binary_cross_entropy_with_logits(
+            said, (best == wanted).float(), right_before(anchor, depth, best == wanted)
+        ).backward()
     objective.div(len(depth)).backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}
 

@@ -28,9 +28,9 @@ class Listening(Fixed):
         super().__init__(tree)
         self.told: list[Sequence[float] | None] = []
 
-    def choose(self, batch: int, outlook: Sequence[float] | None = None) -> Choice:
+    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
         self.told.append(outlook)
-        return super().choose(batch, outlook)
+        return super().choose(batch, outlook, chains)
 
 
 @pytest.mark.parametrize(("rung", "nodes"), [("dependency", K), ("all", K), ("dependency", 12)])

@@ -11,6 +11,7 @@ import torch
 
 from peagle.core import Sampling
 from peagle.engine import Engine
+from peagle.engine.adaptive import Adaptive, forms
 from peagle.engine.history import History
 from peagle.engine.processing import Processing
 from peagle.engine.rounds import available
@@ -20,7 +21,7 @@ from peagle.loaded import LoadedPair
 from peagle.sampling import probabilities
 from peagle.target import Target
 from peagle.tree import MOST_NODES, NOTHING, Tree, grow
-from tests.conftest import make_drafter
+from tests.conftest import make_drafter, make_target
 from tests.test_decode import tokens_of, transformers_generate
 from tests.test_engine import (
     ASKED,
@@ -206,12 +207,64 @@ def rows_of(output: list[int], drafts: torch.Tensor, masks: torch.Tensor, vocab:
     return [target(PROMPT + output + path, vocab) for path in paths]
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt) -> None:
+    """Rows of a block see each other; the rows of a prompt that is not read to its end do not."""
+    target = make_target(seed=7)
+    drafter = make_drafter(target, "p-eagle", 3, bidirectional=bidirectional)
+    pair, ids, caches = pair_of(target, {"p-eagle": drafter}), prompt(50), []
+    for chunk in (512, 16):
+        engine = engine_of(pair, "p-eagle", 5, page=16, chunk=chunk, tokens=400, max_batch=1)
+        engine.add(ids, max_tokens=8, ignore_eos=True)
+        while not any(request.status == "decode" for request in engine.scheduler.running):
+            engine.step()
+        pages = engine.scheduler.running[0].pages
+        slots = [pages[at // 16] * 16 + at % 16 for at in range(50)]
+        caches.append(torch.stack([keys[slots] for keys in engine.stepper.memory.keys[-3:]]))
+    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
+
+
+def test_a_place_that_holds_no_tree_breaks_nothing() -> None:
+    """Copies of one node everywhere: what is read lies inside the rows there are."""
+    rows, k = 9, 3
+    parents, depths, masks = torch.zeros(1, 8).int(), torch.ones(1, 8).int(), torch.full((1, 9), 3)
+    ids = tokens = torch.full((1, rows), 7)
+    one = torch.zeros(1, dtype=torch.int32)
+    walked = walk(
+        tokens, torch.zeros(1, rows), ids, parents, depths, masks, one, one + 99, torch.zeros(1).long(), one.clone(),
+        one.clone(), torch.zeros(1).long(), k,
+    )  # fmt: skip
+    assert walked.rows is not None and 0 <= walked.rows.min() <= walked.rows.max() < rows
+    assert walked.kept.item() <= k
+
+
+def test_a_grammar_keeps_automatic_form_to_chains() -> None:
+    policy = Adaptive(forms(7, 31))
+    chosen = Counter[Tree]()
+    for _ in range(200):
+        form = policy.choose(1, chains=True).tree
+        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [min(form.k, 2)])
+        chosen[form] += 1
+    assert all(form.chain for form in chosen) and chosen[Tree(2, 2)] > 120
+
+
+@pytest.mark.parametrize("nodes", [0, 31])
+def test_an_outlook_that_does_not_come_true_is_not_believed(nodes: int) -> None:
+    policy, last = Adaptive(forms(7, nodes)), Counter[Tree]()
+    for step in range(1500):
+        form = policy.choose(1, [0.9] * 7).tree
+        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [0])
+        last[form] += step >= 1000
+    assert last[NOTHING] > 400
+
+
 def test_what_cannot_be_is_refused() -> None:
     for how, words in (
         ({"method": "eagle3", "k": 3, "tree": 8}, "p-eagle drafter"),
         ({"k": 3, "tree": 8, "exact": True}, "--exact"),
         ({"k": 8, "tree": 5}, "more nodes than K"),
         ({"k": 3, "tree": 99}, "at most"),
+        ({"k": 3, "tree": 31, "tokens": 16}, "--kv-tokens"),
     ):
         with pytest.raises(UserError, match=words):
             engine_of(small(), **{"method": "p-eagle"} | how)

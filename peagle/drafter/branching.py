@@ -24,12 +24,14 @@ def plain(weight: Tensor) -> Product:
 
 class Branching:
     @torch.no_grad()
-    def __init__(self, drafter: Drafter, product: Callable[[Tensor], Product] = plain) -> None:
-        """`product`: how rows are multiplied with a matrix."""
+    def __init__(
+        self, drafter: Drafter, product: Callable[[Tensor], Product] = plain, calibration: tuple[float, ...] = ()
+    ) -> None:
+        """`product`: how rows are multiplied with a matrix; `calibration`: instead of the drafter's own."""
         config, ids = drafter.config, drafter.target_ids
         self.device = drafter.lm_head.device
         self.count = min(CANDIDATES, config.draft_vocab_size)
-        self.calibration = config.calibration or (1.0,)
+        self.calibration = calibration or config.calibration or (1.0,)
         self.factors: dict[tuple[int, int], Tensor] = {}
         self.here: Product | None = None
         if drafter.dependency is not None:

@@ -47,7 +47,9 @@ class Choice:
 
 
 class Policy(Protocol):
-    def choose(self, batch: int, outlook: Sequence[float] | None = None) -> Choice: ...
+    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
+        """`outlook`: of Expected.tokens; `chains`: nothing else can run."""
+        ...
 
     def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None: ...
 
@@ -58,8 +60,8 @@ class Fixed:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
 
-    def choose(self, batch: int, outlook: Sequence[float] | None = None) -> Choice:
-        return Choice(self.tree, "fixed")
+    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
+        return Choice(Tree(self.tree.k, self.tree.k) if chains else self.tree, "fixed")
 
     def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None:
         pass
@@ -88,20 +90,23 @@ class Adaptive:
             for _ in range(3):
                 self.costs.add(batch, tree.nodes, seconds)
 
-    def choose(self, batch: int, outlook: Sequence[float] | None = None) -> Choice:
-        if (unknown := self._unmeasured(batch)) is not None:
+    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
+        forms = [form for form in self.candidates if form.chain] if chains else self.candidates
+        if (unknown := self._unmeasured(batch, forms)) is not None:
             return Choice(unknown, "measuring: its cost is not known yet")
         self.tokens = self.emits.tokens(outlook)
-        rates = {form: batch * self.tokens[form] / self._cost(batch, form) for form in self.candidates}
+        rates = {form: batch * self.tokens[form] / self._cost(batch, form) for form in forms}
         best = max(rates, key=lambda form: rates[form])
+        if self.tree not in rates:
+            return Choice(best, "fastest chain", rates)
         reason = f"held: {best} is less than {MARGIN:.0%} faster" if best != self.tree else "fastest"
         if rates[best] > rates[self.tree] * (1 + MARGIN):
             self.tree, reason = best, "fastest"
         trial, self.trial = self.trial, None  # the second step of an exploration
-        if trial is None and (trial := self._neighbour(batch)) is not None:
+        if trial is None and not chains and (trial := self._neighbour(batch)) is not None:
             self.explored, self.trial = self.step, trial if trial.nodes > self.tree.nodes else None
             self.credit -= self._price(batch, trial)
-        if trial is None:
+        if trial is None or trial not in rates:
             return Choice(self.tree, reason, rates)
         return Choice(trial, f"exploring beside {self.tree}", rates)
 
@@ -122,15 +127,15 @@ class Adaptive:
         self.ran[where] = self.step
         self.costs.add(batch, tree.nodes, seconds)
 
-    def _unmeasured(self, batch: int) -> Tree | None:
+    def _unmeasured(self, batch: int, forms: Sequence[Tree]) -> Tree | None:
         """A form that was begun runs three times, so that one disturbed step decides nothing.
 
         Where neither this batch size nor another one is known, both ends of the line are begun, and the longest chain.
         """
         known = self.costs.elsewhere(batch, 0) is not None
-        counts = {form: self.costs.count(batch, form.nodes) for form in self.candidates}
-        longest = [form for form in self.candidates if form.chain][-1]
-        ends = () if known else (NOTHING, longest, self.candidates[-1])
+        counts = {form: self.costs.count(batch, form.nodes) for form in forms}
+        longest = [form for form in forms if form.chain][-1]
+        ends = () if known else (NOTHING, longest, forms[-1])
         return next((form for form, count in counts.items() if count < 3 and (count or form in ends)), None)
 
     def _cost(self, batch: int, form: Tree) -> float:

@@ -51,6 +51,9 @@ class Drafting:
         self.branching = Branching(drafter, Weight)
         self.judges = not d.is_cuda and bool(config.calibration or config.confidence)
         self.plain = drafter.dependency is None and not self.judges
+        self.uncalibrated = self.branching
+        if self.judges and drafter.confidence is not None:  # it has learned to correct what is not calibrated
+            self.uncalibrated = Branching(drafter, Weight, (1.0,))
 
     def quantise(self) -> None:
         """Matrices in int8 from now on."""
@@ -105,6 +108,8 @@ class Drafting:
         grow(logp, ids, self.drafter.target_ids, 0 if tree.chain else tree.nodes, index, trees)
         if not self.judges:  # on a GPU the host plans a step ahead, and would learn of it too late
             return None
+        if self.uncalibrated is not self.branching:
+            ids, logp = self.uncalibrated(normed, self.head(normed), tree.k)
         return self.outlook(normed.unflatten(0, (-1, tree.k)), ids, logp, trees.chain[index, : tree.k])
 
     def outlook(self, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor) -> Tensor:

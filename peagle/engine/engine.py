@@ -32,12 +32,11 @@ from peagle.kernels.library import state
 from peagle.kernels.matrix import possible
 from peagle.loaded import LoadedPair, Prompt, load
 from peagle.target import Target
-from peagle.tree import Tree
+from peagle.tree import K_LARGEST, Tree
 
 PAGE = 64  # positions
 MEMORY = 0.85  # of what is free on a GPU may become pages
 CPU_TOKENS = 1 << 15  # positions of all requests together, on a CPU
-K_LARGEST = 7  # of automatic K
 NODES = 31  # of the trees that automatic K may choose
 
 
@@ -83,6 +82,11 @@ class Engine:
         exact = False if exact is None and not self.largest.chain else exact
         self.context = min(context or self.target.context, self.target.context)
         pages = page_count(pair, drafter, tokens, page, max_batch, self.context, self.largest.nodes)
+        if not self.largest.chain and pages * page < 2 * self.largest.nodes:
+            raise UserError(
+                f"{pages * page} positions hold no tree of {self.largest.nodes} nodes and a prompt: raise --kv-tokens,"
+                " or use a smaller --tree"
+            )
         self.stepper = build(self.target, drafter, self.largest, pages, page, max_batch, self.context)
         self.int8 = int8
         if int8:
@@ -297,7 +301,7 @@ def page_count(
         return max(1, min(most, -(-tokens // page)))
     target = pair.target
     if target.device.type != "cuda":
-        return min(most, max(CPU_TOKENS, context) // page)
+        return min(most, -(-max(CPU_TOKENS, context + nodes) // page))
     each = sum(shape.bytes for shape in shapes_of(target, drafter)) * page
     free, _ = torch.cuda.mem_get_info(target.device)
     return max(1, min(most, int(free * MEMORY) // each))

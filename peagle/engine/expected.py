@@ -84,12 +84,17 @@ class Expected:
         self.by_k = self.chains.tokens()  # E(K) as chains last told it
         self.level = Ratio(self.by_k[-1] - 1, EVIDENCE)  # tokens that the longest chain keeps
         self.chain = Ratio(1.0, PRIOR)
+        self.truth = Ratio(1.0, EVIDENCE)  # what chains keep of what an outlook foretold
+        self.foretold: list[float] | None = None
         self.trees = {form: Ratio(GAIN, PRIOR) for form in forms if not form.chain}
 
     def observe(self, batch: int, form: Tree, accepted: Sequence[int]) -> None:
         if form.chain:
             self.chains.observe(batch, form.k, accepted)
             self.by_k = self.chains.tokens()
+        if form.chain and self.foretold is not None:
+            self.truth.add(FORGET ** sqrt(batch), sum(accepted), (self.foretold[form.k] - 1) * len(accepted))
+        self.foretold = None
         if not self.trees:
             return
         forget, slow = (share ** sqrt(batch) for share in (FORGET, SLOW))
@@ -105,8 +110,11 @@ class Expected:
 
     def tokens(self, outlook: Sequence[float] | None = None) -> dict[Tree, float]:
         """`outlook`: acceptance that a drafter itself predicts, per position given those before, for the drafts that
-        wait: instead of what was accepted lately."""
-        chains = self.by_k if outlook is None else predicted(outlook, len(self.chains.tried))
+        wait: instead of what was accepted lately, but no more of it is believed than came true."""
+        self.foretold = None if outlook is None else predicted(outlook, len(self.chains.tried))
+        chains = self.by_k
+        if self.foretold is not None:
+            chains = [1 + min(k, self.truth.value * (e - 1)) for k, e in enumerate(self.foretold)]
         if not self.trees:
             return {form: chains[form.k] for form in self.forms}
         part = parts(chains)

@@ -27,6 +27,7 @@ class Size:
     requests: int
     masks: int  # the most behind a chunk
     most: int  # rows of one request
+    everywhere: bool = False  # mask rows behind every chunk, not those alone that end a prompt
 
     @property
     def wide(self) -> int:
@@ -50,7 +51,7 @@ def numbers_of(chunks: list[Chunk], at: list[int], size: Size, nobody: int) -> l
     parts: dict[str, list[int]] = {name: [] for name in parts_of(size)}
     for b, (chunk, place) in enumerate(zip(chunks, at, strict=True)):
         ids, next_id = chunk.ids, chunk.next_id
-        count, masks = len(ids), size.masks if chunk.end == chunk.request.goal else 0
+        count, masks = len(ids), size.masks if size.everywhere or chunk.end == chunk.request.goal else 0
         row, wide = len(parts["ids"]), len(parts["next_ids"])
         parts["ids"] += ids
         parts["positions"] += range(chunk.start, chunk.end)

@@ -149,18 +149,23 @@ class Prefilling:
             rows = next(size for size in ROWS if size >= rows)
             most = rows if most > MOST else min(rows, MOST)
             requests = next(size for size in REQUESTS if size >= requests)
-        return Size(rows, requests, self.masks(k), most)
+        return Size(rows, requests, self.masks(k), most, self.everywhere)
 
     def masks(self, k: int) -> int:
         """Mask rows behind a prompt."""
         return max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
+
+    @property
+    def everywhere(self) -> bool:
+        """The last rows of each request see each other: so they must be mask rows in every chunk."""
+        return self.drafting is not None and self.drafting.drafter.config.bidirectional
 
     @torch.inference_mode()
     def capture(self, most: int, tree: Tree) -> None:
         """The graphs of usual sizes: up to `most` requests of 32 to 512 tokens each."""
         for requests, rows in itertools.product(REQUESTS, ROWS):
             if requests < 2 * most and 32 * requests <= rows <= min(512 * requests, self.largest):
-                size = Size(rows, requests, self.masks(tree.k), min(rows, MOST))
+                size = Size(rows, requests, self.masks(tree.k), min(rows, MOST), self.everywhere)
                 vector = self._upload(numbers_of([], [], size, self.places.count), size, True)
                 self._capture(size, views_of(vector, size), tree)
 

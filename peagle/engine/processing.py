@@ -19,7 +19,7 @@ from peagle.engine.history import History, move
 from peagle.engine.stages import STAGES, Penalties, Stage
 from peagle.kernels.best import best
 
-AT_ONCE = 2**22  # requests x V: bounds the copies of logits that a group makes
+AT_ONCE = 2**25  # requests x rows x V: bounds the copies of logits that a group makes
 
 
 class Group:
@@ -77,12 +77,13 @@ class Processing:
     A history belongs to the newest Processing that it was given to.
     """
 
-    def __init__(self, histories: list[History]) -> None:
+    def __init__(self, histories: list[History], rows: int = 1) -> None:
+        """`rows`: no pass has more of a request."""
         members = [(row, h) for row, h in enumerate(histories) if not h.plain]
         self.groups: list[Group] = []
         for greedy in (True, False):
             alike = [(row, h) for row, h in members if h.sampling.greedy == greedy]
-            at_once = max(1, AT_ONCE // alike[0][1].vocab) if alike else 1
+            at_once = max(1, AT_ONCE // (rows * alike[0][1].vocab)) if alike else 1
             self.groups += [Group(alike[i : i + at_once]) for i in range(0, len(alike), at_once)]
 
     def choose(self, logits: Tensor, drafts: Tensor, emitted: Tensor, masks: Tensor | None = None) -> Tensor:

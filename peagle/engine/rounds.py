@@ -111,7 +111,8 @@ class Rounds:
 
     def warm_up(self) -> None:
         """Before the first request: kernels are compiled, graphs captured."""
-        forms = self.chooser.candidates if isinstance(self.chooser, Adaptive) else (self.largest,)
+        most = Tree(self.largest.k, self.largest.k)  # where somebody is bound to a grammar
+        forms = self.chooser.candidates if isinstance(self.chooser, Adaptive) else {self.largest, most}
         for batch in BUCKETS:
             if self.graphs and batch < 2 * self.scheduler.max_batch:
                 for form in forms:
@@ -167,8 +168,9 @@ class Rounds:
 
     def _decode(self, members: list[Member], alone: bool) -> None:
         """`alone`: no prefill runs in the same round."""
-        choice, masks = self.chooser.choose(len(members), self._outlook(members)), self._masks(members)
-        wanted = choice.tree if masks is None else Tree(choice.tree.k, choice.tree.k)  # a grammar follows a chain
+        masks = self._masks(members)
+        choice = self.chooser.choose(len(members), self._outlook(members), chains=masks is not None)
+        wanted = choice.tree
         self.metrics.k, self.metrics.nodes, self.metrics.k_reason = wanted.k, wanted.nodes, choice.reason
         tree = available(wanted, [member.seat.drafted for member in members])
         made = wanted if tree == wanted else self.largest  # so there is a graph for every change
@@ -202,7 +204,7 @@ class Rounds:
             return None
         names = tuple(member.request.id for member in members)
         if self._processing[0] != names:
-            self._processing = (names, Processing(histories))
+            self._processing = (names, Processing(histories, self.largest.nodes + 1))
         return self._processing[1]
 
     def _masks(self, members: list[Member]) -> Masks | None:

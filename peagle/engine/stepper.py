@@ -144,8 +144,8 @@ class Stepper:
             self._force(block)
         first, tables = block.rows.first, block.rows.tables
         walked = self._accept(index, block, tree)
-        rows = None if tree.chain else walked.rows
-        if rows is not None:
+        rows = walked.rows
+        if walked.path is not None:
             self.memory.settle(first, walked.kept, walked.path, tables)
         outlook = None
         if self.drafting is not None:
@@ -162,7 +162,7 @@ class Stepper:
             _, _, parents, depths, masks = places.trees
             return walk(block.tokens, block.tops, block.ids, parents, depths, masks, *state, tree.k)
         kept, newest, packed = accept(block.tokens, block.tops, block.ids[:, 1:], *state)
-        return Walked(kept, newest, first, first, block.ids, packed)
+        return Walked(kept, newest, None, None, block.ids, packed)
 
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""

@@ -220,10 +220,11 @@ def paged_attention(
     group, block_d = heads // kv_heads, max(16, triton.next_power_of_2(d))
     wide = query.element_size() == 4
     block_rows = min(max(ROWS, triton.next_power_of_2(most * group)), MOST_WIDE if wide else MOST_ROWS)
+    # how keys are split decides the order of a row's sum: not by the blocks of rows that are spread below
+    splits = splits or min(max(PROGRAMS // (batch * kv_heads * triton.cdiv(most * group, block_rows)), 1), MOST_SPLITS)
     if batch * kv_heads * triton.cdiv(most * group, ROWS) <= PROGRAMS:  # few: small blocks spread over the GPU
         block_rows = ROWS
     blocks = triton.cdiv(most * group, block_rows)
-    splits = splits or min(max(PROGRAMS // (batch * kv_heads * blocks), 1), MOST_SPLITS)
     sizes: dict[str, Any] = {
         "HEADS": heads,
         "GROUP": group,

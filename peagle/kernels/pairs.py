@@ -28,9 +28,9 @@ def reference(
     between = silu(here.float()[:, None] + before[previous].float())  # [T, M before, r]
     added = factor[:, None, None] * (between @ after[ids].float().transpose(1, 2))  # [T, M before, M]
     added[::k] = 0
-    logits = values[:, None] + added
-    rest = (totals.exp() - values.exp().sum(1)).clamp(min=0)
-    return logits - (logits.exp().sum(-1) + rest[:, None]).log()[..., None]
+    logits = (values - totals[:, None])[:, None] + added
+    rest = (1 - (values - totals[:, None]).exp().sum(1)).clamp(min=1e-30)
+    return logits - torch.logaddexp(logits.logsumexp(-1), rest.log()[:, None])[..., None]
 
 
 if triton is not None:

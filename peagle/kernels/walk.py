@@ -26,12 +26,12 @@ except ImportError:  # a machine without it uses the reference
 
 
 class Walked(NamedTuple):
-    """Behind `kept` the path has some row."""
+    """Behind `kept` the path has some row; a chain has none."""
 
     kept: Tensor  # [B] int32
     newest: Tensor  # [B] int64
-    path: Tensor  # [B, K + 1] int64: the row at each depth
-    rows: Tensor  # [B * (K + 1)] int64: the same rows among all requests'
+    path: Tensor | None  # [B, K + 1] int64: the row at each depth
+    rows: Tensor | None  # [B * (K + 1)] int64: the same rows among all requests'
     ids: Tensor  # [B, K + 1] their ids
     packed: Tensor  # [B, K + 3] what the target says there; kept; whether logits are broken (accept.py)
 
@@ -50,8 +50,8 @@ def reference(
     depth = torch.cat([torch.zeros_like(depth[:, :1]), depth], 1)
     at = torch.arange(k + 1, device=ids.device)
     on_path = (depth[:, None] == at[:, None]) & counts[:, None]  # [B, K + 1, R]
-    path = (on_path * torch.arange(rows, device=ids.device)).sum(-1)
-    room = (ends - 1 - first).clamp(min=0)
+    path = (on_path * torch.arange(rows, device=ids.device)).sum(-1).clamp(max=rows - 1)
+    room = (ends - 1 - first).clamp(min=0, max=k)
     kept = torch.minimum(counts.sum(1) - 1, room).int()
     said = tokens.gather(1, path)
     bonus = said.gather(1, kept[:, None].long())[:, 0]
@@ -83,10 +83,12 @@ if triton is not None:
         good = tl.sum(tl.where(holds | (row == 0), one << row.to(tl.int64), 0), 0)
         counts = there & ((mask & (good ^ -1)) == 0)
         begin, end = tl.load(first + b).to(tl.int32), tl.load(ends + b).to(tl.int32)
-        count = tl.minimum(tl.sum(counts.to(tl.int32), 0) - 1, tl.maximum(end - 1 - begin, 0))
-        last = tl.sum(tl.where(counts & (depth == count), row, 0), 0)
+        room = tl.minimum(tl.maximum(end - 1 - begin, 0), K)
+        count = tl.minimum(tl.sum(counts.to(tl.int32), 0) - 1, room)
+        last = tl.minimum(tl.sum(tl.where(counts & (depth == count), row, 0), 0), ROWS - 1)
         token = tl.load(tokens + b * ROWS + last)
         taken = tl.sum(tl.where(counts[:, None] & (depth[:, None] == at[None, :]), row[:, None], 0), 0)
+        taken = tl.minimum(taken, ROWS - 1)  # whatever a place holds, nothing else is read
         out, inside = b * (K + 1) + at, at <= K
         tl.store(path + out, taken.to(tl.int64), mask=inside)
         tl.store(flat + out, (b * ROWS + taken).to(tl.int64), mask=inside)

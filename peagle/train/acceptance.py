@@ -164,6 +164,8 @@ def tree_acceptance(
         one = packed_documents(documents, chosen, tokens)
         for k in sorted({tree.k for tree in trees}):
             groups = list(rows_everywhere(passes, features, one, k, flex))
+            if not groups:
+                continue
             anchors = np.concatenate([own for own, _, _ in groups])
             wanted = [torch.from_numpy(truth(one, own, k)).to(normed.device) for own, normed, _ in groups]
             for tree in (tree for tree in trees if tree.k == k):

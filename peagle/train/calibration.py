@@ -150,9 +150,9 @@ def reliability(drafter: Drafter, rows: Rows, depth: int, factor: float) -> tupl
     for part in pieces(rows):
         logits = scores(drafter, part, depth)
         best = logits.max(-1)
-        plain.append((best.values - logits.logsumexp(-1)).exp())
-        sure = factor * best.values - (factor * logits).logsumexp(-1)
-        scaled.append(sure.exp())
+        sure = best.values - logits.logsumexp(-1)
+        plain.append(sure.exp())
+        scaled.append((factor * best.values - (factor * logits).logsumexp(-1)).exp())
         right.append((best.indices == part.wanted).float())
         if drafter.confidence is not None:
             normed = told_before(drafter, part) if depth and drafter.dependency is not None else part.normed

@@ -9,8 +9,8 @@ A frozen drafter runs without gradients: only what corrects its rows (dependency
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
+from peagle.train.judged import Judged
 from peagle.train.lengths import Lengths
 from peagle.train.loss import Loss, Sums
 from peagle.train.pack import Batch, Level, Segment
@@ -31,13 +31,14 @@ def pack_gradients(
     own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
     rows, first = batch.supervised, torch.zeros_like(batch.supervised)
     out, wanted = normed.detach()[rows], last[rows + 1]
-    lengths = Lengths(loss, len(batch.ids), normed.device)
+    lengths, judged = Lengths(loss, len(batch.ids), normed.device), Judged(passes)
     lengths.see(out, wanted, rows, first)
     sums = Sums.zeros(loss.k, last.device)
     for segment in batch.segments:
-        sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, lengths, scale, flex)
+        sums += segment_gradients(passes, batch, segment, leaves, own, last, loss, lengths, judged, scale, flex)
     gradient, part = loss(out, wanted, first, scale * lengths.weights(rows, first))
-    learn_confidence(passes, out, loss, scale)
+    judged.see(out, rows, first, loss)
+    judged.learn(len(batch.ids), loss.k, scale)
     sums += part
     if not passes.learns:
         return sums
@@ -59,6 +60,7 @@ def segment_gradients(
     last: Tensor,
     loss: Loss,
     lengths: Lengths,
+    judged: Judged,
     scale: float,
     flex: bool,
 ) -> Sums:
@@ -80,19 +82,12 @@ def segment_gradients(
         live, gradient = level.rows[: level.live], torch.zeros_like(normed)
         weight = scale * lengths.weights(live.anchor, live.depth)
         gradient[: level.live], part = loss(normed.detach()[: level.live], teacher, live.depth, weight)
-        learn_confidence(passes, normed.detach()[: level.live], loss, scale)
+        judged.see(normed.detach()[: level.live], live.anchor, live.depth, loss)
         sums += part
         gradients.append(gradient)
     if outputs and outputs[0].requires_grad:
         torch.autograd.backward(outputs, gradients)
     return sums
-
-
-def learn_confidence(passes: Passes, normed: Tensor, loss: Loss, scale: float) -> None:
-    """Adds the gradients of the confidence output: is a row's best token the teacher's? They end there."""
-    if passes.drafter.confidence is not None:
-        said = passes("judge", normed, loss.sure)
-        (scale * binary_cross_entropy_with_logits(said, loss.matched, reduction="sum")).backward()
 
 
 def run_level(
