@@ -285,7 +285,7 @@ def test_topk_loss_equals_the_whole(target: Target, mix: float) -> None:
     wanted = chunk_loss(normed, last, weight, target.lm_head[own], mix, 5.0)
     for a, b in zip(got, wanted, strict=True):
         assert torch.allclose(a.float(), b.float(), atol=1e-4)
-    loss, match, gradient = topk_loss(normed, TopK(logits, -torch.ones_like(tokens)), weight, target.lm_head[own], mix)
+    loss, match, _, gradient = topk_loss(normed, TopK(logits, -torch.ones_like(tokens)), weight, target.lm_head[own], mix)
     assert not loss.any() and not match.any() and not gradient.any()
 
 
@@ -293,7 +293,7 @@ def test_topk_gradient_is_the_losses(target: Target) -> None:
     torch.manual_seed(0)
     normed, last = torch.randn(5, 32, requires_grad=True), torch.randn(5, 32)
     logits, tokens = top_k(last, target.lm_head, 6, 0.0, torch.float32)
-    loss, _, gradient = topk_loss(normed, TopK(logits, tokens), torch.ones(5), target.lm_head, 0.4)
+    loss, *_, gradient = topk_loss(normed, TopK(logits, tokens), torch.ones(5), target.lm_head, 0.4)
     loss.sum().backward()
     assert torch.allclose(normed.grad, gradient, atol=1e-5)
     compiled = Loss(target.lm_head, 3, "mix", 0.4, 1.0, 0.0)

@@ -44,12 +44,15 @@ def draw(rungs: Sequence[Any], path: Path) -> None:
     own = [rung for rung in rungs if rung.target == max(set(targets), key=targets.count)]
     style: Any = STYLE | {"svg.hashsalt": "comparison"}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(14, 5), layout="constrained", facecolor="white")
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
-        bars(left, [rung for rung in own if rung.trained])
-        curves(middle, [rung for rung in own if rung.trained and rung.name in MAIN])
-        speeds(right, [rung for rung in own if rung.engine and rung.name in (*MAIN, "none")])
-        handles, labels = middle.get_legend_handles_labels()
+        timed = [rung for rung in own if rung.engine and rung.name in (*MAIN, "none")]
+        panels = 3 if timed else 2
+        figure = Figure(figsize=(4.7 * panels, 5), layout="constrained", facecolor="white")
+        axes = figure.subplots(1, panels)
+        bars(axes[0], [rung for rung in own if rung.trained])
+        curves(axes[1], [rung for rung in own if rung.trained and rung.name in MAIN])
+        if timed:
+            speeds(axes[2], timed)
+        handles, labels = axes[1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
         for ending, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
             content = io.BytesIO()
