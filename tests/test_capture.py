@@ -285,7 +285,8 @@ def test_topk_loss_equals_the_whole(target: Target, mix: float) -> None:
     wanted = chunk_loss(normed, last, weight, target.lm_head[own], mix, 5.0)
     for a, b in zip(got, wanted, strict=True):
         assert torch.allclose(a.float(), b.float(), atol=1e-4)
-    loss, match, _, gradient = topk_loss(normed, TopK(logits, -torch.ones_like(tokens)), weight, target.lm_head[own], mix)
+    nothing = TopK(logits, -torch.ones_like(tokens))
+    loss, match, _, gradient = topk_loss(normed, nothing, weight, target.lm_head[own], mix)
     assert not loss.any() and not match.any() and not gradient.any()
 
 
