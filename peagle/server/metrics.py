@@ -28,6 +28,7 @@ GAUGES = {
     "vllm:num_requests_waiting": ("waiting", "Requests that wait."),
     "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the pages that are held, 0 to 1."),
     "peagle:num_speculative_tokens": ("k", "K of the last step."),
+    "peagle:num_speculative_nodes": ("nodes", "Drafts the last step verified: K of a chain, more of a tree."),
     "peagle:acceptance_length": ("acceptance_length", "1 + accepted / drafts, since the start."),
 }
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
