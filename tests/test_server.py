@@ -379,7 +379,7 @@ def test_metrics() -> None:
         ):
             assert values[f"vllm:{name}_seconds_count{label}}}"] == 2, name
         assert values[f"vllm:inter_token_latency_seconds_count{label}}}"] > 0
-        assert values[f"peagle:num_speculative_tokens{label}}}"] == values[f"peagle:num_speculative_nodes{label}}}"] == 3
+        assert [values[f"peagle:num_speculative_{what}{label}}}"] for what in ("tokens", "nodes")] == [3, 3]
         assert 'finished_reason="length"' in page and 'position="0"' in page
         assert "vllm:num_preemptions_total" in page and "vllm:prefix_cache_queries_total" in page
         assert 'peagle:engine_up{model_name="tiny"} 1.0' in page
