@@ -17,6 +17,7 @@ from parity_models import real_drafter, real_prompts, tiny_drafter, tiny_prompts
 from parity_replay import Score, compare
 from parity_run import Report, Work, run_vllm
 
+from peagle.drafter.lacking import as_vllm
 from peagle.target import load_target
 
 pytestmark = pytest.mark.vllm
@@ -53,7 +54,7 @@ def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(case: Case, tmp
 def test_a_real_target(tmp_path: Path, scores: Scores) -> None:
     """fp32, whatever the weights are stored in. PEAGLE_REAL_DRAFTER: a trained drafter instead of a random one."""
     target = load_target(Path(REAL_TARGET), torch.float32, "cpu")
-    drafter = real_drafter(target, REAL_DRAFTER)
+    drafter = as_vllm(real_drafter(target, REAL_DRAFTER))
     prompts = real_prompts(target)
     report = run_vllm(Work(target, drafter, 5, "vllm", prompts, [32] * len(prompts)), tmp_path)
     score = scores[f"{Path(REAL_TARGET).name}, {drafter.config.method}"] = compare(target, drafter, 5, report)
