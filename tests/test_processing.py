@@ -110,10 +110,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
-def test_the_distribution_is_the_processed_targets(option: dict) -> None:
-    """Random drafts, 4,000 seeds in one batch, every answer of three tokens: chi-square at level 1e-3."""
-    runs, vocab, random = 4000, 6, np.random.default_rng(0)
+def three_tokens(option: dict, runs: int, vocab: int) -> tuple[dict[tuple[int, ...], float], Processing]:
+    """(how likely every answer of three tokens is, the processing of so many seeds)"""
     sampling = Sampling(temperature=1.2, **option)
     exact = {}
     for answer in itertools.product(range(vocab), repeat=3):
@@ -121,6 +119,14 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
         exact[answer] = float(np.prod([float(p[0, token]) for p, token in zip(each, answer, strict=True)]))
     seeded = [Sampling(temperature=1.2, **option, seed=seed) for seed in range(runs)]
     processing = Processing([History(s, PROMPT, 3, vocab=vocab, min_tokens=1, stop_ids=STOPS) for s in seeded])
+    return exact, processing
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
+def test_the_distribution_is_the_processed_targets(option: dict) -> None:
+    """Random drafts, 4,000 seeds in one batch, every answer of three tokens: chi-square at level 1e-3."""
+    runs, vocab, random = 4000, 6, np.random.default_rng(0)
+    exact, processing = three_tokens(option, runs, vocab)
     outputs: list[list[int]] = [[] for _ in range(runs)]
     accepted = 0
     while min(map(len, outputs)) < 3:

@@ -5,20 +5,15 @@ import random
 from collections import Counter
 from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 
-from peagle.core import Sampling
 from peagle.engine import Engine
 from peagle.engine.adaptive import Adaptive, forms
-from peagle.engine.history import History
-from peagle.engine.processing import Processing
 from peagle.engine.rounds import available
 from peagle.errors import UserError
 from peagle.kernels.walk import walk
 from peagle.loaded import LoadedPair
-from peagle.sampling import probabilities
 from peagle.target import Target
 from peagle.tree import MOST_NODES, NOTHING, Tree, grow
 from tests.conftest import make_drafter, make_target
@@ -37,7 +32,7 @@ from tests.test_engine import (
     some_requests,
     steps_of,
 )
-from tests.test_processing import OPTIONS, PROMPT, STOPS, p_value, processed, target
+from tests.test_processing import OPTIONS, PROMPT, p_value, target, three_tokens
 
 K, NODES = 4, 12
 
@@ -169,13 +164,7 @@ def test_logprobs_are_those_of_the_accepted_path() -> None:
 def test_the_distribution_is_the_processed_targets(option: dict) -> None:
     """Random trees with several children a node, 4,000 seeds, answers of three tokens: chi-square at level 1e-3."""
     runs, vocab, nodes = 4000, 6, 7
-    sampling = Sampling(temperature=1.2, **option)
-    exact = {}
-    for answer in itertools.product(range(vocab), repeat=3):
-        each = [probabilities(processed(PROMPT, list(answer[:i]), sampling, 1, vocab), sampling) for i in range(3)]
-        exact[answer] = float(np.prod([float(p[0, token]) for p, token in zip(each, answer, strict=True)]))
-    seeded = [Sampling(temperature=1.2, **option, seed=seed) for seed in range(runs)]
-    processing = Processing([History(s, PROMPT, 3, vocab=vocab, min_tokens=1, stop_ids=STOPS) for s in seeded])
+    exact, processing = three_tokens(option, runs, vocab)
     outputs: list[list[int]] = [[] for _ in range(runs)]
     accepted, chance = 0, torch.Generator().manual_seed(0)
     while min(map(len, outputs)) < 3:
