@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,9 @@ from peagle.errors import UserError
 from peagle.home import write_json
 from peagle.loaded import LoadedPair, load
 from peagle.train.publish import device_name
+from peagle.tree import NOTHING, Tree
 
 FEWEST = 16  # requests of a cell
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is drafted: nothing (k 0), a chain of k (tree 0), or a tree."""
-
-    k: int
-    tree: int = 0
-
-    def __str__(self) -> str:
-        return f"tree {self.tree}, K={self.k}" if self.tree else f"K={self.k}"
 
 
 class Asked:
@@ -58,16 +48,16 @@ class Asked:
         later = [self.loaded.encode(turn) for turn in job.task.turns[1:]]
         return len(self.prompts[job.task]) + sum(map(len, later)) + len(job.task.turns) * job.max_tokens
 
-    def engine(self, method: str, shape: Shape, most: int) -> Engine:
-        longest = max(map(self.positions, self.jobs)) + 2 * max(shape.k, shape.tree) + 64
+    def engine(self, method: str, shape: Tree, most: int) -> Engine:
+        longest = max(map(self.positions, self.jobs)) + 2 * shape.nodes + 64
         context = min(longest, self.loaded.target.context)
-        more: dict[str, Any] = {"tree": shape.tree} if shape.tree else {}
+        nodes = 0 if shape.chain else shape.nodes
         return Engine(
             self.loaded, method=method, k=shape.k or "auto", max_batch=most, context=context, tokens=context * most,
-            prefix_caching=False, thread=False, **more,
+            prefix_caching=False, thread=False, tree=nodes,
         )  # fmt: skip
 
-    def measure(self, method: str, shape: Shape, concurrency: Sequence[int]) -> dict[str, Any]:
+    def measure(self, method: str, shape: Tree, concurrency: Sequence[int]) -> dict[str, Any]:
         engine = self.engine(method, shape, max(concurrency))
         try:
             cells = {c: self.cell(engine, c) for c in concurrency}
@@ -101,7 +91,7 @@ class Asked:
         return sum(record.tokens for record in records)
 
 
-def measured(loaded: LoadedPair, records: list[Path], shapes: list[Shape], options: argparse.Namespace) -> int:
+def measured(loaded: LoadedPair, records: list[Path], shapes: list[Tree], options: argparse.Namespace) -> int:
     """Every record, shape and set; how many failed."""
     begin, longest, failed = time.perf_counter(), 0.0, 0
     jobs = {name: jobs_of(tasks, options.max_tokens, seed=0) for name, tasks in tasks_of(options).items()}
@@ -134,13 +124,13 @@ def tasks_of(options: argparse.Namespace) -> dict[str, list[Task]]:
 
 
 def left(
-    records: list[Path], shapes: list[Shape], sets: list[str]
-) -> Iterator[tuple[Path, dict[str, Any], tuple[str, Shape]]]:
+    records: list[Path], shapes: list[Tree], sets: list[str]
+) -> Iterator[tuple[Path, dict[str, Any], tuple[str, Tree]]]:
     """What is not measured yet; where nothing is drafted there is one shape."""
     for path in records:
         record = json.loads(path.read_text())
         known = [(one["set"], one["shape"]) for one in record.get("engine", ())]
-        for shape in [Shape(0)] if record["method"] == "none" else shapes:
+        for shape in [NOTHING] if record["method"] == "none" else shapes:
             for name in sets:
                 if (name, str(shape)) not in known:
                     yield path, record, (name, shape)
@@ -189,8 +179,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args(words)
     try:
-        shapes = [Shape(int(k)) for k in options.k.split(",") if k]
-        shapes += [Shape(options.tree_k, int(nodes)) for nodes in options.tree.split(",") if nodes]
+        shapes = [Tree(int(k), int(k)) for k in options.k.split(",") if k]
+        shapes += [Tree(options.tree_k, int(nodes)) for nodes in options.tree.split(",") if nodes]
         loaded = load(options.target, device=options.device, dtype=options.dtype)
         only = [word for word in options.only.split(",") if word]
         return 1 if measured(loaded, records_in(options.out, only, loaded.target.name or ""), shapes, options) else 0

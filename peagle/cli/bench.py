@@ -303,7 +303,9 @@ def table(content: dict[str, Any]) -> Table:
 
 def method_of(cell: dict[str, Any]) -> str:
     """Files written before there were trees do not name them."""
-    return f"{cell['method']} tree {cell['tree']}" if cell.get("tree") else str(cell["method"])
+    from peagle.report.runs import with_tree
+
+    return with_tree(str(cell["method"]), cell.get("tree") or 0)
 
 
 def tell_scores(content: dict[str, Any]) -> None:
