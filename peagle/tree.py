@@ -26,6 +26,7 @@ from peagle.errors import UserError
 
 CANDIDATES = 16  # of a depth
 K_LARGEST = 7  # of automatic K
+K_DEEP = 11  # of automatic K on a GPU, where a parallel drafter's rows are nearly free
 MOST_NODES = 62  # with the newest token, as many as a signed word has bits
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from peagle.engine.adaptive import Adaptive, Choice, Policy
+from peagle.engine.held import Held
 from peagle.engine.rounds import available
 from peagle.tree import Tree
 
@@ -35,12 +36,11 @@ def busy(batch: int, form: Tree) -> float:
     return 4 + 0.08 * batch * (form.nodes + 1) + (0.5 if form.k else 0)
 
 
-def reached(profile: Profile, form: Tree, width: float) -> np.ndarray:
-    """Of a tree: at each depth `width` times as many chances as nodes are to depths, in powers of that."""
-    if form.chain:
-        return np.array(profile[: form.k])
+def shares(profile: Profile, form: Tree, width: float) -> np.ndarray:
+    """Kept at each depth, given those before. A tree has `width` times as many chances there as nodes are to depths, in
+    powers of that."""
     of = np.array(profile[: form.k]) / np.array((1.0, *profile))[: form.k].clip(1e-9)
-    return np.cumprod(1 - (1 - of) ** (form.nodes / form.k) ** width)
+    return of if form.chain else 1 - (1 - of) ** (form.nodes / form.k) ** width
 
 
 class Simulation:
@@ -61,7 +61,7 @@ class Simulation:
         self.choices: list[Choice] = []
 
     def tokens(self, profile: Profile, form: Tree) -> float:
-        return 1 + float(reached(profile, form, self.width).sum())
+        return 1 + float(np.cumprod(shares(profile, form, self.width)).sum())
 
     def best(self, batch: int, profile: Profile) -> Tree:
         return max(self.forms, key=lambda form: self.tokens(profile, form) / self.cost(batch, form))
@@ -75,12 +75,22 @@ class Simulation:
             self.choices.append(choice)
             form = available(choice.tree, [self.drafted]) if self.ahead else choice.tree
             self.drafted = made = choice.tree if form == choice.tree else self.forms[-1]
-            kept = self.random.random(batch)[:, None] < reached(profile, form, self.width)[None]  # a prefix is accepted
             seconds = self._seconds(batch, form) if form == made else None
-            self.policy.observe(batch, form, seconds, kept.sum(1).tolist())
+            self.policy.observe(batch, form, seconds, self._held(batch, form, profile))
             spent += self.cost(batch, form)
             needed += self.cost(batch, best) * self.tokens(profile, form) / self.tokens(profile, best)
         return spent / needed
+
+    def _held(self, batch: int, form: Tree, profile: Profile) -> list[Held]:
+        """What a form keeps, a larger one keeps of the same drafts too."""
+        chance = self.random.random((batch, form.k))
+        trees = [one for one in self.forms if not one.chain and one.k == form.k and one.nodes <= form.nodes]
+        kept = {one: leading(chance < shares(profile, one, self.width)) for one in {form, chain(form.k), *trees}}
+        smaller = [(one.nodes, kept[one]) for one in trees]
+        return [
+            Held(int(kept[form][b]), int(kept[chain(form.k)][b]), path([(n, int(of[b])) for n, of in smaller]))
+            for b in range(batch)
+        ]
 
     def _seconds(self, batch: int, form: Tree) -> float:
         disturbed = 5.0 if self.noise and self.random.random() < 0.02 else 1.0
@@ -88,6 +98,19 @@ class Simulation:
 
     def last(self, count: int) -> list[Tree]:
         return [choice.tree for choice in self.choices[-count:]]
+
+
+def leading(holds: np.ndarray) -> np.ndarray:
+    return np.cumprod(holds, axis=1).sum(1)
+
+
+def path(kept: Sequence[tuple[int, int]]) -> int:
+    """Rows of which trees of so many nodes keep so many."""
+    rows, last, before = {0}, 0, 0
+    for nodes, count in kept:
+        rows |= {last + 1 + i for i in range(count - before)}
+        last, before = nodes, count
+    return sum(1 << row for row in rows)
 
 
 def calibrated(cost: Cost, forms: Sequence[Tree]) -> Adaptive:

@@ -10,8 +10,10 @@ import torch
 
 from peagle.engine import Engine
 from peagle.engine.adaptive import Adaptive, forms
+from peagle.engine.held import Held, held_of
 from peagle.engine.rounds import available
 from peagle.errors import UserError
+from peagle.kernels.grow import Trees
 from peagle.kernels.walk import walk
 from peagle.loaded import LoadedPair
 from peagle.target import Target
@@ -176,11 +178,12 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
         tokens = processing.choose(rows, drafts, emitted, tree.masks)
         ids = torch.cat([torch.zeros(runs, 1, dtype=torch.long), drafts], 1)
         first, ends, nothing = (torch.full((runs,), n, dtype=torch.int32) for n in (0, 99, 0))
+        trees = Trees(drafts[:, :2], drafts, tree.parent, tree.depth, tree.masks)
         walked = walk(
-            tokens, torch.zeros(tokens.shape), ids, tree.parent, tree.depth, tree.masks, first, ends,
-            torch.arange(runs), nothing, nothing.clone(), torch.zeros(runs, dtype=torch.long), 2,
+            tokens, torch.zeros(tokens.shape), ids, trees, first, ends, torch.arange(runs), nothing, nothing.clone(),
+            torch.zeros(runs, dtype=torch.long), 2,
         )  # fmt: skip
-        said = walked.packed[:, :-2]
+        said = walked.packed[:, :3]
         processing.commit(said, walked.kept)
         accepted += int(walked.kept.sum())
         for b in range(runs):
@@ -219,9 +222,10 @@ def test_a_place_that_holds_no_tree_breaks_nothing() -> None:
     parents, depths, masks = torch.zeros(1, 8).int(), torch.ones(1, 8).int(), torch.full((1, 9), 3)
     ids = tokens = torch.full((1, rows), 7)
     one = torch.zeros(1, dtype=torch.int32)
+    trees = Trees(ids, ids, parents, depths, masks)
     walked = walk(
-        tokens, torch.zeros(1, rows), ids, parents, depths, masks, one, one + 99, torch.zeros(1).long(), one.clone(),
-        one.clone(), torch.zeros(1).long(), k,
+        tokens, torch.zeros(1, rows), ids, trees, one, one + 99, torch.zeros(1).long(), one.clone(), one.clone(),
+        torch.zeros(1).long(), k,
     )  # fmt: skip
     assert walked.rows is not None and 0 <= walked.rows.min() <= walked.rows.max() < rows
     assert walked.kept.item() <= k
@@ -232,7 +236,7 @@ def test_a_grammar_keeps_automatic_form_to_chains() -> None:
     chosen = Counter[Tree]()
     for _ in range(200):
         form = policy.choose(1, chains=True).tree
-        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [min(form.k, 2)])
+        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [held_of(min(form.k, 2), ())])
         chosen[form] += 1
     assert all(form.chain for form in chosen) and chosen[Tree(2, 2)] > 120
 
@@ -242,7 +246,7 @@ def test_an_outlook_that_does_not_come_true_is_not_believed(nodes: int) -> None:
     policy, last = Adaptive(forms(7, nodes)), Counter[Tree]()
     for step in range(1500):
         form = policy.choose(1, [0.9] * 7).tree
-        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [0])
+        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [Held(0, 0, 1)])
         last[form] += step >= 1000
     assert last[NOTHING] > 400
 

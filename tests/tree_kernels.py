@@ -1,6 +1,7 @@
 """The cases of the kernels that trees need, for tests/test_engine_kernels.py: each against its reference."""
 
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> No
     for b in range(batch):
         for row in torch.randperm(nodes, generator=generator).tolist()[: nodes // 2]:  # some parents agree with a child
             tokens[b, tree.parents[index[b], row]] = tree.nodes[index[b], row]
+    tokens[0, 0], tokens[1, 0] = tree.chain[index[0], 0], 100
     first = torch.randint(0, 50, (batch,), generator=generator).int()
     ends = first + torch.randint(1, k + 3, (batch,), generator=generator).int()
     tops, broken = some(batch, nodes + 1), torch.arange(batch) % 3 == 1
@@ -56,12 +58,14 @@ def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> No
     results = []
     for run in (walk.walk, walk.reference):
         state = [torch.ones(places, dtype=kind, device=device) for kind in (torch.int32, torch.int32, torch.int64)]
-        given = [x.to(device) for x in (tokens, tops, ids, *tree[2:], first, ends, index)]
-        results.append((*run(*given, *state, k), *state))
+        tokens_, tops_, ids_, *rest = (x.to(device) for x in (tokens, tops, ids, first, ends, index))
+        trees = grow.Trees(*(x.to(device) for x in tree))
+        results.append((*run(tokens_, tops_, ids_, trees, *rest, *state, k), *state))
     kept, _, path, flat, path_ids, packed = (x.cpu() for x in results[1][:6])
     assert torch.equal(ids.flatten()[flat].view(path.shape), path_ids)
-    assert torch.equal(tokens.flatten()[flat].view(path.shape), packed[:, :-2])
-    assert torch.equal(packed[:, -2], kept.long()) and torch.equal(packed[:, -1], broken.long())
+    said, (told, bad, agrees, taken) = packed[:, : k + 1], packed[:, k + 1 :].T
+    assert torch.equal(tokens.flatten()[flat].view(path.shape), said)
+    assert torch.equal(told, kept.long()) and torch.equal(bad, broken.long())
     for i, (a, b) in enumerate(zip(*results, strict=True)):
         assert a.dtype == b.dtype and torch.equal(a, b), i
     for b in range(batch):  # the rule, spelled out
@@ -74,7 +78,10 @@ def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> No
             row, length = below[0], length + 1
             assert path[b, length] == row
         assert kept[b] == length and results[1][1][b] == tokens[b, row]
-    assert kept.max() > 1
+        assert taken[b] == sum(1 << row for row in path[b, : length + 1].tolist())
+        pairs = zip(tree.chain[index[b]].tolist(), said[b, : length + 1].tolist(), strict=False)
+        assert agrees[b] == len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    assert kept.max() > 1 and len(set(agrees.tolist())) > 1
 
 
 def moves(batch: int, layers: int, width: int, device: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from peagle.engine.costs import Costs
 from peagle.engine.expected import Expected
+from peagle.engine.held import Held
 from peagle.errors import UserError
 from peagle.tree import NOTHING, Tree
 
@@ -51,7 +52,7 @@ class Policy(Protocol):
         """`outlook`: of Expected.tokens; `chains`: nothing else can run."""
         ...
 
-    def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None: ...
+    def observe(self, batch: int, tree: Tree, seconds: float | None, held: Sequence[Held]) -> None: ...
 
     def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None: ...
 
@@ -63,7 +64,7 @@ class Fixed:
     def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
         return Choice(Tree(self.tree.k, self.tree.k) if chains else self.tree, "fixed")
 
-    def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, tree: Tree, seconds: float | None, held: Sequence[Held]) -> None:
         pass
 
     def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None:
@@ -110,14 +111,14 @@ class Adaptive:
             return Choice(self.tree, reason, rates)
         return Choice(trial, f"exploring beside {self.tree}", rates)
 
-    def observe(self, batch: int, tree: Tree, seconds: float | None, accepted: Sequence[int]) -> None:
-        """A decoding step that verified this form: `accepted` of each request.
+    def observe(self, batch: int, tree: Tree, seconds: float | None, held: Sequence[Held]) -> None:
+        """A decoding step that verified this form, by request.
 
         No seconds: it prefilled as well, or drafted another form for the next step than it verified, so that its time
         is not that of any form.
         """
         self.step += 1
-        self.emits.observe(batch, tree, accepted)
+        self.emits.observe(batch, tree, held)
         self.credit = min(self.credit + SHARE, 2.0)
         if seconds is None:
             return
@@ -168,7 +169,8 @@ class Adaptive:
         at = self.candidates.index(self.tree)
         near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
         due = [form for form in (NOTHING, *near) if form != self.tree and age[form] >= LONG]
-        options = due or [form for form in (*near, *self._rival(batch)) if self._loss(batch, form) < LOSS[idle]]
+        larger = [form for form in (*near, *self._rival(batch)) if form.nodes > self.tree.nodes]
+        options = due or [form for form in larger if self._loss(batch, form) < LOSS[idle]]
         affordable = [form for form in options if self._price(batch, form) <= self.credit]
         return max(affordable, key=lambda form: (age[form], -form.nodes), default=None)
 

@@ -32,7 +32,7 @@ from peagle.kernels.library import state
 from peagle.kernels.matrix import possible
 from peagle.loaded import LoadedPair, Prompt, load
 from peagle.target import Target
-from peagle.tree import K_LARGEST, Tree
+from peagle.tree import K_DEEP, K_LARGEST, Tree
 
 PAGE = 64  # positions
 MEMORY = 0.85  # of what is free on a GPU may become pages
@@ -74,10 +74,10 @@ class Engine:
         self.pair, self.target = pair, pair.target
         self.method: Method = parse_method(method or pair.pair.method)
         drafter = None if self.method == "none" else pair.drafter(self.method)
-        self.k_most = 0 if drafter is None else largest_k(k, pair)
         gpu = self.target.device.type == "cuda"
         if tree is None and k == "auto" and gpu and not exact and drafter is not None and branches(drafter):
             tree = NODES
+        self.k_most = 0 if drafter is None else largest_k(k, tree or 0, pair, gpu and branches(drafter))
         self.largest = largest_form(self.k_most, tree or 0, drafter, exact)
         exact = False if exact is None and not self.largest.chain else exact
         self.context = min(context or self.target.context, self.target.context)
@@ -269,9 +269,11 @@ def check_int8(target: Target) -> None:
         raise UserError(f"int8 needs the C kernels ({reason}): leave it out")
 
 
-def largest_k(k: int | str, pair: LoadedPair) -> int:
+def largest_k(k: int | str, tree: int, pair: LoadedPair, deep: bool) -> int:
+    """`deep`: rows are nearly free."""
     if k == "auto":
-        return max(K_LARGEST, pair.pair.k)
+        most = max(K_DEEP if deep else K_LARGEST, pair.pair.k)
+        return min(most, max(tree - 1, K_LARGEST)) if tree else most
     if isinstance(k, int) and k >= 1:
         return k
     raise UserError(f"K is {k!r}: use a number of 1 or more, or auto")

@@ -1,26 +1,29 @@
 """How many tokens a step of each form is expected to emit, given what steps emitted so far.
 
     chains   E(K) = 1 + a_1 + a_1 a_2 + ... + a_1..a_K   (a_i: draft i is kept, given those before)
-    trees    E(tree) = 1 + gain (E(K) - 1)               (gain: against the chain of the same depth)
+    trees    E(tree) = 1 + g_1 .. g_n (E(K) - 1)         (g_1: the smallest tree against the chain of its depth; g_i:
+                                                          each larger tree against the one before)
 
-A chain's step says nothing about what a tree would have kept, and a tree's step must not count as a chain's: it keeps
-more at every depth. What all of them share is the text, which is easy or hard. So there is one level, which follows the
-text fast, whatever runs, and a base of each kind (all chains are one, each tree is one), which changes slowly: a kind
-keeps base times level. Kinds are compared by their bases, so a change of the text does not look like a change of kind.
+A tree's step shows what the chain and every smaller tree would have kept of the same drafts (held.py). So gains compare
+forms on the same steps, and a text that becomes easier or harder does not look like a change of a gain: shares follow
+the text fast, gains change slowly. A step of a smaller form says nothing about a larger one: what is known of that
+fades, and the less is known, the better it looks.
 """
 
 from collections.abc import Sequence
 from math import sqrt
 
+from peagle.engine.held import Held
 from peagle.tree import Tree
 
-FORGET = 0.95  # of what is known about the text is kept from step to step, at batch 1
-SLOW = 0.995  # of what is known about a kind
+FORGET = 0.96  # of what is known about the text is kept from step to step, at batch 1
+SLOW = 0.998  # of what is known about a gain
 EVIDENCE = 2.0  # samples that are kept when nothing new is learned
 FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
-GAIN = 1.25  # of a tree that never ran, in kept tokens: it is worth a try
+GAIN = 1.15  # of a tree that never ran
 PRIOR = 10.0  # tokens that a gain is worth before it was seen
-CURIOSITY = 2.0  # standard errors by which the kind that is less known looks better
+ENOUGH = 200.0  # tokens after which a gain is taken as it was seen
+CURIOSITY = 0.5  # standard errors, of a token's spread of 1, by which a gain looks better before that
 
 
 class Acceptance:
@@ -30,7 +33,7 @@ class Acceptance:
         self.tried, self.kept = [0.0] * k_max, [0.0] * k_max
         self.tried[:1], self.kept[:1] = [EVIDENCE], [0.6 * EVIDENCE]  # a drafter is worth a try
 
-    def observe(self, batch: int, k: int, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, k: int, held: Sequence[Held]) -> None:
         """Larger batches tell more: what was known is replaced faster. Old evidence fades to a little, not to none."""
         forget = FORGET ** sqrt(batch)
         for i in range(len(self.tried)):
@@ -38,8 +41,8 @@ class Acceptance:
                 self.tried[i] *= forget
                 self.kept[i] *= forget
             if i < k:
-                self.tried[i] += sum(a >= i for a in accepted)
-                self.kept[i] += sum(a > i for a in accepted)
+                self.tried[i] += sum(one.tried(k) > i for one in held)
+                self.kept[i] += sum(one.chain > i for one in held)
 
     def tokens(self) -> list[float]:
         """E(K) for K = 0..k_max. One sample's weight says that a position is like the one before it."""
@@ -52,7 +55,7 @@ class Acceptance:
 
 
 class Ratio:
-    """What was kept, against what was expected: decaying sums, which fade to their first weight, not to none."""
+    """What was kept, against what something else kept: decaying sums, which fade to their first weight, not to none."""
 
     def __init__(self, value: float, weight: float) -> None:
         self.kept, self.weight, self.least = value * weight, weight, weight
@@ -62,9 +65,9 @@ class Ratio:
         return self.kept / self.weight
 
     @property
-    def error(self) -> float:
-        """As many times the spread of a step is its standard error."""
-        return self.weight**-0.5
+    def hoped(self) -> float:
+        """The value, and the more the less is known."""
+        return self.value * (1 + CURIOSITY * max(0.0, self.weight**-0.5 - ENOUGH**-0.5))
 
     def fade(self, forget: float) -> None:
         if self.weight * forget > self.least:
@@ -79,34 +82,37 @@ class Ratio:
 
 class Expected:
     def __init__(self, forms: Sequence[Tree]) -> None:
+        """Trees among them have one depth; smaller ones come first."""
         self.forms = forms
         self.chains = Acceptance(max(form.k for form in forms))
-        self.by_k = self.chains.tokens()  # E(K) as chains last told it
-        self.level = Ratio(self.by_k[-1] - 1, EVIDENCE)  # tokens that the longest chain keeps
-        self.chain = Ratio(1.0, PRIOR)
+        self.by_k = self.chains.tokens()  # E(K) as steps last told it
         self.truth = Ratio(1.0, EVIDENCE)  # what chains keep of what an outlook foretold
         self.foretold: list[float] | None = None
-        self.trees = {form: Ratio(GAIN, PRIOR) for form in forms if not form.chain}
+        self.gains = {form: Ratio(GAIN, PRIOR) for form in forms if not form.chain}
 
-    def observe(self, batch: int, form: Tree, accepted: Sequence[int]) -> None:
-        if form.chain:
-            self.chains.observe(batch, form.k, accepted)
-            self.by_k = self.chains.tokens()
-        if form.chain and self.foretold is not None:
-            self.truth.add(FORGET ** sqrt(batch), sum(accepted), (self.foretold[form.k] - 1) * len(accepted))
+    def observe(self, batch: int, form: Tree, held: Sequence[Held]) -> None:
+        self.chains.observe(batch, form.k, held)
+        self.by_k = self.chains.tokens()
+        before = sum(self._chain(one, form.k) for one in held)
+        if form.k and self.foretold is not None:
+            self.truth.add(FORGET ** sqrt(batch), before, (self.foretold[form.k] - 1) * len(held))
         self.foretold = None
-        if not self.trees:
-            return
-        forget, slow = (share ** sqrt(batch) for share in (FORGET, SLOW))
-        if not form.k:
-            self.level.fade(forget)
-            return
-        kind = self.chain if form.chain else self.trees.get(form)
-        if kind is None:
-            return
-        part = parts(self.by_k)[form.k] * len(accepted)
-        self.level.add(forget, sum(accepted), kind.value * part)
-        kind.add(slow, sum(accepted), self.level.value * part)
+        slow = SLOW ** sqrt(batch)
+        for tree, gain in self.gains.items():
+            if form not in self.gains or tree.nodes > form.nodes:
+                gain.fade(slow)
+            else:
+                kept = sum(one.by(tree.nodes) for one in held)
+                gain.add(slow, kept, before)
+                before = kept
+
+    def _chain(self, held: Held, k: int) -> float:
+        """What a chain of k keeps: where it goes on behind what the step shows, what is to be expected of it there."""
+        at = held.tried(k)
+        if at > held.chain or not at:
+            return held.chain
+        reached = self.by_k[at] - self.by_k[at - 1]
+        return at + min((self.by_k[k] - self.by_k[at]) / max(reached, 1e-9), k - at)
 
     def tokens(self, outlook: Sequence[float] | None = None) -> dict[Tree, float]:
         """`outlook`: acceptance that a drafter itself predicts, per position given those before, for the drafts that
@@ -115,38 +121,11 @@ class Expected:
         chains = self.by_k
         if self.foretold is not None:
             chains = [1 + min(k, self.truth.value * (e - 1)) for k, e in enumerate(self.foretold)]
-        if not self.trees:
-            return {form: chains[form.k] for form in self.forms}
-        part = parts(chains)
-        bases = self._bases()
-        level = self.level.value if outlook is None else (chains[-1] - 1) / max(bases[None], 1e-9)
-        return {form: 1 + min(form.k, level * part[form.k] * bases.get(form, bases[None])) for form in self.forms}
-
-    def _bases(self) -> dict[Tree | None, float]:
-        """Of chains (None) and trees: more nodes keep no fewer. The less known looks better than it was seen to be."""
-        names, kinds = [None, *self.trees], [self.chain, *self.trees.values()]
-        spread = CURIOSITY * sqrt(1 + self.level.value)
-        return {
-            name: base * (1 + spread * kind.error) / (1 + spread * self.chain.error)
-            for name, kind, base in zip(names, kinds, rising(kinds), strict=True)
-        }
-
-
-def rising(ratios: Sequence[Ratio]) -> list[float]:
-    """Their values, none below the one before it: those that are count as one (isotonic regression)."""
-    pools: list[tuple[float, float, int]] = []
-    for ratio in ratios:
-        kept, weight, count = ratio.kept, ratio.weight, 1
-        while pools and pools[-1][0] / pools[-1][1] > kept / weight:
-            before = pools.pop()
-            kept, weight, count = kept + before[0], weight + before[1], count + before[2]
-        pools.append((kept, weight, count))
-    return [kept / weight for kept, weight, count in pools for _ in range(count)]
-
-
-def parts(tokens: Sequence[float]) -> list[float]:
-    """What each K keeps of what the longest chain keeps."""
-    return [(e - 1) / max(tokens[-1] - 1, 1e-9) for e in tokens]
+        tokens, gain = {form: chains[form.k] for form in self.forms}, 1.0
+        for tree, ratio in self.gains.items():
+            gain *= ratio.hoped
+            tokens[tree] = 1 + min(tree.k, gain * (chains[tree.k] - 1))
+        return tokens
 
 
 def predicted(shares: Sequence[float], k_max: int) -> list[float]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from peagle.core import Step
 from peagle.engine.adaptive import Adaptive, Policy
 from peagle.engine.binding import Binding, Masks
+from peagle.engine.held import held_of
 from peagle.engine.history import History
 from peagle.engine.metrics import Metrics
 from peagle.engine.processing import Logprobs, Processing
@@ -238,12 +239,12 @@ class Rounds:
         """Waits for a pass and hands out what it says."""
         if flight.event is not None:
             flight.event.synchronize()
-        now, accepted = time.perf_counter(), []
+        now, held, k = time.perf_counter(), [], flight.tree.k
         with self.lock:
             for i, (request, row) in enumerate(zip(flight.requests, flight.packed.tolist(), strict=True)):
-                *tokens, kept, broken = row
+                tokens, (kept, broken, *more) = row[: k + 1], row[k + 1 :]
                 if not flight.prefill:
-                    request.ahead -= flight.tree.k + 1
+                    request.ahead -= k + 1
                 if request.finished:
                     continue
                 if broken:
@@ -251,12 +252,12 @@ class Rounds:
                                  " overflow the dtype. Use float32")  # fmt: skip
                     continue
                 self._take(request, tokens[: kept + 1], flight, i, kept)
-                accepted.append(kept)
+                held.append(held_of(kept, more))
         if not flight.prefill:
             seconds = now - max(flight.started, self._last_read)
             self.metrics.step_seconds += seconds
-            if accepted:
-                self.chooser.observe(len(flight.requests), flight.tree, seconds if flight.timed else None, accepted)
+            if held:
+                self.chooser.observe(len(flight.requests), flight.tree, seconds if flight.timed else None, held)
         self._last_read = now
 
     def _take(self, request: Request, tokens: list[int], flight: Flight, i: int, kept: int) -> None:

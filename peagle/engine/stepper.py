@@ -120,7 +120,7 @@ class Stepper:
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
         packed, rows, outlook = self.graphs.run(settle, lambda: self.settle(index, block, tree, made))
         packed = packed[:count]
-        told, kept = packed[:, :-2], packed[:, -2]
+        told, kept = packed[:, : tree.k + 1], packed[:, tree.k + 1]
         if processing is not None:
             processing.commit(told, kept)
         if top is None:
@@ -159,8 +159,7 @@ class Stepper:
         places, first = self.places, block.rows.first
         state = first, block.ends, index, places.lengths, places.emitted, places.newest
         if not tree.chain:
-            _, _, parents, depths, masks = places.trees
-            return walk(block.tokens, block.tops, block.ids, parents, depths, masks, *state, tree.k)
+            return walk(block.tokens, block.tops, block.ids, places.trees, *state, tree.k)
         kept, newest, packed = accept(block.tokens, block.tops, block.ids[:, 1:], *state)
         return Walked(kept, newest, None, None, block.ids, packed)
 

@@ -11,14 +11,15 @@ from peagle.engine.processing import Logprobs
 class Settled(NamedTuple):
     """The second half of a step: what was accepted."""
 
-    packed: Tensor  # [B, K + 3], see Result
+    packed: Tensor  # [B, K + 3 or 5], see Result
     rows: Tensor | None  # [B * (K + 1)] of a tree: the accepted path among all rows
     outlook: Tensor | None  # [B, K] how likely the new chains' drafts are; on a CPU, of calibrated drafters
 
 
 @dataclass(slots=True)
 class Result:
-    """On the device: [B, K + 3], the target's tokens, how many drafts were kept, and whether logits are broken.
+    """On the device: [B, K + 3], the target's tokens, how many drafts were kept, and whether logits are broken; of a
+    tree two more (kernels/walk.py).
 
     The first kept + 1 tokens are new.
     """

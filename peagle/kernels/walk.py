@@ -7,8 +7,12 @@ drawn once, so a row's children are tried one after another against what is left
 
     tree a ab ab' a' (rows 1..4), the target says a at row 0, b' at row 1, c at row 3  ->  path 0 1 3, kept 2, newest c
 
+It also tells what other forms would have kept of the same drafts: how far the chain agrees with what was said, as far
+as that goes (kept + 1 tokens), and which rows the path took: nodes are in the order they were grown, so the rows up to
+n are what a tree of n nodes keeps.
+
 A request never takes more than it has room for. Shapes: tokens, tops, ids [B, N + 1], first, ends, index [B]; of
-every place: parents, depths [P, N..], masks [P, N.. + 1], lengths, emitted, newest [P].
+every place: trees (grow.py), lengths, emitted, newest [P].
 """
 
 from typing import NamedTuple
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.accept import pack
+from peagle.kernels.grow import Trees
 
 try:
     import triton
@@ -33,15 +38,16 @@ class Walked(NamedTuple):
     path: Tensor | None  # [B, K + 1] int64: the row at each depth
     rows: Tensor | None  # [B * (K + 1)] int64: the same rows among all requests'
     ids: Tensor  # [B, K + 1] their ids
-    packed: Tensor  # [B, K + 3] what the target says there; kept; whether logits are broken (accept.py)
+    packed: Tensor  # [B, K + 3] as accept.py has it; of a tree [B, K + 5]: the chain's drafts that hold, path's bits
 
 
 def reference(
-    tokens: Tensor, tops: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor,
-    ends: Tensor, index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
+    tokens: Tensor, tops: Tensor, ids: Tensor, trees: Trees, first: Tensor, ends: Tensor, index: Tensor,
+    lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
 ) -> Walked:  # fmt: skip
     """What the kernel computes, in plain PyTorch."""
     rows = ids.shape[1]
+    chain, _, parents, depths, masks = trees
     parent, depth, mask = parents[index, : rows - 1].long(), depths[index, : rows - 1], masks[index, :rows]
     holds = ids[:, 1:] == tokens.gather(1, parent)
     bits = torch.ones_like(mask) << torch.arange(rows, device=ids.device)
@@ -59,15 +65,19 @@ def reference(
     emitted[index] += kept + 1
     newest[index] = bonus
     flat = (path + torch.arange(0, ids.numel(), rows, device=ids.device)[:, None]).flatten()
-    return Walked(kept, bonus, path, flat, ids.gather(1, path), pack(said, tops, kept))
+    agrees = (chain[index, :k] == said[:, :k]) & (at[:k] <= kept[:, None])
+    taken = (counts & (depth <= kept[:, None])) * bits
+    others = agrees.long().cumprod(1).sum(1, keepdim=True), taken.sum(1, keepdim=True)
+    packed = torch.cat([pack(said, tops, kept), *others], 1)
+    return Walked(kept, bonus, path, flat, ids.gather(1, path), packed)
 
 
 if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        tokens, tops, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest,
-        kept, bonus, path, flat, path_ids, packed, nodes_row, masks_row,
+        tokens, tops, ids, chain, parents, depths, masks, first, ends, index, lengths, emitted, newest,
+        kept, bonus, path, flat, path_ids, packed, chain_row, nodes_row, masks_row,
         ROWS: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0)
@@ -93,11 +103,15 @@ if triton is not None:
         tl.store(path + out, taken.to(tl.int64), mask=inside)
         tl.store(flat + out, (b * ROWS + taken).to(tl.int64), mask=inside)
         tl.store(path_ids + out, tl.load(ids + b * ROWS + taken, mask=inside, other=0), mask=inside)
-        told = packed + b * (K + 3)
-        tl.store(told + at, tl.load(tokens + b * ROWS + taken, mask=inside, other=0), mask=inside)
+        told, follows = packed + b * (K + 5), tl.load(tokens + b * ROWS + taken, mask=inside, other=0)
+        tl.store(told + at, follows, mask=inside)
+        known = tl.minimum(count + 1, K)
+        differs = tl.load(chain + place * chain_row + at, mask=at < known, other=0) != follows
         likely = tl.abs(tl.load(tops + b * ROWS + row, mask=there, other=0.0))
         tl.store(told + K + 1, count.to(tl.int64))
         tl.store(told + K + 2, 1 - tl.min((likely < float("inf")).to(tl.int64), 0))
+        tl.store(told + K + 3, tl.min(tl.where((at < known) & differs, at, known), 0).to(tl.int64))
+        tl.store(told + K + 4, tl.sum(tl.where(counts & (depth <= count), one << row.to(tl.int64), 0), 0))
         tl.store(kept + b, count)
         tl.store(bonus + b, token)
         tl.store(lengths + place, tl.minimum(begin + count + 1, end))
@@ -106,25 +120,24 @@ if triton is not None:
 
 
 def walk(
-    tokens: Tensor, tops: Tensor, ids: Tensor, parents: Tensor, depths: Tensor, masks: Tensor, first: Tensor,
-    ends: Tensor, index: Tensor, lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
+    tokens: Tensor, tops: Tensor, ids: Tensor, trees: Trees, first: Tensor, ends: Tensor, index: Tensor,
+    lengths: Tensor, emitted: Tensor, newest: Tensor, k: int,
 ) -> Walked:  # fmt: skip
     """A place may be there twice only if it is nobody's."""
     if triton is None or not (tokens.is_cuda or triton.knobs.runtime.interpret):
-        return reference(
-            tokens, tops, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, k
-        )  # fmt: skip
+        return reference(tokens, tops, ids, trees, first, ends, index, lengths, emitted, newest, k)
     batch, rows = ids.shape
+    chain, _, parents, depths, masks = trees
     assert tokens.is_contiguous() and tops.is_contiguous() and ids.is_contiguous() and tokens.shape == ids.shape
-    assert parents.stride() == depths.stride() and parents.stride(1) == masks.stride(1) == 1
+    assert parents.stride() == depths.stride() and parents.stride(1) == masks.stride(1) == chain.stride(1) == 1
     kept = torch.empty(batch, dtype=torch.int32, device=ids.device)
     bonus = torch.empty(batch, dtype=torch.int64, device=ids.device)
     path, path_ids = torch.empty(2, batch, k + 1, dtype=torch.int64, device=ids.device)
-    packed = torch.empty(batch, k + 3, dtype=torch.int64, device=ids.device)
+    packed = torch.empty(batch, k + 5, dtype=torch.int64, device=ids.device)
     walked = Walked(kept, bonus, path, torch.empty_like(path).flatten(), path_ids, packed)
     _kernel[(batch,)](
-        tokens, tops, ids, parents, depths, masks, first, ends, index, lengths, emitted, newest, *walked,
-        parents.stride(0), masks.stride(0), ROWS=rows, K=k, BLOCK_R=triton.next_power_of_2(rows),
+        tokens, tops, ids, chain, parents, depths, masks, first, ends, index, lengths, emitted, newest, *walked,
+        chain.stride(0), parents.stride(0), masks.stride(0), ROWS=rows, K=k, BLOCK_R=triton.next_power_of_2(rows),
         BLOCK_K=triton.next_power_of_2(k + 1), num_warps=1,
     )  # fmt: skip
     return walked
