@@ -39,13 +39,22 @@ def results(tmp_path: Path) -> Path:
     records[0]["engine"] = [line("humaneval", "K=7", 3000.0, 2.0), line("humaneval", "tree 32, K=7", 3600.0, 2.2)]
     records.append(record("dependency", 0, 3.0, settings={"dependency": 256, "aux_layer_ids": [1, 2]}))
     records[-1]["engine"] = [line("humaneval", "K=7", 3300.0, 2.03)]
-    for cells in records[-1]["sets"].values():
+    with_trees(records[-1])
+    write(folder, *records, ALONE | {"engine": [line("humaneval", "K=0", 1000.0, 1.0)]})
+    return folder
+
+
+ALONE = {"name": "none", "seed": 0, "label": "no drafts", "target": "tiny", "method": "none"}
+
+
+def with_trees(one: dict[str, Any]) -> None:
+    for cells in one["sets"].values():
         cells |= {f"tree {n}, K={k}": {"acceptance_length": 4.0 + n / 100} for n, k in ((15, 7), (31, 7), (31, 11))}
-    alone = {"name": "none", "seed": 0, "label": "no drafts", "target": "tiny", "method": "none"}
-    records.append(alone | {"engine": [line("humaneval", "K=0", 1000.0, 1.0)]})
+
+
+def write(folder: Path, *records: dict[str, Any]) -> None:
     for one in records:
         (folder / f"{one['name']}-{one['seed']}.json").write_text(json.dumps(one))
-    return folder
 
 
 def page(tmp_path: Path) -> Path:
@@ -73,6 +82,43 @@ def test_tables_and_figure(results: Path, tmp_path: Path):
     assert rows[-7][:3] == ["no drafts", "humaneval", "–"], "the target alone comes first"
     picture = (tmp_path / "comparison.svg").read_text()
     assert "DEPENDENCY" in picture and "tokens/s" in picture and (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_a_second_target_has_a_table_of_its_own(results: Path, tmp_path: Path):
+    first = {name: comparison.table(name, comparison.read_rungs(results)) for name in comparison.TABLES}
+    assert first.pop("second") == comparison.NOTHING
+    folder = results / "other"
+    folder.mkdir()
+    (folder / "ladder.toml").write_text('[base]\n[[run]]\nname = "p-eagle"\n[[run]]\nname = "combined"\n')
+    combined = record("combined", 0, 3.0, target="other", target_tokens=4_900_000)
+    with_trees(combined)
+    write(folder, record("p-eagle", 0, 2.0, target="other"), combined)
+    rungs = comparison.read_rungs(results)
+    assert {name: comparison.table(name, rungs) for name in first} == first
+    header, plain, best = second_table(results)
+    assert header == [
+        "drafter", "K=3", "K=5", "K=7", "K=11", "K=7 against P-EAGLE", "tree 15, K=7", "tree 31, K=7", "tree 31, K=11",
+        "target tokens", "minutes", "MB",
+    ]  # fmt: skip
+    assert plain == ["P-EAGLE", "2.30", "2.50", "2.70", "3.10", "+0.0%", "–", "–", "–", "19.7 M", "1.5", "15.8"]
+    assert best[:6] == ["COMBINED", "3.30", "3.50", "3.70", "4.10", "+37.0%"]
+    assert best[6:] == ["4.15", "4.31", "4.31", "4.9 M", "1.5", "15.8"]
+
+    combined["engine"] = [line("humaneval", "K=7", 900.0, 2.0), line("gsm8k", "K=7", 1.0, 2.0)]
+    write(folder, combined, ALONE | {"target": "other", "engine": [line("humaneval", "K=0", 400.0, 1.0)]})
+    header, plain, best, alone = second_table(results)
+    assert [row[-2:] for row in (header, plain, best)] == [["c=1", "c=8"], ["–", "–"], ["900", "4,500"]]
+    assert alone == ["no drafts", *["–"] * 11, "400", "2,000"]
+    for path in results.glob("*.json"):
+        path.unlink()
+    path = page(tmp_path)
+    assert comparison.main(["--page", str(path), "--results", str(results)]) == 0 and "COMBINED" in path.read_text()
+    assert not (tmp_path / "comparison.svg").exists(), "the figure is the first target's"
+
+
+def second_table(results: Path) -> list[list[str]]:
+    lines = comparison.table("second", comparison.read_rungs(results)).splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in lines if "---" not in row]
 
 
 def test_what_is_wrong_is_told(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

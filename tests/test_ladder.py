@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from peagle.catalog import find
 from peagle.drafter import checkpoint
 from peagle.target import load_target
 from peagle.train.documents import join
@@ -149,3 +150,17 @@ def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: P
     assert all(speed > 0 for speed in alone["engine"][0]["tokens_per_second"].values())
     before = (out / "plain-0.json").stat().st_mtime_ns
     assert ladder_speed.main(words) == 0 and (out / "plain-0.json").stat().st_mtime_ns == before
+
+
+def test_the_second_target_is_trained_like_the_first():
+    """But for what the target decides, which is the catalogue's."""
+    file = ladder.FILE.parent / "qwen2.5-coder-0.5b" / "ladder.toml"
+    first, second = (ladder.read_ladder(path, {}, {"loss": "tvmix", "mix": 0.95}, []) for path in (ladder.FILE, file))
+    source = find(second.base["target"]).drafters["p-eagle"]
+    assert second.taps == source.aux_layer_ids and second.base["mask_token_id"] == source.mask_token_id
+    own = {"target", "aux_layer_ids", "mask_token_id", "draft_vocab"}
+    assert {key: told for key, told in second.base.items() if first.base[key] != told}.keys() == own
+    assert [str(rung) for rung in second.rungs] == ["p-eagle-0", "combined-0", "eagle3-0"]
+    settings = {str(rung): rung.settings for rung in first.rungs}
+    assert all(rung.settings == settings[str(rung)] for rung in second.rungs)
+    assert all(second.config(rung, Path("out"), Path("scratch")) for rung in second.rungs)

@@ -4,7 +4,7 @@
     python -m tools.comparison --check    # exit code 1 if a table is stale
 
 Between `<!-- comparison:start NAME -->` and `<!-- comparison:end -->` goes one of the TABLES. Records are made by
-tools/ladder.py and tools/ladder_speed.py.
+tools/ladder.py and tools/ladder_speed.py; those of a second target lie in a sub-folder and go into the table `second`.
 """
 
 import argparse
@@ -40,6 +40,7 @@ class Rung:
     label: str
     target: str
     records: tuple[dict[str, Any], ...]
+    second: bool = False  # of a sub-folder
 
     @property
     def first(self) -> dict[str, Any]:
@@ -71,6 +72,12 @@ class Rung:
 
 
 def read_rungs(folder: Path) -> list[Rung]:
+    """The folder's own, then those of its sub-folders."""
+    below = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    return read_folder(folder) + [rung for path in below for rung in read_folder(path, second=True)]
+
+
+def read_folder(folder: Path, second: bool = False) -> list[Rung]:
     """By target, in the ladder's order."""
     file = folder / "ladder.toml"
     order = [run["name"] for run in tomllib.loads(file.read_text())["run"]] if file.is_file() else []
@@ -81,7 +88,7 @@ def read_rungs(folder: Path) -> list[Rung]:
             raise UserError(f"{path} is no record of tools/ladder.py: move it elsewhere")
         groups.setdefault((record["target"], record["name"]), []).append(record)
     rungs = [
-        Rung(name, records[0]["label"], target, tuple(sorted(records, key=lambda one: one["seed"])))
+        Rung(name, records[0]["label"], target, tuple(sorted(records, key=lambda one: one["seed"])), second)
         for (target, name), records in groups.items()
     ]
     place = {name: i for i, name in enumerate(order)}
@@ -162,10 +169,28 @@ def speeds(rungs: list[Rung]) -> list[Row]:
     return rows
 
 
+SECOND = re.compile(r"(tree \d+, )?K=\d+|K=7 against P-EAGLE|target tokens|minutes|MB|c=\d+")  # its columns
+
+
+def second(rungs: list[Rung]) -> list[Row]:
+    """A row a drafter, with columns of all the other tables; of the speeds, those of the first set and shape."""
+    rows = {name: [name] for name in ("drafter", *(rung.label for rung in rungs))}
+    for make in (lengths, trees, runs, speeds):
+        found: dict[str, Row] = {}
+        for row in make(rungs):
+            found.setdefault(row[0], row)
+        header = found["drafter"]
+        at = [i for i, name in enumerate(header) if SECOND.fullmatch(name) and name not in rows["drafter"]]
+        for name, row in rows.items():
+            row += [found[name][i] if name in found else DASH for i in at]
+    return list(rows.values())
+
+
 TABLES: dict[str, Callable[[list[Rung]], list[Row]]] = {
     "lengths": lengths,
     "positions": positions,
     "runs": runs,
+    "second": second,
     "speeds": speeds,
     "trees": trees,
 }
@@ -176,6 +201,7 @@ def table(name: str, rungs: list[Rung]) -> str:
     if name not in TABLES:
         raise UserError(f"no table {name!r}: the marker is one of {', '.join(TABLES)}")
     parts = []
+    rungs = [rung for rung in rungs if rung.second == (name == "second")]
     targets = list(dict.fromkeys(rung.target for rung in rungs))
     for target in targets:
         header, *rows = TABLES[name]([rung for rung in rungs if rung.target == target])
@@ -207,8 +233,9 @@ def main(words: list[str] | None = None) -> int:
                 print(f"{options.page.name} is stale: run make comparison", file=sys.stderr)
             return int(after != before)
         options.page.write_text(after, encoding="utf-8")
-        if any(rung.trained for rung in rungs):
-            draw(rungs, options.page.with_name("comparison"))
+        first = [rung for rung in rungs if not rung.second]
+        if any(rung.trained for rung in first):
+            draw(first, options.page.with_name("comparison"))
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
