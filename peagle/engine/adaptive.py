@@ -26,7 +26,7 @@ PAUSE = {True: 8, False: 50}  # steps between explorations: without speculation,
 LOSS = {True: 1.0, False: 0.5}  # of a step: a neighbour known to lose more is not tried (K=1 cannot win more than 1)
 AWAY = 20  # steps without a form, after which its costs are old: two of them stay beside the new ones
 LONG = 500  # steps after which a cost is too old to be trusted
-CHAINS = (0, 1, 2, 3, 5, 7, 9, 11, 15)
+CHAINS = (0, 1, 2, 3, 5, 7, 11, 15)
 SMALLEST = 16  # rows of a tree, the newest token among them: kernels take them 16, 32 or 64 at a time
 TREES = 3  # at most so many of them to choose from
 APART = 1.2  # times as many nodes has the largest at least
