@@ -330,9 +330,9 @@ class Rounds:
 
 
 def available(wanted: Tree, drafted: list[Tree]) -> Tree:
-    """What all requests have of what is wanted: the tree, or else a chain. Drafts may be left unused: a smaller tree is
-    the beginning of a larger one, a shorter chain of a longer one."""
-    if not wanted.chain and all(not one.chain and one.nodes >= wanted.nodes for one in drafted):
-        return wanted
+    """What all requests have of what is wanted: as much of the tree, or else a chain. Drafts may be left unused: a
+    smaller tree is the beginning of a larger one, a shorter chain of a longer one."""
+    if not wanted.chain and not any(one.chain for one in drafted):
+        return Tree(wanted.k, min(wanted.nodes, *(one.nodes for one in drafted)))
     k = min(wanted.k, *(one.k for one in drafted))
     return Tree(k, k)
