@@ -1,4 +1,4 @@
-"""Simulated engines that may draft trees: on average at most 3 % slower than the best fixed form, as the load goes."""
+"""Simulated engines that may draft trees: at most 3 % slower than the best fixed form; on average, as the load goes."""
 
 from statistics import mean
 
@@ -50,7 +50,7 @@ def test_three_percent(cost: Cost, batch: int, profile, width: float, known: boo
     for simulation in simulations(cost, known, width):
         simulation.run(60, batch, profile)
         ratios.append(simulation.run(1500, batch, profile))
-    assert mean(ratios) < 1.03
+    assert max(ratios) < 1.03
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["calibrated", "unknown costs"])

@@ -25,6 +25,7 @@ SHARE = 0.01  # of the steps may be lost by exploring
 PAUSE = {True: 8, False: 50}  # steps between explorations: without speculation, with
 LOSS = {True: 1.0, False: 0.5}  # of a step: a neighbour known to lose more is not tried (K=1 cannot win more than 1)
 AWAY = 20  # steps without a form, after which its costs are old: two of them stay beside the new ones
+OLD = 100  # steps after which the cost of a smaller form is measured again: what it keeps, the larger one shows
 LONG = 500  # steps after which a cost is too old to be trusted
 CHAINS = (0, 1, 2, 3, 5, 7, 11, 15)
 SMALLEST = 16  # rows of a tree, the newest token among them: kernels take them 16, 32 or 64 at a time
@@ -169,8 +170,8 @@ class Adaptive:
         at = self.candidates.index(self.tree)
         near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
         due = [form for form in (NOTHING, *near) if form != self.tree and age[form] >= LONG]
-        larger = [form for form in (*near, *self._rival(batch)) if form.nodes > self.tree.nodes]
-        options = due or [form for form in larger if self._loss(batch, form) < LOSS[idle]]
+        worth = [form for form in (*near, *self._rival(batch)) if form.nodes > self.tree.nodes or age[form] >= OLD]
+        options = due or [form for form in worth if self._loss(batch, form) < LOSS[idle]]
         affordable = [form for form in options if self._price(batch, form) <= self.credit]
         return max(affordable, key=lambda form: (age[form], -form.nodes), default=None)
 

@@ -5,10 +5,9 @@ A chain has K nodes. A cost is about linear in nodes above a floor, and in the b
 
 from collections import deque
 from collections.abc import Mapping
-from statistics import median
 
-REMEMBERED = 15  # steps of a (bucket, nodes): their median is its cost
-DISTURBED = 1.5  # times what was expected: a step counts for no more
+REMEMBERED = 15  # steps of a (bucket, nodes): their lower quartile is its cost, for what disturbs a step lengthens it
+DISTURBED = 1.5  # times what was known: a step counts for no more
 
 
 class Costs:
@@ -26,9 +25,9 @@ class Costs:
     def add(self, batch: int, nodes: int, seconds: float) -> None:
         bucket = self.bucket(batch)
         seen = self.seen.setdefault(bucket, {}).setdefault(nodes, deque(maxlen=REMEMBERED))
-        expected = self.seconds(batch, nodes)
+        expected = self.known.get(bucket, {}).get(nodes)
         seen.append(seconds if expected is None else min(seconds, DISTURBED * expected))
-        self.known.setdefault(bucket, {})[nodes] = median(seen)
+        self.known.setdefault(bucket, {})[nodes] = sorted(seen)[len(seen) // 4]
 
     def forget(self, batch: int, nodes: int) -> None:
         """All but the last two."""

@@ -21,9 +21,9 @@ SLOW = 0.998  # of what is known about a gain
 EVIDENCE = 2.0  # samples that are kept when nothing new is learned
 FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
 GAIN = 1.15  # of a tree that never ran
-PRIOR = 10.0  # tokens that a gain is worth before it was seen
+PRIOR = 30.0  # tokens that a gain is worth before it was seen
 ENOUGH = 200.0  # tokens after which a gain is taken as it was seen
-CURIOSITY = 0.5  # standard errors, of a token's spread of 1, by which a gain looks better before that
+CURIOSITY = 0.8  # standard errors, of a token's spread of 1, by which a gain looks better before that
 
 
 class Acceptance:
