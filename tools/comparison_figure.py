@@ -1,4 +1,4 @@
-"""The figure of docs/science.md: acceptance lengths as bars, acceptance by position, tokens a second."""
+"""The figure of docs/science.md: acceptance lengths as bars, acceptance by position, speed against no drafts."""
 
 import io
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAIN = ("eagle3", "paper", "p-eagle", "dflash", "dependency", "combined")  # whose positions and speeds are drawn
 COLOURS = dict(zip(MAIN, ("eagle3", "s4", "p-eagle", "s3", "s0", "s2"), strict=True))
-K = 7
+K, TREE = 7, "tree 31, "
 
 
 class Rung(Protocol):
@@ -28,7 +28,7 @@ class Rung(Protocol):
     trained: bool
     engine: list[dict[str, Any]]
 
-    def lengths(self, k: int) -> list[float]: ...
+    def lengths(self, k: int, only: str | None = None, tree: str = "") -> list[float]: ...
     def positions(self, k: int) -> list[float]: ...
 
 
@@ -45,6 +45,7 @@ def draw(rungs: Sequence[Any], path: Path) -> None:
     style: Any = STYLE | {"svg.hashsalt": "comparison"}
     with matplotlib.rc_context(style):
         timed = [rung for rung in own if rung.engine and rung.name in (*MAIN, "none")]
+        timed = timed if any(rung.name == "none" for rung in timed) else []
         panels = 3 if timed else 2
         figure = Figure(figsize=(4.7 * panels, 5), layout="constrained", facecolor="white")
         axes = figure.subplots(1, panels)
@@ -61,18 +62,23 @@ def draw(rungs: Sequence[Any], path: Path) -> None:
 
 
 def bars(axes: "Axes", rungs: Sequence[Rung]) -> None:
-    """The mean over seeds; each seed a dot."""
+    """The mean over seeds; each seed a dot; behind it, pale, the tree."""
     places = range(len(rungs))
     colours = [LIGHT[COLOURS.get(rung.name, "none")] for rung in rungs]
-    axes.barh(places, [mean(rung.lengths(K)) for rung in rungs], color=colours, height=0.65)
-    for place, rung in zip(places, rungs, strict=True):
-        values = rung.lengths(K)
+    axes.barh(places, [mean(rung.lengths(K)) for rung in rungs], color=colours, height=0.65, zorder=2)
+    for place, rung, colour in zip(places, rungs, colours, strict=True):
+        values, branched = rung.lengths(K), rung.lengths(K, tree=TREE)
         if len(values) > 1:
-            axes.plot(values, [place] * len(values), "o", color=LIGHT["ink"], markersize=3)
-        axes.annotate(f" {mean(values):.2f}", (max(values), place), va="center", fontsize=8.5, color=LIGHT["muted"])
+            axes.plot(values, [place] * len(values), "o", color=LIGHT["ink"], markersize=3, zorder=3)
+        word, end = f" {mean(values):.2f}", max(values)
+        if branched:
+            axes.barh(place, mean(branched), color=colour, alpha=0.3, height=0.65)
+            word, end = f" {mean(values):.2f}, {TREE[:-2]}: {mean(branched):.2f}", mean(branched)
+        axes.annotate(word, (end, place), va="center", fontsize=8, color=LIGHT["muted"])
     axes.set_yticks(places, [rung.label for rung in rungs], fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
+    axes.margins(x=0.35)
     axes.set(xlabel=f"acceptance length, K={K}, mean over sets", xlim=(1, None))
 
 
@@ -84,22 +90,19 @@ def curves(axes: "Axes", rungs: Sequence[Rung]) -> None:
 
 
 def speeds(axes: "Axes", rungs: Sequence[Rung]) -> None:
-    """Of the first set that was measured; trees dashed."""
-    from matplotlib.ticker import LogLocator
-
+    """Of the first set that was measured, against no drafts; trees dashed."""
+    plain = next(rung.engine[0] for rung in rungs if rung.name == "none")
     for rung in rungs:
-        for one in rung.engine:
-            if one["set"] == rung.engine[0]["set"]:
-                x, y = [int(c) for c in one["tokens_per_second"]], list(one["tokens_per_second"].values())
-                axes.plot(x, y, **look(rung), linestyle="--" if one["shape"].startswith("tree") else "-")
-                if one["shape"] == "K=0" or one["shape"].startswith("tree"):
-                    word = "no drafts" if one["shape"] == "K=0" else one["shape"]
-                    axes.annotate(word, (x[0], y[0]), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    ticks = sorted({int(c) for rung in rungs for one in rung.engine for c in one["tokens_per_second"]})
-    axes.set(xlabel="requests at a time", ylabel="tokens/s", xscale="log", yscale="log")
+        for one in (one for one in rung.engine if one["set"] == plain["set"] and rung.name != "none"):
+            ratios = {int(c): rate / plain["tokens_per_second"][c] for c, rate in one["tokens_per_second"].items()}
+            dashed = one["shape"].startswith("tree")
+            axes.plot([*ratios], [*ratios.values()], **look(rung), linestyle="--" if dashed else "-")
+    ticks = sorted(map(int, plain["tokens_per_second"]))
+    axes.axhline(1, color=LIGHT["muted"], linewidth=1)
+    axes.set(
+        xlabel=f"requests at a time, {plain['set']}; dashed: trees", ylabel="tokens/s, times no drafts", xscale="log"
+    )
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.minorticks_off()
 
 
