@@ -10,6 +10,7 @@ import torch
 
 from peagle.engine import Engine
 from peagle.engine.adaptive import Adaptive, forms
+from peagle.engine.engine import largest_k
 from peagle.engine.held import Held, held_of
 from peagle.engine.rounds import available
 from peagle.errors import UserError
@@ -66,6 +67,16 @@ def test_forms() -> None:
     assert available(big, [big, big]) == big and available(small, [big]) == small
     assert available(big, [small, big]) == small, "a tree that is not there: as much of it as there is"
     assert available(big, [chained]) == available(Tree(5, 5), [big]) == chained and available(big, [NOTHING]) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "tree, deep, k",
+    [(0, False, 7), (0, True, 11), (31, True, 11), (31, False, 7), (12, True, 11), (10, True, 9), (8, True, 7)],
+)
+def test_how_deep_automatic_form_goes(tree: int, deep: bool, k: int) -> None:
+    """On a GPU rows are nearly free; a tree has more nodes than depths."""
+    assert largest_k("auto", tree, small(), deep) == k
+    assert forms(k, tree)[-1] == Tree(k, tree or k)
 
 
 # Every architecture.
