@@ -25,8 +25,8 @@ from torch import Tensor
 from peagle.errors import UserError
 
 CANDIDATES = 16  # of a depth
-K_LARGEST = 7  # of automatic K
-K_DEEP = 11  # of automatic K on a GPU, where a parallel drafter's rows are nearly free
+K_LARGEST = 7  # of automatic K, unless
+K_DEEP = 11  # a parallel drafter runs on a GPU, where its rows are nearly free
 MOST_NODES = 62  # with the newest token, as many as a signed word has bits
 
 

@@ -13,6 +13,7 @@ Cost = Callable[[int, Tree], float]
 Profile = tuple[float, ...]  # of a chain's drafts: reached and accepted, per position
 
 GOOD: Profile = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05)  # vLLM's CI, Qwen3-8B
+LONG: Profile = (*GOOD, 0.03, 0.02, 0.01, 0.005)
 POOR: Profile = (0.40, 0.14, 0.04, 0.01, 0.0, 0.0, 0.0)
 BAD: Profile = (0.0,) * 7
 

@@ -13,7 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -60,6 +60,14 @@ class Rung:
         told = [[one["sets"][name].get(form) for name in names] for one in self.records]
         return [mean(cell["acceptance_length"] for cell in cells) for cells in told if all(cells)]
 
+    @property
+    def branched(self) -> "Rung":
+        """The seeds that have trees."""
+        return replace(
+            self,
+            records=tuple(one for one in self.records if any("tree" in form for form in one["sets"][self.sets[0]])),
+        )
+
     def positions(self, k: int) -> list[float]:
         """The share of passes that accepted draft i, mean over sets and seeds."""
         every = [one["sets"][name][f"K={k}"]["accepted_per_position"] for one in self.records for name in self.sets]
@@ -73,8 +81,7 @@ class Rung:
 
 def read_rungs(folder: Path) -> list[Rung]:
     """The folder's own, then those of its sub-folders."""
-    below = [path for path in sorted(folder.iterdir()) if path.is_dir()]
-    return read_folder(folder) + [rung for path in below for rung in read_folder(path, second=True)]
+    return read_folder(folder) + [rung for path in sorted(folder.glob("*/")) for rung in read_folder(path, second=True)]
 
 
 def read_folder(folder: Path, second: bool = False) -> list[Rung]:
@@ -119,10 +126,10 @@ def lengths(rungs: list[Rung]) -> list[Row]:
 
 
 def trees(rungs: list[Rung]) -> list[Row]:
-    """Where a run has them: a column a form, and what the tree adds to the chain of its depth."""
+    """Of the seeds that have them: a column a form, and what the tree adds to the chain of its depth."""
     forms = [("tree 15, ", 7), ("tree 31, ", 7), ("tree 31, ", 11)]
     rows: list[Row] = [["drafter", "K=7", *(f"{tree}K={k}" for tree, k in forms), "tree 31 against K=7"]]
-    for rung in (rung for rung in rungs if rung.trained and rung.lengths(7, tree="tree 31, ")):
+    for rung in (rung.branched for rung in rungs if rung.trained and rung.lengths(7, tree="tree 31, ")):
         own = [rung.lengths(k, tree=tree) for tree, k in forms]
         more = against(mean(own[1]), mean(rung.lengths(7)))
         rows.append([rung.label, spread(rung.lengths(7)), *map(spread, own), more])

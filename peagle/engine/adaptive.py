@@ -5,9 +5,11 @@
     choose                        the largest b E(form) / c(b, nodes)
 
 A step without drafts teaches nothing about acceptance, and a step of one form nothing about the cost of others. So now
-and then two steps are spent on a neighbour of the best form, in the order of nodes, paid from a credit of 1 % of the
-steps: it loses no more. Everything is deterministic, given what was observed. The drafter's cache is kept up to date
-without drafts too: its cost is in c(b, 0).
+and then two steps are spent on another form: a neighbour of the best in the order of nodes, a tree beside a chain, the
+best chain beside a tree; on smaller ones less often, for what they keep is known. They are paid from a credit of 1 % of
+the steps: it loses no more. Everything is deterministic, given what was observed.
+
+The drafter's cache is kept up to date without drafts too: its cost is in c(b, 0).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,7 @@ from peagle.tree import NOTHING, Tree
 
 MARGIN = 0.01  # a new form must be so much faster
 SHARE = 0.01  # of the steps may be lost by exploring
-PAUSE = {True: 8, False: 50}  # steps between explorations: without speculation, with
+PAUSE = {True: 8, False: 25}  # steps between explorations: without speculation, with
 LOSS = {True: 1.0, False: 0.5}  # of a step: a neighbour known to lose more is not tried (K=1 cannot win more than 1)
 AWAY = 20  # steps without a form, after which its costs are old: two of them stay beside the new ones
 OLD = 100  # steps after which the cost of a smaller form is measured again: what it keeps, the larger one shows
@@ -170,12 +172,13 @@ class Adaptive:
         at = self.candidates.index(self.tree)
         near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
         due = [form for form in (NOTHING, *near) if form != self.tree and age[form] >= LONG]
-        worth = [form for form in (*near, *self._rival(batch)) if form.nodes > self.tree.nodes or age[form] >= OLD]
+        worth = [form for form in {*near, *self._rivals(batch)} if form.nodes > self.tree.nodes or age[form] >= OLD]
         options = due or [form for form in worth if self._loss(batch, form) < LOSS[idle]]
         affordable = [form for form in options if self._price(batch, form) <= self.credit]
         return max(affordable, key=lambda form: (age[form], -form.nodes), default=None)
 
-    def _rival(self, batch: int) -> list[Tree]:
-        """The best tree beside a chain, the best chain beside a tree."""
-        others = [form for form in self.candidates if form.chain != self.tree.chain]
-        return sorted(others, key=lambda form: self._loss(batch, form))[:1]
+    def _rivals(self, batch: int) -> list[Tree]:
+        """Every tree, for it shows what all smaller forms keep; beside a tree, the best chain."""
+        chains = [form for form in self.candidates if form.chain]
+        best = sorted(chains, key=lambda form: self._loss(batch, form))[: 0 if self.tree.chain else 1]
+        return [form for form in (*self.candidates, *best) if form != self.tree and (not form.chain or form in best)]

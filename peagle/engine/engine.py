@@ -61,7 +61,8 @@ class Engine:
         thread: bool = True,
     ) -> None:
         """`tree`: nodes of a candidate tree. A fixed K has a tree of so many; automatic K one of up to so many, if it
-        pays. 0: chains only; None: chains, and for automatic K on a GPU trees of up to 31.
+        pays. 0: chains only; None: chains, and for automatic K on a GPU trees of up to 31. Automatic K goes to 7, with
+        a parallel drafter on a GPU to 11.
 
         `tokens`: positions that fit the pages, all requests together; `chunk`: prompt tokens of one step.
 

@@ -6,8 +6,8 @@
 
 A tree's step shows what the chain and every smaller tree would have kept of the same drafts (held.py). So gains compare
 forms on the same steps, and a text that becomes easier or harder does not look like a change of a gain: shares follow
-the text fast, gains change slowly. A step of a smaller form says nothing about a larger one: what is known of that
-fades, and the less is known, the better it looks.
+the text fast, gains change slowly. A step of a smaller form says nothing about a larger one: the less is known of that,
+the better it looks.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ SLOW = 0.998  # of what is known about a gain
 EVIDENCE = 2.0  # samples that are kept when nothing new is learned
 FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
 GAIN = 1.15  # of a tree that never ran
-PRIOR = 30.0  # tokens that a gain is worth before it was seen
-ENOUGH = 200.0  # tokens after which a gain is taken as it was seen
-CURIOSITY = 0.8  # standard errors, of a token's spread of 1, by which a gain looks better before that
+MOST = 4.0  # a gain is no larger: where chains keep nothing it would grow for ever
+PRIOR = 10.0  # tokens that a gain is worth before it was seen
+ENOUGH = 300.0  # tokens after which a gain is taken as it was seen
+CURIOSITY = 1.0  # standard errors, of a token's spread of 1, by which a gain looks better before that
 
 
 class Acceptance:
@@ -76,8 +77,8 @@ class Ratio:
 
     def add(self, forget: float, kept: float, weight: float) -> None:
         self.fade(forget)
-        self.kept += kept
         self.weight += weight
+        self.kept = min(self.kept + kept, MOST * self.weight)
 
 
 class Expected:
@@ -99,9 +100,7 @@ class Expected:
         self.foretold = None
         slow = SLOW ** sqrt(batch)
         for tree, gain in self.gains.items():
-            if form not in self.gains or tree.nodes > form.nodes:
-                gain.fade(slow)
-            else:
+            if form in self.gains and tree.nodes <= form.nodes:
                 kept = sum(one.by(tree.nodes) for one in held)
                 gain.add(slow, kept, before)
                 before = kept

@@ -79,9 +79,10 @@ def span(part: list[int], places: list[int], first: bool) -> str:
 
 
 def told_spread(grid: Grid, places: list[int]) -> str:
-    if any(cell.spread() is None for cell in grid.measured if cell.concurrency in places):
-        return " One run a cell: how far another would fall from it is not known."
-    return ""
+    once = [cell.spread() is None for cell in grid.measured if cell.concurrency in places]
+    if not any(once):
+        return ""
+    return f" {'One run a cell' if all(once) else 'Some cells ran once'}: how far another would fall from it is not known."
 
 
 def against_eagle3(grid: Grid) -> str | None:
