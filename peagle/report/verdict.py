@@ -82,7 +82,8 @@ def told_spread(grid: Grid, places: list[int]) -> str:
     once = [cell.spread() is None for cell in grid.measured if cell.concurrency in places]
     if not any(once):
         return ""
-    return f" {'One run a cell' if all(once) else 'Some cells ran once'}: how far another would fall from it is not known."
+    which = "One run a cell" if all(once) else "Some cells ran once"
+    return f" {which}: how far another would fall from it is not known."
 
 
 def against_eagle3(grid: Grid) -> str | None:
