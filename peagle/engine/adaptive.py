@@ -179,6 +179,7 @@ class Adaptive:
 
     def _rivals(self, batch: int) -> list[Tree]:
         """Every tree, for it shows what all smaller forms keep; beside a tree, the best chain."""
-        chains = [form for form in self.candidates if form.chain]
-        best = sorted(chains, key=lambda form: self._loss(batch, form))[: 0 if self.tree.chain else 1]
-        return [form for form in (*self.candidates, *best) if form != self.tree and (not form.chain or form in best)]
+        trees = [form for form in self.candidates if not form.chain and form != self.tree]
+        if self.tree.chain:
+            return trees
+        return [*trees, min((form for form in self.candidates if form.chain), key=lambda form: self._loss(batch, form))]

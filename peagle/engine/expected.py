@@ -70,13 +70,10 @@ class Ratio:
         """The value, and the more the less is known."""
         return self.value * (1 + CURIOSITY * max(0.0, self.weight**-0.5 - ENOUGH**-0.5))
 
-    def fade(self, forget: float) -> None:
+    def add(self, forget: float, kept: float, weight: float) -> None:
         if self.weight * forget > self.least:
             self.kept *= forget
             self.weight *= forget
-
-    def add(self, forget: float, kept: float, weight: float) -> None:
-        self.fade(forget)
         self.weight += weight
         self.kept = min(self.kept + kept, MOST * self.weight)
 
