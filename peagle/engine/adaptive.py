@@ -12,6 +12,7 @@ the steps: it loses no more. Everything is deterministic, given what was observe
 The drafter's cache is kept up to date without drafts too: its cost is in c(b, 0).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,8 +28,10 @@ SHARE = 0.01  # of the steps may be lost by exploring
 PAUSE = {True: 8, False: 25}  # steps between explorations: without speculation, with
 LOSS = {True: 1.0, False: 0.5}  # of a step: a neighbour known to lose more is not tried (K=1 cannot win more than 1)
 AWAY = 20  # steps without a form, after which its costs are old: two of them stay beside the new ones
-OLD = 100  # steps after which the cost of a smaller form is measured again: what it keeps, the larger one shows
-LONG = 500  # steps after which a cost is too old to be trusted
+OLD = 250  # steps after which the cost of a smaller form is measured again: what it keeps, the larger one shows
+LONG = 1000  # steps after which a cost is too old to be trusted
+SOON = 40  # steps of a batch size without a form, where costs of a similar size have to do
+BLIND = 3  # the longest chain before costs are known, where they cannot be measured
 CHAINS = (0, 1, 2, 3, 5, 7, 11, 15)
 SMALLEST = 16  # rows of a tree, the newest token among them: kernels take them 16, 32 or 64 at a time
 TREES = 3  # at most so many of them to choose from
@@ -51,8 +54,10 @@ class Choice:
 
 
 class Policy(Protocol):
-    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
-        """`outlook`: of Expected.tokens; `chains`: nothing else can run."""
+    def choose(
+        self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False, timed: bool = True
+    ) -> Choice:
+        """`outlook`: of Expected.tokens; `chains`: nothing else can run; not `timed`: nothing is learned of costs."""
         ...
 
     def observe(self, batch: int, tree: Tree, seconds: float | None, held: Sequence[Held]) -> None: ...
@@ -64,7 +69,9 @@ class Fixed:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
 
-    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
+    def choose(
+        self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False, timed: bool = True
+    ) -> Choice:
         return Choice(Tree(self.tree.k, self.tree.k) if chains else self.tree, "fixed")
 
     def observe(self, batch: int, tree: Tree, seconds: float | None, held: Sequence[Held]) -> None:
@@ -81,23 +88,29 @@ class Adaptive:
             told = ", ".join(map(str, self.candidates))
             raise UserError(f"what to draft is chosen among {told or 'nothing'}, but K=0 must be among them")
         self.emits, self.costs = Expected(self.candidates), Costs()
+        self.calibrated = False
         self.tree = NOTHING  # the best so far
         self.step = self.explored = 0
         self.credit = 0.0  # steps that exploring may lose
         self.trial: Tree | None = None  # to explore once more: the first step with it made its drafts in another form
-        self.ran: dict[tuple[int, Tree], int] = {}  # (bucket, form) -> the step it last ran in
+        self.steps: Counter[int] = Counter()  # by bucket
+        self.ran: dict[tuple[int, Tree], int] = {}  # (bucket, form) -> the bucket's step it last ran in
         self.tokens = self.emits.tokens()
 
     def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None:
-        """Costs by batch and form that were measured before the first request; each weighs as much as three steps."""
+        """Costs by batch and form that were measured before the first request; each weighs as much as one step."""
+        self.calibrated = True
         for (batch, tree), seconds in costs.items():
-            for _ in range(3):
-                self.costs.add(batch, tree.nodes, seconds)
+            self.costs.add(batch, tree.nodes, seconds)
+            self.ran[self.costs.bucket(batch), tree] = 0
 
-    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
+    def choose(
+        self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False, timed: bool = True
+    ) -> Choice:
         forms = [form for form in self.candidates if form.chain] if chains else self.candidates
         if (unknown := self._unmeasured(batch, forms)) is not None:
-            return Choice(unknown, "measuring: its cost is not known yet")
+            short = [form for form in forms if form.k <= BLIND][-1]
+            return Choice(unknown if timed else short, "measuring: its cost is not known yet")
         self.tokens = self.emits.tokens(outlook)
         rates = {form: batch * self.tokens[form] / self._cost(batch, form) for form in forms}
         best = max(rates, key=lambda form: rates[form])
@@ -107,8 +120,9 @@ class Adaptive:
         if rates[best] > rates[self.tree] * (1 + MARGIN):
             self.tree, reason = best, "fastest"
         trial, self.trial = self.trial, None  # the second step of an exploration
-        if trial is None and not chains and (trial := self._neighbour(batch)) is not None:
-            self.explored, self.trial = self.step, trial if trial.nodes > self.tree.nodes else None
+        if trial is None and timed and not chains and (trial := self._neighbour(batch)) is not None:
+            twice = trial.nodes > self.tree.nodes or not self.costs.count(batch, trial.nodes)
+            self.explored, self.trial = self.step, trial if twice else None
             self.credit -= self._price(batch, trial)
         if trial is None or trial not in rates:
             return Choice(self.tree, reason, rates)
@@ -121,26 +135,24 @@ class Adaptive:
         is not that of any form.
         """
         self.step += 1
+        self.steps[self.costs.bucket(batch)] += 1
         self.emits.observe(batch, tree, held)
         self.credit = min(self.credit + SHARE, 2.0)
         if seconds is None:
             return
-        where = self.costs.bucket(batch), tree
-        if self.step - self.ran.get(where, self.step) > AWAY:
+        bucket = self.costs.bucket(batch)
+        if self.steps[bucket] - self.ran.get((bucket, tree), 0) > AWAY:
             self.costs.forget(batch, tree.nodes)
-        self.ran[where] = self.step
+        self.ran[bucket, tree] = self.steps[bucket]
         self.costs.add(batch, tree.nodes, seconds)
 
     def _unmeasured(self, batch: int, forms: Sequence[Tree]) -> Tree | None:
-        """A form that was begun runs three times, so that one disturbed step decides nothing.
-
-        Where neither this batch size nor another one is known, both ends of the line are begun, and the longest chain.
-        """
-        known = self.costs.elsewhere(batch, 0) is not None
-        counts = {form: self.costs.count(batch, form.nodes) for form in forms}
+        """Where neither this batch size nor another one is known, both ends of the line and the longest chain, three
+        times each, so that one disturbed step decides nothing."""
+        if self.calibrated or self.costs.elsewhere(batch, 0) is not None:
+            return None
         longest = [form for form in forms if form.chain][-1]
-        ends = () if known else (NOTHING, longest, forms[-1])
-        return next((form for form, count in counts.items() if count < 3 and (count or form in ends)), None)
+        return next((form for form in (NOTHING, longest, forms[-1]) if self.costs.count(batch, form.nodes) < 3), None)
 
     def _cost(self, batch: int, form: Tree) -> float:
         cost = self.costs.seconds(batch, form.nodes)
@@ -153,7 +165,10 @@ class Adaptive:
         return self._cost(batch, form) / self._cost(batch, self.tree) - tokens[form] / tokens[self.tree]
 
     def _age(self, batch: int, form: Tree) -> int:
-        return self.step - self.ran.get((self.costs.bucket(batch), form), -LONG)
+        """Steps of this batch size since it last ran there. What never did is due: soon, if a similar size is known."""
+        bucket = self.costs.bucket(batch)
+        never = SOON - LONG if self.costs.similar(batch) else -LONG
+        return self.steps[bucket] - self.ran.get((bucket, form), never)
 
     def _price(self, batch: int, form: Tree) -> float:
         """What exploring this form loses, as far as one knows: a larger one is drafted first, after a smaller one the

@@ -31,7 +31,7 @@ class Costs:
 
     def forget(self, batch: int, nodes: int) -> None:
         """All but the last two."""
-        seen = self.seen[self.bucket(batch)][nodes]
+        seen = self.seen.get(self.bucket(batch), {}).get(nodes, deque())
         while len(seen) > 2:
             seen.popleft()
 
@@ -48,6 +48,11 @@ class Costs:
 
     def count(self, batch: int, nodes: int) -> int:
         return len(self.seen.get(self.bucket(batch), {}).get(nodes, ()))
+
+    def similar(self, batch: int) -> bool:
+        """Is there a bucket, at most four times as large or small, with several forms known?"""
+        bucket = self.bucket(batch)
+        return any(len(own) > 1 and bucket <= 4 * at <= 16 * bucket for at, own in self.known.items() if at != bucket)
 
     def elsewhere(self, batch: int, nodes: int) -> float | None:
         """Between the nearest other buckets on both sides; the nearest one's where there is one side only."""

@@ -138,9 +138,10 @@ class Engine:
         limits = Limits(max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs)
         room = max(self.context - len(ids), 1)  # an answer ends with the context
         limits = replace(limits, max_tokens=min(max_tokens, room), min_tokens=min(min_tokens, room))
-        if bad := [token for token in ids if not 0 <= token < self.target.vocab_size]:
-            raise UserError(f"token ids {bad[:5]} are outside the target's vocabulary of {self.target.vocab_size}")
-        check_bias(settings, self.target.vocab_size)
+        vocabulary = self.target.vocab_size
+        if bad := [token for token in ids if not 0 <= token < vocabulary]:
+            raise UserError(f"token ids {bad[:5]} are outside the target's vocabulary of {vocabulary}")
+        check_bias(settings, vocabulary)
         words = Words(self.target.tokenizer, limits.stop, include_stop, limits.min_tokens)
         stops = limits.stop_ids | (frozenset() if ignore_eos else self.target.stop_ids)
         binding = None if grammar is None else Binding(self.pair.grammars, grammar, stops, limits.min_tokens)

@@ -10,7 +10,9 @@ the text fast, gains change slowly. A step of a smaller form says nothing about 
 the better it looks.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import sqrt
 
 from peagle.engine.held import Held
@@ -37,13 +39,14 @@ class Acceptance:
     def observe(self, batch: int, k: int, held: Sequence[Held]) -> None:
         """Larger batches tell more: what was known is replaced faster. Old evidence fades to a little, not to none."""
         forget = FORGET ** sqrt(batch)
+        tried, kept = beyond((one.tried(k) for one in held), k), beyond((one.chain for one in held), k)
         for i in range(len(self.tried)):
             if i < k or self.tried[i] * forget > EVIDENCE:
                 self.tried[i] *= forget
                 self.kept[i] *= forget
             if i < k:
-                self.tried[i] += sum(one.tried(k) > i for one in held)
-                self.kept[i] += sum(one.chain > i for one in held)
+                self.tried[i] += tried[i]
+                self.kept[i] += kept[i]
 
     def tokens(self) -> list[float]:
         """E(K) for K = 0..k_max. One sample's weight says that a position is like the one before it."""
@@ -122,6 +125,12 @@ class Expected:
             gain *= ratio.hoped
             tokens[tree] = 1 + min(tree.k, gain * (chains[tree.k] - 1))
         return tokens
+
+
+def beyond(counts: Iterable[int], k: int) -> list[int]:
+    """How many of the counts are larger than 0, 1, .. k - 1."""
+    among = Counter(counts)
+    return list(accumulate(among[i] for i in range(k, 0, -1)))[::-1]
 
 
 def predicted(shares: Sequence[float], k_max: int) -> list[float]:

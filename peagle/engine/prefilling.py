@@ -73,7 +73,7 @@ class Prefilling:
             self._capture(size, part, tree)
         consumed: Consumed = self.graphs.run(("consume", size), lambda: self.consume(part, size))
         fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
-        who = None if len(fresh) == size.requests else self.places.upload(fresh, torch.long)
+        who = None if len(fresh) == size.requests else self.places.upload(fresh)
         logits, tokens = (x if who is None else x[who] for x in (consumed.logits, consumed.tokens))
         if masks is not None:
             masks.apply(logits, [[]] * len(fresh))
@@ -171,7 +171,7 @@ class Prefilling:
 
     def _upload(self, numbers: list[int], size: Size, graphs: bool) -> Tensor:
         """To the vector of that size, which graphs read; without, a new one."""
-        new = self.places.upload(numbers, torch.long)
+        new = self.places.upload(numbers)
         if not graphs or not self.small(size.rows, size.requests):
             return new
         if size not in self.vectors:

@@ -120,6 +120,7 @@ class Rounds:
                     self._capture(batch, form, form)
                     self._capture(batch, form, self.largest)
         if self.graphs:
+            self.chooser.calibrate(self.stepper.costs(forms))
             self.stepper.prefilling.capture(self.scheduler.max_batch, self.largest)
 
     def _plan(self) -> Plan:
@@ -170,7 +171,7 @@ class Rounds:
     def _decode(self, members: list[Member], alone: bool) -> None:
         """`alone`: no prefill runs in the same round."""
         masks = self._masks(members)
-        choice = self.chooser.choose(len(members), self._outlook(members), chains=masks is not None)
+        choice = self.chooser.choose(len(members), self._outlook(members), chains=masks is not None, timed=alone)
         wanted = choice.tree
         self.metrics.k, self.metrics.nodes, self.metrics.k_reason = wanted.k, wanted.nodes, choice.reason
         tree = available(wanted, [member.seat.drafted for member in members])
@@ -263,9 +264,8 @@ class Rounds:
     def _take(self, request: Request, tokens: list[int], flight: Flight, i: int, kept: int) -> None:
         seat, limits = self.seats[request.id], request.limits
         drafted = min(flight.tree.k, max(self.scheduler.context - 1 - request.computed, 0)) if not flight.prefill else 0
-        room = self.scheduler.cap(request) - request.length
-        tokens = tokens[:room]
-        tokens, ended = seat.cut(tokens)
+        cap = self.scheduler.cap(request)
+        tokens, ended = seat.cut(tokens[: cap - request.length])
         if seat.binding is not None and seat.binding.refused:
             self.finish(request, "refused", f"the answer cannot be kept to its grammar: {seat.binding.refused}")
             return
@@ -276,14 +276,14 @@ class Rounds:
             self.scheduler.first(request, tokens[0])
         else:
             self.scheduler.advance(request, tokens)
-            self.metrics.count(drafted, kept)
+            self.metrics.fared[drafted, kept] += 1
         self.metrics.generated_tokens += len(tokens)
         told = self._logprobs(flight.logprobs, i, tokens, limits.logprobs)
         step = Step(tuple(tokens), drafted, kept)
         reason: Reason | None = None
         if pushed.stopped or ended:
             reason = "stop"
-        elif request.length >= self.scheduler.cap(request):
+        elif request.length >= cap:
             reason = "length"
         text = pushed.text if reason is None or pushed.stopped else pushed.text + seat.words.finish()
         seat.stream.put(Piece(step, text, told, None))

@@ -155,6 +155,8 @@ class Scheduler:
     def _grow(self, request: Request, positions: int, plan: Plan) -> bool:
         """Does the request have pages for so many positions now? They are taken from younger ones if need be."""
         lacks = self._lacks(request, positions)
+        if not lacks:
+            return True
         while (pages := self.pages.allocate(lacks)) is None:
             younger = self.running[self.running.index(request) + 1 :]
             victim = next((other for other in reversed(younger) if not other.under_way), None)

@@ -6,7 +6,7 @@ target's tokens, and from them to the next drafts; between the two, logits are p
 than the likeliest token.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +166,7 @@ class Stepper:
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""
         filled = at + [self.places.count] * (batch - len(at))
-        new = self.places.upload(filled, torch.long)
+        new = self.places.upload(filled)
         if self.places.device.type != "cuda":
             return new
         if batch not in self.inputs:
@@ -183,11 +183,16 @@ class Stepper:
         right = torch.rand(drafts.shape, device=drafts.device) < self.forced[: drafts.shape[1]]
         block.tokens[:, :-1] = torch.where(right, drafts, (drafts + 1) % block.logits.shape[-1])
 
-    def split(self, count: int, tree: Tree) -> tuple[float | None, float | None]:
+    def split(self, count: int, tree: Tree, repeats: int = 30) -> tuple[float | None, float | None]:
         """Milliseconds of a step's two halves, by their graphs: the target's pass, and acceptance with drafting."""
         batch = bucket(count)
-        first, second = (self.graphs.milliseconds(key) for key in keys_of(batch, tree, tree))
+        first, second = (self.graphs.milliseconds(key, repeats) for key in keys_of(batch, tree, tree))
         return first, second
+
+    def costs(self, forms: Iterable[Tree]) -> dict[tuple[int, Tree], float]:
+        """Seconds of a step by batch size and form, where there are graphs for it."""
+        told = {(batch, form): self.split(batch, form, repeats=5) for batch in BUCKETS for form in forms}
+        return {at: (first + second) / 1000 for at, (first, second) in told.items() if first and second}
 
     def captured(self, count: int, tree: Tree, made: Tree) -> bool:
         return keys_of(bucket(count), tree, made)[1] in self.graphs

@@ -1,7 +1,7 @@
 """The text of one answer as its tokens arrive, and the stop strings in it.
 
 Only a window of recent tokens is decoded: the tokens shown last are the context of the new ones, for a tokenizer may
-drop the space of a first token. Half characters wait: a decoder makes replacement characters of them, at the end (some
+drop the space of a first token (where tokens are plain bytes, none is needed). Half characters wait: a decoder makes replacement characters of them, at the end (some
 decoders even of whole characters before them, if those are spelled in bytes).
 
     context  new            decode(context + new)     shown: len(decode(context)) = 3
@@ -13,6 +13,7 @@ beginning of one is held back. The stop string that is complete first ends the a
 answer with and without speculation. The first `min_tokens` tokens are not searched.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from peagle.errors import UserError
 
 HALF = "\ufffd"
+BYTES = {"ByteLevel", "ByteFallback", "Fuse", "Replace"}  # steps of decoders that see each token, or byte, alone
 WINDOW = 64  # tokens that may wait before a cut is looked for among them
 
 
@@ -44,6 +46,7 @@ class Words:
         if not all(stop):
             raise UserError("an empty stop string would end every answer: leave it out")
         self.decode, self.stop, self.include_stop = decoder_of(tokenizer), tuple(stop), include_stop
+        self.alone = needs_no_context(tokenizer)
         self.ids: list[int] = []  # the window: context, then tokens that are not all shown
         self.context = 0
         self.shown = 0  # characters of the decoded window that were taken from it
@@ -54,13 +57,13 @@ class Words:
     def push(self, tokens: Sequence[int]) -> Pushed:
         if self.stopped:
             return Pushed("", True, 0)
+        if not self.stop:
+            return Pushed(self._take(tokens), False, len(tokens))
         free = min(self.unsearched, len(tokens))
         self.unsearched -= free
         safe = self._take(tokens[:free]) if free else ""
         before = list(self.ids), self.context, self.shown
         text = self.held + self._take(tokens[free:])
-        if not self.stop:
-            return Pushed(safe + text, False, len(tokens))
         found = self._find(text)
         if found is None:
             self.held = self._beginning(text)
@@ -97,9 +100,9 @@ class Words:
         return next((at for at in cuts if not self._decode(self.ids[:at]).endswith(HALF)), len(self.ids) - 4)
 
     def _advance(self, at: int, length: int) -> None:
-        """The tokens before `at`, of so many characters, become the context of the rest."""
-        beyond = self.shown - length
-        self.ids, self.context = self.ids[self.context :], at - self.context
+        """The tokens before `at`, of so many characters, become the context of the rest, if it needs one."""
+        beyond, start = self.shown - length, at if self.alone else self.context
+        self.ids, self.context = self.ids[start:], at - start
         self.shown = len(self._decode(self.ids[: self.context])) + beyond
 
     def _decode(self, ids: list[int]) -> str:
@@ -131,7 +134,20 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[list[int]
     """Ids to text without special tokens. Where transformers would only pass them on, its road is left out."""
     if tokenizer is None:
         return lambda ids: ""
-    plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
-    if plain and not tokenizer.clean_up_tokenization_spaces:
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and passes_on(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def needs_no_context(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Its tokens are bytes of the text; no step of its decoder asks what came before them."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not passes_on(tokenizer):
+        return False
+    steps = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__() or "{}")
+    kinds = {step.get("type") for step in steps.get("decoders", [steps])}
+    return "ByteLevel" in kinds and kinds <= BYTES
+
+
+def passes_on(tokenizer: PreTrainedTokenizerFast) -> bool:
+    own = type(tokenizer)._decode is not PreTrainedTokenizerFast._decode
+    return not own and not tokenizer.clean_up_tokenization_spaces
