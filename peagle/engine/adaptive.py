@@ -88,7 +88,6 @@ class Adaptive:
             told = ", ".join(map(str, self.candidates))
             raise UserError(f"what to draft is chosen among {told or 'nothing'}, but K=0 must be among them")
         self.emits, self.costs = Expected(self.candidates), Costs()
-        self.calibrated = False
         self.tree = NOTHING  # the best so far
         self.step = self.explored = 0
         self.credit = 0.0  # steps that exploring may lose
@@ -98,11 +97,9 @@ class Adaptive:
         self.tokens = self.emits.tokens()
 
     def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None:
-        """Costs by batch and form that were measured before the first request; each weighs as much as one step."""
-        self.calibrated = True
+        """Costs by batch and form, measured before the first request, without the host's share."""
         for (batch, tree), seconds in costs.items():
-            self.costs.add(batch, tree.nodes, seconds)
-            self.ran[self.costs.bucket(batch), tree] = 0
+            self.costs.bare.setdefault(tree.nodes, {})[self.costs.bucket(batch)] = seconds
 
     def choose(
         self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False, timed: bool = True
@@ -149,7 +146,7 @@ class Adaptive:
     def _unmeasured(self, batch: int, forms: Sequence[Tree]) -> Tree | None:
         """Where neither this batch size nor another one is known, both ends of the line and the longest chain, three
         times each, so that one disturbed step decides nothing."""
-        if self.calibrated or self.costs.elsewhere(batch, 0) is not None:
+        if self.costs.bare or self.costs.elsewhere(batch, 0) is not None:
             return None
         longest = [form for form in forms if form.chain][-1]
         return next((form for form in (NOTHING, longest, forms[-1]) if self.costs.count(batch, form.nodes) < 3), None)
@@ -167,7 +164,7 @@ class Adaptive:
     def _age(self, batch: int, form: Tree) -> int:
         """Steps of this batch size since it last ran there. What never did is due: soon, if a similar size is known."""
         bucket = self.costs.bucket(batch)
-        never = SOON - LONG if self.costs.similar(batch) else -LONG
+        never = 0 if self.costs.bare else SOON - LONG if self.costs.similar(batch) else -LONG
         return self.steps[bucket] - self.ran.get((bucket, form), never)
 
     def _price(self, batch: int, form: Tree) -> float:

@@ -16,6 +16,7 @@ class Costs:
     def __init__(self) -> None:
         self.seen: dict[int, dict[int, deque[float]]] = {}
         self.known: dict[int, dict[int, float]] = {}  # bucket -> nodes -> seconds
+        self.bare: dict[int, dict[int, float]] = {}  # nodes -> bucket -> seconds of the device alone, measured before
 
     @staticmethod
     def bucket(batch: int) -> int:
@@ -36,8 +37,12 @@ class Costs:
             seen.popleft()
 
     def seconds(self, batch: int, nodes: int) -> float | None:
-        """Measured; or on the line through this bucket's own; or as other buckets have it, moved to fit."""
+        """Measured; or the device's alone, or as other buckets have it, moved to fit; or on the line through this
+        bucket's own."""
         own = self.known.get(self.bucket(batch), {})
+        if nodes not in own and nodes in self.bare:
+            at = min((n for n in own if n in self.bare), key=lambda n: abs(n - nodes), default=None)
+            return self._bare(batch, nodes) * (1.0 if at is None else own[at] / self._bare(batch, at))
         if nodes in own or len(own) > 1:
             return line(own, nodes)
         if not own:
@@ -45,6 +50,10 @@ class Costs:
         [(at, seconds)] = own.items()
         there, here = self.elsewhere(batch, nodes), self.elsewhere(batch, at)
         return None if there is None or here is None else seconds * there / here
+
+    def _bare(self, batch: int, nodes: int) -> float:
+        of = self.bare[nodes]
+        return line(of, min(max(self.bucket(batch), min(of)), max(of)))
 
     def count(self, batch: int, nodes: int) -> int:
         return len(self.seen.get(self.bucket(batch), {}).get(nodes, ()))
