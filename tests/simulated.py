@@ -101,6 +101,38 @@ class Simulation:
         return [choice.tree for choice in self.choices[-count:]]
 
 
+class Served:
+    """An engine whose requests come and go: each that ends is replaced, while there are any, and the step in which the
+    new one's prompt is read is not timed. At the end the batch shrinks to nothing."""
+
+    def __init__(self, policy: Policy, cost: Cost, forms: Sequence[Tree], profile: Profile, seed: int = 0) -> None:
+        self.policy, self.cost, self.forms, self.profile = policy, cost, forms, profile
+        self.steps = Simulation(policy, cost, forms, 0.05, seed)
+
+    def run(self, requests: int, users: int, length: int = 180) -> float:
+        """Tokens a second."""
+        random = np.random.default_rng(0)
+        waiting = [int(n) for n in np.minimum(2 * length, random.geometric(1 / length, requests))]
+        left: list[int] = []
+        drafted: list[Tree] = []
+        total, spent = sum(waiting), 0.0
+        while waiting or left:
+            joining = min(users - len(left), len(waiting))
+            left += [waiting.pop() for _ in range(joining)]
+            drafted += [self.forms[-1]] * joining
+            batch = len(left)
+            wanted = self.policy.choose(batch, timed=not joining).tree
+            form = available(wanted, drafted)
+            made = wanted if form == wanted else self.forms[-1]
+            held = self.steps._held(batch, form, self.profile)
+            told = form == made and not joining
+            self.policy.observe(batch, form, self.steps._seconds(batch, form) if told else None, held)
+            spent += self.cost(batch, form) + (0.5 if joining else 0.0)
+            left = [n for one, kept in zip(left, held, strict=True) if (n := one - kept.kept - 1) > 0]
+            drafted = [made] * len(left)
+        return total / spent
+
+
 def leading(holds: np.ndarray) -> np.ndarray:
     return np.cumprod(holds, axis=1).sum(1)
 

@@ -105,6 +105,18 @@ def test_costs_are_read_off_lines() -> None:
     ]
 
 
+def test_costs_of_the_device_alone_give_the_shape() -> None:
+    costs = Costs()
+    for batch in (1, 4):
+        for k in (0, 3, 7):
+            costs.calibrate(batch, k, batch * (1 + 0.1 * k))
+    assert costs.seconds(4, 7) == pytest.approx(6.8)
+    assert costs.seconds(2, 3) == pytest.approx(2.6)  # between two batch sizes
+    costs.add(4, 3, 7.8)  # half as much again as the device alone takes
+    assert [costs.seconds(4, k) for k in (0, 3, 7)] == pytest.approx([6.0, 7.8, 10.2])
+    assert costs.seconds(1, 0) == pytest.approx(1.0)
+
+
 def test_a_disturbed_step_does_not_count() -> None:
     costs = Costs()
     for seconds in (1.0, 1.01, 0.99, 1.0, 50.0, 1.0, 60.0):

@@ -5,9 +5,10 @@ from statistics import mean
 import pytest
 
 from peagle.engine.adaptive import Adaptive, Fixed, forms
+from peagle.engine.held import Held
 from peagle.errors import UserError
 from peagle.tree import MOST_NODES, NOTHING, Tree
-from tests.simulated import BAD, GOOD, LONG, POOR, Cost, Simulation, busy, calibrated, chain, gpu
+from tests.simulated import BAD, GOOD, LONG, POOR, Cost, Served, Simulation, busy, calibrated, chain, gpu
 
 FORMS, DEEP = forms(7, 31), forms(11, 31)
 SEEDS = range(3)
@@ -100,3 +101,30 @@ def test_a_drafter_that_knows_better_is_believed() -> None:
     rates = [policy.choose(8, outlook).expected for outlook in (None, [0.02] * 7, [0.99] * 7)]
     best = [max(of, key=lambda form: of[form]) for of in rates]
     assert best[1:] == [NOTHING, chain(7)] and best[0] not in best[1:]
+
+
+@pytest.mark.parametrize(("users", "requests"), [(8, 128), (64, 512)])
+@pytest.mark.parametrize("cost", [gpu, busy])
+def test_requests_that_come_and_go_cost_no_more_than_three_percent(cost: Cost, users: int, requests: int) -> None:
+    """With 64 users hardly a step is timed: a prompt is read in most. And the device's costs are not the engine's."""
+
+    def bare(batch: int, form: Tree) -> float:
+        return 0.6 * cost(batch, form)
+
+    fixed = max(Served(Fixed(form), cost, DEEP, LONG).run(requests, users) for form in DEEP)
+    rates = []
+    for seed in SEEDS:
+        served = Served(calibrated(bare, DEEP), cost, DEEP, LONG, seed)
+        rates += [served.run(requests, users) for _ in range(2)]
+    assert mean(rates) > 0.97 * fixed
+
+
+def test_what_teaches_nothing_is_not_tried() -> None:
+    """A step in which a prompt is read too is not timed: there is no exploring in it, and no measuring."""
+    policy = Adaptive(DEEP)
+    assert [policy.choose(8, timed=timed).tree for timed in (False, True)] == [chain(3), chain(0)]
+    known = calibrated(gpu, DEEP)
+    for _ in range(300):
+        choice = known.choose(8, timed=False)
+        assert not choice.reason.startswith("exploring")
+        known.observe(8, choice.tree, None, [Held(0, 0)] * 8)

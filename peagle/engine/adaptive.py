@@ -30,7 +30,6 @@ LOSS = {True: 1.0, False: 0.5}  # of a step: a neighbour known to lose more is n
 AWAY = 20  # steps without a form, after which its costs are old: two of them stay beside the new ones
 OLD = 250  # steps after which the cost of a smaller form is measured again: what it keeps, the larger one shows
 LONG = 1000  # steps after which a cost is too old to be trusted
-SOON = 40  # steps of a batch size without a form, where costs of a similar size have to do
 BLIND = 3  # the longest chain before costs are known, where they cannot be measured
 CHAINS = (0, 1, 2, 3, 5, 7, 11, 15)
 SMALLEST = 16  # rows of a tree, the newest token among them: kernels take them 16, 32 or 64 at a time
@@ -95,11 +94,12 @@ class Adaptive:
         self.steps: Counter[int] = Counter()  # by bucket
         self.ran: dict[tuple[int, Tree], int] = {}  # (bucket, form) -> the bucket's step it last ran in
         self.tokens = self.emits.tokens()
+        self.seconds: dict[Tree, float] = {}  # of each form at the batch of the last choice
 
     def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None:
         """Costs by batch and form, measured before the first request, without the host's share."""
         for (batch, tree), seconds in costs.items():
-            self.costs.bare.setdefault(tree.nodes, {})[self.costs.bucket(batch)] = seconds
+            self.costs.calibrate(batch, tree.nodes, seconds)
 
     def choose(
         self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False, timed: bool = True
@@ -109,7 +109,8 @@ class Adaptive:
             short = [form for form in forms if form.k <= BLIND][-1]
             return Choice(unknown if timed else short, "measuring: its cost is not known yet")
         self.tokens = self.emits.tokens(outlook)
-        rates = {form: batch * self.tokens[form] / self._cost(batch, form) for form in forms}
+        self.seconds = {form: self._cost(batch, form) for form in self.candidates}
+        rates = {form: batch * self.tokens[form] / self.seconds[form] for form in forms}
         best = max(rates, key=lambda form: rates[form])
         if self.tree not in rates:
             return Choice(best, "fastest chain", rates)
@@ -120,7 +121,7 @@ class Adaptive:
         if trial is None and timed and not chains and (trial := self._neighbour(batch)) is not None:
             twice = trial.nodes > self.tree.nodes or not self.costs.count(batch, trial.nodes)
             self.explored, self.trial = self.step, trial if twice else None
-            self.credit -= self._price(batch, trial)
+            self.credit -= self._price(trial)
         if trial is None or trial not in rates:
             return Choice(self.tree, reason, rates)
         return Choice(trial, f"exploring beside {self.tree}", rates)
@@ -146,7 +147,7 @@ class Adaptive:
     def _unmeasured(self, batch: int, forms: Sequence[Tree]) -> Tree | None:
         """Where neither this batch size nor another one is known, both ends of the line and the longest chain, three
         times each, so that one disturbed step decides nothing."""
-        if self.costs.bare or self.costs.elsewhere(batch, 0) is not None:
+        if self.costs.before or self.costs.elsewhere(batch, 0) is not None:
             return None
         longest = [form for form in forms if form.chain][-1]
         return next((form for form in (NOTHING, longest, forms[-1]) if self.costs.count(batch, form.nodes) < 3), None)
@@ -156,21 +157,20 @@ class Adaptive:
         assert cost is not None, "what is unknown is measured first"
         return cost
 
-    def _loss(self, batch: int, form: Tree) -> float:
+    def _loss(self, form: Tree) -> float:
         """Steps of the best form that a step of this one takes longer than that one takes for as many tokens."""
-        tokens = self.tokens
-        return self._cost(batch, form) / self._cost(batch, self.tree) - tokens[form] / tokens[self.tree]
+        return self.seconds[form] / self.seconds[self.tree] - self.tokens[form] / self.tokens[self.tree]
 
     def _age(self, batch: int, form: Tree) -> int:
-        """Steps of this batch size since it last ran there. What never did is due: soon, if a similar size is known."""
+        """Steps of this batch size since it last ran there. What never did is due, if nothing else tells its cost."""
         bucket = self.costs.bucket(batch)
-        never = 0 if self.costs.bare else SOON - LONG if self.costs.similar(batch) else -LONG
+        never = 0 if self.costs.before else -LONG
         return self.steps[bucket] - self.ran.get((bucket, form), never)
 
-    def _price(self, batch: int, form: Tree) -> float:
+    def _price(self, form: Tree) -> float:
         """What exploring this form loses, as far as one knows: a larger one is drafted first, after a smaller one the
         best must be drafted again."""
-        return 2 * max(0.0, self._loss(batch, form))
+        return 2 * max(0.0, self._loss(form))
 
     def _neighbour(self, batch: int) -> Tree | None:
         """A neighbour of the best form, if it is time and the credit lasts: of two, the one that ran longer ago.
@@ -184,14 +184,14 @@ class Adaptive:
         at = self.candidates.index(self.tree)
         near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
         due = [form for form in (NOTHING, *near) if form != self.tree and age[form] >= LONG]
-        worth = [form for form in {*near, *self._rivals(batch)} if form.nodes > self.tree.nodes or age[form] >= OLD]
-        options = due or [form for form in worth if self._loss(batch, form) < LOSS[idle]]
-        affordable = [form for form in options if self._price(batch, form) <= self.credit]
+        worth = [form for form in {*near, *self._rivals()} if form.nodes > self.tree.nodes or age[form] >= OLD]
+        options = due or [form for form in worth if self._loss(form) < LOSS[idle]]
+        affordable = [form for form in options if self._price(form) <= self.credit]
         return max(affordable, key=lambda form: (age[form], -form.nodes), default=None)
 
-    def _rivals(self, batch: int) -> list[Tree]:
+    def _rivals(self) -> list[Tree]:
         """Every tree, for it shows what all smaller forms keep; beside a tree, the best chain."""
         trees = [form for form in self.candidates if not form.chain and form != self.tree]
         if self.tree.chain:
             return trees
-        return [*trees, min((form for form in self.candidates if form.chain), key=lambda form: self._loss(batch, form))]
+        return [*trees, min((form for form in self.candidates if form.chain), key=lambda form: self._loss(form))]

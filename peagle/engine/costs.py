@@ -16,7 +16,8 @@ class Costs:
     def __init__(self) -> None:
         self.seen: dict[int, dict[int, deque[float]]] = {}
         self.known: dict[int, dict[int, float]] = {}  # bucket -> nodes -> seconds
-        self.bare: dict[int, dict[int, float]] = {}  # nodes -> bucket -> seconds of the device alone, measured before
+        self.before: dict[int, dict[int, float]] = {}  # nodes -> bucket -> seconds of the device alone, measured before
+        self.bare: dict[int, dict[int, float]] = {}  # bucket -> nodes -> the same, between buckets too
 
     @staticmethod
     def bucket(batch: int) -> int:
@@ -39,11 +40,15 @@ class Costs:
     def seconds(self, batch: int, nodes: int) -> float | None:
         """Measured; or the device's alone, or as other buckets have it, moved to fit; or on the line through this
         bucket's own."""
-        own = self.known.get(self.bucket(batch), {})
-        if nodes not in own and nodes in self.bare:
-            at = min((n for n in own if n in self.bare), key=lambda n: abs(n - nodes), default=None)
-            return self._bare(batch, nodes) * (1.0 if at is None else own[at] / self._bare(batch, at))
-        if nodes in own or len(own) > 1:
+        bucket = self.bucket(batch)
+        own = self.known.get(bucket, {})
+        if nodes in own:
+            return own[nodes]
+        if nodes in self.before:
+            bare = self._bare(bucket)
+            at = min((n for n in own if n in bare), key=lambda n: abs(n - nodes), default=None)
+            return bare[nodes] if at is None else bare[nodes] * own[at] / bare[at]
+        if len(own) > 1:
             return line(own, nodes)
         if not own:
             return self.elsewhere(batch, nodes)
@@ -51,17 +56,19 @@ class Costs:
         there, here = self.elsewhere(batch, nodes), self.elsewhere(batch, at)
         return None if there is None or here is None else seconds * there / here
 
-    def _bare(self, batch: int, nodes: int) -> float:
-        of = self.bare[nodes]
-        return line(of, min(max(self.bucket(batch), min(of)), max(of)))
+    def calibrate(self, batch: int, nodes: int, seconds: float) -> None:
+        """Before the first step: without the host's share."""
+        self.before.setdefault(nodes, {})[self.bucket(batch)] = seconds
+        self.bare.clear()
+
+    def _bare(self, bucket: int) -> dict[int, float]:
+        if bucket not in self.bare:
+            all_of = self.before.items()
+            self.bare[bucket] = {n: line(of, min(max(bucket, min(of)), max(of))) for n, of in all_of}
+        return self.bare[bucket]
 
     def count(self, batch: int, nodes: int) -> int:
         return len(self.seen.get(self.bucket(batch), {}).get(nodes, ()))
-
-    def similar(self, batch: int) -> bool:
-        """Is there a bucket, at most four times as large or small, with several forms known?"""
-        bucket = self.bucket(batch)
-        return any(len(own) > 1 and bucket <= 4 * at <= 16 * bucket for at, own in self.known.items() if at != bucket)
 
     def elsewhere(self, batch: int, nodes: int) -> float | None:
         """Between the nearest other buckets on both sides; the nearest one's where there is one side only."""

@@ -46,6 +46,7 @@ class History:
         self.sampling, self.vocab, self.device = sampling, vocab, torch.device(device)
         self.min_tokens = min_tokens
         self.stops = sorted(stop for stop in stop_ids if stop < vocab) if min_tokens > len(output) else []
+        self.plain = sampling.plain and not self.stops  # the argmax of the raw logits is its token
         if sampling.logit_bias:
             self.bias = self._vector(sampling.logit_bias, torch.float32)
         if sampling.penalised:
@@ -59,8 +60,3 @@ class History:
         here = torch.zeros(self.vocab, dtype=dtype)
         here[list(values)] = torch.tensor(list(values.values()), dtype=dtype)
         return move(here, self.device)
-
-    @property
-    def plain(self) -> bool:
-        """The argmax of the raw logits is its token."""
-        return self.sampling.plain and not self.stops

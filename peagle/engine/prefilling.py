@@ -73,8 +73,9 @@ class Prefilling:
             self._capture(size, part, tree)
         consumed: Consumed = self.graphs.run(("consume", size), lambda: self.consume(part, size))
         fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
-        who = None if len(fresh) == size.requests else self.places.upload(fresh)
-        logits, tokens = (x if who is None else x[who] for x in (consumed.logits, consumed.tokens))
+        first = fresh == list(range(len(fresh)))
+        who = slice(len(fresh)) if first else self.places.upload(fresh)
+        logits, tokens = consumed.logits[who], consumed.tokens[who]
         if masks is not None:
             masks.apply(logits, [[]] * len(fresh))
             tokens = likeliest(logits)
@@ -83,12 +84,12 @@ class Prefilling:
             tokens = processing.choose(logits, tokens[:, :0], nothing)
             processing.commit(tokens, nothing)
         if masks is not None or (processing is not None and fresh):
-            consumed.tokens[slice(None) if who is None else who] = tokens
+            consumed.tokens[who] = tokens
         packed = self.graphs.run(("seat", size, tree), lambda: self.seat(part, consumed, size, tree))
         if not fresh:
             return None
         told = None if top is None else logprobs(logits, tokens, top)
-        return Result(packed.clone() if who is None else packed[who], told)
+        return Result(packed[who].clone(), told)
 
     def consume(self, part: dict[str, Any], size: Size) -> Consumed:
         tables = self.places.tables[part["place"]]

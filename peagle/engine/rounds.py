@@ -46,8 +46,10 @@ class Seat:
 
     def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
         """Up to a stop token or the end of the grammar; is there one?"""
-        end = next((n + 1 for n, token in enumerate(tokens) if token in self.stops), None)
-        tokens = tokens[:end]
+        end = None
+        if not self.stops.isdisjoint(tokens):
+            end = next(n + 1 for n, token in enumerate(tokens) if token in self.stops)
+            tokens = tokens[:end]
         if self.binding is None:
             return tokens, end is not None
         return tokens[: self.binding.consume(tokens)], self.binding.over or end is not None

@@ -94,12 +94,13 @@ class Scheduler:
         """The next step. `rows`: positions a decode step may write for a request, from computed + ahead on."""
         plan, budget = Plan(), self.chunk
         for request in list(self.running):
-            end = min(request.goal, request.computed + budget)
             if request.status == "waiting" or (request.status == "prefill" and not budget):
                 continue  # preempted for an older one just now; or its turn comes in the next plan
-            if not self._grow(request, self._reach(request, end, rows), plan):
+            decodes = request.status == "decode"
+            end = request.computed if decodes else min(request.goal, request.computed + budget)
+            if not self._grow(request, self._reach(request, end, rows, decodes or end == request.goal), plan):
                 return plan  # what is left is not for younger ones
-            if request.status == "decode":
+            if decodes:
                 plan.decode.append(request)
             else:
                 plan.prefill.append(Chunk(request, request.computed, end))
@@ -142,12 +143,12 @@ class Scheduler:
         request.status, request.finish_reason, request.error = "finished", reason, error
         self.done[reason] += 1
 
-    def _reach(self, request: Request, end: int, rows: int) -> int:
+    def _reach(self, request: Request, end: int, rows: int, whole: bool) -> int:
         """Positions to have pages for when work goes up to `end`: at the goal, those of a decode step as well."""
+        if not whole and not self.reserve:
+            return end
         most = min(self.cap(request) + self.slack, self.context + self.spare)
-        if self.reserve:
-            return most
-        return min(end + request.ahead + rows, most) if end == request.goal else end
+        return most if self.reserve else min(end + request.ahead + rows, most)
 
     def _lacks(self, request: Request, positions: int) -> int:
         return max(0, self.pages.needed(positions) - len(request.pages))
@@ -176,14 +177,14 @@ class Scheduler:
         while budget and len(self.running) < self.max_batch and (request := self.waiting.peek()):
             tokens = request.tokens[: request.goal]
             request.pages = self.pages.match(tokens)
-            if self._lacks(request, self._reach(request, request.goal, rows)) > self.pages.free:
+            if self._lacks(request, self._reach(request, request.goal, rows, True)) > self.pages.free:
                 self.pages.unmatch(tokens, request.pages)
                 request.pages = []
                 break
             self.running.append(self.waiting.pop())
             request.computed = request.cached = len(request.pages) * self.pages.size
             request.status, end = "prefill", min(request.goal, request.computed + budget)
-            fits = self._grow(request, self._reach(request, end, rows), plan)
+            fits = self._grow(request, self._reach(request, end, rows, end == request.goal), plan)
             assert fits, "there was room for more than this"
             plan.prefill.append(Chunk(request, request.computed, end))
             budget -= end - request.computed

@@ -69,7 +69,7 @@ class Stepper:
         self.graphs = Graphs()
         weights = sum(p.numel() for p in target.layers.parameters())
         self.prefilling = Prefilling(self.verifier, self.drafting, self.places, self.memory, self.graphs, weights)
-        self.inputs: dict[int, Tensor] = {}
+        self.inputs: dict[int, tuple[list[int], Tensor]] = {}  # the last places of each size of the batch
 
     @property
     def weights(self) -> str:
@@ -166,12 +166,13 @@ class Stepper:
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""
         filled = at + [self.places.count] * (batch - len(at))
-        new = self.places.upload(filled)
-        if self.places.device.type != "cuda":
-            return new
-        if batch not in self.inputs:
-            self.inputs[batch] = new.clone()
-        return self.inputs[batch].copy_(new, non_blocking=True)
+        before, there = self.inputs.get(batch, (None, None))
+        if there is None or self.places.device.type != "cuda":
+            there = self.places.upload(filled)
+        elif before != filled:
+            there.copy_(self.places.upload(filled), non_blocking=True)
+        self.inputs[batch] = filled, there
+        return there
 
     def force(self, conditional: list[float]) -> None:
         """For measurements: from now on draft i is right with this probability, given that those before it were."""

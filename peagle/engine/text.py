@@ -1,8 +1,9 @@
 """The text of one answer as its tokens arrive, and the stop strings in it.
 
 Only a window of recent tokens is decoded: the tokens shown last are the context of the new ones, for a tokenizer may
-drop the space of a first token (where tokens are plain bytes, none is needed). Half characters wait: a decoder makes replacement characters of them, at the end (some
-decoders even of whole characters before them, if those are spelled in bytes).
+drop the space of a first token (where tokens are plain bytes, none is needed). Half characters wait: a decoder makes
+replacement characters of them, at the end (some decoders even of whole characters before them, if those are spelled in
+bytes).
 
     context  new            decode(context + new)     shown: len(decode(context)) = 3
     "the"    " caf" 0xc3    "the caf\ufffd"           " caf" can be shown, the character waits
@@ -15,7 +16,7 @@ answer with and without speculation. The first `min_tokens` tokens are not searc
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -33,6 +34,11 @@ class Pushed(NamedTuple):
     tokens_used: int  # of those pushed: the last one used completed a stop string, or all were
 
 
+class Decoder(NamedTuple):
+    decode: Callable[[list[int]], str]
+    alone: bool  # tokens are bytes of the text: what comes before them does not matter
+
+
 class Words:
     def __init__(
         self,
@@ -45,8 +51,8 @@ class Words:
             raise UserError("stop strings need a tokenizer: use stop token ids instead")
         if not all(stop):
             raise UserError("an empty stop string would end every answer: leave it out")
-        self.decode, self.stop, self.include_stop = decoder_of(tokenizer), tuple(stop), include_stop
-        self.alone = needs_no_context(tokenizer)
+        self.decode, self.alone = decoder_of(tokenizer)
+        self.stop, self.include_stop = tuple(stop), include_stop
         self.ids: list[int] = []  # the window: context, then tokens that are not all shown
         self.context = 0
         self.shown = 0  # characters of the decoded window that were taken from it
@@ -130,24 +136,31 @@ class Words:
         return len(tokens)
 
 
-def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[list[int]], str]:
+@lru_cache(maxsize=8)  # so that requests share what is known of tokens
+def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder:
     """Ids to text without special tokens. Where transformers would only pass them on, its road is left out."""
     if tokenizer is None:
-        return lambda ids: ""
-    if isinstance(tokenizer, PreTrainedTokenizerFast) and passes_on(tokenizer):
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def needs_no_context(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Its tokens are bytes of the text; no step of its decoder asks what came before them."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not passes_on(tokenizer):
-        return False
-    steps = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__() or "{}")
+        return Decoder(lambda ids: "", True)
+    own = getattr(type(tokenizer), "_decode", None) is not PreTrainedTokenizerFast._decode
+    if own or tokenizer.clean_up_tokenization_spaces:
+        return Decoder(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), False)
+    backend = tokenizer.backend_tokenizer
+    decode = partial(backend.decode, skip_special_tokens=True)
+    steps = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     kinds = {step.get("type") for step in steps.get("decoders", [steps])}
-    return "ByteLevel" in kinds and kinds <= BYTES
+    alone = "ByteLevel" in kinds and kinds <= BYTES
+    return Decoder(by_token(decode) if alone else decode, alone)
 
 
-def passes_on(tokenizer: PreTrainedTokenizerFast) -> bool:
-    own = type(tokenizer)._decode is not PreTrainedTokenizerFast._decode
-    return not own and not tokenizer.clean_up_tokenization_spaces
+def by_token(decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+    """The same for tokens that are bytes of the text, and faster: those that are whole characters are looked up."""
+    known: dict[int, str] = {}
+
+    def joined(ids: list[int]) -> str:
+        for token in ids:
+            if token not in known:
+                known[token] = decode([token])
+        text = "".join([known[token] for token in ids])
+        return decode(ids) if HALF in text else text
+
+    return joined
