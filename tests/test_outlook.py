@@ -28,9 +28,11 @@ class Listening(Fixed):
         super().__init__(tree)
         self.told: list[Sequence[float] | None] = []
 
-    def choose(self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False) -> Choice:
+    def choose(
+        self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False, timed: bool = True
+    ) -> Choice:
         self.told.append(outlook)
-        return super().choose(batch, outlook, chains)
+        return super().choose(batch, outlook, chains, timed)
 
 
 @pytest.mark.parametrize(("rung", "nodes"), [("dependency", K), ("all", K), ("dependency", 12)])
