@@ -103,7 +103,7 @@ def measure(
     """Random prompts, accepted as the profile says. The best of `repeats` runs, after one to warm up."""
     rng = random.Random(0)
     prompts = [[rng.randrange(pair.target.vocab_size) for _ in range(prompt)] for _ in range(concurrency)]
-    engine = engine_for(pair, method, k, concurrency, prompt + output, int8)
+    engine = engine_for(pair, method, k, concurrency, prompt + output, int8, tree=0)
     engine.stepper.force(conditional(profile))
     engine.warm_up()
     return timed(engine, prompts, output, True, k, repeats, bandwidth)
@@ -127,10 +127,16 @@ def measure_prompts(
 
 
 def engine_for(
-    pair: LoadedPair, method: Method, k: int | str, concurrency: int, length: int, int8: bool = False
+    pair: LoadedPair,
+    method: Method,
+    k: int | str,
+    concurrency: int,
+    length: int,
+    int8: bool = False,
+    tree: int | None = None,
 ) -> Engine:
     return Engine(
-        pair, method=method, k=k, max_batch=concurrency, context=min(pair.target.context, 2 * length),
+        pair, method=method, k=k, tree=tree, max_batch=concurrency, context=min(pair.target.context, 2 * length),
         tokens=concurrency * (length + 64), prefix_caching=False, int8=int8, thread=False,
     )  # fmt: skip
 

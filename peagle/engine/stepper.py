@@ -175,8 +175,10 @@ class Stepper:
         return there
 
     def force(self, conditional: list[float]) -> None:
-        """For measurements: from now on draft i is right with this probability, given that those before it were."""
-        self.forced = torch.tensor(conditional, device=self.places.device)
+        """For measurements of chains: from now on draft i is right with this probability, given that those before it
+        were; drafts behind the last of them never are."""
+        drafts = self.places.trees.chain.shape[1]
+        self.forced = torch.tensor([*conditional, *[0.0] * drafts][:drafts], device=self.places.device)
 
     def _force(self, block: Block) -> None:
         assert self.forced is not None and block.rows.masks is None, "chains are measured"
