@@ -50,11 +50,11 @@ def run(*args: object, code: int = 0) -> str:
 
 
 def test_the_model_holds_with_the_batch_as_it_was(shipped: Grid) -> None:
-    """What is left is the time between steps, up to a seventh; below 1: a cell is of two runs, its steps of one."""
+    """What is left is the time between steps, up to a fifth."""
     for cell in shipped.measured:
         told = modelled(cell)
         assert told is not None and cell.throughput is not None
-        assert 0.97 < told / cell.throughput < 1.16, (cell.key, told / cell.throughput)
+        assert 1 < told / cell.throughput < 1.25, (cell.key, told / cell.throughput)
 
 
 def test_where_the_model_breaks(shipped: Grid) -> None:
@@ -67,7 +67,7 @@ def test_where_the_model_breaks(shipped: Grid) -> None:
             tokens_per_second(cell.concurrency, length, step) / cell.throughput
         )
     assert all(ratio > 1 for ratios in over.values() for ratio in ratios)
-    assert max(over[1]) < 1.08 and max(over[4]) < 1.26 and min(over[64]) > 2
+    assert max(over[1]) < 1.1 and max(over[4]) < 1.27 and min(over[64]) > 2
     full = shipped.none(64)
     assert full is not None and batch_of(full) == pytest.approx(32.1, abs=0.1)
 
@@ -79,14 +79,14 @@ def without(grid: Grid, method: str, k: int) -> Grid:
 @pytest.mark.parametrize("method", ["eagle3", "p-eagle"])
 @pytest.mark.parametrize("k", [5, 7])
 def test_what_if_finds_a_k_that_was_left_out(shipped: Grid, method: str, k: int) -> None:
-    """Up to 4 at a time within 8 %; beyond, two runs of one cell differ by more than that."""
+    """Up to 4 at a time: tokens a second within 7 %, the time of a token within 9 %."""
     rest = without(shipped, method, k)
     for concurrency in (1, 2, 4):
         base, real = rest.best(concurrency, method), shipped.at(method, k, concurrency)
         assert base is not None and real is not None and real.throughput is not None
         told = what_if(rest, base, k)
-        assert told.throughput == pytest.approx(real.throughput, rel=0.08), (concurrency, told.throughput)
-        assert told.number("mean_tpot_ms") == pytest.approx(real.number("mean_tpot_ms"), rel=0.08)
+        assert told.throughput == pytest.approx(real.throughput, rel=0.07), (concurrency, told.throughput)
+        assert told.number("mean_tpot_ms") == pytest.approx(real.number("mean_tpot_ms"), rel=0.09)
 
 
 def test_what_if_changes_what_it_is_told_to() -> None:
