@@ -14,7 +14,7 @@ class Metrics:
     generated_tokens: int = 0
     steps: int = 0
     prefill_passes: int = 0
-    fared: Counter[tuple[int, int]] = field(default_factory=Counter)  # passes of a request, by drafted and accepted
+    fared: Counter[tuple[int, int]] = field(default_factory=Counter)  # passes of a request by drafted, accepted
     finished: Counter[str] = field(default_factory=Counter)
     k: int = 0
     nodes: int = 0  # of a chain, as many as K
@@ -24,30 +24,36 @@ class Metrics:
     prefill_seconds: float = 0.0
 
     @property
+    def passes(self) -> list[tuple[int, int, int]]:
+        """Drafted, accepted, how often. A copy at one moment: the engine's thread goes on counting."""
+        return [(drafted, accepted, count) for (drafted, accepted), count in list(self.fared.items())]
+
+    @property
     def drafts(self) -> int:
         """Passes of a request that verified drafts."""
-        return sum(passes for (drafted, _), passes in self.fared.items() if drafted)
+        return sum(count for drafted, _, count in self.passes if drafted)
 
     @property
     def draft_tokens(self) -> int:
-        return sum(passes * drafted for (drafted, _), passes in self.fared.items())
+        return sum(count * drafted for drafted, _, count in self.passes)
 
     @property
     def accepted_tokens(self) -> int:
-        return sum(passes * accepted for (_, accepted), passes in self.fared.items())
+        return sum(count * accepted for _, accepted, count in self.passes)
 
     @property
     def drafted_at(self) -> list[int]:
         """Per position."""
-        return [sum(n for (drafted, _), n in self.fared.items() if drafted > i) for i in range(self._deepest)]
+        return self._at([(drafted, count) for drafted, _, count in self.passes])
 
     @property
     def accepted_at(self) -> list[int]:
-        return [sum(n for pair, n in self.fared.items() if min(pair) > i) for i in range(self._deepest)]
+        return self._at([(min(drafted, accepted), count) for drafted, accepted, count in self.passes])
 
-    @property
-    def _deepest(self) -> int:
-        return max((drafted for drafted, _ in self.fared), default=0)
+    def _at(self, reached: list[tuple[int, int]]) -> list[int]:
+        """Of each position that was ever drafted: how many reached beyond it."""
+        deepest = max((drafted for drafted, _, _ in self.passes), default=0)
+        return [sum(count for depth, count in reached if depth > i) for i in range(deepest)]
 
     @property
     def acceptance_length(self) -> float:
