@@ -43,7 +43,7 @@ def test_follows_the_load(known: bool, noise: float) -> None:
         assert simulation.run(300, batch, GOOD) < 1.04
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("cost", [gpu, busy])
 def test_follows_the_text(cost: Cost, batch: int, seed: int) -> None:
@@ -122,6 +122,22 @@ def test_a_disturbed_step_does_not_count() -> None:
     for seconds in (1.0, 1.01, 0.99, 1.0, 50.0, 1.0, 60.0):
         costs.add(4, 2, seconds)
     assert costs.seconds(4, 2) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+@pytest.mark.parametrize("cost", [gpu, busy])
+def test_a_first_step_that_was_disturbed_does_not_lock_a_form_out(cost: Cost, batch: int) -> None:
+    simulation = Simulation(calibrated(cost, CHAINS), cost, CHAINS)
+    best, disturbed = simulation.best(batch, GOOD), []
+
+    def seconds(batch: int, form: Tree) -> float:
+        if form == best and not disturbed:
+            disturbed.append(form)
+            return 5 * cost(batch, form)
+        return cost(batch, form)
+
+    simulation._seconds = seconds  # type: ignore[method-assign]
+    assert simulation.run(3000, batch, GOOD) < 1.03 and disturbed
 
 
 def test_choices_are_explained_and_repeatable() -> None:

@@ -123,6 +123,7 @@ def test_what_teaches_nothing_is_not_tried() -> None:
     """A step in which a prompt is read too is not timed: there is no exploring in it, and no measuring."""
     policy = Adaptive(DEEP)
     assert [policy.choose(8, timed=timed).tree for timed in (False, True)] == [chain(3), chain(0)]
+    assert Adaptive(forms(3, 31)).choose(8, timed=False).tree == chain(3)
     known = calibrated(gpu, DEEP)
     for _ in range(300):
         choice = known.choose(8, timed=False)

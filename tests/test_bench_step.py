@@ -18,8 +18,7 @@ def test_every_method_and_load(tmp_path: Path) -> None:
     words = [*WORDS, "--methods", "none,eagle3,p-eagle", "-k", "11", "--concurrency", "1,8", "--repeats", "1"]
     found = CliRunner().invoke(app, [*words, "--out", str(out)])
     assert found.exit_code == 0, found.output
-    cells = json.loads(out.read_text())
-    cells = cells["cells"] if isinstance(cells, dict) else cells
+    cells = json.loads(out.read_text())["cells"]
     assert {(cell["method"], cell["concurrency"]) for cell in cells} == {
         (method, c) for method in ("none", "eagle3", "p-eagle") for c in (1, 8)
     }

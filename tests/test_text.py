@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from peagle.engine.text import WINDOW, Words
+from peagle.engine.text import WINDOW, Words, decoder_of
 from peagle.errors import UserError
 
 TEXT = "Ein Wörterbuch: naïve café, 你好世界, 🙂🙃 und noch mehr. END of it, ENDE. Ein Wort, ein Wörterbuch!"
@@ -67,14 +67,14 @@ sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("aé你🙂 "), max_size=60), sizes)
 def test_the_pieces_join_to_the_text(text: str, sizes: list[int]) -> None:
     tokens = [*ids(text), EOS]
-    assert stream(Words(BYTES), blocks(tokens, sizes)) == (text, len(tokens), False)
+    assert stream(Words(decoder_of(BYTES)), blocks(tokens, sizes)) == (text, len(tokens), False)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, len(BYTES) - 1), max_size=60), sizes)
 def test_any_bytes_join_to_what_the_tokenizer_says(tokens: list[int], sizes: list[int]) -> None:
     whole = BYTES.decode(tokens, skip_special_tokens=True)
-    assert stream(Words(BYTES), blocks(tokens, sizes)) == (whole, len(tokens), False)
+    assert stream(Words(decoder_of(BYTES)), blocks(tokens, sizes)) == (whole, len(tokens), False)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -82,15 +82,17 @@ def test_any_bytes_join_to_what_the_tokenizer_says(tokens: list[int], sizes: lis
 def test_spaces_of_first_tokens_are_kept(words: list[str], sizes: list[int]) -> None:
     known = {"a": [3], "bc": [4], "d": [5], "space": [2], "eos": [1]}
     tokens = [i for word in words for i in known.get(word, [7 + byte for byte in word.encode()])]
-    assert stream(Words(SPACED), blocks(tokens, sizes))[0] == SPACED.decode(tokens, skip_special_tokens=True)
+    assert stream(Words(decoder_of(SPACED)), blocks(tokens, sizes))[0] == SPACED.decode(
+        tokens, skip_special_tokens=True
+    )
 
 
 def test_half_characters_wait() -> None:
-    words, tokens = Words(BYTES), ids("é🙂")
+    words, tokens = Words(decoder_of(BYTES)), ids("é🙂")
     assert len(tokens) > 2, "the test wants characters of several tokens"
     shown = [words.push([token]).text for token in tokens]
     assert "".join(shown) == "é🙂" and all(piece in ("", "é", "🙂") for piece in shown)
-    cut = Words(BYTES)
+    cut = Words(decoder_of(BYTES))
     assert cut.push(tokens[:-1]).text == "é" and cut.finish() == BYTES.decode(tokens[:-1])[1:]
 
 
@@ -99,15 +101,15 @@ def test_half_characters_wait() -> None:
 def test_a_stop_string_ends_the_answer_wherever_the_steps_end(sizes: list[int], stop: list[str]) -> None:
     tokens = ids(TEXT)
     end, start = min((TEXT.find(s) + len(s), TEXT.find(s)) for s in stop) if "nope" not in stop else (len(TEXT),) * 2
-    text, used, stopped = stream(Words(BYTES, stop), blocks(tokens, sizes))
+    text, used, stopped = stream(Words(decoder_of(BYTES), stop), blocks(tokens, sizes))
     assert (text, stopped) == (TEXT[:start], "nope" not in stop)
-    assert stream(Words(BYTES, stop, include_stop=True), blocks(tokens, sizes))[0] == TEXT[:end]
+    assert stream(Words(decoder_of(BYTES), stop, include_stop=True), blocks(tokens, sizes))[0] == TEXT[:end]
     needed = (n for n in range(len(tokens) + 1) if len(BYTES.decode(tokens[:n]).rstrip("\ufffd")) >= end)
     assert used == next(needed)
 
 
 def test_the_beginning_of_a_stop_string_is_held_back() -> None:
-    words = Words(BYTES, ["STOP"])
+    words = Words(decoder_of(BYTES), ["STOP"])
     assert words.push(ids("see ST")).text == "see "
     assert words.push(ids("S")).text == "ST"
     assert words.push(ids("TO")).text == ""
@@ -115,7 +117,7 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
 
 
 def test_a_stop_string_across_steps_is_never_shown() -> None:
-    words = Words(BYTES, ["STOP"])
+    words = Words(decoder_of(BYTES), ["STOP"])
     assert words.push(ids("see ST"))[:2] == ("see ", False)
     assert words.push([*ids("OP"), *ids(" more")]) == ("", True, len(ids("OP")))
     assert words.push(ids("more")) == ("", True, 0) and words.finish() == ""
@@ -124,7 +126,7 @@ def test_a_stop_string_across_steps_is_never_shown() -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 50])
 def test_the_first_tokens_cannot_end_the_answer(size: int) -> None:
     first, rest = ids("one STOP two ST"), ids("OP three STOP four")
-    words = Words(BYTES, ["STOP"], min_tokens=len(first))
+    words = Words(decoder_of(BYTES), ["STOP"], min_tokens=len(first))
     assert stream(words, blocks(first + rest, [size]))[::2] == ("one STOP two STOP three ", True)
 
 
@@ -138,9 +140,9 @@ def test_only_a_window_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
             BYTES.convert_tokens_to_ids(c) for c in BYTES.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)[0][0]
         ]
         tokens = ids(text) if text.isascii() else raw
-        assert stream(Words(BYTES), blocks(tokens[1:], [size]))[0] == BYTES.decode(tokens[1:])
+        assert stream(Words(decoder_of(BYTES)), blocks(tokens[1:], [size]))[0] == BYTES.decode(tokens[1:])
         assert max(seen) <= 2 * WINDOW + 8
-    lost = Words(BYTES)
+    lost = Words(decoder_of(BYTES))
     for _ in range(1000):
         lost.push(raw[1:2])  # a byte that begins nothing
     assert max(seen) <= 2 * WINDOW + 8
@@ -152,4 +154,51 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     with pytest.raises(UserError, match="tokenizer"):
         Words(None, ["x"])
     with pytest.raises(UserError, match="empty"):
-        Words(BYTES, [""])
+        Words(decoder_of(BYTES), [""])
+
+
+def with_decoder(*steps: decoders.Decoder, added: str = "") -> PreTrainedTokenizerFast:
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(list(steps))
+    if added:
+        tokenizer.add_tokens([added])
+    return tokenizer
+
+
+BYTE, REPLACE = decoders.ByteLevel(), decoders.Replace("▁", " ")
+GGUF = decoders.ByteFallback(), decoders.Fuse(), REPLACE, BYTE
+
+
+@pytest.mark.parametrize("added", ["", "<call>"])
+def test_a_tokenizer_out_of_a_gguf_file(added: str) -> None:
+    tokenizer = with_decoder(*GGUF, added=added)
+    decoder, tokens = decoder_of(tokenizer), tokenizer(TEXT + added)["input_ids"]
+    assert decoder.alone and stream(Words(decoder), blocks(tokens, [3, 1]))[0] == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        SPACED,
+        with_decoder(BYTE, decoders.Replace(" .", ".")),
+        with_decoder(BYTE, decoders.ByteFallback()),
+        with_decoder(BYTE, decoders.Strip(" ", 1, 0)),
+        with_decoder(*GGUF, added="<a call>"),
+    ],
+)
+def test_where_tokens_are_more_than_bytes_their_context_is_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    decoder = decoder_of(tokenizer)
+    assert not decoder.alone
+    tokens = tokenizer("a . bc END")["input_ids"]
+    assert decoder.decode(tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_decoder_that_is_a_program() -> None:
+    class Loud:
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            return [token.upper() for token in tokens]
+
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.decoder = decoders.Decoder.custom(Loud())
+    decoder = decoder_of(tokenizer)
+    assert not decoder.alone and decoder.decode(ids("abc")) == "ABC"

@@ -61,8 +61,6 @@ class Policy(Protocol):
 
     def observe(self, batch: int, tree: Tree, seconds: float | None, held: Sequence[Held]) -> None: ...
 
-    def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None: ...
-
 
 class Fixed:
     def __init__(self, tree: Tree) -> None:
@@ -74,9 +72,6 @@ class Fixed:
         return Choice(Tree(self.tree.k, self.tree.k) if chains else self.tree, "fixed")
 
     def observe(self, batch: int, tree: Tree, seconds: float | None, held: Sequence[Held]) -> None:
-        pass
-
-    def calibrate(self, costs: Mapping[tuple[int, Tree], float]) -> None:
         pass
 
 
@@ -91,7 +86,7 @@ class Adaptive:
         self.step = self.explored = 0
         self.credit = 0.0  # steps that exploring may lose
         self.trial: Tree | None = None  # to explore once more: the first step with it made its drafts in another form
-        self.steps: Counter[int] = Counter()  # by bucket
+        self.steps_at: Counter[int] = Counter()  # by bucket
         self.ran: dict[tuple[int, Tree], int] = {}  # (bucket, form) -> the bucket's step it last ran in
         self.tokens = self.emits.tokens()
         self.seconds: dict[Tree, float] = {}  # of each form at the batch of the last choice
@@ -105,9 +100,8 @@ class Adaptive:
         self, batch: int, outlook: Sequence[float] | None = None, chains: bool = False, timed: bool = True
     ) -> Choice:
         forms = [form for form in self.candidates if form.chain] if chains else self.candidates
-        if (unknown := self._unmeasured(batch, forms)) is not None:
-            short = [form for form in forms if form.k <= BLIND][-1]
-            return Choice(unknown if timed else short, "measuring: its cost is not known yet")
+        if (unmeasured := self._unmeasured(batch, forms, timed)) is not None:
+            return Choice(unmeasured, "measuring: its cost is not known yet")
         self.tokens = self.emits.tokens(outlook)
         self.seconds = {form: self._cost(batch, form) for form in self.candidates}
         rates = {form: batch * self.tokens[form] / self.seconds[form] for form in forms}
@@ -119,8 +113,7 @@ class Adaptive:
             self.tree, reason = best, "fastest"
         trial, self.trial = self.trial, None  # the second step of an exploration
         if trial is None and timed and not chains and (trial := self._neighbour(batch)) is not None:
-            twice = trial.nodes > self.tree.nodes or not self.costs.count(batch, trial.nodes)
-            self.explored, self.trial = self.step, trial if twice else None
+            self.explored, self.trial = self.step, trial if trial.nodes > self.tree.nodes else None
             self.credit -= self._price(trial)
         if trial is None or trial not in rates:
             return Choice(self.tree, reason, rates)
@@ -133,24 +126,29 @@ class Adaptive:
         is not that of any form.
         """
         self.step += 1
-        self.steps[self.costs.bucket(batch)] += 1
+        self.steps_at[self.costs.bucket(batch)] += 1
         self.emits.observe(batch, tree, held)
         self.credit = min(self.credit + SHARE, 2.0)
         if seconds is None:
             return
         bucket = self.costs.bucket(batch)
-        if self.steps[bucket] - self.ran.get((bucket, tree), 0) > AWAY:
+        if self.steps_at[bucket] - self.ran.get((bucket, tree), 0) > AWAY:
             self.costs.forget(batch, tree.nodes)
-        self.ran[bucket, tree] = self.steps[bucket]
+        self.ran[bucket, tree] = self.steps_at[bucket]
         self.costs.add(batch, tree.nodes, seconds)
 
-    def _unmeasured(self, batch: int, forms: Sequence[Tree]) -> Tree | None:
-        """Where neither this batch size nor another one is known, both ends of the line and the longest chain, three
-        times each, so that one disturbed step decides nothing."""
-        if self.costs.before or self.costs.elsewhere(batch, 0) is not None:
-            return None
-        longest = [form for form in forms if form.chain][-1]
-        return next((form for form in (NOTHING, longest, forms[-1]) if self.costs.count(batch, form.nodes) < 3), None)
+    def _unmeasured(self, batch: int, forms: Sequence[Tree], timed: bool) -> Tree | None:
+        """A form that was begun runs twice, so that one disturbed step decides nothing.
+
+        Where neither this batch size nor another one is known, both ends of the line are begun, and the longest chain.
+        """
+        counts = {form: self.costs.count(batch, form.nodes) for form in forms}
+        if not self.costs.before and self.costs.elsewhere(batch, 0) is None:
+            chains = [form for form in forms if form.chain]
+            ends = [form for form in (NOTHING, chains[-1], forms[-1]) if counts[form] < 3]
+            if ends:
+                return ends[0] if timed else max((form for form in chains if form.k <= BLIND), key=lambda form: form.k)
+        return next((form for form, count in counts.items() if count == 1), None) if timed else None
 
     def _cost(self, batch: int, form: Tree) -> float:
         cost = self.costs.seconds(batch, form.nodes)
@@ -165,7 +163,7 @@ class Adaptive:
         """Steps of this batch size since it last ran there. What never did is due, if nothing else tells its cost."""
         bucket = self.costs.bucket(batch)
         never = 0 if self.costs.before else -LONG
-        return self.steps[bucket] - self.ran.get((bucket, form), never)
+        return self.steps_at[bucket] - self.ran.get((bucket, form), never)
 
     def _price(self, form: Tree) -> float:
         """What exploring this form loses, as far as one knows: a larger one is drafted first, after a smaller one the

@@ -25,7 +25,7 @@ from peagle.engine.rounds import Rounds, Seat
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.stepper import Stepper, shapes_of
 from peagle.engine.stream import Stream
-from peagle.engine.text import Words
+from peagle.engine.text import Words, decoder_of
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.kernels.library import state
@@ -105,6 +105,7 @@ class Engine:
         self.rounds = Rounds(self.stepper, self.scheduler, chooser, self.largest, self.exact, graphs and gpu)
         self.lock, self.metrics, self.seats = self.rounds.lock, self.rounds.metrics, self.rounds.seats
         self.ids = itertools.count()
+        self.decoder = None if self.target.tokenizer is None else decoder_of(self.target.tokenizer)
         self.closed, self.failure = False, None  # type: bool, str | None
         self._thread = threading.Thread(target=self._loop, name="peagle-engine", daemon=True) if thread else None
         if self._thread is not None:
@@ -142,7 +143,7 @@ class Engine:
         if bad := [token for token in ids if not 0 <= token < vocabulary]:
             raise UserError(f"token ids {bad[:5]} are outside the target's vocabulary of {vocabulary}")
         check_bias(settings, vocabulary)
-        words = Words(self.target.tokenizer, limits.stop, include_stop, limits.min_tokens)
+        words = Words(self.decoder, limits.stop, include_stop, limits.min_tokens)
         stops = limits.stop_ids | (frozenset() if ignore_eos else self.target.stop_ids)
         binding = None if grammar is None else Binding(self.pair.grammars, grammar, stops, limits.min_tokens)
         with self.lock:

@@ -55,9 +55,10 @@ class Graphs:
         return True
 
     def milliseconds(self, key: Hashable, repeats: int = 30) -> float | None:
-        """Of one replay; None if there is no such graph."""
+        """Of one replay, after another; None if there is no such graph."""
         if key not in self.graphs:
             return None
+        self.graphs[key].replay()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(repeats):

@@ -121,8 +121,9 @@ class Rounds:
                 for form in forms:
                     self._capture(batch, form, form)
                     self._capture(batch, form, self.largest)
-        if self.graphs:
+        if self.graphs and isinstance(self.chooser, Adaptive):
             self.chooser.calibrate(self.stepper.costs(forms))
+        if self.graphs:
             self.stepper.prefilling.capture(self.scheduler.max_batch, self.largest)
 
     def _plan(self) -> Plan:

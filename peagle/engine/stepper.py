@@ -166,10 +166,10 @@ class Stepper:
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""
         filled = at + [self.places.count] * (batch - len(at))
-        before, there = self.inputs.get(batch, (None, None))
-        if there is None or self.places.device.type != "cuda":
-            there = self.places.upload(filled)
-        elif before != filled:
+        if self.places.device.type != "cuda":
+            return self.places.upload(filled)
+        before, there = self.inputs.get(batch) or (filled, self.places.upload(filled))
+        if before != filled:
             there.copy_(self.places.upload(filled), non_blocking=True)
         self.inputs[batch] = filled, there
         return there

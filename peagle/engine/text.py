@@ -16,7 +16,7 @@ answer with and without speculation. The first `min_tokens` tokens are not searc
 
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -24,7 +24,12 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from peagle.errors import UserError
 
 HALF = "\ufffd"
-BYTES = {"ByteLevel", "ByteFallback", "Fuse", "Replace"}  # steps of decoders that see each token, or byte, alone
+FROM_GGUF = [
+    "ByteFallback",
+    "Fuse",
+    "Replace",
+    "ByteLevel",
+]  # a decoder's steps, as transformers makes them of a file
 WINDOW = 64  # tokens that may wait before a cut is looked for among them
 
 
@@ -39,19 +44,23 @@ class Decoder(NamedTuple):
     alone: bool  # tokens are bytes of the text: what comes before them does not matter
 
 
+NO_TEXT = Decoder(lambda ids: "", True)
+
+
 class Words:
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | None,
+        decoder: Decoder | None,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        if stop and tokenizer is None:
+        """`decoder`: None without a tokenizer."""
+        if stop and decoder is None:
             raise UserError("stop strings need a tokenizer: use stop token ids instead")
         if not all(stop):
             raise UserError("an empty stop string would end every answer: leave it out")
-        self.decode, self.alone = decoder_of(tokenizer)
+        self.decode, self.alone = decoder or NO_TEXT
         self.stop, self.include_stop = tuple(stop), include_stop
         self.ids: list[int] = []  # the window: context, then tokens that are not all shown
         self.context = 0
@@ -136,20 +145,26 @@ class Words:
         return len(tokens)
 
 
-@lru_cache(maxsize=8)  # so that requests share what is known of tokens
-def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder:
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decoder:
     """Ids to text without special tokens. Where transformers would only pass them on, its road is left out."""
-    if tokenizer is None:
-        return Decoder(lambda ids: "", True)
-    own = getattr(type(tokenizer), "_decode", None) is not PreTrainedTokenizerFast._decode
-    if own or tokenizer.clean_up_tokenization_spaces:
+    fast = isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+    if not fast or tokenizer.clean_up_tokenization_spaces:
         return Decoder(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), False)
-    backend = tokenizer.backend_tokenizer
-    decode = partial(backend.decode, skip_special_tokens=True)
-    steps = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-    kinds = {step.get("type") for step in steps.get("decoders", [steps])}
-    alone = "ByteLevel" in kinds and kinds <= BYTES
+    decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    alone = tokens_are_bytes(tokenizer)
     return Decoder(by_token(decode) if alone else decode, alone)
+
+
+def tokens_are_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Of the text, and nothing else. Added tokens are text as they stand."""
+    try:
+        told = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
+    except Exception:  # no decoder, or one that is a program
+        return False
+    steps = [step.get("type") for step in told.get("decoders", [told])]
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if not token.special]
+    visible = all("!" <= char <= "~" for content in added for char in content)
+    return steps == ["ByteLevel"] or (steps == FROM_GGUF and visible)
 
 
 def by_token(decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
