@@ -1,13 +1,14 @@
 """What to draft in the next step: nothing, a chain or a tree, whichever gives the most tokens per second.
 
     tokens per step and request   E(form), from what was accepted: expected.py
-    seconds per step              c(b, nodes), measured; an unknown one is read off a line through known ones
+    seconds per step              c(b, nodes), measured; an unknown one is told by what is known: costs.py
     choose                        the largest b E(form) / c(b, nodes)
 
 A step without drafts teaches nothing about acceptance, and a step of one form nothing about the cost of others. So now
 and then two steps are spent on another form: a neighbour of the best in the order of nodes, a tree beside a chain, the
 best chain beside a tree; on smaller ones less often, for what they keep is known. They are paid from a credit of 1 % of
-the steps: it loses no more. Everything is deterministic, given what was observed.
+the steps: it loses no more. None are begun in a step whose time will not be told, for a prompt is read in it too.
+Everything is deterministic, given what was observed.
 
 The drafter's cache is kept up to date without drafts too: its cost is in c(b, 0).
 """
@@ -192,4 +193,4 @@ class Adaptive:
         trees = [form for form in self.candidates if not form.chain and form != self.tree]
         if self.tree.chain:
             return trees
-        return [*trees, min((form for form in self.candidates if form.chain), key=lambda form: self._loss(form))]
+        return [*trees, min((form for form in self.candidates if form.chain), key=self._loss)]

@@ -1,6 +1,8 @@
-"""What a step costs, in seconds, by batch size and drafted nodes: measured, or read off a line through known ones.
+"""What a step costs, in seconds, by batch size and drafted nodes: measured as steps run, or told by what is known.
 
-A chain has K nodes. A cost is about linear in nodes above a floor, and in the batch size between two that are known.
+A chain has K nodes. Where the device was timed before the first request, that gives the shape of what was not measured, and
+what was measured its height. Else a cost is about linear in nodes above a floor, and in the batch size between two that
+are known.
 """
 
 from collections import deque
@@ -63,8 +65,7 @@ class Costs:
 
     def _bare(self, bucket: int) -> dict[int, float]:
         if bucket not in self.bare:
-            all_of = self.before.items()
-            self.bare[bucket] = {n: line(of, min(max(bucket, min(of)), max(of))) for n, of in all_of}
+            self.bare[bucket] = {n: line(of, min(max(bucket, min(of)), max(of))) for n, of in self.before.items()}
         return self.bare[bucket]
 
     def count(self, batch: int, nodes: int) -> int:

@@ -24,12 +24,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from peagle.errors import UserError
 
 HALF = "\ufffd"
-FROM_GGUF = [
-    "ByteFallback",
-    "Fuse",
-    "Replace",
-    "ByteLevel",
-]  # a decoder's steps, as transformers makes them of a file
+FROM_GGUF = ["ByteFallback", "Fuse", "Replace", "ByteLevel"]  # steps of a decoder that transformers makes
 WINDOW = 64  # tokens that may wait before a cut is looked for among them
 
 
