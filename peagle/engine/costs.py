@@ -1,8 +1,8 @@
 """What a step costs, in seconds, by batch size and drafted nodes: measured as steps run, or told by what is known.
 
-A chain has K nodes. Where the device was timed before the first request, that gives the shape of what was not measured, and
-what was measured its height. Else a cost is about linear in nodes above a floor, and in the batch size between two that
-are known.
+A chain has K nodes. Where the device was timed before the first request, that gives the shape of what was not measured,
+and what was measured its height. Else a cost is about linear in nodes above a floor, and in the batch size between two
+that are known.
 """
 
 from collections import deque
