@@ -126,13 +126,13 @@ class Adaptive:
         No seconds: it prefilled as well, or drafted another form for the next step than it verified, so that its time
         is not that of any form.
         """
+        bucket = self.costs.bucket(batch)
         self.step += 1
-        self.steps_at[self.costs.bucket(batch)] += 1
+        self.steps_at[bucket] += 1
         self.emits.observe(batch, tree, held)
         self.credit = min(self.credit + SHARE, 2.0)
         if seconds is None:
             return
-        bucket = self.costs.bucket(batch)
         if self.steps_at[bucket] - self.ran.get((bucket, tree), 0) > AWAY:
             self.costs.forget(batch, tree.nodes)
         self.ran[bucket, tree] = self.steps_at[bucket]
@@ -148,7 +148,7 @@ class Adaptive:
             chains = [form for form in forms if form.chain]
             ends = [form for form in (NOTHING, chains[-1], forms[-1]) if counts[form] < 3]
             if ends:
-                return ends[0] if timed else max((form for form in chains if form.k <= BLIND), key=lambda form: form.k)
+                return ends[0] if timed else [form for form in chains if form.k <= BLIND][-1]
         return next((form for form, count in counts.items() if count == 1), None) if timed else None
 
     def _cost(self, batch: int, form: Tree) -> float:

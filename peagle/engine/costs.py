@@ -65,7 +65,7 @@ class Costs:
 
     def _bare(self, bucket: int) -> dict[int, float]:
         if bucket not in self.bare:
-            self.bare[bucket] = {n: line(of, min(max(bucket, min(of)), max(of))) for n, of in self.before.items()}
+            self.bare[bucket] = {nodes: between(of, bucket) for nodes, of in self.before.items()}
         return self.bare[bucket]
 
     def count(self, batch: int, nodes: int) -> int:
@@ -75,9 +75,12 @@ class Costs:
         """Between the nearest other buckets on both sides; the nearest one's where there is one side only."""
         bucket = self.bucket(batch)
         curves = {other: line(own, nodes) for other, own in self.known.items() if other != bucket and len(own) > 1}
-        if not curves:
-            return None
-        return line(curves, min(max(bucket, min(curves)), max(curves)))
+        return between(curves, bucket) if curves else None
+
+
+def between(points: Mapping[int, float], x: int) -> float:
+    """On the line; beyond the outermost points, as they are."""
+    return line(points, min(max(x, min(points)), max(points)))
 
 
 def line(points: Mapping[int, float], x: int) -> float:

@@ -114,15 +114,16 @@ class Rounds:
 
     def warm_up(self) -> None:
         """Before the first request: kernels are compiled, graphs captured."""
-        most = Tree(self.largest.k, self.largest.k)  # where somebody is bound to a grammar
-        forms = self.chooser.candidates if isinstance(self.chooser, Adaptive) else {self.largest, most}
+        adaptive = self.chooser if isinstance(self.chooser, Adaptive) else None
+        chain = Tree(self.largest.k, self.largest.k)  # where somebody is bound to a grammar
+        forms = {self.largest, chain} if adaptive is None else adaptive.candidates
         for batch in BUCKETS:
             if self.graphs and batch < 2 * self.scheduler.max_batch:
                 for form in forms:
                     self._capture(batch, form, form)
                     self._capture(batch, form, self.largest)
-        if self.graphs and isinstance(self.chooser, Adaptive):
-            self.chooser.calibrate(self.stepper.costs(forms))
+        if self.graphs and adaptive is not None:
+            adaptive.calibrate(self.stepper.costs(forms))
         if self.graphs:
             self.stepper.prefilling.capture(self.scheduler.max_batch, self.largest)
 
