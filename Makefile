@@ -43,17 +43,17 @@ test-vllm: $(READY) $(VLLM)/.ready ## Every proposal against vLLM's own, in an e
 	PEAGLE_REAL_TARGET=$$($(BIN)/peagle pull --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["folder"])') \
 	PEAGLE_REAL_DRAFTER=peagle/drafters/smollm2-135m/p-eagle PEAGLE_DATA=$(DATA) PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm -m vllm
 
-$(DEPLOY)/.ready: tests/deploy/requirements.txt
+$(DEPLOY)/.ready: tests/deploy_validators/requirements.txt
 	test -x $(DEPLOY)/bin/python || $(PYTHON) -m venv $(DEPLOY)
-	$(DEPLOY)/bin/pip install --quiet -r tests/deploy/requirements.txt
+	$(DEPLOY)/bin/pip install --quiet -r tests/deploy_validators/requirements.txt
 	$(DEPLOY)/bin/pip install --quiet --no-deps kserve==0.21.0
 	touch $@
 
 test-deploy: $(DEPLOY)/.ready ## Deployment files against Ray's, SkyPilot's and KServe's own models (2 minutes)
-	PYTHONPATH=. $(DEPLOY)/bin/python -m pytest --confcutdir=tests/deploy tests/deploy -m deploy
+	PYTHONPATH=. $(DEPLOY)/bin/python -m pytest --confcutdir=tests/deploy_validators tests/deploy_validators -m deploy
 
 bench-vllm: $(READY) $(VLLM)/.ready ## Tokens a second on this CPU beside vLLM's; DATA=folder with humaneval.jsonl (15 minutes)
-	PYTHONPATH=. $(BIN)/python -m tests.measure_cpu $(DATA) $(VLLM)/bin/python
+	PYTHONPATH=. $(BIN)/python -m benchmarks.cpu $(DATA) $(VLLM)/bin/python
 
 comparison: $(READY) ## docs/science.md's tables and figure, from the records in docs/results/comparison
 	$(BIN)/python -m tools.comparison

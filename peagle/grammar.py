@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from peagle.target import Target
 
 LONGEST = 1 << 18  # characters
-KEPT, LEAST = 1 << 20, 1 << 12  # characters of the grammars that are kept compiled; what a short one counts as
-ITEMS = 10_000  # of a parser's step: it holds everybody up, and five times as many take half a second
+KEPT, LEAST = (
+    1 << 20,
+    1 << 12,
+)  # characters of the grammars that are kept compiled; what a short one counts as
+ITEMS = (
+    10_000  # of a parser's step: it holds everybody up, and five times as many take half a second
+)
 TRIED = 16  # tokens of an answer that is tried before the grammar is let in
 MESSAGE = 400  # characters of what the library says
 SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON's tokens: with no end to it, small targets write nothing else
@@ -35,9 +40,13 @@ class Grammar:
     def json(cls, schema: Mapping[str, Any] | bool | str | None = None) -> "Grammar":
         """Of a JSON schema; without one, any JSON object."""
         if schema is False:
-            raise UserError("the schema false allows nothing: use true for any JSON, or another schema")
+            raise UserError(
+                "the schema false allows nothing: use true for any JSON, or another schema"
+            )
         schema = {"type": "object"} if schema is None else {} if schema is True else schema
-        return cls("json", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+        return cls(
+            "json", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        )
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
@@ -48,7 +57,9 @@ class Grammar:
         if not texts or not all(texts):
             raise UserError("a choice needs texts to choose from, none of them empty")
         quoted = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-        return cls("lark", f"start: TEXT\nTEXT: {quoted}")  # one terminal: thousands of rules are too many
+        return cls(
+            "lark", f"start: TEXT\nTEXT: {quoted}"
+        )  # one terminal: thousands of rules are too many
 
     @classmethod
     def ebnf(cls, rules: str) -> "Grammar":
@@ -82,7 +93,9 @@ class Grammars:
         with self._lock:
             self._kept.pop(grammar, None)
             self._kept[grammar] = compiled
-            while len(self._kept) > 1 and sum(max(len(one.text), LEAST) for one in self._kept) > KEPT:
+            while (
+                len(self._kept) > 1 and sum(max(len(one.text), LEAST) for one in self._kept) > KEPT
+            ):
                 self._kept.pop(next(iter(self._kept)))
         return compiled.deep_copy()
 
@@ -102,16 +115,24 @@ class Grammars:
         target = self._target
         backend = getattr(target.tokenizer, "backend_tokenizer", None)
         if backend is None or not target.stop_ids:
-            raise UserError(f"a grammar needs a fast tokenizer and an end token, which {target.name!r} lacks")
+            raise UserError(
+                f"a grammar needs a fast tokenizer and an end token, which {target.name!r} lacks"
+            )
         backend = Tokenizer.from_str(backend.to_str())
         backend.no_padding()
         backend.no_truncation()
-        if "ByteLevel" in str(backend.decoder):  # GGUF files have it behind others, where it is overlooked
+        if "ByteLevel" in str(
+            backend.decoder
+        ):  # GGUF files have it behind others, where it is overlooked
             backend.decoder = decoders.ByteLevel()
         try:
-            return LLTokenizer(backend.to_str(), n_vocab=target.vocab_size, eos_token=sorted(target.stop_ids))
+            return LLTokenizer(
+                backend.to_str(), n_vocab=target.vocab_size, eos_token=sorted(target.stop_ids)
+            )
         except ValueError as error:
-            raise UserError(f"the tokenizer of {target.name!r} cannot be bound to a grammar: {error}") from error
+            raise UserError(
+                f"the tokenizer of {target.name!r} cannot be bound to a grammar: {error}"
+            ) from error
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
         require_package()
@@ -149,8 +170,12 @@ def rules_of(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": SPACE})
-    return (LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark)(grammar.text)
+        return LLMatcher.grammar_from_json_schema(
+            grammar.text, defaults={"whitespace_pattern": SPACE}
+        )
+    return (
+        LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
+    )(grammar.text)
 
 
 def one_line(reason: str) -> str:
@@ -160,7 +185,9 @@ def one_line(reason: str) -> str:
 
 def check_length(text: str) -> None:
     if len(text) > LONGEST:
-        raise UserError(f"the grammar has {len(text):,} characters, the most is {LONGEST:,}: make it smaller")
+        raise UserError(
+            f"the grammar has {len(text):,} characters, the most is {LONGEST:,}: make it smaller"
+        )
 
 
 def require_package() -> None:

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from peagle.catalog import DEFAULT_PAIR, find
-from peagle.core import DrafterSource, Generation, Method, Pair, Sampling, Step, check_k, check_tree, parse_method
-from peagle.decode import check_request
-from peagle.drafter import Drafter, checkpoint
+from peagle.catalog.pair import DrafterSource, Pair
+from peagle.catalog.tuned import machine_of, read_tuned
+from peagle.core import Generation, Method, Sampling, Step, check_k, check_tree_nodes, parse_method
+from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
+from peagle.drafter.formats import checkpoint
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
 from peagle.grammar import Grammar, Grammars
-from peagle.precision import choose_dtype
 from peagle.pull import pull, pull_drafter, receipt
 from peagle.pull.progress import Progress, silent
+from peagle.reference.decode import check_request
 from peagle.target import Target, load_target
-from peagle.tuned import machine_of, read_tuned
+from peagle.target.precision import choose_dtype
 
 if TYPE_CHECKING:
     from peagle.engine import Engine
@@ -33,7 +35,9 @@ Prompt = str | list[dict[str, str]] | list[int]  # a user's words, chat messages
 class LoadedPair:
     """One generation at a time; an `Engine` takes many."""
 
-    def __init__(self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None) -> None:
+    def __init__(
+        self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None
+    ) -> None:
         self.pair, self.target = pair, target
         self._drafters = dict(drafters or {})
         self._engines: dict[tuple[Any, ...], Engine] = {}
@@ -48,7 +52,12 @@ class LoadedPair:
                 self._drafters[method] = checkpoint.load(folder, self.target, self.target.dtype)
             else:
                 config = config_for(
-                    self.target, method, source.layers, source.aux_layer_ids, source.mask_token_id, trained=False
+                    self.target,
+                    method,
+                    source.layers,
+                    source.aux_layer_ids,
+                    source.mask_token_id,
+                    trained=False,
                 )
                 self._drafters[method] = untrained(config, self.target, source.seed)
         return self._drafters[method]
@@ -59,18 +68,24 @@ class LoadedPair:
             return prompt  # type: ignore[return-value]
         tokenizer = self.target.tokenizer
         if tokenizer is None:
-            raise UserError(f"target {self.target.name!r} has no tokenizer: pass token ids as `prompt`")
+            raise UserError(
+                f"target {self.target.name!r} has no tokenizer: pass token ids as `prompt`"
+            )
         if raw:
             if not isinstance(prompt, str):
                 raise UserError("a raw prompt is a text, not a list of messages: drop raw (--raw)")
             return tokenizer(prompt)["input_ids"]
         if not tokenizer.chat_template:
-            raise UserError(f"target {self.target.name!r} has no chat template: use raw=True (--raw)")
+            raise UserError(
+                f"target {self.target.name!r} has no chat template: use raw=True (--raw)"
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         except Exception as error:  # jinja raises whatever the template's author chose
-            raise UserError(f"the prompt does not fit the chat template of {self.target.name!r}: {error}") from error
+            raise UserError(
+                f"the prompt does not fit the chat template of {self.target.name!r}: {error}"
+            ) from error
 
     def generate(
         self,
@@ -94,7 +109,7 @@ class LoadedPair:
         """
         chosen = parse_method(method or self.pair.method)
         k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
-        check_tree(tree, (k,), chosen, exact)
+        check_tree_nodes(tree, (k,), chosen, exact)
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         check_request(self.target, ids, max_tokens)
@@ -133,7 +148,13 @@ class LoadedPair:
         )
 
     def engine(
-        self, method: Method, k: int, exact: bool | None, positions: int, int8: bool = False, tree: int = 0
+        self,
+        method: Method,
+        k: int,
+        exact: bool | None,
+        positions: int,
+        int8: bool = False,
+        tree: int = 0,
     ) -> "Engine":
         """An engine for one request at a time, kept for the next one that fits it."""
         from peagle.engine import Engine
@@ -142,9 +163,17 @@ class LoadedPair:
         key = (method, k, exact, size, int8, tree)
         if key not in self._engines:
             self._engines[key] = Engine(
-                self, method=method, k=k or 1, tree=tree, max_batch=1, tokens=size, exact=exact, int8=int8,
-                prefix_caching=False, thread=False,
-            )  # fmt: skip
+                self,
+                method=method,
+                k=k or 1,
+                tree=tree,
+                max_batch=1,
+                tokens=size,
+                exact=exact,
+                int8=int8,
+                prefix_caching=False,
+                thread=False,
+            )
         return self._engines[key]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -173,7 +202,9 @@ def load(
     if target is None and drafter is None:  # what was tuned holds for the pair's own two
         pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
         if pair.method in pair.drafters:
-            own = replace(pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress))
+            own = replace(
+                pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress)
+            )
             pair = replace(pair, drafters={**pair.drafters, pair.method: own})
     loaded = LoadedPair(pair, load_target(folder, chosen, device, name, found.get("revision")))
     if drafter is not None:
@@ -191,5 +222,7 @@ def choose_device(wanted: str) -> str:
     try:
         torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {wanted!r} cannot be used here: use cpu, or cuda on a machine with a GPU") from error
+        raise UserError(
+            f"device {wanted!r} cannot be used here: use cpu, or cuda on a machine with a GPU"
+        ) from error
     return wanted

@@ -1,74 +1,17 @@
-"""Tiny random targets of every architecture we promise, drafters for them, and the real default pair."""
+"""Fixtures shared by all tests: tiny random targets, and the real default pair."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
-from peagle.core import Method
-from peagle.drafter import Drafter
-from peagle.drafter.config import config_for
-from peagle.drafter.untrained import untrained
 from peagle.loaded import LoadedPair, load
 from peagle.target import Target
+from tests.support.tiny_models import CONFIGS, make_target
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-WINDOW = {"sliding_window": 8}  # shorter than the tests' sequences, so that it matters
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "qwen3": lambda: Qwen3Config(**SIZES),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **MOE),
-    "gpt-oss": lambda: GptOssConfig(**SIZES, **WINDOW, num_local_experts=4, num_experts_per_tok=2),
-    "gemma2": lambda: Gemma2Config(**SIZES, **WINDOW, query_pre_attn_scalar=16),
-    "gemma3": lambda: Gemma3TextConfig(**SIZES, **WINDOW, query_pre_attn_scalar=16),
-}
-torch.set_num_threads(1)  # tiny matrices: a second thread only waits, and pytest runs two workers
-
-AUX = (1, 3, 6)
-MASK = 5
-
-
-def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
-    torch.manual_seed(seed)
-    config = CONFIGS[name]()
-    for key, value in overrides.items():
-        setattr(config, key, value)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # wider than the default initialisation: no near ties, varied tokens
-        if parameter.ndim > 1:
-            parameter.data.mul_(4)
-    return Target(model, name=f"tiny {name}")
-
-
-def make_drafter(target: Target, method: Method, layers: int, draft_vocab: int | None = None, **switches) -> Drafter:
-    ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(1))[:draft_vocab].sort().values
-    size = None if draft_vocab is None else draft_vocab
-    config = config_for(target, method, layers, AUX, MASK, size, trained=False, **switches)
-    return untrained(config, target, seed=7, target_ids=None if draft_vocab is None else ids)
+torch.set_num_threads(
+    1
+)  # Matrices are tiny and pytest runs two workers: a second thread only waits.
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))

@@ -65,12 +65,20 @@ class Rung:
         """The seeds that have trees."""
         return replace(
             self,
-            records=tuple(one for one in self.records if any("tree" in form for form in one["sets"][self.sets[0]])),
+            records=tuple(
+                one
+                for one in self.records
+                if any("tree" in form for form in one["sets"][self.sets[0]])
+            ),
         )
 
     def positions(self, k: int) -> list[float]:
         """The share of passes that accepted draft i, mean over sets and seeds."""
-        every = [one["sets"][name][f"K={k}"]["accepted_per_position"] for one in self.records for name in self.sets]
+        every = [
+            one["sets"][name][f"K={k}"]["accepted_per_position"]
+            for one in self.records
+            for name in self.sets
+        ]
         return [mean(shares) for shares in zip(*every, strict=True)]
 
     @property
@@ -81,13 +89,17 @@ class Rung:
 
 def read_rungs(folder: Path) -> list[Rung]:
     """The folder's own, then those of its sub-folders."""
-    return read_folder(folder) + [rung for path in sorted(folder.glob("*/")) for rung in read_folder(path, second=True)]
+    return read_folder(folder) + [
+        rung for path in sorted(folder.glob("*/")) for rung in read_folder(path, second=True)
+    ]
 
 
 def read_folder(folder: Path, second: bool = False) -> list[Rung]:
     """By target, in the ladder's order."""
     file = folder / "ladder.toml"
-    order = [run["name"] for run in tomllib.loads(file.read_text())["run"]] if file.is_file() else []
+    order = (
+        [run["name"] for run in tomllib.loads(file.read_text())["run"]] if file.is_file() else []
+    )
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -95,11 +107,19 @@ def read_folder(folder: Path, second: bool = False) -> list[Rung]:
             raise UserError(f"{path} is no record of tools/ladder.py: move it elsewhere")
         groups.setdefault((record["target"], record["name"]), []).append(record)
     rungs = [
-        Rung(name, records[0]["label"], target, tuple(sorted(records, key=lambda one: one["seed"])), second)
+        Rung(
+            name,
+            records[0]["label"],
+            target,
+            tuple(sorted(records, key=lambda one: one["seed"])),
+            second,
+        )
         for (target, name), records in groups.items()
     ]
     place = {name: i for i, name in enumerate(order)}
-    return sorted(rungs, key=lambda rung: (rung.target, place.get(rung.name, len(place)), rung.name))
+    return sorted(
+        rungs, key=lambda rung: (rung.target, place.get(rung.name, len(place)), rung.name)
+    )
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -114,10 +134,19 @@ def against(value: float, base: float | None) -> str:
 
 
 def lengths(rungs: list[Rung]) -> list[Row]:
-    base = next((mean(rung.lengths(7)) for rung in rungs if rung.name == BASE and rung.trained), None)
+    base = next(
+        (mean(rung.lengths(7)) for rung in rungs if rung.name == BASE and rung.trained), None
+    )
     rungs = [rung for rung in rungs if rung.trained]
     sets = rungs[0].sets if rungs else []
-    rows: list[Row] = [["drafter", *(f"K={k}" for k in KS), "K=7 against P-EAGLE", *(f"{one}, K=7" for one in sets)]]
+    rows: list[Row] = [
+        [
+            "drafter",
+            *(f"K={k}" for k in KS),
+            "K=7 against P-EAGLE",
+            *(f"{one}, K=7" for one in sets),
+        ]
+    ]
     for rung in rungs:
         means = [spread(rung.lengths(k)) for k in KS]
         own = [spread(rung.lengths(7, name)) for name in sets]
@@ -128,8 +157,12 @@ def lengths(rungs: list[Rung]) -> list[Row]:
 def trees(rungs: list[Rung]) -> list[Row]:
     """Of the seeds that have them: a column a form, and what the tree adds to the chain of its depth."""
     forms = [("tree 15, ", 7), ("tree 31, ", 7), ("tree 31, ", 11)]
-    rows: list[Row] = [["drafter", "K=7", *(f"{tree}K={k}" for tree, k in forms), "tree 31 against K=7"]]
-    for rung in (rung.branched for rung in rungs if rung.trained and rung.lengths(7, tree="tree 31, ")):
+    rows: list[Row] = [
+        ["drafter", "K=7", *(f"{tree}K={k}" for tree, k in forms), "tree 31 against K=7"]
+    ]
+    for rung in (
+        rung.branched for rung in rungs if rung.trained and rung.lengths(7, tree="tree 31, ")
+    ):
         own = [rung.lengths(k, tree=tree) for tree, k in forms]
         more = against(mean(own[1]), mean(rung.lengths(7)))
         rows.append([rung.label, spread(rung.lengths(7)), *map(spread, own), more])
@@ -138,18 +171,50 @@ def trees(rungs: list[Rung]) -> list[Row]:
 
 def positions(rungs: list[Rung]) -> list[Row]:
     rows: list[Row] = [["drafter", *map(str, range(1, 12))]]
-    return rows + [[rung.label, *(f"{share:.2f}" for share in rung.positions(11))] for rung in rungs if rung.trained]
+    return rows + [
+        [rung.label, *(f"{share:.2f}" for share in rung.positions(11))]
+        for rung in rungs
+        if rung.trained
+    ]
 
 
 def runs(rungs: list[Rung]) -> list[Row]:
-    rows: list[Row] = [["drafter", "seeds", "settings", "steps", "target tokens", "minutes", "compiled", "on", "MB"]]
+    rows: list[Row] = [
+        [
+            "drafter",
+            "seeds",
+            "settings",
+            "steps",
+            "target tokens",
+            "minutes",
+            "compiled",
+            "on",
+            "MB",
+        ]
+    ]
     for rung in rungs:
         if rung.trained:
             one = rung.first
-            settings = ", ".join(f"`{key}={told(value)}`" for key, value in one["settings"].items()) or DASH
+            settings = (
+                ", ".join(f"`{key}={told(value)}`" for key, value in one["settings"].items())
+                or DASH
+            )
             minutes = [spread([record[key] / 60 for record in rung.records], 1) for key in TIMES]
-            numbers = [f"{one['steps']:,}", f"{one['target_tokens'] / 1e6:.1f} M", *minutes, one["device"]]
-            rows.append([rung.label, str(len(rung.records)), settings, *numbers, f"{one['bytes'] / 1e6:.1f}"])
+            numbers = [
+                f"{one['steps']:,}",
+                f"{one['target_tokens'] / 1e6:.1f} M",
+                *minutes,
+                one["device"],
+            ]
+            rows.append(
+                [
+                    rung.label,
+                    str(len(rung.records)),
+                    settings,
+                    *numbers,
+                    f"{one['bytes'] / 1e6:.1f}",
+                ]
+            )
     return rows
 
 
@@ -161,11 +226,26 @@ def told(value: Any) -> str:
 
 
 def speeds(rungs: list[Rung]) -> list[Row]:
-    every = sorted({int(c) for rung in rungs for one in rung.engine for c in one["tokens_per_second"]})
+    every = sorted(
+        {int(c) for rung in rungs for one in rung.engine for c in one["tokens_per_second"]}
+    )
     rows: list[Row] = [
-        ["drafter", "set", "drafts", *(f"c={c}" for c in every), "acceptance length", "step, ms", "against P-EAGLE's"]
+        [
+            "drafter",
+            "set",
+            "drafts",
+            *(f"c={c}" for c in every),
+            "acceptance length",
+            "step, ms",
+            "against P-EAGLE's",
+        ]
     ]
-    base = {(one["set"], one["shape"]): one["step_ms"] for r in rungs if r.name == BASE for one in r.engine}
+    base = {
+        (one["set"], one["shape"]): one["step_ms"]
+        for r in rungs
+        if r.name == BASE
+        for one in r.engine
+    }
     for rung in sorted(rungs, key=lambda rung: rung.first["method"] != "none"):
         for one in rung.engine:
             shape = DASH if rung.first["method"] == "none" else one["shape"]
@@ -176,7 +256,9 @@ def speeds(rungs: list[Rung]) -> list[Row]:
     return rows
 
 
-SECOND = re.compile(r"(tree \d+, )?K=\d+|K=7 against P-EAGLE|target tokens|minutes|MB|c=\d+")  # its columns
+SECOND = re.compile(
+    r"(tree \d+, )?K=\d+|K=7 against P-EAGLE|target tokens|minutes|MB|c=\d+"
+)  # its columns
 
 
 def second(rungs: list[Rung]) -> list[Row]:
@@ -187,7 +269,11 @@ def second(rungs: list[Rung]) -> list[Row]:
         for row in make(rungs):
             found.setdefault(row[0], row)
         header = found["drafter"]
-        at = [i for i, name in enumerate(header) if SECOND.fullmatch(name) and name not in rows["drafter"]]
+        at = [
+            i
+            for i, name in enumerate(header)
+            if SECOND.fullmatch(name) and name not in rows["drafter"]
+        ]
         for name, row in rows.items():
             row += [found[name][i] if name in found else DASH for i in at]
     return list(rows.values())
@@ -219,15 +305,23 @@ def table(name: str, rungs: list[Rung]) -> str:
 
 
 def filled(text: str, rungs: list[Rung]) -> str:
-    counts = {text.count("<!-- comparison:start"), text.count("<!-- comparison:end"), len(BLOCK.findall(text))}
+    counts = {
+        text.count("<!-- comparison:start"),
+        text.count("<!-- comparison:end"),
+        len(BLOCK.findall(text)),
+    }
     if len(counts) > 1:
-        raise UserError("a comparison:start without its comparison:end (or the other way round): they stand in pairs")
+        raise UserError(
+            "a comparison:start without its comparison:end (or the other way round): they stand in pairs"
+        )
     return BLOCK.sub(lambda found: f"{found[1]}{table(found[2], rungs)}\n{found[4]}", text)
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if a table is stale"
+    )
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "science.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(words)

@@ -7,14 +7,21 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from peagle.errors import UserError
-from peagle.home import write_bytes
+from peagle.paths import write_bytes
 from peagle.report.charts import STYLE
 from peagle.report.palette import LIGHT, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAIN = ("eagle3", "paper", "p-eagle", "dflash", "dependency", "combined")  # whose positions and speeds are drawn
+MAIN = (
+    "eagle3",
+    "paper",
+    "p-eagle",
+    "dflash",
+    "dependency",
+    "combined",
+)  # whose positions and speeds are drawn
 COLOURS = dict(zip(MAIN, ("eagle3", "s4", "p-eagle", "s3", "s0", "s2"), strict=True))
 K, TREE = 7, "tree 31, "
 
@@ -55,7 +62,10 @@ def draw(rungs: Sequence[Any], path: Path) -> None:
             speeds(axes[2], timed)
         handles, labels = axes[1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
-        for ending, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+        for ending, metadata in (
+            ("svg", {"Date": None, "Creator": None}),
+            ("png", {"Software": None}),
+        ):
             content = io.BytesIO()
             figure.savefig(content, format=ending, dpi=150, metadata=metadata)
             write_bytes(path.with_suffix(f".{ending}"), content.getvalue())
@@ -64,15 +74,19 @@ def draw(rungs: Sequence[Any], path: Path) -> None:
 def bars(axes: "Axes", rungs: Sequence[Rung]) -> None:
     """The mean over seeds; each seed a dot; behind it, pale, the tree."""
     places = range(len(rungs))
-    colours = [LIGHT[COLOURS.get(rung.name, "none")] for rung in rungs]
-    axes.barh(places, [mean(rung.lengths(K)) for rung in rungs], color=colours, height=0.65, zorder=2)
-    for place, rung, colour in zip(places, rungs, colours, strict=True):
+    colors = [LIGHT[COLOURS.get(rung.name, "none")] for rung in rungs]
+    axes.barh(
+        places, [mean(rung.lengths(K)) for rung in rungs], color=colors, height=0.65, zorder=2
+    )
+    for place, rung, color in zip(places, rungs, colors, strict=True):
         values, branched = rung.lengths(K), rung.lengths(K, tree=TREE)
         if len(values) > 1:
-            axes.plot(values, [place] * len(values), "o", color=LIGHT["ink"], markersize=3, zorder=3)
+            axes.plot(
+                values, [place] * len(values), "o", color=LIGHT["ink"], markersize=3, zorder=3
+            )
         word, end = f" {mean(values):.2f}", max(values)
         if branched:
-            axes.barh(place, mean(branched), color=colour, alpha=0.3, height=0.65)
+            axes.barh(place, mean(branched), color=color, alpha=0.3, height=0.65)
             word, end = f" {mean(values):.2f}, {TREE[:-2]}: {mean(branched):.2f}", mean(branched)
         axes.annotate(word, (end, place), va="center", fontsize=8, color=LIGHT["muted"])
     axes.set_yticks(places, [rung.label for rung in rungs], fontsize=8)
@@ -86,26 +100,37 @@ def curves(axes: "Axes", rungs: Sequence[Rung]) -> None:
     for rung in rungs:
         shares = rung.positions(11)
         axes.plot(range(1, len(shares) + 1), shares, label=rung.label, **look(rung))
-    axes.set(xlabel="position of the draft, K=11", ylabel="share of passes that accept it", ylim=(0, 1))
+    axes.set(
+        xlabel="position of the draft, K=11", ylabel="share of passes that accept it", ylim=(0, 1)
+    )
 
 
 def speeds(axes: "Axes", rungs: Sequence[Rung]) -> None:
     """Of the first set that was measured, against no drafts; trees dashed."""
     plain = next(rung.engine[0] for rung in rungs if rung.name == "none")
     for rung in rungs:
-        for one in (one for one in rung.engine if one["set"] == plain["set"] and rung.name != "none"):
-            ratios = {int(c): rate / plain["tokens_per_second"][c] for c, rate in one["tokens_per_second"].items()}
+        for one in (
+            one for one in rung.engine if one["set"] == plain["set"] and rung.name != "none"
+        ):
+            ratios = {
+                int(c): rate / plain["tokens_per_second"][c]
+                for c, rate in one["tokens_per_second"].items()
+            }
             dashed = one["shape"].startswith("tree")
-            axes.plot([*ratios], [*ratios.values()], **look(rung), linestyle="--" if dashed else "-")
+            axes.plot(
+                [*ratios], [*ratios.values()], **look(rung), linestyle="--" if dashed else "-"
+            )
     ticks = sorted(map(int, plain["tokens_per_second"]))
     axes.axhline(1, color=LIGHT["muted"], linewidth=1)
     axes.set(
-        xlabel=f"requests at a time, {plain['set']}; dashed: trees", ylabel="tokens/s, times no drafts", xscale="log"
+        xlabel=f"requests at a time, {plain['set']}; dashed: trees",
+        ylabel="tokens/s, times no drafts",
+        xscale="log",
     )
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
 
 
 def look(rung: Rung) -> dict[str, Any]:
-    colour = COLOURS.get(rung.name, "none")
-    return {"color": LIGHT[colour], "marker": MARKERS.get(colour, "o"), "markersize": 5}
+    color = COLOURS.get(rung.name, "none")
+    return {"color": LIGHT[color], "marker": MARKERS.get(color, "o"), "markersize": 5}

@@ -25,24 +25,24 @@ import torch
 
 from peagle.core import Step
 from peagle.data.bench import read_sets
-from peagle.drafter import checkpoint, compact
+from peagle.draft_shape import DraftShape
+from peagle.drafter.formats import checkpoint, compact
 from peagle.errors import UserError
-from peagle.evaluate import summarise
-from peagle.home import write_bytes, write_json
+from peagle.evaluate.evaluate import summarize
 from peagle.loaded import choose_device
-from peagle.train.acceptance import acceptance, tree_acceptance
-from peagle.train.answered import answer_tasks
+from peagle.paths import write_bytes, write_json
 from peagle.train.config import TrainConfig, read_config
-from peagle.train.documents import Documents, join
-from peagle.train.features import online
-from peagle.train.passes import Passes
+from peagle.train.data.documents import Documents, join
+from peagle.train.evaluation.acceptance import acceptance, tree_acceptance
+from peagle.train.evaluation.benchmark_answers import answer_tasks
+from peagle.train.features.features import online
+from peagle.train.objective.passes import Passes
 from peagle.train.publish import device_name
-from peagle.train.run import Run, load_teacher
-from peagle.tree import Tree
+from peagle.train.run import TrainRun, load_teacher
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "results" / "comparison" / "ladder.toml"
 KS = (3, 5, 7, 11)
-TREES = (Tree(7, 15), Tree(7, 31), Tree(11, 31))
+TREES = (DraftShape(7, 15), DraftShape(7, 31), DraftShape(11, 31))
 NEVER = 1 << 30  # steps
 
 Answers = dict[tuple[str, float], Documents]  # by set and temperature
@@ -73,12 +73,17 @@ class Ladder:
     @property
     def taps(self) -> tuple[int, ...]:
         """Of all runs together: one store of features serves them."""
-        told = [one.get("aux_layer_ids", ()) for one in (self.base, *(rung.settings for rung in self.rungs))]
+        told = [
+            one.get("aux_layer_ids", ())
+            for one in (self.base, *(rung.settings for rung in self.rungs))
+        ]
         every = [read_config(None, {"aux_layer_ids": taps}).aux_layer_ids for taps in told]
         return tuple(sorted({tap for taps in every for tap in taps}))
 
 
-def read_ladder(path: Path, base: dict[str, Any], chosen: dict[str, Any], only: list[str]) -> Ladder:
+def read_ladder(
+    path: Path, base: dict[str, Any], chosen: dict[str, Any], only: list[str]
+) -> Ladder:
     """`base` goes over the file's own; `chosen` are the settings of runs that wait for them."""
     told = tomllib.loads(path.read_text(encoding="utf-8"))
     rungs = []
@@ -86,11 +91,15 @@ def read_ladder(path: Path, base: dict[str, Any], chosen: dict[str, Any], only: 
         late = run.get("chosen", False)
         if (not only or run["name"] in only) and (chosen or not late):
             settings = run.get("set", {}) | (chosen if late else {})
-            rungs += [Rung(run["name"], run["label"], settings, seed) for seed in run.get("seeds", [0])]
+            rungs += [
+                Rung(run["name"], run["label"], settings, seed) for seed in run.get("seeds", [0])
+            ]
     if unknown := set(only) - {run["name"] for run in told["run"]}:
         raise UserError(f"{path} has no run {', '.join(sorted(unknown))}: correct --only")
     if not rungs:
-        raise UserError(f"nothing to run in {path}: correct --only, or give --set for a run that waits for it")
+        raise UserError(
+            f"nothing to run in {path}: correct --only, or give --set for a run that waits for it"
+        )
     return Ladder(told["base"] | base, tuple(sorted(rungs, key=lambda rung: rung.seed)))
 
 
@@ -100,7 +109,9 @@ def read_answers(file: Path | None, config: TrainConfig, options: argparse.Names
     if file is not None and file.is_file():
         known: Answers = pickle.loads(file.read_bytes())
         if missing := [name for name in sets if (name, 0.0) not in known]:
-            raise UserError(f"{file} has no greedy answers to {missing[0]}: remove it, or name other --sets")
+            raise UserError(
+                f"{file} has no greedy answers to {missing[0]}: remove it, or name other --sets"
+            )
         return {(name, 0.0): some(known[name, 0.0], options.limit) for name in sets}
     tasks = read_sets(sets, options.bench, options.limit)
     target = load_teacher(config, choose_device(config.device))
@@ -116,15 +127,21 @@ def some(documents: Documents, limit: int | None) -> Documents:
     names = sorted(set(tasks))
     count = min(limit or len(names), len(names))
     picked = {names[i * len(names) // count] for i in range(count)}
-    return join([(*documents[i], documents.keys[i]) for i, task in enumerate(tasks) if task in picked])
+    return join(
+        [(*documents[i], documents.keys[i]) for i, task in enumerate(tasks) if task in picked]
+    )
 
 
-def train(rung: Rung, ladder: Ladder, store: Run, answers: Answers, out: Path) -> dict[str, Any]:
+def train(
+    rung: Rung, ladder: Ladder, store: TrainRun, answers: Answers, out: Path
+) -> dict[str, Any]:
     """The record of a run; its drafter lies in OUT then."""
     with tempfile.TemporaryDirectory(dir=out, prefix=f".{rung}.") as scratch:
-        run = Run(ladder.config(rung, out, Path(scratch)), like=store)
+        run = TrainRun(ladder.config(rung, out, Path(scratch)), like=store)
         paces: list[float] = []
-        if not run.train(lambda _, __, told: paces.append(told["seconds_per_step"]), lambda _: None):
+        if not run.train(
+            lambda _, __, told: paces.append(told["seconds_per_step"]), lambda _: None
+        ):
             raise KeyboardInterrupt
         trainer, target = run.trainer, run.target
         whole = checkpoint.load(trainer.out / "drafter", target, torch.float32)
@@ -135,18 +152,23 @@ def train(rung: Rung, ladder: Ladder, store: Run, answers: Answers, out: Path) -
         "label": rung.label,
         "target": target.name,
         "method": run.config.method,
-        "settings": {key: told if key == "init" else getattr(run.config, key) for key, told in rung.settings.items()},
+        "settings": {
+            key: told if key == "init" else getattr(run.config, key)
+            for key, told in rung.settings.items()
+        },
         "steps": trainer.step,
         "target_tokens": trainer.tokens,
         "seconds": round(trainer.seconds, 2),
-        "seconds_compiled": round(median(paces) * trainer.step, 2),  # as if compiled before the first step
+        "seconds_compiled": round(
+            median(paces) * trainer.step, 2
+        ),  # as if compiled before the first step
         "device": device_name(target.device),
         "bytes": sum(file.stat().st_size for file in (out / str(rung)).iterdir()),
         "sets": measured(run, out / str(rung), answers),
     }
 
 
-def measured(run: Run, folder: Path, answers: Answers) -> dict[str, Any]:
+def measured(run: TrainRun, folder: Path, answers: Answers) -> dict[str, Any]:
     """By set and form: the drafter that lies in the folder. Not compiled: that takes longer than the passes."""
     trainer, found = run.trainer, {}
     passes = Passes(checkpoint.load(folder, run.target, torch.float32), trainer.passes.dtype)
@@ -155,13 +177,15 @@ def measured(run: Run, folder: Path, answers: Answers) -> dict[str, Any]:
         how = passes, online(trainer.features), documents
         chains = acceptance(*how, KS, run.config.pack_tokens, trainer.flex)
         branched = tree_acceptance(*how, trees, run.config.pack_tokens, trainer.flex)
-        results = {Tree(k, k): chains[k] for k in KS} | branched
-        found[name] = {"answers": len(documents)} | {str(tree): told(steps, tree.k) for tree, steps in results.items()}
+        results = {DraftShape(k, k): chains[k] for k in KS} | branched
+        found[name] = {"answers": len(documents)} | {
+            str(tree): told(steps, tree.k) for tree, steps in results.items()
+        }
     return found
 
 
 def told(steps: list[Step], k: int) -> dict[str, Any]:
-    one = summarise(steps, k)
+    one = summarize(steps, k)
     return {
         "acceptance_length": round(one.acceptance_length, 4),
         "accepted_per_position": [round(share, 4) for share in one.accepted_per_position],
@@ -175,8 +199,10 @@ def climb(ladder: Ladder, options: argparse.Namespace) -> int:
     if not left:
         print("every run has its record")
         return 0
-    config = read_config(None, ladder.base | {"aux_layer_ids": ladder.taps, "out": str(out / ".store")})
-    answers, store = read_answers(options.answers, config, options), Run(config)
+    config = read_config(
+        None, ladder.base | {"aux_layer_ids": ladder.taps, "out": str(out / ".store")}
+    )
+    answers, store = read_answers(options.answers, config, options), TrainRun(config)
     for rung in left:
         started = time.perf_counter()
         if options.seconds and started - begin + longest > options.seconds:
@@ -224,11 +250,19 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sets", default="humaneval,mt_bench,gsm8k")
     parser.add_argument("--limit", type=int, help="tasks of a set")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--answers", type=Path, help="a pickle of the target's answers; made if it is not there")
-    parser.add_argument("--seconds", type=float, help="no run begins that would not end within so many")
+    parser.add_argument(
+        "--answers", type=Path, help="a pickle of the target's answers; made if it is not there"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="no run begins that would not end within so many"
+    )
     parser.add_argument("--only", default="", help="runs by name, with commas")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run `combined`")
-    parser.add_argument("--base", action="append", default=[], metavar="KEY=VALUE", help="of all runs")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the run `combined`"
+    )
+    parser.add_argument(
+        "--base", action="append", default=[], metavar="KEY=VALUE", help="of all runs"
+    )
     return parser.parse_args(words)
 
 
@@ -238,7 +272,9 @@ def main(words: list[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         base = {"data": options.data, "steps": options.steps, "save_every": NEVER, "eval_every": 0}
         only = [word for word in options.only.split(",") if word]
-        ladder = read_ladder(options.ladder, base | dict(pairs(options.base)), dict(pairs(options.set)), only)
+        ladder = read_ladder(
+            options.ladder, base | dict(pairs(options.base)), dict(pairs(options.set)), only
+        )
         return 1 if climb(ladder, options) else 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

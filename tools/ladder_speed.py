@@ -21,18 +21,19 @@ from typing import Any
 
 import torch
 
-from peagle.bench.load import Job, jobs_of
-from peagle.bench.native import Load
-from peagle.bench.steps import Snapshot
-from peagle.core import DrafterSource, Method
+from peagle.bench.load.jobs import LoadJob, jobs_of
+from peagle.bench.load.native import EngineLoad
+from peagle.bench.load.step_timings import CounterSnapshot
+from peagle.catalog.pair import DrafterSource
+from peagle.core import Method
 from peagle.data.bench import Task, read_sets
-from peagle.drafter import checkpoint
+from peagle.draft_shape import NO_DRAFT, DraftShape
+from peagle.drafter.formats import checkpoint
 from peagle.engine import Engine
 from peagle.errors import UserError
-from peagle.home import write_json
 from peagle.loaded import LoadedPair, load
+from peagle.paths import write_json
 from peagle.train.publish import device_name
-from peagle.tree import NOTHING, Tree
 
 FEWEST = 16  # requests of a cell
 
@@ -40,24 +41,37 @@ FEWEST = 16  # requests of a cell
 class Asked:
     """The requests of every cell, encoded once: what a Load asks of whoever drives it."""
 
-    def __init__(self, loaded: LoadedPair, jobs: Sequence[Job]) -> None:
+    def __init__(self, loaded: LoadedPair, jobs: Sequence[LoadJob]) -> None:
         self.loaded, self.jobs, self.temperature = loaded, jobs, 0.0
-        self.prompts: dict[Task, list[int]] = {job.task: loaded.encode(job.messages([])) for job in jobs}
+        self.prompts: dict[Task, list[int]] = {
+            job.task: loaded.encode(job.messages([])) for job in jobs
+        }
 
-    def positions(self, job: Job) -> int:
+    def positions(self, job: LoadJob) -> int:
         later = [self.loaded.encode(turn) for turn in job.task.turns[1:]]
-        return len(self.prompts[job.task]) + sum(map(len, later)) + len(job.task.turns) * job.max_tokens
+        return (
+            len(self.prompts[job.task])
+            + sum(map(len, later))
+            + len(job.task.turns) * job.max_tokens
+        )
 
-    def engine(self, method: str, shape: Tree, most: int) -> Engine:
+    def engine(self, method: str, shape: DraftShape, most: int) -> Engine:
         longest = max(map(self.positions, self.jobs)) + 2 * shape.nodes + 64
         context = min(longest, self.loaded.target.context)
         nodes = 0 if shape.chain else shape.nodes
         return Engine(
-            self.loaded, method=method, k=shape.k or "auto", max_batch=most, context=context, tokens=context * most,
-            prefix_caching=False, thread=False, tree=nodes,
-        )  # fmt: skip
+            self.loaded,
+            method=method,
+            k=shape.k or "auto",
+            max_batch=most,
+            context=context,
+            tokens=context * most,
+            prefix_caching=False,
+            thread=False,
+            tree=nodes,
+        )
 
-    def measure(self, method: str, shape: Tree, concurrency: Sequence[int]) -> dict[str, Any]:
+    def measure(self, method: str, shape: DraftShape, concurrency: Sequence[int]) -> dict[str, Any]:
         engine = self.engine(method, shape, max(concurrency))
         try:
             cells = {c: self.cell(engine, c) for c in concurrency}
@@ -75,26 +89,36 @@ class Asked:
         self.drive(engine, concurrency, jobs)  # kernels are compiled, graphs captured
         if self.loaded.target.device.type == "cuda":
             torch.cuda.synchronize(self.loaded.target.device)
-        before, started = Snapshot(engine.metrics), time.perf_counter()
+        before, started = CounterSnapshot(engine.metrics), time.perf_counter()
         tokens = self.drive(engine, concurrency, jobs)
-        seconds, steps = time.perf_counter() - started, Snapshot(engine.metrics).minus(before)
+        seconds, steps = (
+            time.perf_counter() - started,
+            CounterSnapshot(engine.metrics).minus(before),
+        )
         return {
             "tokens_per_second": round(tokens / seconds, 1),
-            "acceptance_length": round(1 + steps.spec.accepted / steps.spec.drafts, 4) if steps.spec.drafts else 1.0,
+            "acceptance_length": round(1 + steps.spec.accepted / steps.spec.drafts, 4)
+            if steps.spec.drafts
+            else 1.0,
             "step_ms": None if steps.step_ms is None else round(steps.step_ms, 4),
         }
 
-    def drive(self, engine: Engine, concurrency: int, jobs: Sequence[Job]) -> int:
-        records = Load(self, engine, concurrency, lambda: None).drive(jobs)  # type: ignore[arg-type]
+    def drive(self, engine: Engine, concurrency: int, jobs: Sequence[LoadJob]) -> int:
+        records = EngineLoad(self, engine, concurrency, lambda: None).drive(jobs)  # type: ignore[arg-type]
         if errors := [record.error for record in records if record.error]:
             raise UserError(errors[0])
         return sum(record.tokens for record in records)
 
 
-def measured(loaded: LoadedPair, records: list[Path], shapes: list[Tree], options: argparse.Namespace) -> int:
+def measured(
+    loaded: LoadedPair, records: list[Path], shapes: list[DraftShape], options: argparse.Namespace
+) -> int:
     """Every record, shape and set; how many failed."""
     begin, longest, failed = time.perf_counter(), 0.0, 0
-    jobs = {name: jobs_of(tasks, options.max_tokens, seed=0) for name, tasks in tasks_of(options).items()}
+    jobs = {
+        name: jobs_of(tasks, options.max_tokens, seed=0)
+        for name, tasks in tasks_of(options).items()
+    }
     concurrency = [int(word) for word in options.concurrency.split(",")]
     for path, record, key in left(records, shapes, list(jobs)):
         name, shape = key
@@ -104,14 +128,18 @@ def measured(loaded: LoadedPair, records: list[Path], shapes: list[Tree], option
             break
         try:
             asked = Asked(with_drafter(loaded, path, record), jobs[name])
-            found = {"set": name, "shape": str(shape)} | asked.measure(record["method"], shape, concurrency)
+            found = {"set": name, "shape": str(shape)} | asked.measure(
+                record["method"], shape, concurrency
+            )
             record = json.loads(path.read_text())
             write_json(path, record | {"engine": [*record.get("engine", ()), found]})
             print(line(path.stem, found), flush=True)
         except Exception as error:  # the next one may do better
             failed += 1
             traceback.print_exc()
-            print(f"{path.stem}: {name}: {shape}: failed: {type(error).__name__}: {error}", flush=True)
+            print(
+                f"{path.stem}: {name}: {shape}: failed: {type(error).__name__}: {error}", flush=True
+            )
         longest = max(longest, time.perf_counter() - started)
         gc.collect()
         if loaded.target.device.type == "cuda":
@@ -120,17 +148,19 @@ def measured(loaded: LoadedPair, records: list[Path], shapes: list[Tree], option
 
 
 def tasks_of(options: argparse.Namespace) -> dict[str, list[Task]]:
-    return read_sets([word.strip() for word in options.sets.split(",")], options.bench, options.limit)
+    return read_sets(
+        [word.strip() for word in options.sets.split(",")], options.bench, options.limit
+    )
 
 
 def left(
-    records: list[Path], shapes: list[Tree], sets: list[str]
-) -> Iterator[tuple[Path, dict[str, Any], tuple[str, Tree]]]:
+    records: list[Path], shapes: list[DraftShape], sets: list[str]
+) -> Iterator[tuple[Path, dict[str, Any], tuple[str, DraftShape]]]:
     """What is not measured yet; where nothing is drafted there is one shape."""
     for path in records:
         record = json.loads(path.read_text())
         known = [(one["set"], one["shape"]) for one in record.get("engine", ())]
-        for shape in [NOTHING] if record["method"] == "none" else shapes:
+        for shape in [NO_DRAFT] if record["method"] == "none" else shapes:
             for name in sets:
                 if (name, str(shape)) not in known:
                     yield path, record, (name, shape)
@@ -141,7 +171,9 @@ def with_drafter(loaded: LoadedPair, path: Path, record: dict[str, Any]) -> Load
         return loaded
     method: Method = record["method"]
     drafter = checkpoint.load(path.with_suffix(""), loaded.target, loaded.target.dtype)
-    pair = replace(loaded.pair, method=method, drafters={method: DrafterSource(folder=path.with_suffix(""))})
+    pair = replace(
+        loaded.pair, method=method, drafters={method: DrafterSource(folder=path.with_suffix(""))}
+    )
     return LoadedPair(pair, loaded.target, {method: drafter})
 
 
@@ -156,7 +188,9 @@ def records_in(out: Path, only: list[str], target: str) -> list[Path]:
     alone = out / "none-0.json"
     if not alone.is_file():
         label = "no drafts"
-        write_json(alone, {"name": "none", "seed": 0, "label": label, "target": target, "method": "none"})
+        write_json(
+            alone, {"name": "none", "seed": 0, "label": label, "target": target, "method": "none"}
+        )
     found = [path for path in sorted(out.glob("*-*.json")) if path.with_suffix("").is_dir()]
     return [alone, *(path for path in found if not only or path.stem.rpartition("-")[0] in only)]
 
@@ -174,16 +208,26 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="tasks")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--only", default="", help="runs by name, with commas")
-    parser.add_argument("--seconds", type=float, help="nothing begins that would not end within so many")
+    parser.add_argument(
+        "--seconds", type=float, help="nothing begins that would not end within so many"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args(words)
     try:
-        shapes = [Tree(int(k), int(k)) for k in options.k.split(",") if k]
-        shapes += [Tree(options.tree_k, int(nodes)) for nodes in options.tree.split(",") if nodes]
+        shapes = [DraftShape(int(k), int(k)) for k in options.k.split(",") if k]
+        shapes += [
+            DraftShape(options.tree_k, int(nodes)) for nodes in options.tree.split(",") if nodes
+        ]
         loaded = load(options.target, device=options.device, dtype=options.dtype)
         only = [word for word in options.only.split(",") if word]
-        return 1 if measured(loaded, records_in(options.out, only, loaded.target.name or ""), shapes, options) else 0
+        return (
+            1
+            if measured(
+                loaded, records_in(options.out, only, loaded.target.name or ""), shapes, options
+            )
+            else 0
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from pathlib import Path
 from peagle.errors import UserError
 from peagle.report.machines import machines
 from peagle.report.markdown import markdown
-from peagle.report.runs import read_runs
+from peagle.results.runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- bench:start (\S+) -->\n)(.*?)(<!-- bench:end -->)", re.DOTALL)
@@ -23,9 +23,15 @@ BLOCK = re.compile(r"(<!-- bench:start (\S+) -->\n)(.*?)(<!-- bench:end -->)", r
 
 def filled(text: str, results: Path) -> str:
     """The text with every block made anew."""
-    counts = {text.count("<!-- bench:start"), text.count("<!-- bench:end"), len(BLOCK.findall(text))}
+    counts = {
+        text.count("<!-- bench:start"),
+        text.count("<!-- bench:end"),
+        len(BLOCK.findall(text)),
+    }
     if len(counts) > 1:
-        raise UserError("a bench:start without its bench:end (or the other way round): markers stand in pairs")
+        raise UserError(
+            "a bench:start without its bench:end (or the other way round): markers stand in pairs"
+        )
     return BLOCK.sub(lambda found: f"{found[1]}{table(found[2], results)}\n{found[4]}", text)
 
 
@@ -39,7 +45,9 @@ def table(name: str, results: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if README is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if README is stale"
+    )
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args()

@@ -25,7 +25,9 @@ def environment(device: Any = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
@@ -58,7 +60,9 @@ def driver() -> str | None:
 
 def told(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -77,7 +81,11 @@ def drafter_of(loaded: Any, method: Any) -> dict[str, Any]:
     config, source = loaded.drafter(method).config, loaded.pair.drafters.get(method)
     folder = source.folder if source is not None else None
     return {
-        "name": folder.name if folder is not None else f"untrained {method}" if not config.trained else method,
+        "name": folder.name
+        if folder is not None
+        else f"untrained {method}"
+        if not config.trained
+        else method,
         "sha": folder_digest(folder) if folder is not None else None,
         "trained": config.trained,
         "layers": config.num_layers,

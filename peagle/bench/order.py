@@ -7,14 +7,14 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from peagle.bench.cell import Key
+from peagle.results.cell import CellKey
 
 CHAINS = (0,)  # no trees
 
 
 class Turn(NamedTuple):
     repeat: int
-    key: Key
+    key: CellKey
 
 
 def keys_of(
@@ -23,19 +23,26 @@ def keys_of(
     ks: Sequence[int | str],
     concurrency: Sequence[int],
     trees: Sequence[int] = CHAINS,
-) -> list[Key]:
+) -> list[CellKey]:
     """Every cell; `none` has no K, and trees are P-EAGLE's."""
     kinds: list[tuple[str, int | str, int]] = []
     for method in methods:
         of = trees if method == "p-eagle" else CHAINS
-        kinds += [(method, 0, 0)] if method == "none" else [(method, k, tree) for tree in of for k in ks]
-    return [Key(name, method, k, c, tree) for name in sets for c in concurrency for method, k, tree in kinds]
+        kinds += (
+            [(method, 0, 0)] if method == "none" else [(method, k, tree) for tree in of for k in ks]
+        )
+    return [
+        CellKey(name, method, k, c, tree)
+        for name in sets
+        for c in concurrency
+        for method, k, tree in kinds
+    ]
 
 
-def order_of(keys: Sequence[Key], repeats: int, seed: int) -> list[Turn]:
+def order_of(keys: Sequence[CellKey], repeats: int, seed: int) -> list[Turn]:
     """Sets and concurrencies as given; the methods and K of each in an order of its own, the same every time."""
     turns: list[Turn] = []
-    groups: dict[tuple[str, int], list[Key]] = {}
+    groups: dict[tuple[str, int], list[CellKey]] = {}
     for key in keys:
         groups.setdefault((key.set, key.concurrency), []).append(key)
     for repeat in range(repeats):

@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.bench import FORMAT
 from peagle.bench.environment import drafter_of, environment, named, target_of
-from peagle.bench.load import Job, jobs_of
-from peagle.bench.profile import fit, parse_profile
+from peagle.bench.load.jobs import LoadJob, jobs_of
+from peagle.bench.load.profile import fit, parse_profile
 from peagle.bench.results import Results, path_of
 from peagle.bench.session import Session, digest
-from peagle.bench.settings import Settings
+from peagle.bench.settings import BenchSettings
 from peagle.catalog import find
-from peagle.core import DrafterSource, Method
+from peagle.catalog.pair import DrafterSource
+from peagle.core import Method
 from peagle.data.bench import Task, read_sets
-from peagle.drafter import Drafter, checkpoint
+from peagle.drafter import Drafter
+from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair, load
 from peagle.pull.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from peagle.bench.endpoint import Endpoint
+    from peagle.bench.load.endpoint import EndpointRunner
 
 STEADY = 4  # so many tasks for every user, or a cell is mostly ramp
 Warn = Callable[[str], None]
@@ -32,7 +34,7 @@ Tasks = Mapping[str, Sequence[Task]]
 class Asked:
     """A command, read but not yet looked up: its settings have no sets, and maybe no methods."""
 
-    settings: Settings
+    settings: BenchSettings
     words: tuple[str, ...]  # sets: names and files
     data: Path | None
     out: Path
@@ -46,7 +48,9 @@ class Asked:
                 return {}
         return read_sets(list(self.words), self.data, self.settings.limit, warn)
 
-    def session(self, settings: Settings, jobs: Mapping[str, list[Job]], told: Mapping[str, Any]) -> Session:
+    def session(
+        self, settings: BenchSettings, jobs: Mapping[str, list[LoadJob]], told: Mapping[str, Any]
+    ) -> Session:
         """`told`: pair, target, engine, endpoint, drafters, environment."""
         head = {
             "format": FORMAT,
@@ -78,7 +82,7 @@ def native_session(asked: Asked, tasks: Tasks, loaded: LoadedPair, warn: Warn) -
 
 
 def endpoint_session(
-    asked: Asked, tasks: Tasks, endpoint: "Endpoint", url: str, pair: str | None, warn: Warn
+    asked: Asked, tasks: Tasks, endpoint: "EndpointRunner", url: str, pair: str | None, warn: Warn
 ) -> Session:
     methods = asked.settings.methods or ("endpoint",)
     jobs = make_jobs(tasks, asked.settings, None, warn)
@@ -93,21 +97,32 @@ def endpoint_session(
     return asked.session(replace(asked.settings, sets=tuple(jobs), methods=methods), jobs, told)
 
 
-def make_jobs(tasks: Tasks, how: Settings, loaded: LoadedPair | None, warn: Warn) -> dict[str, list[Job]]:
+def make_jobs(
+    tasks: Tasks, how: BenchSettings, loaded: LoadedPair | None, warn: Warn
+) -> dict[str, list[LoadJob]]:
     """Of every set, and of the profile."""
-    jobs = {name: jobs_of(found, how.max_tokens, how.seed, how.ignore_eos) for name, found in tasks.items()}
+    jobs = {
+        name: jobs_of(found, how.max_tokens, how.seed, how.ignore_eos)
+        for name, found in tasks.items()
+    }
     if how.profile is not None:
         jobs |= profile_jobs(how, loaded, warn)
     most = max(how.concurrency)
     for name, found in jobs.items():
         if len(found) < most:
-            warn(f"{name} has {len(found)} tasks: at --concurrency {most} no more than {len(found)} run at a time")
+            warn(
+                f"{name} has {len(found)} tasks: at --concurrency {most} no more than {len(found)} run at a time"
+            )
         elif len(found) < STEADY * most:
-            warn(f"{name} has {len(found)} tasks: at --concurrency {most} the load mostly ramps up and down")
+            warn(
+                f"{name} has {len(found)} tasks: at --concurrency {most} the load mostly ramps up and down"
+            )
     return jobs
 
 
-def profile_jobs(how: Settings, loaded: LoadedPair | None, warn: Warn) -> dict[str, list[Job]]:
+def profile_jobs(
+    how: BenchSettings, loaded: LoadedPair | None, warn: Warn
+) -> dict[str, list[LoadJob]]:
     assert how.profile is not None
     wanted = parse_profile(how.profile)
     tokenizer = loaded.target.tokenizer if loaded is not None else None
@@ -121,7 +136,12 @@ def profile_jobs(how: Settings, loaded: LoadedPair | None, warn: Warn) -> dict[s
 
 
 def load_pair(
-    pair: str, target: str | None, drafters: str | None, device: str, dtype: str, progress: Progress = silent
+    pair: str,
+    target: str | None,
+    drafters: str | None,
+    device: str,
+    dtype: str,
+    progress: Progress = silent,
 ) -> LoadedPair:
     """`drafters`: folders by commas, one a method, instead of the pair's."""
     if drafters is None:
@@ -132,6 +152,11 @@ def load_pair(
     for folder in (Path(word.strip()).expanduser() for word in drafters.split(",")):
         found = checkpoint.load(folder, loaded.target, loaded.target.dtype)
         if found.config.method in models:
-            raise UserError(f"two {found.config.method} drafters are given: measure them in two runs (--name)")
-        models[found.config.method], sources[found.config.method] = found, DrafterSource(folder=folder)
+            raise UserError(
+                f"two {found.config.method} drafters are given: measure them in two runs (--name)"
+            )
+        models[found.config.method], sources[found.config.method] = (
+            found,
+            DrafterSource(folder=folder),
+        )
     return LoadedPair(replace(loaded.pair, drafters=sources), loaded.target, models)

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from peagle.bench.cell import Key, Run
-from peagle.bench.check import Margin, baseline, check, no_margin
-from peagle.bench.load import Job, Record, Seen
+from peagle.bench.load.jobs import LoadJob, RequestRecord, Seen
 from peagle.bench.order import Turn, order_of
+from peagle.bench.quality.output_check import Margin, baseline, check, no_margin
 from peagle.bench.results import Results, key_of
-from peagle.bench.settings import Settings
+from peagle.bench.settings import BenchSettings
+from peagle.results.cell import CellKey, CellRun
 
-Jobs = Mapping[str, Sequence[Job]]
+Jobs = Mapping[str, Sequence[LoadJob]]
 
 
 class Runner(Protocol):
     """Our engine, or an endpoint."""
 
-    def run(self, key: Key, jobs: Sequence[Job], seen: Seen) -> Run: ...
+    def run(self, key: CellKey, jobs: Sequence[LoadJob], seen: Seen) -> CellRun: ...
 
     def close(self) -> None: ...
 
@@ -35,7 +35,7 @@ class Watch:
 
 @dataclass(slots=True)
 class Session:
-    settings: Settings
+    settings: BenchSettings
     jobs: Jobs
     results: Results
     watch: Watch = field(default_factory=Watch)
@@ -52,13 +52,17 @@ class Session:
     def measure(self, runner: Runner) -> None:
         left = self.left
         for number, (repeat, key) in enumerate(left, start=1):
-            self.watch.begins(f"{number}/{len(left)} {key}, run {repeat + 1} of {self.settings.repeats}")
+            self.watch.begins(
+                f"{number}/{len(left)} {key}, run {repeat + 1} of {self.settings.repeats}"
+            )
             run = runner.run(key, self.jobs[key.set], self.watch.seen)
             self.watch.measured(self.results.add(key, run))
         self.results.settle(self.settings.keys)
 
     def check(
-        self, margins: Callable[[str], Margin] | None = None, base: Mapping[Key, list[Record]] | None = None
+        self,
+        margins: Callable[[str], Margin] | None = None,
+        base: Mapping[CellKey, list[RequestRecord]] | None = None,
     ) -> None:
         """Fills `check` of every cell that drafts; nothing to compare where answers are sampled.
 
@@ -77,7 +81,7 @@ class Session:
         self.results.write()
 
     def score(self) -> None:
-        from peagle.bench.scoring import scores
+        from peagle.bench.quality.scoring import scores
 
         tasks = {name: [job.task for job in jobs] for name, jobs in self.jobs.items()}
         self.watch.begins("scoring")
@@ -85,7 +89,7 @@ class Session:
         self.results.write()
 
 
-def digest(jobs: Sequence[Job]) -> str:
+def digest(jobs: Sequence[LoadJob]) -> str:
     """Of what is asked: the same data set in another folder is the same."""
     told = [[list(job.task.turns), job.task.system, job.max_tokens] for job in jobs]
     return f"{len(jobs)} {hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"
@@ -93,6 +97,8 @@ def digest(jobs: Sequence[Job]) -> str:
 
 def all_failed(cells: Sequence[Mapping[str, Any]]) -> str | None:
     """The first error, if not one request was answered."""
-    if not cells or any(any(cell["output_throughput_runs"]) or not cell["failed"] for cell in cells):
+    if not cells or any(
+        any(cell["output_throughput_runs"]) or not cell["failed"] for cell in cells
+    ):
         return None
     return str(cells[0]["first_error"])

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.bench.cell import Key
 from peagle.bench.order import CHAINS, keys_of
-from peagle.core import check_k, check_tree
+from peagle.core import check_k, check_tree_nodes
 from peagle.errors import UserError
+from peagle.results.cell import CellKey
 
-MOST = 4096  # requests at a time
+MAX_CELLS = 4096  # requests at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BenchSettings:
     sets: tuple[str, ...]
     methods: tuple[str, ...]
     k: tuple[int | str, ...]
@@ -34,20 +34,22 @@ class Settings:
             "--repeats must be 1 or more": self.repeats >= 1,
             "--warmup must be 0 or more": self.warmup >= 0,
             "--temperature must be in 0..100": 0 <= self.temperature <= 100,
-            f"--concurrency must be numbers in 1..{MOST}, like 1,8,64": bool(self.concurrency)
-            and all(1 <= c <= MOST for c in self.concurrency),
+            f"--concurrency must be numbers in 1..{MAX_CELLS}, like 1,8,64": bool(self.concurrency)
+            and all(1 <= c <= MAX_CELLS for c in self.concurrency),
         }
         for rule, holds in rules.items():
             if not holds:
                 name = rule.split()[0].removeprefix("--").replace("-", "_")
                 raise UserError(f"{rule}; got {getattr(self, name)!r}")
         for tree in self.tree:
-            check_tree(tree, self.k, exact=self.exact)
+            check_tree_nodes(tree, self.k, exact=self.exact)
         if any(self.tree) and self.methods and "p-eagle" not in self.methods:
-            raise UserError(f"--tree needs a p-eagle drafter: add p-eagle to --methods {','.join(self.methods)}")
+            raise UserError(
+                f"--tree needs a p-eagle drafter: add p-eagle to --methods {','.join(self.methods)}"
+            )
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[CellKey]:
         return keys_of(self.sets, self.methods, self.k, self.concurrency, self.tree)
 
     @property
@@ -58,7 +60,9 @@ class Settings:
         """Chains only: as it was written before there were trees, so that such a run goes on."""
         names = [name for name in self.__slots__ if name != "tree" or self.tree != CHAINS]
         told = {name: getattr(self, name) for name in names}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in told.items()
+        }
 
 
 def parse_ks(text: str) -> tuple[int | str, ...]:
@@ -74,7 +78,9 @@ def parse_ks(text: str) -> tuple[int | str, ...]:
 def parse_counts(text: str, option: str = "--concurrency") -> tuple[int, ...]:
     words = [part.strip() for part in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
-        raise UserError(f"{text!r} is no list of numbers of 1 or more: write it like {option} 1,8,64")
+        raise UserError(
+            f"{text!r} is no list of numbers of 1 or more: write it like {option} 1,8,64"
+        )
     return tuple(dict.fromkeys(int(word) for word in words))
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.bench.cell import Key
-from peagle.bench.load import Job
+from peagle.bench.load.jobs import LoadJob
 from peagle.bench.session import Runner
-from peagle.core import Best, parse_method
+from peagle.catalog.pair import Best
+from peagle.core import parse_method
 from peagle.cost.terms import price_of
-from peagle.engine.costs import line
+from peagle.engine.policy.step_costs import fit_line
 from peagle.errors import UserError
+from peagle.results.cell import CellKey
 
 WORTH = 0.01  # a K must promise so much more to be measured
 CLOSE = 0.03  # so near to the best, and it is measured once more
@@ -43,8 +44,10 @@ def expected(rates: Sequence[float], k: int) -> float:
     return 1 + sum(rates[:k])
 
 
-def search(measure: Measure, rates: Sequence[float], ks: Sequence[int], start: int) -> dict[int, Point]:
-    """Measures `start` and its far neighbour, then what promises most, until nothing does."""
+def search(
+    measure: Measure, rates: Sequence[float], ks: Sequence[int], start: int
+) -> dict[int, Point]:
+    """Measures `start` and its far neighbor, then what promises most, until nothing does."""
     start = min(ks, key=lambda k: abs(k - start))
     found = {start: measure(start)}
     if len(ks) > 1:
@@ -62,17 +65,21 @@ def search(measure: Measure, rates: Sequence[float], ks: Sequence[int], start: i
 def second(ks: Sequence[int], start: int) -> int:
     """About half of the first K, which is what more load asks for; upwards where there is nothing below."""
     below = [k for k in ks if k < start]
-    return min(below, key=lambda k: abs(k - start / 2)) if below else min(k for k in ks if k > start)
+    return (
+        min(below, key=lambda k: abs(k - start / 2)) if below else min(k for k in ks if k > start)
+    )
 
 
-def predictions(found: Mapping[int, Point], rates: Sequence[float], ks: Iterable[int]) -> dict[int, float]:
+def predictions(
+    found: Mapping[int, Point], rates: Sequence[float], ks: Iterable[int]
+) -> dict[int, float]:
     """Tokens a second with every K that is not measured: as the nearest measured one, but for yield and cost."""
     costs = {k: point.step_ms for k, point in found.items()}
     told = {}
     for k in (k for k in ks if k not in found):
         near = min(found, key=lambda known: abs(known - k))
         gain = expected(rates, k) / expected(rates, near)
-        told[k] = found[near].throughput * gain * costs[near] / line(costs, k)
+        told[k] = found[near].throughput * gain * costs[near] / fit_line(costs, k)
     return told
 
 
@@ -81,12 +88,14 @@ class Tuner:
     """`jobs`: prompts to draw from; every measurement at one load gets the same."""
 
     runner: Runner
-    jobs: Sequence[Job]
+    jobs: Sequence[LoadJob]
     methods: Sequence[str]
     ks: Sequence[int]
     begins: Callable[[str], None] = lambda what: None
     rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    points: dict[tuple[str, int, int], Point] = field(default_factory=dict)  # method, K, concurrency
+    points: dict[tuple[str, int, int], Point] = field(
+        default_factory=dict
+    )  # method, K, concurrency
     runs: int = 0
 
     def measure(self, method: str, k: int, concurrency: int) -> Point:
@@ -94,7 +103,9 @@ class Tuner:
         self.begins(f"c={concurrency} {method}" + (f" K={k}" if k else ""))
         count = requests(concurrency)
         run = self.runner.run(
-            Key("tune", method, k, concurrency), [self.jobs[i % len(self.jobs)] for i in range(count)], lambda: None
+            CellKey("tune", method, k, concurrency),
+            [self.jobs[i % len(self.jobs)] for i in range(count)],
+            lambda: None,
         )
         told = run.as_dict()
         if run.failed:
@@ -104,7 +115,9 @@ class Tuner:
         point = Point(told["output_throughput"], told["step_ms"] or 0.0, rates)
         known = self.points.get((method, k, concurrency))
         if known is not None:
-            point = Point((known.throughput + point.throughput) / 2, min(known.step_ms, point.step_ms), rates)
+            point = Point(
+                (known.throughput + point.throughput) / 2, min(known.step_ms, point.step_ms), rates
+            )
         self.points[method, k, concurrency] = point
         return point
 
@@ -115,7 +128,12 @@ class Tuner:
             if method not in self.rates:
                 self.rates[method] = self.measure(method, max(self.ks), concurrency).rates
             known = (method, max(self.ks), concurrency) in self.points
-            search(self._measured(method, concurrency), self.rates[method], self.ks, max(self.ks) if known else start)
+            search(
+                self._measured(method, concurrency),
+                self.rates[method],
+                self.ks,
+                max(self.ks) if known else start,
+            )
         return self._best(concurrency)
 
     def _measured(self, method: str, concurrency: int) -> Measure:
@@ -147,7 +165,10 @@ def requests(concurrency: int) -> int:
 def entries(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list[dict[str, Any]]:
     told = []
     for c, one in best.items():
-        rate, plain = tuner.points[one.method, one.k, c].throughput, tuner.points["none", 0, c].throughput
+        rate, plain = (
+            tuner.points[one.method, one.k, c].throughput,
+            tuner.points["none", 0, c].throughput,
+        )
         entry: dict[str, Any] = {
             "concurrency": c,
             "method": one.method,
@@ -155,7 +176,10 @@ def entries(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list
             "output_throughput": round(rate, 2),
         }
         entry |= {"none": round(plain, 2), "speedup": round(rate / plain, 3) if plain else None}
-        told.append(entry | ({"cost_per_million": round(price_of(rate, price), 4)} if price is not None else {}))
+        told.append(
+            entry
+            | ({"cost_per_million": round(price_of(rate, price), 4)} if price is not None else {})
+        )
     return told
 
 
@@ -168,9 +192,13 @@ def explain(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list
         for e in told
     )
     why = "; ".join(reason(tuner, c) for c in best)
-    shares = "; ".join(f"{m} {' '.join(f'{share:.2f}' for share in rates)}" for m, rates in tuner.rates.items())
+    shares = "; ".join(
+        f"{m} {' '.join(f'{share:.2f}' for share in rates)}" for m, rates in tuner.rates.items()
+    )
     if price is None:
-        cost = "Cost: give --price, what an hour of this machine costs, to see it per million tokens."
+        cost = (
+            "Cost: give --price, what an hour of this machine costs, to see it per million tokens."
+        )
     else:
         sums = ", ".join(f"c={e['concurrency']} {e['cost_per_million']:,.3g}" for e in told)
         cost = f"Cost per million tokens at {price:g} an hour: {sums}."
@@ -186,9 +214,7 @@ def reason(tuner: Tuner, concurrency: int) -> str:
         return f"at c={concurrency} only none was measured"
     low, high = min(costs), max(costs)
     grows = costs[high] / costs[low] if costs[low] else 0.0
-    return (
-        f"at c={concurrency} a step of {method} takes {costs[low]:.1f} ms with K={low}, {grows:.2f}x that with K={high}"
-    )
+    return f"at c={concurrency} a step of {method} takes {costs[low]:.1f} ms with K={low}, {grows:.2f}x that with K={high}"
 
 
 def label(method: str, k: int) -> str:

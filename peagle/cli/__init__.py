@@ -1,103 +1,17 @@
-"""The command line. One file a command; torch is imported only by those that need it."""
+"""The command line: one file per command. Only commands that need torch import it."""
 
-import os
-from typing import Annotated, Any
+from peagle.cli.app import app
+from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker
+from peagle.cli.measurement import bench, bench_step, compare, cost, evaluate, report, tune
+from peagle.cli.pairs import catalog, catalog_add, check, export, pull, quantize
+from peagle.cli.serving import demo, generate, serve
+from peagle.cli.training import capture, make_drafter, regenerate, train
 
-import typer
-from rich.console import Console
-from rich.markup import escape
-from typer.core import TyperGroup
-
-from peagle import __version__
-from peagle.errors import UserError
-
-TRAINING = ["make-drafter", "regenerate", "capture", "train"]
-
-out = Console()
-err = Console(stderr=True)
-
-
-def warn(line: str) -> None:
-    err.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
-
-
-class Commands(TyperGroup):
-    """A user's mistake is one line and exit code 2, never a traceback."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        measuring = ["evaluate", "bench", "report", "compare", "cost", "tune", "bench-step"]
-        running = ["generate", "demo", "serve"]
-        shipping = ["export", "quantize", "check", "deploy", "sagemaker"]
-        return ["catalog", "pairs", "pull", *running, *measuring, *TRAINING, *shipping]
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word.
-
-        What stands behind `--` is for vLLM.
-        """
-        if args[:1] == ["serve"]:
-            from peagle.server.sagemaker import arguments, asked_for, passed_on
-
-            end = args.index("--") if "--" in args else len(args)
-            args = ["serve", *(arguments(os.environ) if asked_for() else []), *args[1:end], *passed_on(args[end + 1 :])]
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
-        except (UserError, OSError) as error:  # OSError: a full disk, a folder that may not be written
-            err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt:
-            err.print("\ninterrupted")
-            raise typer.Exit(130) from None
-
-
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+COMMANDS = (  # importing a command registers it
+    *(deploy, deploy_sagemaker, sagemaker),
+    *(bench, bench_step, compare, cost, evaluate, report, tune),
+    *(catalog, catalog_add, check, export, pull, quantize),
+    *(demo, generate, serve),
+    *(capture, make_drafter, regenerate, train),
 )
-
-
-def version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"peagle {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    show: Annotated[
-        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Parallel speculative decoding: a drafter guesses K tokens in one pass, the target checks them in one pass,
-    and the answer is the target's own, token by token."""
-
-
-from peagle.cli import (  # noqa: E402
-    bench,  # noqa: F401
-    bench_step,  # noqa: F401
-    capture,  # noqa: F401
-    catalog,  # noqa: F401
-    catalog_add,  # noqa: F401
-    check,  # noqa: F401
-    compare,  # noqa: F401
-    cost,  # noqa: F401
-    demo,  # noqa: F401
-    deploy,  # noqa: F401
-    deploy_sagemaker,  # noqa: F401
-    evaluate,  # noqa: F401
-    export,  # noqa: F401
-    generate,  # noqa: F401
-    make_drafter,  # noqa: F401
-    pull,  # noqa: F401
-    quantize,  # noqa: F401
-    regenerate,  # noqa: F401
-    report,  # noqa: F401
-    sagemaker,  # noqa: F401
-    serve,  # noqa: F401
-    train,  # noqa: F401
-    tune,  # noqa: F401
-)
+__all__ = ["COMMANDS", "app"]

@@ -12,9 +12,17 @@ def figure(found: list[Offer]) -> Figure:
         kept = front(one for one in found if one.cell.method == method)
         named = method in (methods[0], methods[-1])  # what lies between them has no room for words
         texts = [front_text(one.cell) if named else "" for one in kept]
-        points = [Point(one.per_user or 0.0, one.per_million, text=t) for one, t in zip(kept, texts, strict=True)]
+        points = [
+            Point(one.per_user or 0.0, one.per_million, text=t)
+            for one, t in zip(kept, texts, strict=True)
+        ]
         lines += [Line(method_label(method), shade(method), tuple(apart(points)))] if points else []
     return Figure(
-        "cost", "Cost against speed for one user", "tokens/s of one user", "cost per million tokens", tuple(lines),
-        log=True, note="Of each method, the cells that no other of its cells beats in both. c: requests at a time.",
-    )  # fmt: skip
+        "cost",
+        "Cost against speed for one user",
+        "tokens/s of one user",
+        "cost per million tokens",
+        tuple(lines),
+        log=True,
+        note="Of each method, the cells that no other of its cells beats in both. c: requests at a time.",
+    )

@@ -6,12 +6,12 @@ from typing import Any
 
 from peagle.cost.terms import Terms
 from peagle.report.grid import Grid, per_user
-from peagle.report.runs import Cell
+from peagle.results.runs import ResultCell
 
 
 @dataclass(frozen=True)
 class Offer:
-    cell: Cell
+    cell: ResultCell
     per_gpu: float  # tokens a second
     per_user: float | None
     tpot_ms: float | None
@@ -25,29 +25,45 @@ class Offer:
     def as_dict(self) -> dict[str, Any]:
         named = {"method": self.cell.method, "k": self.cell.k, "concurrency": self.cell.concurrency}
         told = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "cell"}
-        return named | {"acceptance_length": self.cell.number("spec_decode_acceptance_length")} | told
+        return (
+            named | {"acceptance_length": self.cell.number("spec_decode_acceptance_length")} | told
+        )
 
 
-def offer(cell: Cell, base: Cell | None, terms: Terms, assumed: bool = False) -> Offer:
+def offer(cell: ResultCell, base: ResultCell | None, terms: Terms, assumed: bool = False) -> Offer:
     speed = cell.throughput
     assert speed is not None
     pace = per_user(cell)
     tpot = cell.number("mean_tpot_ms") or (1000 / pace if pace else None)
     per_million = terms.per_million(speed)
-    saving = 1 - per_million / terms.per_million(base.throughput) if base is not None and base.throughput else None
+    saving = (
+        1 - per_million / terms.per_million(base.throughput)
+        if base is not None and base.throughput
+        else None
+    )
     within = terms.tpot_ms is None or (tpot is not None and tpot <= terms.tpot_ms)
     replicas = terms.replicas(speed, cell.concurrency)
     gpus = None if replicas is None else replicas * terms.gpus
     per_hour = None if gpus is None else gpus * terms.price
     return Offer(
-        cell, speed / terms.gpus, pace, tpot, per_million, saving if cell is not base else None, within, gpus, per_hour,
+        cell,
+        speed / terms.gpus,
+        pace,
+        tpot,
+        per_million,
+        saving if cell is not base else None,
+        within,
+        gpus,
+        per_hour,
         assumed,
-    )  # fmt: skip
+    )
 
 
 def offers(grid: Grid, terms: Terms) -> list[Offer]:
     """Of every measured cell, by concurrency, then method and K."""
-    cells = sorted(grid.measured, key=lambda cell: cell.concurrency)  # methods and K keep their order
+    cells = sorted(
+        grid.measured, key=lambda cell: cell.concurrency
+    )  # methods and K keep their order
     return [offer(cell, grid.none(cell.concurrency), terms) for cell in cells]
 
 
@@ -78,7 +94,9 @@ def rank(one: Offer) -> tuple[float, float]:
 def front(found: Iterable[Offer]) -> list[Offer]:
     """Those that no other beats in both price and speed for a user, by falling speed."""
     kept: list[Offer] = []
-    for one in sorted((o for o in found if o.per_user), key=lambda o: (-(o.per_user or 0.0), o.per_million)):
+    for one in sorted(
+        (o for o in found if o.per_user), key=lambda o: (-(o.per_user or 0.0), o.per_million)
+    ):
         if not kept or one.per_million < kept[-1].per_million:
             kept.append(one)
     return kept

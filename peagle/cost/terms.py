@@ -5,7 +5,14 @@ from math import ceil
 
 from peagle.errors import UserError
 
-EXAMPLES = {"price": "4.5", "gpus": "1", "busy": "0.6", "tpot_ms": "20", "load": "50000", "users": "500"}
+EXAMPLES = {
+    "price": "4.5",
+    "gpus": "1",
+    "busy": "0.6",
+    "tpot_ms": "20",
+    "load": "50000",
+    "users": "500",
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,9 @@ class Terms:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} is {value:g}: give a number above 0, like {option} {example}")
+                raise UserError(
+                    f"{option} is {value:g}: give a number above 0, like {option} {example}"
+                )
         if self.busy > 1:
             raise UserError(f"--busy is {self.busy:g}: it is a share of the hour, at most 1")
 

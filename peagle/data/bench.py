@@ -12,7 +12,7 @@ from typing import Any
 
 from peagle.data.records import MAX_BROKEN, Report, ignore, read_records, require_turns
 from peagle.errors import UserError, nearest
-from peagle.home import home
+from peagle.paths import cache_home
 
 SPEED_BENCH = ("speed_bench", *(f"speed_bench_throughput_{size}k" for size in (1, 2, 8, 16, 32)))
 SETS = ("humaneval", "mt_bench", "gsm8k", "mbpp", "spec_bench", *SPEED_BENCH)
@@ -28,7 +28,9 @@ class Task:
     turns: tuple[str, ...]
     category: str | None = None
     system: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what scoring needs
+    extra: dict[str, Any] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # what scoring needs
 
 
 def read_sets(
@@ -42,11 +44,17 @@ def read_sets(
         path, category = find_part(word, data)
         name = set_name(path) + (f":{category}" if category else "")
         if name in found:
-            raise UserError(f"set {name!r} is given twice ({found[name][0]} and {path}): name each once")
+            raise UserError(
+                f"set {name!r} is given twice ({found[name][0]} and {path}): name each once"
+            )
         found[name] = path, category
     if not found:
-        raise UserError(f"no set is given: use --set with one or more of {', '.join(SETS)}, or a JSONL file")
-    return {name: read_tasks(path, limit, report, category) for name, (path, category) in found.items()}
+        raise UserError(
+            f"no set is given: use --set with one or more of {', '.join(SETS)}, or a JSONL file"
+        )
+    return {
+        name: read_tasks(path, limit, report, category) for name, (path, category) in found.items()
+    }
 
 
 def set_name(path: Path) -> str:
@@ -68,7 +76,9 @@ def find_set(word: str, data: Path | None = None) -> Path:
         if given.is_file():
             return given
         if given.name.endswith(ENDINGS) or len(given.parts) > 1:
-            raise UserError(f"no file {given}: give a JSONL file with `turns`, or one of {', '.join(SETS)}")
+            raise UserError(
+                f"no file {given}: give a JSONL file with `turns`, or one of {', '.join(SETS)}"
+            )
     folder = data_folder(data)
     if word not in SETS:
         raise UserError(
@@ -88,7 +98,7 @@ def data_folder(given: Path | None = None) -> Path:
     if given is not None:
         return Path(given).expanduser()
     chosen = os.environ.get("PEAGLE_DATA")
-    return Path(chosen).expanduser() if chosen else home() / "data"
+    return Path(chosen).expanduser() if chosen else cache_home() / "data"
 
 
 def read_tasks(
@@ -108,11 +118,15 @@ def read_tasks(
             broken += 1
             report(f"{path}:{line}: skipped, {error}")
             if broken > MAX_BROKEN:
-                raise UserError(f"{path}: more than {MAX_BROKEN} records without turns, the last in {line}") from error
+                raise UserError(
+                    f"{path}: more than {MAX_BROKEN} records without turns, the last in {line}"
+                ) from error
         if len(tasks) == limit:
             break
     if not tasks and category is not None:
-        raise UserError(f"{path} has no task of category {category!r}: it has {', '.join(sorted(seen))}")
+        raise UserError(
+            f"{path} has no task of category {category!r}: it has {', '.join(sorted(seen))}"
+        )
     if not tasks:
         raise UserError(f"{path} holds no task: a record needs `turns`, a list of the user's texts")
     return tasks
@@ -126,7 +140,9 @@ def rows_of(path: Path, report: Report = ignore) -> Iterable[tuple[int, dict]]:
     return enumerate(parquet_rows(path), start=1)
 
 
-def whole_records(path: Path, rows: Iterable[tuple[int, dict]], report: Report) -> Iterator[tuple[int, dict]]:
+def whole_records(
+    path: Path, rows: Iterable[tuple[int, dict]], report: Report
+) -> Iterator[tuple[int, dict]]:
     """Without those whose text has to be had elsewhere."""
     masked = kept = 0
     for line, record in rows:
@@ -136,9 +152,13 @@ def whole_records(path: Path, rows: Iterable[tuple[int, dict]], report: Report) 
         kept += 1
         yield line, record
     if masked and not kept:
-        raise UserError(f"{path}: every row is a placeholder; fill them in with SPEED-Bench's own prepare_data.py")
+        raise UserError(
+            f"{path}: every row is a placeholder; fill them in with SPEED-Bench's own prepare_data.py"
+        )
     if masked:
-        report(f"{path}: {masked} placeholder rows skipped; SPEED-Bench's own prepare_data.py fills them in")
+        report(
+            f"{path}: {masked} placeholder rows skipped; SPEED-Bench's own prepare_data.py fills them in"
+        )
 
 
 def task_of(record: dict[str, Any], line: int) -> Task:
@@ -154,7 +174,9 @@ def task_of(record: dict[str, Any], line: int) -> Task:
     said: dict[str, list[Any]] = {"system": [], "user": [], "assistant": []}
     for message in record["messages"] if isinstance(record["messages"], list) else []:
         if not isinstance(message, dict) or message.get("role") not in said:
-            raise ValueError(f"task {name}: a message needs a role (system, user or assistant) and its content")
+            raise ValueError(
+                f"task {name}: a message needs a role (system, user or assistant) and its content"
+            )
         said[message["role"]].append(message.get("content"))
     turns = require_turns({"turns": said["user"]}, f"task {name}")
     if len(said["system"]) > 1 or not all(isinstance(text, str) for text in said["system"]):

@@ -13,7 +13,9 @@ def encode_prompt(target: Target, messages: Messages) -> list[int]:
     return _template(target, messages, add_generation_prompt=True)["input_ids"]
 
 
-def encode_conversation(target: Target, messages: Messages) -> tuple[list[int], list[tuple[int, int]]]:
+def encode_conversation(
+    target: Target, messages: Messages
+) -> tuple[list[int], list[tuple[int, int]]]:
     """All ids of a finished conversation, and the span [start, end) of each answer in them, stop token included.
 
     An answer begins where the template's prompt for it ends and lasts up to and with the first stop token.
@@ -26,7 +28,9 @@ def encode_conversation(target: Target, messages: Messages) -> tuple[list[int], 
         prompt = encode_prompt(target, messages[:turn])
         start = len(prompt)
         if ids[:start] != prompt:
-            raise ValueError("the template writes earlier turns otherwise than it prompted for them")
+            raise ValueError(
+                "the template writes earlier turns otherwise than it prompted for them"
+            )
         stop = next((i + 1 for i in range(start, len(ids)) if ids[i] in target.stop_ids), len(ids))
         spans.append((start, stop))
     if not spans:

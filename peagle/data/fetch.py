@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from peagle.data.bench import SPEED_BENCH
 from peagle.errors import UserError
-from peagle.home import home
+from peagle.paths import cache_home
 
 Row = dict[str, Any]
 
@@ -33,9 +33,15 @@ class Source(NamedTuple):
 
 
 def humaneval(row: Row) -> Row:
-    ask = "Complete the following Python function. Answer with the whole function in one code block."
+    ask = (
+        "Complete the following Python function. Answer with the whole function in one code block."
+    )
     turn = f"{ask}\n```python\n{row['prompt'].rstrip()}\n```"
-    return {"id": row["task_id"], "turns": [turn], **{name: row[name] for name in ("prompt", "entry_point", "test")}}
+    return {
+        "id": row["task_id"],
+        "turns": [turn],
+        **{name: row[name] for name in ("prompt", "entry_point", "test")},
+    }
 
 
 def gsm8k(row: Row) -> Row:
@@ -49,7 +55,9 @@ def mbpp(row: Row) -> Row:
 def with_turns(row: Row) -> Row:
     """Already in our layout: MT-Bench's, which Spec-Bench and SPEED-Bench took over."""
     names = ("question_id", "category", "sub_category", "source", "difficulty")
-    return {"turns": list(row["turns"])} | {name: row[name] for name in names if row.get(name) is not None}
+    return {"turns": list(row["turns"])} | {
+        name: row[name] for name in names if row.get(name) is not None
+    }
 
 
 SOURCES = {
@@ -58,17 +66,23 @@ SOURCES = {
     "mbpp": Source("google-research-datasets/mbpp", "sanitized/test", mbpp),
     "mt_bench": Source("philschmid/mt-bench", "question.jsonl", with_turns),
     "spec_bench": Source(
-        "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", "", with_turns
+        "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        "",
+        with_turns,
     ),
 } | {
-    name: Source("nvidia/SPEED-Bench", f"{name.removeprefix('speed_bench').lstrip('_') or 'qualitative'}/", with_turns)
+    name: Source(
+        "nvidia/SPEED-Bench",
+        f"{name.removeprefix('speed_bench').lstrip('_') or 'qualitative'}/",
+        with_turns,
+    )
     for name in SPEED_BENCH
 }
 
 
 def fetch_set(name: str, looked_in: Path) -> Path:
     """The set's file in the data folder of the cache, written there first if need be."""
-    path = home() / "data" / f"{name}.jsonl"
+    path = cache_home() / "data" / f"{name}.jsonl"
     if path.is_file():
         return path
     source = SOURCES[name]
@@ -79,7 +93,9 @@ def fetch_set(name: str, looked_in: Path) -> Path:
             raise ValueError("it is empty")
     except UserError:
         raise
-    except Exception as error:  # the hub's client, a proxy, a changed layout: all mean that it is not to be had
+    except (
+        Exception
+    ) as error:  # the hub's client, a proxy, a changed layout: all mean that it is not to be had
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:150]
         raise UserError(
             f"no {name}.jsonl or {name}.jsonl.gz in {looked_in}, and {source.where} cannot be had ({reason}):"
@@ -102,8 +118,12 @@ def local_rows(name: str, looked_in: Path) -> list[Row]:
     folder = looked_in / source.where.split("/")[-1]
     if not source.files or not folder.is_dir():
         return []
-    files = sorted(p for p in folder.rglob("*") if p.relative_to(folder).as_posix().startswith(source.files))
-    return [row for path in files if path.is_file() and readable(path.name) for row in file_rows(path)]
+    files = sorted(
+        p for p in folder.rglob("*") if p.relative_to(folder).as_posix().startswith(source.files)
+    )
+    return [
+        row for path in files if path.is_file() and readable(path.name) for row in file_rows(path)
+    ]
 
 
 def hub_rows(source: Source) -> Iterator[Row]:

@@ -18,7 +18,9 @@ def ignore(line: str) -> None:
     pass
 
 
-def read_records(path: Path, report: Report = ignore, max_broken: int = MAX_BROKEN) -> Iterator[tuple[int, dict]]:
+def read_records(
+    path: Path, report: Report = ignore, max_broken: int = MAX_BROKEN
+) -> Iterator[tuple[int, dict]]:
     """(line number from 1, object) of every line that is a JSON object. Empty lines do not count."""
     path = Path(path).expanduser()
     if not path.is_file():
@@ -37,7 +39,9 @@ def read_records(path: Path, report: Report = ignore, max_broken: int = MAX_BROK
             broken += 1
             report(f"{path}:{number}: skipped, {error}")
             if broken > max_broken:
-                raise UserError(f"{path}: more than {max_broken} broken lines, the last is line {number}") from error
+                raise UserError(
+                    f"{path}: more than {max_broken} broken lines, the last is line {number}"
+                ) from error
             continue
         found += 1
         yield number, record
@@ -57,6 +61,10 @@ def _lines(path: Path) -> Iterator[bytes]:
 def require_turns(record: dict, where: str) -> list[str]:
     """The user turns of a prompt record: `turns`, or one `prompt`."""
     turns = record.get("turns", [record["prompt"]] if "prompt" in record else None)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
+    ):
         raise ValueError(f"{where}: `turns` must be a list of texts, none empty")
     return turns

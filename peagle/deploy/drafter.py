@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle.errors import UserError
-from peagle.home import replace_folder
+from peagle.paths import replace_folder
 
 if TYPE_CHECKING:
-    from peagle.core import Pair
+    from peagle.catalog.pair import Pair
     from peagle.pull.progress import Progress
 
 
-def export_drafter(folder: Path, pair: "Pair", k: int, final: Path, force: bool, progress: "Progress") -> bool:
+def export_drafter(
+    folder: Path, pair: "Pair", k: int, final: Path, force: bool, progress: "Progress"
+) -> bool:
     """Was anything written? The same drafter exported again changes nothing."""
     import torch
 
-    from peagle.drafter.export import export
+    from peagle.export.export import export
 
     if final.exists() and not final.is_dir():
         raise UserError(f"{final} is a file: choose another --out")
@@ -35,8 +37,8 @@ def export_drafter(folder: Path, pair: "Pair", k: int, final: Path, force: bool,
 
 def lost(folder: Path) -> list[str]:
     """What vLLM does not serve of the drafter in this folder: a line, or none."""
-    from peagle.drafter.checkpoint import read
-    from peagle.drafter.lacking import notice
+    from peagle.drafter.formats.checkpoint import read
+    from peagle.export.vllm_subset import notice
 
     line = notice(read(folder).config)
     return [] if line is None else [line]
@@ -44,7 +46,7 @@ def lost(folder: Path) -> list[str]:
 
 def load_drafter(folder: Path, pair: "Pair", progress: "Progress"):  # type: ignore[no-untyped-def]
     """In float32, so that nothing is rounded twice. Ours leave embeddings to their target, which is fetched then."""
-    from peagle.drafter import checkpoint
+    from peagle.drafter.formats import checkpoint
     from peagle.loaded import load
 
     found = checkpoint.read(folder)

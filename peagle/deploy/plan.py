@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog import find
-from peagle.core import DrafterSource, Method, Pair, check_k, parse_method
+from peagle.catalog.entry import HUB
+from peagle.catalog.pair import DrafterSource, Pair
+from peagle.core import Method, check_k, parse_method
 from peagle.deploy.spec import DRAFTER_MOUNT, TARGET_MOUNT, Deployment
 from peagle.deploy.version import RAYS, TESTED, choose_version, samples_wrongly
-from peagle.entry import HUB
 from peagle.errors import UserError
 
 UNTRAINED = "this drafter is untrained: its drafts are noise"
@@ -48,7 +49,9 @@ def plan(
     context = told.context if context is None else context
     wanted = parse_method(method) if method else None
     chosen = given_drafter(pair, drafter, wanted) if drafter else own_drafter(pair, context, wanted)
-    version = choose_version(vllm, told.vllm, chosen.method, pair.name, RAYS if kind == "ray" else TESTED)
+    version = choose_version(
+        vllm, told.vllm, chosen.method, pair.name, RAYS if kind == "ray" else TESTED
+    )
     drafted, notes = choose_k(pair, chosen, k, concurrency)
     folder = chosen.place if isinstance(chosen.place, Path) else None
     target, target_folder = target_of(pair)
@@ -76,7 +79,9 @@ def target_of(pair: Pair) -> tuple[str, str | None]:
     if pair.target.folder is not None:
         return TARGET_MOUNT, str(pair.target.folder.resolve())
     if pair.target.hub is None:
-        raise UserError(f"the target of {pair.name!r} is not on the hub: `peagle pull` it, and deploy its folder")
+        raise UserError(
+            f"the target of {pair.name!r} is not on the hub: `peagle pull` it, and deploy its folder"
+        )
     return pair.target.hub, None
 
 
@@ -86,7 +91,9 @@ def own_drafter(pair: Pair, context: int | None, wanted: Method | None) -> Draft
         raise UserError("without a drafter there is no pair: give one with --drafter HUB_ID or DIR")
     source = pair.drafter(method)
     if not source.trained:
-        raise UserError(f"pair {pair.name!r} has no trained drafter yet: give one with --drafter HUB_ID or DIR")
+        raise UserError(
+            f"pair {pair.name!r} has no trained drafter yet: give one with --drafter HUB_ID or DIR"
+        )
     return Drafter(method, place_of(source, context), source.depth)
 
 
@@ -100,7 +107,7 @@ def given_drafter(pair: Pair, word: str, wanted: Method | None) -> Drafter:
     """A folder tells its own method and depth; a hub id is passed through as of the method wanted, or the pair's."""
     folder = Path(word).expanduser()
     if folder.is_dir():
-        from peagle.drafter.checkpoint import read
+        from peagle.drafter.formats.checkpoint import read
 
         config = read(folder).config
         if wanted not in (None, config.method):
@@ -113,7 +120,9 @@ def given_drafter(pair: Pair, word: str, wanted: Method | None) -> Drafter:
     return Drafter("p-eagle" if method == "none" else method, word, depth)
 
 
-def choose_k(pair: Pair, drafter: Drafter, k: int | None, concurrency: int | None) -> tuple[int, list[str]]:
+def choose_k(
+    pair: Pair, drafter: Drafter, k: int | None, concurrency: int | None
+) -> tuple[int, list[str]]:
     """--k, else what was published for that load, else the pair's own; never deeper than the drafter was trained."""
     notes = []
     best = pair.production.best_k(concurrency) if concurrency is not None else None
@@ -123,14 +132,20 @@ def choose_k(pair: Pair, drafter: Drafter, k: int | None, concurrency: int | Non
     if drafter.depth is None or chosen <= drafter.depth:
         return chosen, notes
     if k is not None:
-        raise UserError(f"K is {k}, but the drafter was trained to depth {drafter.depth}: use -k {drafter.depth}")
+        raise UserError(
+            f"K is {k}, but the drafter was trained to depth {drafter.depth}: use -k {drafter.depth}"
+        )
     return drafter.depth, [*notes, f"K is {drafter.depth}: deeper the drafter was not trained"]
 
 
 def version_notes(pair: Pair, version: str) -> list[str]:
     notes = []
     if pair.production.vllm is None:
-        notes.append(f"the first vLLM that serves this pair is unknown: {version} was not tried with it")
+        notes.append(
+            f"the first vLLM that serves this pair is unknown: {version} was not tried with it"
+        )
     if samples_wrongly(version):
-        notes.append(f"vLLM {version} verifies drafts wrongly at temperatures above 0: 0.25 or later does it right")
+        notes.append(
+            f"vLLM {version} verifies drafts wrongly at temperatures above 0: 0.25 or later does it right"
+        )
     return notes

@@ -14,7 +14,7 @@ from peagle import __version__
 from peagle.deploy.spec import Deployment
 from peagle.deploy.version import RAY, RAYS
 from peagle.errors import UserError
-from peagle.home import write_text
+from peagle.paths import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 NEXT = "NEXT"
@@ -35,7 +35,9 @@ def filled(template: str, deployment: Deployment, **more: str) -> str:
     kind = template.split("/")[0]
     if kind == "vllm":  # on the host itself nothing is mounted
         drafter = "./drafter" if deployment.local_drafter else deployment.drafter
-        deployment = replace(deployment, drafter=drafter, target=deployment.target_folder or deployment.target)
+        deployment = replace(
+            deployment, drafter=drafter, target=deployment.target_folder or deployment.target
+        )
     return (
         environment()
         .get_template(template)
@@ -46,16 +48,21 @@ def filled(template: str, deployment: Deployment, **more: str) -> str:
 @cache
 def environment() -> Environment:
     made = Environment(  # none of this is HTML
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         keep_trailing_newline=True,
-    )  # fmt: skip
+    )
     made.filters |= {"json": json.dumps, "yaml": yaml_scalar, "shell": quote}
     return made
 
 
 def yaml_scalar(value: Any) -> str:
     """On one line, quoted where it must be."""
-    return yaml.safe_dump(value, width=float("inf"), allow_unicode=True).removesuffix("...\n").strip()
+    return (
+        yaml.safe_dump(value, width=float("inf"), allow_unicode=True).removesuffix("...\n").strip()
+    )
 
 
 def differing(files: dict[str, str], out: Path, force: bool) -> dict[Path, str]:

@@ -51,13 +51,19 @@ class Deployment:
             "--gpu must be the name of a type": re.fullmatch(r"[\w.-]*", self.gpu or ""),
             "--name must be a-z, 0-9 and dashes, at most 40": LABEL.fullmatch(self.name),
             # Kubernetes turns a Service `vllm` into VLLM_PORT and the like, which vLLM reads as its own settings
-            "--name must not be or begin with vllm: its settings would clash": not self.name.startswith("vllm"),
+            "--name must not be or begin with vllm: its settings would clash": not self.name.startswith(
+                "vllm"
+            ),
         }
         for rule, holds in rules.items():
             if not holds:
-                raise UserError(f"{rule}; it is {getattr(self, rule.split()[0].removeprefix('--'))!r}")
+                raise UserError(
+                    f"{rule}; it is {getattr(self, rule.split()[0].removeprefix('--'))!r}"
+                )
         if not re.fullmatch(r"\S+", self.served_name):
-            raise UserError(f"{self.served_name!r} is no name for requests: give --served-model-name without spaces")
+            raise UserError(
+                f"{self.served_name!r} is no name for requests: give --served-model-name without spaces"
+            )
         if not re.fullmatch(r"[\w.:/@-]+:[\w.-]+", self.image):
             raise UserError(f"--image {self.image!r} names no version: give NAME:TAG")
         words = (self.pair, self.served_name, self.target, self.drafter, self.target_folder or "")
@@ -86,7 +92,10 @@ class Deployment:
     @property
     def options(self) -> dict[str, Any]:
         """Of `vllm serve TARGET`, without host and port; True is a bare flag."""
-        found: dict[str, Any] = {"served-model-name": self.served_name, "tensor-parallel-size": self.gpus}
+        found: dict[str, Any] = {
+            "served-model-name": self.served_name,
+            "tensor-parallel-size": self.gpus,
+        }
         if self.context is not None:
             found["max-model-len"] = self.context
         return {**found, **self.flags, "speculative-config": self.speculative}

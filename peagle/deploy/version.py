@@ -16,12 +16,20 @@ def numbers(version: str) -> tuple[int, ...]:
         raise UserError(f"--vllm {version!r} is no version: give one like {TESTED}") from error
 
 
-def choose_version(wanted: str | None, gate: str | None, method: Method, pair: str, usual: str = TESTED) -> str:
+def choose_version(
+    wanted: str | None, gate: str | None, method: Method, pair: str, usual: str = TESTED
+) -> str:
     """`wanted` if it serves the pair, else the usual one; never below the pair's gate."""
     version = (wanted or usual).removeprefix("v")
-    first = max((word for word in (gate, PARALLEL if method == "p-eagle" else None) if word), key=numbers, default="0")
+    first = max(
+        (word for word in (gate, PARALLEL if method == "p-eagle" else None) if word),
+        key=numbers,
+        default="0",
+    )
     if numbers(version) < numbers(first):
-        raise UserError(f"{pair} needs vLLM {first} or later, --vllm is {version}: leave it out for {usual}")
+        raise UserError(
+            f"{pair} needs vLLM {first} or later, --vllm is {version}: leave it out for {usual}"
+        )
     if version.count(".") != 2:
         raise UserError(f"--vllm {version!r} names no image: give all three numbers, like {TESTED}")
     return version

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.model import Drafter
-from peagle.kernels.candidates import candidates
-from peagle.kernels.pairs import pairs
-from peagle.tree import CANDIDATES
+from peagle.kernels.triton.candidate_pairs import candidate_pairs
+from peagle.kernels.triton.candidates import candidates
 
 Product = Callable[[Tensor], Tensor]
 
@@ -25,19 +25,25 @@ def plain(weight: Tensor) -> Product:
 class Branching:
     @torch.no_grad()
     def __init__(
-        self, drafter: Drafter, product: Callable[[Tensor], Product] = plain, calibration: tuple[float, ...] = ()
+        self,
+        drafter: Drafter,
+        product: Callable[[Tensor], Product] = plain,
+        calibration: tuple[float, ...] = (),
     ) -> None:
         """`product`: how rows are multiplied with a matrix; `calibration`: instead of the drafter's own."""
         config, ids = drafter.config, drafter.target_ids
         self.device = drafter.lm_head.device
-        self.count = min(CANDIDATES, config.draft_vocab_size)
+        self.count = min(CANDIDATES_PER_DEPTH, config.draft_vocab_size)
         self.calibration = calibration or config.calibration or (1.0,)
         self.factors: dict[tuple[int, int], Tensor] = {}
         self.here: Product | None = None
         if drafter.dependency is not None:
             self.here = product(drafter.dependency.here.weight.detach())
             before, after = drafter.dependency.tables(drafter.embed_tokens, drafter.lm_head)
-            self.before, self.after = (before if ids is None else before[ids]).contiguous(), after.contiguous()
+            self.before, self.after = (
+                (before if ids is None else before[ids]).contiguous(),
+                after.contiguous(),
+            )
 
     def __call__(self, normed: Tensor, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """normed [B * K, d] and its logits -> (ids [B, K, M] of the draft vocabulary, logp [B, K, 1 or M, M])."""
@@ -47,7 +53,9 @@ class Branching:
         if self.here is None:
             logp = (values - totals[:, None]).view(shape)[:, :, None]
         else:
-            logp = pairs(ids, values, totals, factor, self.here(normed), self.before, self.after, k)
+            logp = candidate_pairs(
+                ids, values, totals, factor, self.here(normed), self.before, self.after, k
+            )
             logp = logp.view(*shape, self.count)
         return ids.view(shape), logp
 

@@ -21,11 +21,15 @@ class DrafterConfig:
     head_dim: int
     vocab_size: int
     draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...] | None  # None: the checkpoint does not say; the target's default is taken
+    aux_layer_ids: (
+        tuple[int, ...] | None
+    )  # None: the checkpoint does not say; the target's default is taken
     target_hidden_size: int
     num_taps: int
     max_position_embeddings: int
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope: dict[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
     rms_norm_eps: float = 1e-5
     mask_token_id: int | None = None
     norm_before_residual: bool = False  # layer 0's residual is the normed hidden state
@@ -37,7 +41,9 @@ class DrafterConfig:
     bidirectional: bool = False  # mask rows of a block see each other, later ones too
     dependency: int = 0  # rank of the correction by the draft before (dependency.py); 0: none
     confidence: bool = False  # an output that corrects how likely a row's draft is to be accepted
-    calibration: tuple[float, ...] = ()  # log-probabilities of depth k are of logits times this; empty: 1
+    calibration: tuple[
+        float, ...
+    ] = ()  # log-probabilities of depth k are of logits times this; empty: 1
     k_trained: int | None = None
     target: str | None = None
     target_revision: str | None = None
@@ -49,16 +55,24 @@ class DrafterConfig:
                 "a p-eagle drafter needs a mask token id: set mask_token_id (ptd_token_id in vLLM's format)"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise UserError(f"mask token id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+            raise UserError(
+                f"mask token id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
+            )
         if self.aux_layer_ids is not None and len(self.aux_layer_ids) != self.num_taps:
-            raise UserError(f"{len(self.aux_layer_ids)} aux layer ids, but fc takes {self.num_taps} taps")
-        if self.aux_layer_ids is not None and list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
+            raise UserError(
+                f"{len(self.aux_layer_ids)} aux layer ids, but fc takes {self.num_taps} taps"
+            )
+        if self.aux_layer_ids is not None and list(self.aux_layer_ids) != sorted(
+            set(self.aux_layer_ids)
+        ):
             raise UserError(
                 f"aux layer ids {list(self.aux_layer_ids)} must rise without repeats:"
                 " vLLM taps each layer once, in the order of the layers. Give them with aux_layer_ids"
             )
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
+            raise UserError(
+                f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
+            )
 
     @property
     def pruned(self) -> bool:
@@ -68,7 +82,9 @@ class DrafterConfig:
         """Why this drafter cannot draft for that target: a line each, empty where it fits."""
         lines = []
         if self.target_hidden_size != target.hidden_size:
-            lines.append(f"hidden size {self.target_hidden_size} against the target's {target.hidden_size}")
+            lines.append(
+                f"hidden size {self.target_hidden_size} against the target's {target.hidden_size}"
+            )
         if self.vocab_size != target.vocab_size:
             lines.append(f"vocabulary {self.vocab_size} against the target's {target.vocab_size}")
         layers = len(target.layers)
@@ -126,7 +142,10 @@ def config_for(
 
 def rope_of(text_config: Any) -> dict[str, Any]:
     """transformers' rope_parameters; for a target with one set per layer type, those of its full attention."""
-    rope = dict(getattr(text_config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    rope = dict(
+        getattr(text_config, "rope_parameters", None)
+        or {"rope_type": "default", "rope_theta": 10000.0}
+    )
     if "rope_type" not in rope:
         rope = dict(rope.get("full_attention") or next(iter(rope.values())))
     return rope

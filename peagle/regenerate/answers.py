@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from peagle.errors import UserError
-from peagle.home import write_json
+from peagle.paths import write_json
 
 ANSWERS, SETTINGS = "answers.jsonl", "regenerate.json"
 
@@ -60,7 +60,9 @@ class AnswerFile:
         try:
             self.lock.acquire()
         except Timeout as error:
-            raise UserError(f"another job writes to {out}: wait for it, or give another --out") from error
+            raise UserError(
+                f"another job writes to {out}: wait for it, or give another --out"
+            ) from error
         try:
             check_settings(out, settings)
             self.settled = resume(self.path)
@@ -87,7 +89,9 @@ class AnswerFile:
         self.counts.dropped[reason] += 1
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
-        self.file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self.file.write(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+        )
         self.file.flush()
 
 
@@ -127,7 +131,9 @@ def resume(path: Path) -> set[str]:
                 part, parts = record.get("part", (1, 1))
                 key = record["key"].removesuffix(f"#{part}") if parts > 1 else record["key"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{path}:{number} is no answer: mend or remove that line") from error
+                raise UserError(
+                    f"{path}:{number} is no answer: mend or remove that line"
+                ) from error
             if part == parts:
                 keys.add(key)
                 whole = at

@@ -5,7 +5,7 @@ from typing import Any
 
 from peagle.data.chat import Messages, encode_prompt
 from peagle.errors import UserError
-from peagle.regenerate.batch import Answer
+from peagle.regenerate.batch_generator import BatchAnswer
 from peagle.regenerate.loops import repetitive
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
@@ -15,7 +15,7 @@ REASONS = {"length": "truncated", "loop": "looping"}
 
 @dataclass(slots=True)
 class Document:
-    """Prompt ids and generated ids as they were, never text that is tokenised again; spans [start, end) of answers."""
+    """Prompt ids and generated ids as they were, never text that is tokenized again; spans [start, end) of answers."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -53,7 +53,7 @@ class Conversation:
             return None
         return self.asked
 
-    def take(self, answer: Answer, target: Target) -> None:
+    def take(self, answer: BatchAnswer, target: Target) -> None:
         """Adds the answer: to the last document where the prompt begins with all of it, else to a new one.
 
         Most templates write history as it was; one that does not, as those that leave out old reasoning, makes a
@@ -68,7 +68,9 @@ class Conversation:
         self.answers += 1
         self.messages.append({"role": "assistant", "content": text})
         ids, span = self.asked + answer.ids, (len(self.asked), len(self.asked) + len(answer.ids))
-        grows = self.documents and self.asked[: len(self.documents[-1].ids)] == self.documents[-1].ids
+        grows = (
+            self.documents and self.asked[: len(self.documents[-1].ids)] == self.documents[-1].ids
+        )
         spans = [*self.documents.pop().spans, span] if grows else [span]
         self.documents.append(Document(ids, spans, list(self.messages)))
 

@@ -10,7 +10,7 @@ import httpx
 from peagle.data.chat import Messages, encode_conversation, encode_prompt
 from peagle.errors import UserError
 from peagle.regenerate.answers import AnswerFile
-from peagle.regenerate.job import Progress, Settings
+from peagle.regenerate.job import Progress, RegenerateSettings
 from peagle.regenerate.loops import is_looping, repetitive
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
@@ -22,14 +22,22 @@ TIMEOUT = httpx.Timeout(600.0, connect=20.0)
 
 
 def ask_all(
-    target: Target, prompts: Sequence[Prompt], answers: AnswerFile, settings: Settings, progress: Progress
+    target: Target,
+    prompts: Sequence[Prompt],
+    answers: AnswerFile,
+    settings: RegenerateSettings,
+    progress: Progress,
 ) -> None:
     """Ids and spans come from the target's tokenizer: an endpoint tells text only."""
     asyncio.run(_ask_all(target, prompts, answers, settings, progress))
 
 
 async def _ask_all(
-    target: Target, prompts: Sequence[Prompt], answers: AnswerFile, settings: Settings, progress: Progress
+    target: Target,
+    prompts: Sequence[Prompt],
+    answers: AnswerFile,
+    settings: RegenerateSettings,
+    progress: Progress,
 ) -> None:
     left = iter(prompts)
     key = os.environ.get("OPENAI_API_KEY")
@@ -64,13 +72,20 @@ async def _settle(endpoint: "Endpoint", prompt: Prompt, answers: AnswerFile) -> 
     except ValueError:
         answers.drop(prompt.key, "template")
         return
-    line = {"key": prompt.key, "source": prompt.source, "temperature": prompt.temperature, "messages": messages}
+    line = {
+        "key": prompt.key,
+        "source": prompt.source,
+        "temperature": prompt.temperature,
+        "messages": messages,
+    }
     answers.keep([line | {"ids": ids, "spans": spans} | ({"cut": ended} if ended else {})])
     answers.counts.generated = answers.counts.tokens
 
 
 class Endpoint:
-    def __init__(self, client: httpx.AsyncClient, settings: Settings, target: Target) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, settings: RegenerateSettings, target: Target
+    ) -> None:
         assert settings.endpoint is not None
         url = settings.endpoint.rstrip("/")
         self.url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
@@ -132,14 +147,18 @@ class Endpoint:
                     raise UserError(f"the endpoint {self.url} refuses: {trouble}")
                 wait = max(wait, _retry_after(reply))
             await asyncio.sleep(wait)
-        raise UserError(f"the endpoint {self.url} did not answer in {TRIES} tries, the last: {trouble}")
+        raise UserError(
+            f"the endpoint {self.url} did not answer in {TRIES} tries, the last: {trouble}"
+        )
 
     def _read(self, reply: httpx.Response) -> tuple[str, str]:
         try:
             choice: Any = reply.json()["choices"][0]
             return choice["message"]["content"] or "", choice.get("finish_reason") or "stop"
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise UserError(f"{self.url} is no chat endpoint: its answer has no choices[0].message.content") from error
+            raise UserError(
+                f"{self.url} is no chat endpoint: its answer has no choices[0].message.content"
+            ) from error
 
 
 def waits() -> Iterator[float]:

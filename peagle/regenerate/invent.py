@@ -7,7 +7,7 @@ from pathlib import Path
 from peagle.data.records import read_records, require_turns
 from peagle.errors import UserError
 from peagle.regenerate.answers import cut_torn_line
-from peagle.regenerate.batch import Answer, BatchGenerator, Request, auto_slots
+from peagle.regenerate.batch_generator import BatchAnswer, BatchGenerator, BatchRequest, auto_slots
 from peagle.regenerate.job import ROUND, Progress, silent
 from peagle.target import Target
 
@@ -19,7 +19,12 @@ MORE = 64  # samples of a round beyond what is missing
 
 
 def invent(
-    target: Target, count: int, out: Path, seed: int = 0, slots: int | None = None, progress: Progress = silent
+    target: Target,
+    count: int,
+    out: Path,
+    seed: int = 0,
+    slots: int | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """A file of at least `count` prompts, no two alike; what an earlier run invented is kept and counts."""
     path = Path(out).expanduser() / INVENTED
@@ -32,12 +37,14 @@ def invent(
         tries, before = missing + missing // 2 + MORE, len(known)
         fits = slots or auto_slots(target, capacity, tries)
         generator = BatchGenerator(target, fits, capacity, seed + before + fruitless)
-        answers = generator.run(Request(i, header, MAX_TOKENS, 1.0) for i in range(tries))
+        answers = generator.run(BatchRequest(i, header, MAX_TOKENS, 1.0) for i in range(tries))
         for _ in _append_new(path, _texts(target, answers, tail), known, count):
             progress(len(known), count, generator.made)
         fruitless = fruitless + 1 if len(known) == before else 0
         if fruitless == ROUNDS:
-            raise UserError(f"target {target.name!r} invents too few prompts ({len(known)}): use --prompts instead")
+            raise UserError(
+                f"target {target.name!r} invents too few prompts ({len(known)}): use --prompts instead"
+            )
     return path
 
 
@@ -77,11 +84,13 @@ def user_frame(target: Target) -> tuple[list[int], str]:
     return header, after.strip()
 
 
-def _texts(target: Target, answers: Iterator[Answer], tail: str) -> Iterator[str]:
+def _texts(target: Target, answers: Iterator[BatchAnswer], tail: str) -> Iterator[str]:
     """Whole turns only: ended by a stop token or by what follows a turn in the template, without special tokens."""
     special = set(target.tokenizer.all_special_tokens)
     for answer in answers:
-        text: str = target.tokenizer.decode(answer.ids[:-1] if answer.reason == "stop" else answer.ids)
+        text: str = target.tokenizer.decode(
+            answer.ids[:-1] if answer.reason == "stop" else answer.ids
+        )
         text, ended, _ = text.partition(tail) if tail else (text, "", "")
         whole = answer.reason == "stop" or (ended and answer.reason == "length")
         text = text.strip()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from peagle.errors import UserError
 from peagle.regenerate.answers import AnswerFile, Counts
-from peagle.regenerate.batch import BatchGenerator, Request, auto_slots, free_memory
+from peagle.regenerate.batch_generator import BatchGenerator, BatchRequest, auto_slots, free_memory
 from peagle.regenerate.conversation import Conversation
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
@@ -26,13 +26,15 @@ def silent(done: int, total: int, tokens: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RegenerateSettings:
     max_tokens: int = 512
     max_prompt: int = 1024  # longer prompts are dropped, history included
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
     slots: int | None = None  # None: what fits
-    keep_truncated: bool = False  # answers cut at max_tokens are kept, unless they repeat themselves
+    keep_truncated: bool = (
+        False  # answers cut at max_tokens are kept, unless they repeat themselves
+    )
     prompts: str = ""  # the digest of the prompts' file
     endpoint: str | None = None
     model: str | None = None  # the endpoint's name for the target
@@ -40,7 +42,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_prompt"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: use 1 or more")
+                raise UserError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}: use 1 or more"
+                )
         if self.slots is not None and self.slots < 1:
             raise UserError(f"--slots is {self.slots}: use auto, or 1 or more")
 
@@ -69,7 +73,11 @@ class Settings:
 
 
 def regenerate(
-    target: Target, prompts: Sequence[Prompt], out: Path, settings: Settings, progress: Progress = silent
+    target: Target,
+    prompts: Sequence[Prompt],
+    out: Path,
+    settings: RegenerateSettings,
+    progress: Progress = silent,
 ) -> Counts:
     """Answers to all `prompts` lie in out/answers.jsonl when it returns; stopped at any point, it can be called again.
 
@@ -90,7 +98,11 @@ def regenerate(
 
 
 def answer_all(
-    target: Target, prompts: Sequence[Prompt], answers: AnswerFile, settings: Settings, progress: Progress
+    target: Target,
+    prompts: Sequence[Prompt],
+    answers: AnswerFile,
+    settings: RegenerateSettings,
+    progress: Progress,
 ) -> None:
     """The target answers on this machine, in batches."""
     longest = settings.longest_prompt(target)
@@ -120,21 +132,28 @@ class Turns:
     """The requests of all conversations: a later turn comes up when the one before it is answered."""
 
     def __init__(
-        self, target: Target, prompts: Iterable[Prompt], answers: AnswerFile, longest: int, settings: Settings
+        self,
+        target: Target,
+        prompts: Iterable[Prompt],
+        answers: AnswerFile,
+        longest: int,
+        settings: RegenerateSettings,
     ) -> None:
         self.target, self.answers, self.longest, self.settings = target, answers, longest, settings
         self.fresh = iter(prompts)
         self.waiting: deque[Conversation] = deque()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self
 
-    def __next__(self) -> Request:
+    def __next__(self) -> BatchRequest:
         while True:
             conversation = self.waiting.popleft() if self.waiting else self._new()
             ids = conversation.ask(self.target, self.longest)
             if ids is not None:
-                return Request(conversation, ids, self.settings.max_tokens, conversation.prompt.temperature)
+                return BatchRequest(
+                    conversation, ids, self.settings.max_tokens, conversation.prompt.temperature
+                )
             self.settle(conversation)
 
     def _new(self) -> Conversation:

@@ -47,7 +47,9 @@ def read_prompts(
             continue
         found.append((line, str(record.get("source") or Path(path).name), turns))
     if not found:
-        raise UserError(f"{path} holds no prompt: a record has `turns`, a list of texts, or one `prompt`")
+        raise UserError(
+            f"{path} holds no prompt: a record has `turns`, a list of texts, or one `prompt`"
+        )
     if seed is not None:
         random.Random(seed).shuffle(found)
     return [
@@ -62,7 +64,9 @@ def parse_temperatures(words: str) -> tuple[float, ...]:
     try:
         heats = tuple(float(word) for word in words.split(","))
     except ValueError as error:
-        raise UserError(f"cannot read --temperature {words!r}: give numbers, as in 0 or 0,0.8") from error
+        raise UserError(
+            f"cannot read --temperature {words!r}: give numbers, as in 0 or 0,0.8"
+        ) from error
     for heat in heats:
         Sampling(heat)
     if len({f"{heat:g}" for heat in heats}) < len(heats):

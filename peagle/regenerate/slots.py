@@ -19,8 +19,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.errors import UserError
-from peagle.native import native
 from peagle.target import Target
+from peagle.target.hf_attention import hf_attention
 
 PREFIX = "peagle_slots_"
 
@@ -36,9 +36,13 @@ class SlotLayer(DynamicLayer):
         self.is_initialized = True
 
     def _room(self, like: Tensor) -> Tensor:  # zeros: what is masked is still multiplied
-        return like.new_zeros(len(self.cache.rows), like.shape[1], self.cache.capacity, like.shape[3])
+        return like.new_zeros(
+            len(self.cache.rows), like.shape[1], self.cache.capacity, like.shape[3]
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """A prefill attends to what it brings; a decode step to all that its slots hold."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -80,7 +84,9 @@ def slot_attention(target: Target) -> Iterator[None]:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask(ALL_MASK_ATTENTION_FUNCTIONS[plain]))
     target.model.set_attn_implementation(name)
     if target.model.config._attn_implementation != name:
-        raise UserError(f"target {target.name!r} cannot answer in batches: its attention cannot be exchanged")
+        raise UserError(
+            f"target {target.name!r} cannot answer in batches: its attention cannot be exchanged"
+        )
     try:
         yield
     finally:
@@ -111,12 +117,16 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
     ) -> tuple[Tensor, Any]:
         if slot_lengths is not None:
             if _kernel_fits(query, kwargs):
-                from peagle.kernels.decode_attention import decode_attention
+                from peagle.kernels.triton.decode_attention import decode_attention
 
                 scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-                return decode_attention(query[:, :, 0], key, value, slot_lengths, scale)[:, None], None
-            attention_mask = decode_mask(slot_lengths, key.shape[2], kwargs.get("sliding_window"), query.dtype)
-        return native(plain, module)(module, query, key, value, attention_mask, **kwargs)
+                return decode_attention(query[:, :, 0], key, value, slot_lengths, scale)[
+                    :, None
+                ], None
+            attention_mask = decode_mask(
+                slot_lengths, key.shape[2], kwargs.get("sliding_window"), query.dtype
+            )
+        return hf_attention(plain, module)(module, query, key, value, attention_mask, **kwargs)
 
     return attention
 
@@ -126,7 +136,7 @@ def _kernel_fits(query: Tensor, how: dict[str, Any]) -> bool:
     extras = ("sliding_window", "softcap", "s_aux", "position_bias")
     if query.device.type != "cuda" or any(how.get(name) is not None for name in extras):
         return False
-    from peagle.kernels.decode_attention import available
+    from peagle.kernels.triton.decode_attention import available
 
     return available()
 

@@ -1,4 +1,4 @@
-"""Figures drawn by matplotlib: as SVG whose colours are the page's CSS variables, and as PNG on white."""
+"""Figures drawn by matplotlib: as SVG whose colors are the page's CSS variables, and as PNG on white."""
 
 import io
 import re
@@ -46,7 +46,9 @@ def draw(figure: Figure, picture: str | None = None) -> tuple[str, bytes]:
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError("a report needs matplotlib: pip install 'peagle[bench]', or use --markdown") from error
+        raise UserError(
+            "a report needs matplotlib: pip install 'peagle[bench]', or use --markdown"
+        ) from error
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Canvas
@@ -78,7 +80,9 @@ def fill(axes: "Axes", figure: Figure) -> None:
     if figure.baseline is not None:
         axes.axhline(figure.baseline, color=LIGHT["none"], linewidth=1.2, linestyle=(0, (1, 1.5)))
     for i, line in enumerate(figure.lines):
-        add(axes, line, figure, zorder=4 - i / 100)  # the first on top: short lines are not hidden by long ones
+        add(
+            axes, line, figure, zorder=4 - i / 100
+        )  # the first on top: short lines are not hidden by long ones
     axes.set(xlabel=figure.xlabel, ylabel=figure.ylabel)
     scale(axes, figure)
     if figure.baseline is None and not figure.log:
@@ -87,15 +91,15 @@ def fill(axes: "Axes", figure: Figure) -> None:
 
 def look(line: Line, figure: Figure) -> dict[str, Any]:
     """Of a line and its markers. A Pareto front is a thin line of rings around other lines' markers."""
-    colour, front = LIGHT[line.colour], line.colour == "ink" and figure.log
+    color, front = LIGHT[line.color], line.color == "ink" and figure.log
     return {
-        "color": colour,
+        "color": color,
         "linestyle": "none" if not line.joined else (0, (4, 2)) if line.dashed else "-",
         "linewidth": 1.2 if front else 1.8,
-        "marker": "o" if front else MARKERS[line.colour],
-        "markersize": 9 if front else 8 if line.colour == "ink" else 5.5,
-        "markerfacecolor": "none" if front else colour,
-        "markeredgecolor": colour if front else LIGHT["card"],
+        "marker": "o" if front else MARKERS[line.color],
+        "markersize": 9 if front else 8 if line.color == "ink" else 5.5,
+        "markerfacecolor": "none" if front else color,
+        "markeredgecolor": color if front else LIGHT["card"],
         "markeredgewidth": 1.2 if front else 0.6,
     }
 
@@ -110,7 +114,9 @@ def add(axes: "Axes", line: Line, figure: Figure, zorder: float) -> None:
     for point in line.points:
         if point.text:  # right above a front there is nothing
             offset: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points"}
-            axes.annotate(point.text, (point.x, point.y), fontsize=8, color=LIGHT["muted"], **offset)
+            axes.annotate(
+                point.text, (point.x, point.y), fontsize=8, color=LIGHT["muted"], **offset
+            )
 
 
 def legend(axes: "Axes", figure: Figure) -> None:
@@ -118,7 +124,13 @@ def legend(axes: "Axes", figure: Figure) -> None:
 
     handles = [Line2D([], [], label=line.label, **look(line, figure)) for line in figure.lines]
     columns = 3 if len(handles) > 4 else 2
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.06, 1.0), ncols=columns, borderaxespad=0.2)
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(-0.06, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+    )
 
 
 def scale(axes: "Axes", figure: Figure) -> None:
@@ -131,7 +143,11 @@ def scale(axes: "Axes", figure: Figure) -> None:
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     if figure.ticks:
-        if figure.ticks[-1] >= 8 * figure.ticks[0] and figure.xlabel != "K" and "position" not in figure.xlabel:
+        if (
+            figure.ticks[-1] >= 8 * figure.ticks[0]
+            and figure.xlabel != "K"
+            and "position" not in figure.xlabel
+        ):
             axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(figure.ticks))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -139,20 +155,22 @@ def scale(axes: "Axes", figure: Figure) -> None:
 
 
 def inline(svg: str, name: str, title: str, words: str) -> str:
-    """An SVG for the inside of a page: colours as variables, the page's font, ids of its own, no size of its own."""
+    """An SVG for the inside of a page: colors as variables, the page's font, ids of its own, no size of its own."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[a-zA-Z]+_\d+">', "<g>", svg)
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
-    for colour, value in LIGHT.items():
-        svg = re.sub(rf"{value}\b", f"var(--{colour})", svg, flags=re.IGNORECASE)
+    for color, value in LIGHT.items():
+        svg = re.sub(rf"{value}\b", f"var(--{color})", svg, flags=re.IGNORECASE)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
-    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", tag[0]), svg)
+    svg = re.sub(
+        r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", tag[0]), svg
+    )
     box = re.search(r'viewBox="([^"]+)"', svg)
     assert box is not None
     opening = (
-        f'<svg viewBox="{box[1]}" class="chart" role="img" aria-labelledby="{name}-title {name}-desc">'
+        f'<svg viewBox="{box[1]}" class="chart" role="img" aria-labeledby="{name}-title {name}-desc">'
         f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(words)}</desc>'
     )
     return re.sub(r"<svg\b[^>]*>", lambda _: opening, svg, count=1)

@@ -6,17 +6,28 @@ from typing import Any, Literal
 
 from peagle.errors import UserError, nearest
 from peagle.report.machines import AXES
-from peagle.report.runs import Cell, Run, difference, overlap
 from peagle.report.words import by_k, by_method, label
+from peagle.results.runs import ResultCell, ResultRun, difference, overlap
 
 UP = (
-    "output_throughput", "request_throughput", "per_user_throughput", "spec_decode_acceptance_rate",
+    "output_throughput",
+    "request_throughput",
+    "per_user_throughput",
+    "spec_decode_acceptance_rate",
     "spec_decode_acceptance_length",
-)  # fmt: skip
+)
 DOWN = (
-    *(f"{kind}_{what}_ms" for what in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")),
-    "step_ms", "joules_per_token", "energy_joules", "gpu_memory_bytes", "duration",
-)  # fmt: skip
+    *(
+        f"{kind}_{what}_ms"
+        for what in ("ttft", "tpot", "itl")
+        for kind in ("mean", "median", "p99")
+    ),
+    "step_ms",
+    "joules_per_token",
+    "energy_joules",
+    "gpu_memory_bytes",
+    "duration",
+)
 Outcome = Literal["same", "better", "worse", "noise", "gone", "unknown"]
 
 
@@ -24,7 +35,7 @@ Outcome = Literal["same", "better", "worse", "noise", "gone", "unknown"]
 class Change:
     """One metric of one cell, in both. `ratio` is B / A; `low` and `high`: of the far ends of the spreads."""
 
-    cell: Cell
+    cell: ResultCell
     metric: str
     before: float | None
     after: float | None
@@ -35,7 +46,9 @@ class Change:
 
     @property
     def name(self) -> str:
-        return f"{self.cell.set}, {label(self.cell)}, {self.cell.concurrency} at a time: {self.metric}"
+        return (
+            f"{self.cell.set}, {label(self.cell)}, {self.cell.concurrency} at a time: {self.metric}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         named = {"set": self.cell.set, "method": self.cell.method, "k": self.cell.k}
@@ -60,11 +73,15 @@ def parse_metrics(text: str) -> list[str]:
     known = [*UP, *DOWN]
     for name in names or [text]:
         if name not in known:
-            raise UserError(f"unknown metric {name!r}: use some of {', '.join(known)}.{nearest(name, known)}")
+            raise UserError(
+                f"unknown metric {name!r}: use some of {', '.join(known)}.{nearest(name, known)}"
+            )
     return names
 
 
-def compare(before: Run, after: Run, metrics: list[str], threshold: float, strict: bool = False) -> list[Change]:
+def compare(
+    before: ResultRun, after: ResultRun, metrics: list[str], threshold: float, strict: bool = False
+) -> list[Change]:
     """A change for each metric of each cell that both measured, in a fixed order."""
     mine, theirs = ({cell.key: cell for cell in run.cells} for run in (before, after))
     shared = [key for key in mine if key in theirs]
@@ -74,10 +91,14 @@ def compare(before: Run, after: Run, metrics: list[str], threshold: float, stric
             " measure the same sets, methods, K and concurrency"
         )
     shared.sort(key=lambda key: (key[0], by_method(key[1]), by_k(key[2]), key[3]))
-    return [change(mine[key], theirs[key], metric, threshold, strict) for key in shared for metric in metrics]
+    return [
+        change(mine[key], theirs[key], metric, threshold, strict)
+        for key in shared
+        for metric in metrics
+    ]
 
 
-def change(one: Cell, two: Cell, metric: str, threshold: float, strict: bool) -> Change:
+def change(one: ResultCell, two: ResultCell, metric: str, threshold: float, strict: bool) -> Change:
     before, after = one.number(metric), two.number(metric)
     if before is None or after is None or before <= 0 or after < 0:
         lost = metric == "output_throughput" and one.throughput is not None and after is None
@@ -85,14 +106,23 @@ def change(one: Cell, two: Cell, metric: str, threshold: float, strict: bool) ->
     (low, high), (new_low, new_high) = one.interval(metric), two.interval(metric)
     ratio = after / before
     gain = ratio - 1 if metric in UP else 1 - ratio
-    outcome: Outcome = "same" if abs(gain) <= threshold + 1e-12 else "better" if gain > 0 else "worse"
+    outcome: Outcome = (
+        "same" if abs(gain) <= threshold + 1e-12 else "better" if gain > 0 else "worse"
+    )
     known = one.spread(metric) and two.spread(metric)
     if outcome != "same" and known and not strict and overlap((low, high), (new_low, new_high)):
         outcome = "noise"
     if metric in UP and after == 0:
         outcome = "gone"
     return Change(
-        one, metric, before, after, ratio, new_low / high if high else None, new_high / low if low else None, outcome
+        one,
+        metric,
+        before,
+        after,
+        ratio,
+        new_low / high if high else None,
+        new_high / low if low else None,
+        outcome,
     )
 
 
@@ -101,28 +131,43 @@ def regressions(changes: list[Change]) -> list[Change]:
     return [found for found in changes if found.outcome in ("worse", "gone")]
 
 
-def refuse_other_target(before: Run, after: Run) -> None:
+def refuse_other_target(before: ResultRun, after: ResultRun) -> None:
     if found := difference([before, after]):
         field, said = found
         told = " and ".join(said.values())
-        raise UserError(f"these are different targets ({field}: {told}): compare like with like, or use --force")
+        raise UserError(
+            f"these are different targets ({field}: {told}): compare like with like, or use --force"
+        )
 
 
-def remarks(before: Run, after: Run, warn: Callable[[str], None]) -> None:
+def remarks(before: ResultRun, after: ResultRun, warn: Callable[[str], None]) -> None:
     """What a reader should know: another machine, another load, cells of one side only, failures."""
     for name in ("environment", "settings", "drafters"):
         one, two = before.section(name), after.section(name)
         ignored = AXES if name == "settings" else ("peagle", "commit")
-        apart = [key for key in sorted(one.keys() | two.keys()) if key not in ignored and one.get(key) != two.get(key)]
+        apart = [
+            key
+            for key in sorted(one.keys() | two.keys())
+            if key not in ignored and one.get(key) != two.get(key)
+        ]
         if apart:
-            warn(f"{name} differs: {', '.join(f'{key} {one.get(key)} and {two.get(key)}' for key in apart)}")
+            warn(
+                f"{name} differs: {', '.join(f'{key} {one.get(key)} and {two.get(key)}' for key in apart)}"
+            )
     tasks = before.section("tasks"), after.section("tasks")
-    if other := [name for name in sorted(tasks[0].keys() & tasks[1].keys()) if tasks[0][name] != tasks[1][name]]:
+    if other := [
+        name
+        for name in sorted(tasks[0].keys() & tasks[1].keys())
+        if tasks[0][name] != tasks[1][name]
+    ]:
         warn(f"other tasks in {', '.join(other)}: the numbers are of different prompts")
     mine, theirs = ({cell.key for cell in run.cells} for run in (before, after))
     for run, only in ((before, mine - theirs), (after, theirs - mine)):
         if only:
             warn(f"{len(only)} cells only in {run.path.name}: not compared")
-    counts = [sum(cell.count("failed") for cell in run.cells if cell.key in mine & theirs) for run in (before, after)]
+    counts = [
+        sum(cell.count("failed") for cell in run.cells if cell.key in mine & theirs)
+        for run in (before, after)
+    ]
     if any(counts):
         warn(f"failed requests: {counts[0]} and {counts[1]}")

@@ -2,9 +2,9 @@
 
 from peagle.report.grid import OVERALL, Grid, grids, sets_of
 from peagle.report.machines import Machine
-from peagle.report.runs import Run
 from peagle.report.verdict import verdict
 from peagle.report.words import DASH, TREE, amount, listed
+from peagle.results.runs import ResultRun
 
 LENGTH = "spec_decode_acceptance_length"
 
@@ -24,17 +24,29 @@ def part(machine: Machine, only: str | None = None) -> str:
     head = f"**{plain(run.pair)}** on {plain(machine.label)}, {plain(load(run, sets))}. {plain(verdict(grid))}"
     commands = dict.fromkeys(str(r.raw["command"]) for r in machine.runs if r.raw.get("command"))
     shown = [f"`{code(command)}`" for command in commands]
-    told = [f"Measured by {shown[0]}"] if len(shown) == 1 else ["\n".join(f"- {one}" for one in shown)] if shown else []
+    told = (
+        [f"Measured by {shown[0]}"]
+        if len(shown) == 1
+        else ["\n".join(f"- {one}" for one in shown)]
+        if shown
+        else []
+    )
     return "\n\n".join([head, table(grid), *told])
 
 
-def load(run: Run, sets: str) -> str:
+def load(run: ResultRun, sets: str) -> str:
     """What was asked of it."""
     settings, parts = run.section("settings"), [sets]
     parts += [str(run.target["dtype"])] if run.target.get("dtype") else []
-    parts += [f"answers of up to {settings['max_tokens']} tokens"] if settings.get("max_tokens") else []
+    parts += (
+        [f"answers of up to {settings['max_tokens']} tokens"] if settings.get("max_tokens") else []
+    )
     temperature = settings.get("temperature")
-    parts += ["greedy" if temperature == 0 else f"temperature {temperature}"] if temperature is not None else []
+    parts += (
+        ["greedy" if temperature == 0 else f"temperature {temperature}"]
+        if temperature is not None
+        else []
+    )
     return ", ".join(parts)
 
 
@@ -48,7 +60,9 @@ def table(grid: Grid) -> str:
         known = [value for cell in cells if cell and (value := cell.number(LENGTH)) is not None]
         comma = "," if TREE in method else ""
         shown = [f"`{code(method)}`" + ("" if method == "none" else f"{comma} K={k}")]
-        shown.append(amount(sum(known) / len(known)) if known else "1.00" if method == "none" else DASH)
+        shown.append(
+            amount(sum(known) / len(known)) if known else "1.00" if method == "none" else DASH
+        )
         for cell in cells:
             text = DASH
             if cell is not None:
@@ -68,4 +82,10 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    return " ".join(text.replace("`", "'").replace("|", "\\|").replace("<!--", "< !--").replace("-->", "-- >").split())
+    return " ".join(
+        text.replace("`", "'")
+        .replace("|", "\\|")
+        .replace("<!--", "< !--")
+        .replace("-->", "-- >")
+        .split()
+    )

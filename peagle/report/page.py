@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from peagle.home import write_bytes
+from peagle.paths import write_bytes
 from peagle.report import cells
 from peagle.report.charts import draw, inline
 from peagle.report.figures import figures, slug
@@ -14,9 +14,9 @@ from peagle.report.grid import OVERALL, Grid, grids, sets_of
 from peagle.report.machines import Machine
 from peagle.report.markdown import load, markdown
 from peagle.report.palette import DARK, LIGHT, css
-from peagle.report.runs import Run
 from peagle.report.verdict import against_eagle3, verdict
 from peagle.report.words import METHODS, TREE, amount, label, listed, method_label, share, times
+from peagle.results.runs import ResultRun
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class Panel:
     tables: list[cells.Table]
 
 
-def build(machines: list[Machine], tick: Callable[[], None] = lambda: None) -> tuple[str, dict[str, bytes]]:
+def build(
+    machines: list[Machine], tick: Callable[[], None] = lambda: None
+) -> tuple[str, dict[str, bytes]]:
     """The page, and pictures by file name: of the mean, or of the only set."""
     names = sets_of(cell for machine in machines for cell in machine.cells)
     found = [grids(machine.cells, names) for machine in machines]
@@ -59,7 +61,11 @@ def build(machines: list[Machine], tick: Callable[[], None] = lambda: None) -> t
             load=load(first, listed(names)),
             verdicts=[told(machine, grid) for machine, grid in zip(machines, found, strict=True)],
             panels=panels,
-            tables=[t for t in (cells.checks(machines), cells.scores(machines), cells.failures(machines)) if t.rows],
+            tables=[
+                t
+                for t in (cells.checks(machines), cells.scores(machines), cells.failures(machines))
+                if t.rows
+            ],
             runs=[(machine.label, facts(run)) for machine in machines for run in machine.runs],
             markdown=markdown(machines),
             light=css(LIGHT),
@@ -77,7 +83,11 @@ def environment() -> Any:
         return (files("peagle.report") / "template" / name).read_text(encoding="utf-8")
 
     return Environment(
-        loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FunctionLoader(read),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 
@@ -89,19 +99,33 @@ def panel(
     names: list[str],
     tick: Callable[[], None],
 ) -> Panel:
-    held = [(machine, grid[name]) for machine, grid in zip(machines, found, strict=True) if name in grid]
+    held = [
+        (machine, grid[name]) for machine, grid in zip(machines, found, strict=True) if name in grid
+    ]
     rows: dict[str, list[Chart]] = {}
     for place, (machine, grid) in enumerate(held):
         for figure in figures(grid):
-            file = figure.name if len(machines) == 1 else f"{figure.name}-{place + 1}-{slug(machine.label)}"
+            file = (
+                figure.name
+                if len(machines) == 1
+                else f"{figure.name}-{place + 1}-{slug(machine.label)}"
+            )
             where = f"{machine.label}, {name if name != OVERALL else f'mean of {listed(names)}'}"
             svg, png = draw(figure, f"{machine.runs[0].pair}, {where}" if index == 0 else None)
             words = f"{where}. {figure.words}"
             drawn = inline(svg, f"p{index}m{place}-{figure.name}", figure.title, words)
-            rows.setdefault(figure.name, []).append(Chart(file, figure.title, figure.note, machine.label, drawn, png))
+            rows.setdefault(figure.name, []).append(
+                Chart(file, figure.title, figure.note, machine.label, drawn, png)
+            )
             tick()
     alike = all(set(names) <= grid.keys() for grid in found)
-    title = name if name != OVERALL else f"Mean of {listed(names)}" if alike else "Mean over each machine's sets"
+    title = (
+        name
+        if name != OVERALL
+        else f"Mean of {listed(names)}"
+        if alike
+        else "Mean over each machine's sets"
+    )
     strips = [strip(machine, grid) for machine, grid in held]
     tables = [cells.all_cells(grid, f"{name}, {machine.label}") for machine, grid in held]
     return Panel(name, title, list(rows.values()), strips, tables)
@@ -138,7 +162,13 @@ def told(machine: Machine, found: dict[str, Grid]) -> dict[str, Any]:
         facts.append((times(gain), what, f"{label(cell)}, {cell.concurrency} at a time"))
     if grid.measured:
         cell = max(grid.measured, key=lambda cell: cell.throughput or 0)
-        facts.append((amount(cell.throughput), "tokens/s at most", f"{label(cell)}, {cell.concurrency} at a time"))
+        facts.append(
+            (
+                amount(cell.throughput),
+                "tokens/s at most",
+                f"{label(cell)}, {cell.concurrency} at a time",
+            )
+        )
     compared, identical, failed, requests = counts(machine)
     if compared:
         rate = "100%" if identical == compared else share(min(identical / compared, 0.999))
@@ -159,7 +189,11 @@ def told(machine: Machine, found: dict[str, Grid]) -> dict[str, Any]:
 def caveat(machine: Machine) -> str:
     """What would make the numbers mean less than they seem to."""
     drafters = {name: d for run in machine.runs for name, d in run.section("drafters").items()}
-    noise = [method_label(name) for name, d in drafters.items() if cells.mapping(d).get("trained") is False]
+    noise = [
+        method_label(name)
+        for name, d in drafters.items()
+        if cells.mapping(d).get("trained") is False
+    ]
     told = [f"The drafter of {listed(noise)} is untrained: its drafts are noise."] if noise else []
     _, _, failed, requests = counts(machine)
     if failed:
@@ -170,13 +204,16 @@ def caveat(machine: Machine) -> str:
 def counts(machine: Machine) -> tuple[int, int, int, int]:
     tables = [cells.mapping(cell.raw.get("check")) for cell in machine.cells]
     compared, identical = (
-        sum(int(cells.number(t.get(name)) or 0) for t in tables) for name in ("compared", "identical")
+        sum(int(cells.number(t.get(name)) or 0) for t in tables)
+        for name in ("compared", "identical")
     )
-    failed, requests = (sum(cell.count(name) for cell in machine.cells) for name in ("failed", "requests"))
+    failed, requests = (
+        sum(cell.count(name) for cell in machine.cells) for name in ("failed", "requests")
+    )
     return compared, identical, failed, requests
 
 
-def facts(run: Run) -> dict[str, dict[str, str]]:
+def facts(run: ResultRun) -> dict[str, dict[str, str]]:
     """How a run was measured, as text."""
     said = {"run": run.name, "created": run.raw.get("created"), "command": run.raw.get("command")}
     said |= {name: run.raw.get(name) for name in ("engine", "endpoint")}
@@ -197,7 +234,9 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def write(machines: list[Machine], path: Path, tick: Callable[[], None] = lambda: None) -> list[Path]:
+def write(
+    machines: list[Machine], path: Path, tick: Callable[[], None] = lambda: None
+) -> list[Path]:
     """The page at `path`, pictures beside it; each appears whole."""
     page, pictures = build(machines, tick)
     contents = {path.name: page.encode("utf-8", "replace")} | pictures

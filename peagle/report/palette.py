@@ -1,7 +1,7 @@
-"""Colours by name, for charts and page, light and dark.
+"""Colors by name, for charts and page, light and dark.
 
-Every series is told by a marker too; colours keep 3:1 on their background (text 4.5:1) and differ in brightness, so
-that they stay apart for colour-blind eyes.
+Every series is told by a marker too; colors keep 3:1 on their background (text 4.5:1) and differ in brightness, so
+that they stay apart for color-blind eyes.
 """
 
 LIGHT = {
@@ -37,8 +37,18 @@ DARK = {
     "s5": "#8fd3ee",
 }
 SLOTS = ("s0", "s1", "s2", "s3", "s4", "s5")
-MARKERS = {"s0": "o", "s1": "s", "s2": "D", "s3": "^", "s4": "v", "s5": "P", "ink": "*", "eagle3": "X", "none": "o"}
+MARKERS = {
+    "s0": "o",
+    "s1": "s",
+    "s2": "D",
+    "s3": "^",
+    "s4": "v",
+    "s5": "P",
+    "ink": "*",
+    "eagle3": "X",
+    "none": "o",
+}
 
 
-def css(colours: dict[str, str]) -> str:
-    return "".join(f"--{name}:{value};" for name, value in colours.items())
+def css(colors: dict[str, str]) -> str:
+    return "".join(f"--{name}:{value};" for name, value in colors.items())

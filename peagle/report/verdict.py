@@ -3,8 +3,8 @@
 from itertools import groupby
 
 from peagle.report.grid import Grid
-from peagle.report.runs import Cell, overlap
 from peagle.report.words import label, listed, method_label
+from peagle.results.runs import ResultCell, overlap
 
 
 def verdict(grid: Grid) -> str:
@@ -15,7 +15,11 @@ def verdict(grid: Grid) -> str:
         return "Only plain decoding (none) was measured: there is nothing to compare."
     if "none" not in grid.methods:
         return f"Plain decoding (none) was not measured, so no speed-up can be told. {told_fastest(grid)}"
-    places = [c for c in grid.concurrencies if grid.none(c) and any(grid.best(c, m) for m in grid.drafting)]
+    places = [
+        c
+        for c in grid.concurrencies
+        if grid.none(c) and any(grid.best(c, m) for m in grid.drafting)
+    ]
     if not places:
         return "Plain decoding (none) and the others were measured at different concurrencies: nothing can be compared."
     return f"{told_outcomes(grid, places)}{told_spread(grid, places)}"
@@ -30,30 +34,42 @@ def told_outcomes(grid: Grid, places: list[int]) -> str:
     levels = {c: grid.level(c) for c in places}
     if all(levels[c][0].method == "none" for c in places):
         ties = [c for c in places if len(levels[c]) > 1]
-        but = f"; with {listed([str(c) for c in ties])} at a time the difference is within the spread" if ties else ""
+        but = (
+            f"; with {listed([str(c) for c in ties])} at a time the difference is within the spread"
+            if ties
+            else ""
+        )
         return f"No speculative method is faster than plain decoding (none) at any measured concurrency{but}."
     told: list[str] = []
     for _, group in groupby(places, key=lambda c: frozenset(cell.method for cell in levels[c])):
         part = list(group)
-        told.append(told_part(grid, [levels[c] for c in part], span(part, places, first=not told), first=not told))
+        told.append(
+            told_part(
+                grid, [levels[c] for c in part], span(part, places, first=not told), first=not told
+            )
+        )
     return "; ".join(told) + "."
 
 
-def told_part(grid: Grid, levels: list[list[Cell]], where: str, first: bool) -> str:
+def told_part(grid: Grid, levels: list[list[ResultCell]], where: str, first: bool) -> str:
     """Consecutive concurrencies with the same winners."""
     methods = sorted({cell.method for cell in levels[0]})
     if methods == ["none"]:
         return f"{'Plain' if first else 'plain'} decoding (none) is fastest {where}"
     if "none" in methods:
-        return f"{'No' if first else 'no'} clear winner over plain decoding {where} (spreads overlap)"
+        return (
+            f"{'No' if first else 'no'} clear winner over plain decoding {where} (spreads overlap)"
+        )
     ratios = [found.value for level in levels if (found := grid.speed_up(level[0]))]
     gain = f"{between(ratios)} times plain decoding"
     if len(methods) == 1:
         return f"{named([level[0] for level in levels])} is fastest {where}: {gain}"
-    return f"{listed([method_label(m) for m in methods])} are level {where} (spreads overlap): {gain}"
+    return (
+        f"{listed([method_label(m) for m in methods])} are level {where} (spreads overlap): {gain}"
+    )
 
 
-def named(winners: list[Cell]) -> str:
+def named(winners: list[ResultCell]) -> str:
     """The method, and its K: one, or in the order of concurrency."""
     ks = [str(k) for k, _ in groupby(cell.k for cell in winners)]
     if len(set(ks)) == 1:
@@ -61,7 +77,9 @@ def named(winners: list[Cell]) -> str:
     runs = [list(group) for _, group in groupby(winners, key=lambda cell: cell.k)]
     if len(runs) > 3:
         return f"{method_label(winners[0].method)} (the best K changes with concurrency)"
-    told = [f"K={run[0].k} {'at' if len(run) == 1 else 'from'} {run[0].concurrency}" for run in runs]
+    told = [
+        f"K={run[0].k} {'at' if len(run) == 1 else 'from'} {run[0].concurrency}" for run in runs
+    ]
     return f"{method_label(winners[0].method)} ({', '.join(told)})"
 
 
@@ -94,7 +112,13 @@ def against_eagle3(grid: Grid) -> str | None:
         return None
     ratios = [(one.throughput or 0) / (two.throughput or 1) for _, one, two in pairs]
     level = [c for c, one, two in pairs if overlap(one.interval(), two.interval())]
-    told = f"P-EAGLE at its best K runs at {between(ratios)} times the speed of EAGLE-3 at its best K"
+    told = (
+        f"P-EAGLE at its best K runs at {between(ratios)} times the speed of EAGLE-3 at its best K"
+    )
     if len(level) == len(pairs):
         return f"{told}; the spreads overlap everywhere."
-    return f"{told}; the spreads overlap with {listed([str(c) for c in level])} at a time." if level else f"{told}."
+    return (
+        f"{told}; the spreads overlap with {listed([str(c) for c in level])} at a time."
+        if level
+        else f"{told}."
+    )

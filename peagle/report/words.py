@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from peagle.report.runs import Cell
+from peagle.results.runs import ResultCell
 
 DASH = "–"
 METHODS = {"none": "none", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
@@ -23,14 +23,18 @@ def form_label(method: str, k: int | str) -> str:
     return f"{method_label(method)}{',' if TREE in method else ''} K={k}"
 
 
-def label(cell: Cell) -> str:
+def label(cell: ResultCell) -> str:
     return form_label(cell.method, cell.k)
 
 
 def by_method(method: str) -> tuple[int, int, str]:
     """A sort key: none, EAGLE-3, P-EAGLE with chains, then trees by size; then whatever else there is."""
     name, _, nodes = method.partition(TREE)
-    return ORDER.index(name) if name in ORDER else len(ORDER), int(nodes) if nodes.isdecimal() else 0, method
+    return (
+        ORDER.index(name) if name in ORDER else len(ORDER),
+        int(nodes) if nodes.isdecimal() else 0,
+        method,
+    )
 
 
 def by_k(k: int | str) -> tuple[bool, int]:

@@ -1,6 +1,9 @@
 """How long to wait before what died is started again: twice as long each time, but short after a healthy life."""
 
-LONGEST, HEALTHY = 30.0, 60.0  # seconds: between two tries; of a life that is forgotten when it ends
+LONGEST, HEALTHY = (
+    30.0,
+    60.0,
+)  # seconds: between two tries; of a life that is forgotten when it ends
 
 
 class Backoff:

@@ -10,15 +10,15 @@ from types import FrameType
 import uvicorn
 
 from peagle.errors import UserError
-from peagle.server.app import build
-from peagle.server.front import Front
-from peagle.server.gateway import Gateway
-from peagle.server.heads import protocol
-from peagle.server.logs import set_up, tell
-from peagle.server.replicas import Replicas
-from peagle.server.served import Served
-from peagle.server.settings import Settings
-from peagle.server.vllm import Vllm
+from peagle.server.backend import Backend
+from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.http.app import build
+from peagle.server.http.header_limit import limited_protocol
+from peagle.server.http.logs import log_event, set_up
+from peagle.server.settings import ServerSettings
+from peagle.server.workers.gateway import Gateway
+from peagle.server.workers.replicas import Replicas
+from peagle.server.workers.vllm_worker import Vllm
 
 BACKLOG = 2048
 
@@ -32,7 +32,9 @@ def listen(host: str, port: int) -> socket.socket:
         here.bind((host, port))
     except OSError as error:
         here.close()
-        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): use another --port or --host") from error
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error.strerror}): use another --port or --host"
+        ) from error
     here.listen(BACKLOG)
     here.set_inheritable(True)
     return here
@@ -47,11 +49,20 @@ def listen_at(path: str) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    def __init__(self, front: Served) -> None:
-        super().__init__(uvicorn.Config(
-            build(front, self.fail), log_config=None, access_log=False, server_header=False, timeout_keep_alive=30,
-            timeout_graceful_shutdown=3, backlog=BACKLOG, lifespan="on", http=protocol(),
-        ))  # fmt: skip
+    def __init__(self, front: Backend) -> None:
+        super().__init__(
+            uvicorn.Config(
+                build(front, self.fail),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=3,
+                backlog=BACKLOG,
+                lifespan="on",
+                http=limited_protocol(),
+            )
+        )
         self.front, self.failure = front, None  # type: Served, str | None
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -64,11 +75,16 @@ class Server(uvicorn.Server):
         if self.loop is None or self.front.drain.begun:
             self.should_exit = self.force_exit = True
             return
-        tell("draining", signal=sig, seconds=self.front.settings.drain_seconds, open=self.front.drain.open)
+        log_event(
+            "draining",
+            signal=sig,
+            seconds=self.front.settings.drain_seconds,
+            open=self.front.drain.open,
+        )
         self.loop.call_soon_threadsafe(self.front.drain.begin, self.stop)
 
     def stop(self) -> None:
-        tell("stopped")
+        log_event("stopped")
         self.should_exit = True
 
     def fail(self, reason: str) -> None:
@@ -77,25 +93,30 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: ServerSettings) -> None:
     set_up()
     here = listen_at(settings.socket) if settings.socket else listen(settings.host, settings.port)
     if settings.socket is None:
         host, port = here.getsockname()[:2]
-        tell("listening", host=host, port=port, model=settings.model_names[0])
+        log_event("listening", host=host, port=port, model=settings.model_names[0])
         if settings.open_to_all:
-            tell("anybody who reaches this address can use it: set --api-key, or --host 127.0.0.1", logging.WARNING)
+            log_event(
+                "anybody who reaches this address can use it: set --api-key, or --host 127.0.0.1",
+                logging.WARNING,
+            )
     front = front_for(settings)
     server = Server(front)
     server.run(sockets=[here])
     if server.failure is not None:
         raise UserError(server.failure)
-    if isinstance(front, Front) and front.engines.driver.alive:  # loading, or in a long pass: nobody waits for that
+    if (
+        isinstance(front, LocalBackend) and front.engines.driver.alive
+    ):  # loading, or in a long pass: nobody waits for that
         sys.stderr.flush()
         os._exit(0)
 
 
-def front_for(settings: Settings) -> Served:
+def front_for(settings: ServerSettings) -> Backend:
     if settings.engine == "vllm":
         return Gateway(settings, Vllm(settings))
-    return Gateway(settings, Replicas(settings)) if settings.replicas else Front.of(settings)
+    return Gateway(settings, Replicas(settings)) if settings.replicas else LocalBackend.of(settings)

@@ -24,15 +24,45 @@ ADDRESS = ["--host", "0.0.0.0", "--port", "8080"]
 MOST_BYTES = 1024  # of one value, by SageMaker's own limit
 
 VALUES = (  # options of `peagle serve` that take a value, under vLLM's names or ours
-    "host", "port", "api-key", "served-model-name", "speculative-config", "max-model-len", "max-num-seqs",
-    "max-num-batched-tokens", "dtype", "device", "method", "methods", "k", "tree", "max-queue", "max-batch",
-    "kv-tokens", "context", "drafter", "target", "max-body-mb", "timeout", "drain-seconds", "engine", "replicas",
-    "vllm-python", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size",
-)  # fmt: skip
+    "host",
+    "port",
+    "api-key",
+    "served-model-name",
+    "speculative-config",
+    "max-model-len",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "dtype",
+    "device",
+    "method",
+    "methods",
+    "k",
+    "tree",
+    "max-queue",
+    "max-batch",
+    "kv-tokens",
+    "context",
+    "drafter",
+    "target",
+    "max-body-mb",
+    "timeout",
+    "drain-seconds",
+    "engine",
+    "replicas",
+    "vllm-python",
+    "tensor-parallel-size",
+    "pipeline-parallel-size",
+    "data-parallel-size",
+)
 FLAGS = (
-    "int8", "exact", "log-prompts", "trust-remote-code", "enforce-eager", "enable-prefix-caching",
+    "int8",
+    "exact",
+    "log-prompts",
+    "trust-remote-code",
+    "enforce-eager",
+    "enable-prefix-caching",
     "no-enable-prefix-caching",
-)  # fmt: skip
+)
 IGNORED = {  # they tune vLLM or its logs; an answer is the same without them
     "gpu-memory-utilization": "the engine takes 85 % of what is free",
     "disable-log-requests": "prompts are not logged anyway",
@@ -55,7 +85,11 @@ def asked_for(environment: Mapping[str, str] = os.environ) -> bool:
 def arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
     """The command line of `peagle serve` that this environment asks for."""
     words = [*ADDRESS]
-    model = environment.get(f"{PREFIX}MODEL") or folder_of(root / MODEL) or environment.get("HF_MODEL_ID")
+    model = (
+        environment.get(f"{PREFIX}MODEL")
+        or folder_of(root / MODEL)
+        or environment.get("HF_MODEL_ID")
+    )
     if model:
         words += ["--model", model]
     given = dict(sorted(environment.items()))
@@ -73,11 +107,17 @@ def arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[st
 def option(name: str, value: str, vllm: bool = False) -> list[str]:
     """`vllm`: what we do not know is vLLM's to judge."""
     if len(value.encode()) > MOST_BYTES:
-        raise UserError(f"{name} has {len(value.encode())} bytes: SageMaker allows {MOST_BYTES} per value")
+        raise UserError(
+            f"{name} has {len(value.encode())} bytes: SageMaker allows {MOST_BYTES} per value"
+        )
     flag = name.removeprefix(PREFIX).lower().replace("_", "-")
     known = [*VALUES, *FLAGS, *IGNORED]
     if vllm and flag not in (*VALUES, *FLAGS):
-        return [] if value == "false" else passed_on([f"--{flag}", *([] if value in ("true", "") else elements(value))])
+        return (
+            []
+            if value == "false"
+            else passed_on([f"--{flag}", *([] if value in ("true", "") else elements(value))])
+        )
     if flag not in known:
         close = nearest(name, [PREFIX + word.upper().replace("-", "_") for word in known])
         raise UserError(f"{name} is not known: it would be --{flag} of peagle serve.{close}")

@@ -5,19 +5,27 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.core import Method, check_k, check_tree, parse_method
+from peagle.core import Method, check_k, check_tree_nodes, parse_method
 from peagle.errors import UserError, nearest
 
 EngineKind = Literal["native", "vllm"]
 FRONTS = (  # options of vLLM's that the front must have the say of
-    "--model", "--served-model-name", "--api-key", "--host", "--port", "--uds", "--root-path", "--ssl-keyfile",
-    "--ssl-certfile", "--ssl-ca-certs",
-)  # fmt: skip
+    "--model",
+    "--served-model-name",
+    "--api-key",
+    "--host",
+    "--port",
+    "--uds",
+    "--root-path",
+    "--ssl-keyfile",
+    "--ssl-certfile",
+    "--ssl-ca-certs",
+)
 ENGINES: tuple[EngineKind, ...] = get_args(EngineKind)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServerSettings:
     pair: str = DEFAULT_PAIR
     target: str | None = None
     drafter: str | None = None  # folders, by commas
@@ -27,7 +35,9 @@ class Settings:
     port: int = 8000
     method: Method | None = None  # None: the pair's
     k: int | str = "auto"
-    tree: int | None = None  # nodes: the most with automatic K; 0: chains only; None: as the engine thinks fit
+    tree: int | None = (
+        None  # nodes: the most with automatic K; 0: chains only; None: as the engine thinks fit
+    )
     methods: tuple[Method, ...] = ()  # that a request may choose; (): all that the pair has
     parallel: bool | None = None  # what a speculative config said of its drafter; None: nothing
     max_batch: int = 64
@@ -49,7 +59,9 @@ class Settings:
     backoff: float = 1.0  # seconds before an engine that died is made again; doubled each time
     log_prompts: bool = False
     engine: EngineKind = "native"
-    replicas: int | None = None  # processes with a native engine each; None: the engine is in this process
+    replicas: int | None = (
+        None  # processes with a native engine each; None: the engine is in this process
+    )
     socket: str | None = None  # a Unix socket to listen on, instead of host and port
     vllm_python: str | None = None  # the interpreter that has vLLM; None: looked for
     vllm_arguments: tuple[str, ...] = ()  # as they are
@@ -57,7 +69,9 @@ class Settings:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     trust_remote_code: bool = False
-    speculative: Mapping[str, Any] = field(default_factory=dict)  # further keys of vLLM's speculative config
+    speculative: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # further keys of vLLM's speculative config
 
     def __post_init__(self) -> None:
         rules = {
@@ -70,10 +84,12 @@ class Settings:
             "--timeout must be 0 (no limit) or more": 0 <= self.timeout < float("inf"),
             "--drain-seconds must be 0 or more": 0 <= self.drain_seconds < float("inf"),
             "--api-key must not be empty: leave it out": all(self.api_keys),
-            "--allow-origin must be like https://example.org": all("://" in origin for origin in self.allow_origins),
+            "--allow-origin must be like https://example.org": all(
+                "://" in origin for origin in self.allow_origins
+            ),
             "--served-model-name must not be empty: leave it out": all(self.names),
         }
-        check_tree(self.tree or 0, (self.k,), self.method, self.exact)
+        check_tree_nodes(self.tree or 0, (self.k,), self.method, self.exact)
         rules |= self._vllm_rules() if self.engine == "vllm" else self._native_rules()
         for rule, holds in rules.items():
             if not holds:
@@ -85,29 +101,35 @@ class Settings:
             f"{' '.join(taken)} must not stand behind --: give it to peagle serve, or leave it out": not taken,
             "--int8 cannot be had from vLLM: use -- --quantization ..., or --engine native": not self.int8,
             "--exact cannot be had from vLLM: use --dtype float32, or --engine native": not self.exact,
-            "--tree cannot be had from vLLM: its parallel_drafting drafts chains. Leave it out, or --engine native":
-                not self.tree,
+            "--tree cannot be had from vLLM: its parallel_drafting drafts chains. Leave it out, or --engine native": not self.tree,
             "--methods cannot be had from vLLM: it serves one method, --method": not self.methods,
-            "--kv-tokens cannot be had from vLLM: use -- --gpu-memory-utilization 0.85": self.kv_tokens is None,
-            "--device must be auto, cpu or cuda with --engine vllm: choose GPUs by CUDA_VISIBLE_DEVICES":
-                self.device in ("auto", "cpu", "cuda"),
+            "--kv-tokens cannot be had from vLLM: use -- --gpu-memory-utilization 0.85": self.kv_tokens
+            is None,
+            "--device must be auto, cpu or cuda with --engine vllm: choose GPUs by CUDA_VISIBLE_DEVICES": self.device
+            in ("auto", "cpu", "cuda"),
             "--replicas is for --engine native: use --data-parallel-size N": self.replicas is None,
-            "--tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size must be 1 or more":
-                min(self.tensor_parallel, self.pipeline_parallel, self.data_parallel) >= 1,
-        }  # fmt: skip
+            "--tensor-parallel-size, --pipeline-parallel-size and --data-parallel-size must be 1 or more": min(
+                self.tensor_parallel, self.pipeline_parallel, self.data_parallel
+            )
+            >= 1,
+        }
 
     def _native_rules(self) -> dict[str, bool]:
-        one = "the native engine runs on one device: use --engine vllm, or --replicas N for N engines"
+        one = (
+            "the native engine runs on one device: use --engine vllm, or --replicas N for N engines"
+        )
         return {
-            "--trust-remote-code cannot be had: the native engine never runs code from a checkpoint":
-                not self.trust_remote_code,
-            f"--tensor-parallel-size {self.tensor_parallel} cannot be had: {one}": self.tensor_parallel == 1,
-            f"--pipeline-parallel-size {self.pipeline_parallel} cannot be had: {one}": self.pipeline_parallel == 1,
-            f"--data-parallel-size {self.data_parallel} cannot be had: use --replicas N": self.data_parallel == 1,
-            "--vllm-python and arguments behind -- go with --engine vllm":
-                self.vllm_python is None and not self.vllm_arguments,
+            "--trust-remote-code cannot be had: the native engine never runs code from a checkpoint": not self.trust_remote_code,
+            f"--tensor-parallel-size {self.tensor_parallel} cannot be had: {one}": self.tensor_parallel
+            == 1,
+            f"--pipeline-parallel-size {self.pipeline_parallel} cannot be had: {one}": self.pipeline_parallel
+            == 1,
+            f"--data-parallel-size {self.data_parallel} cannot be had: use --replicas N": self.data_parallel
+            == 1,
+            "--vllm-python and arguments behind -- go with --engine vllm": self.vllm_python is None
+            and not self.vllm_arguments,
             "--replicas must be 1 or more": self.replicas is None or self.replicas >= 1,
-        }  # fmt: skip
+        }
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -143,11 +165,17 @@ def parse_serving_k(word: str) -> int | str:
 
 
 def parse_methods(words: str | None) -> tuple[Method, ...]:
-    return tuple(dict.fromkeys(parse_method(word.strip()) for word in words.split(","))) if words else ()
+    return (
+        tuple(dict.fromkeys(parse_method(word.strip()) for word in words.split(",")))
+        if words
+        else ()
+    )
 
 
 def parse_engine(word: str) -> EngineKind:
     for engine in ENGINES:
         if word == engine:
             return engine
-    raise UserError(f"unknown engine {word!r}: use {' or '.join(ENGINES)}.{nearest(word, list(ENGINES))}")
+    raise UserError(
+        f"unknown engine {word!r}: use {' or '.join(ENGINES)}.{nearest(word, list(ENGINES))}"
+    )

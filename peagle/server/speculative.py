@@ -2,7 +2,7 @@
 
     {"method": "eagle3", "model": "/opt/ml/.../eagle", "num_speculative_tokens": 7, "parallel_drafting": true}
 
-`parallel_drafting` makes it P-EAGLE. What our engine cannot honour is refused; what makes no difference to it is not.
+`parallel_drafting` makes it P-EAGLE. What our engine cannot honor is refused; what makes no difference to it is not.
 
     {"model": "DIR", "parallel_drafting_spec": {"num_branches": [8, 8, 4, 4, 2, 2, 1], "depth": 7}}
 
@@ -23,9 +23,15 @@ METHODS = ("eagle3", "eagle", "p-eagle")
 USED = ("method", "model", "num_speculative_tokens", "parallel_drafting", "parallel_drafting_spec")
 BRANCHES, DEPTH = "num_branches", "depth"  # of parallel_drafting_spec
 HARMLESS = (  # they tune vLLM, not the answer
-    "max_model_len", "enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction", "revision",
-    "code_revision", "attention_backend", "moe_backend",
-)  # fmt: skip
+    "max_model_len",
+    "enforce_eager",
+    "disable_padded_drafter_batch",
+    "use_local_argmax_reduction",
+    "revision",
+    "code_revision",
+    "attention_backend",
+    "moe_backend",
+)
 REFUSED = {
     "draft_tensor_parallel_size": "the native engine runs on one device: use 1 or leave it out",
     "quantization": "a drafter runs in the target's dtype: leave it out",
@@ -46,14 +52,18 @@ class Speculative:
     more: Mapping[str, Any] = field(default_factory=dict)  # keys for vLLM alone
 
 
-def parse_speculative(text: str, source: str = "--speculative-config", vllm: bool = False) -> Speculative:
+def parse_speculative(
+    text: str, source: str = "--speculative-config", vllm: bool = False
+) -> Speculative:
     """`vllm`: keys we do not use are vLLM's to judge."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{source} is no JSON: {error}") from error
     if not isinstance(given, dict):
-        raise UserError(f'{source} must be an object like {{"model": "DIR", "num_speculative_tokens": 7}}')
+        raise UserError(
+            f'{source} must be an object like {{"model": "DIR", "num_speculative_tokens": 7}}'
+        )
     more = {key: value for key, value in given.items() if key not in USED} if vllm else {}
     for key, value in given.items():
         if key not in more:
@@ -64,20 +74,30 @@ def parse_speculative(text: str, source: str = "--speculative-config", vllm: boo
     k, tree = k_of(given, source), None
     if (spec := given.get("parallel_drafting_spec")) is not None:
         if vllm:
-            raise UserError(f"{source}: no vLLM has parallel_drafting_spec: use parallel_drafting, or --engine native")
+            raise UserError(
+                f"{source}: no vLLM has parallel_drafting_spec: use parallel_drafting, or --engine native"
+            )
         if parallel is False:
-            raise UserError(f"{source}: parallel_drafting_spec needs parallel_drafting: leave out its false")
+            raise UserError(
+                f"{source}: parallel_drafting_spec needs parallel_drafting: leave out its false"
+            )
         given, parallel = given | {"parallel_drafting": True}, True
         k, tree = tree_of(spec, k, source)
     return Speculative(drafter_of(given, source), method_of(given, source), k, parallel, tree, more)
 
 
 def check_key(key: str, value: Any, source: str) -> None:
-    if key in REFUSED and value not in (None, False) and not (key == "draft_tensor_parallel_size" and value == 1):
-        raise UserError(f"{source}: {key} cannot be honoured: {REFUSED[key]}")
+    if (
+        key in REFUSED
+        and value not in (None, False)
+        and not (key == "draft_tensor_parallel_size" and value == 1)
+    ):
+        raise UserError(f"{source}: {key} cannot be honored: {REFUSED[key]}")
     if key not in (*USED, *HARMLESS, *REFUSED):
         known = [*USED, *HARMLESS, *REFUSED]
-        raise UserError(f"{source}: unknown key {key!r}: use {', '.join(USED)}.{nearest(key, known)}")
+        raise UserError(
+            f"{source}: unknown key {key!r}: use {', '.join(USED)}.{nearest(key, known)}"
+        )
 
 
 def drafter_of(given: dict[str, Any], source: str) -> str | None:
@@ -94,7 +114,9 @@ def method_of(given: dict[str, Any], source: str) -> Method | None:
         return "p-eagle" if given.get("parallel_drafting") else None
     if method not in METHODS:
         word = str(method)
-        raise UserError(f"{source}: method {word!r} is not drafted here: use eagle3.{nearest(word, list(METHODS))}")
+        raise UserError(
+            f"{source}: method {word!r} is not drafted here: use eagle3.{nearest(word, list(METHODS))}"
+        )
     if method == "p-eagle" or given.get("parallel_drafting"):
         return "p-eagle"
     return "eagle3"
@@ -103,7 +125,9 @@ def method_of(given: dict[str, Any], source: str) -> Method | None:
 def k_of(given: dict[str, Any], source: str) -> int | None:
     k = given.get("num_speculative_tokens")
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-        raise UserError(f"{source}: num_speculative_tokens is {k!r}: use 1 or more, or leave it out for automatic K")
+        raise UserError(
+            f"{source}: num_speculative_tokens is {k!r}: use 1 or more, or leave it out for automatic K"
+        )
     return k
 
 
@@ -111,14 +135,20 @@ def tree_of(spec: Any, k: int | None, source: str) -> tuple[int, int]:
     """K and nodes of a parallel_drafting_spec; 0 nodes: one branch at each depth, which is a chain."""
     where = f"{source}: parallel_drafting_spec"
     if not isinstance(spec, dict) or set(spec) - {BRANCHES, DEPTH} or BRANCHES not in spec:
-        raise UserError(f'{where} must be like {{"{BRANCHES}": [8, 8, 4, 4, 2, 2, 1], "{DEPTH}": 7}}, not {spec!r}')
+        raise UserError(
+            f'{where} must be like {{"{BRANCHES}": [8, 8, 4, 4, 2, 2, 1], "{DEPTH}": 7}}, not {spec!r}'
+        )
     branches, depth = spec[BRANCHES], spec.get(DEPTH, k)
     if depth is None and isinstance(branches, list):
         depth = len(branches)
     if not is_count(depth) or (k is not None and k != depth):
-        raise UserError(f"{where}: {DEPTH} is {depth!r}: use 1 or more, and the same as num_speculative_tokens")
+        raise UserError(
+            f"{where}: {DEPTH} is {depth!r}: use 1 or more, and the same as num_speculative_tokens"
+        )
     listed = isinstance(branches, list)
-    if not all(map(is_count, branches if listed else [branches])) or (listed and len(branches) != depth):
+    if not all(map(is_count, branches if listed else [branches])) or (
+        listed and len(branches) != depth
+    ):
         raise UserError(
             f"{where}: {BRANCHES} is {branches!r}: use a number of 1 or more, or one for each of {depth} depths"
         )

@@ -34,11 +34,23 @@ def card(
         lines += [*table(evaluation), ""]
     if commands:
         lines += ["Commands:", "", "```", *commands, "```", ""]
-    lines += ["Settings that differ from `peagle train --print-config`:", "", "```yaml", *differing(config), "```", ""]
+    lines += [
+        "Settings that differ from `peagle train --print-config`:",
+        "",
+        "```yaml",
+        *differing(config),
+        "```",
+        "",
+    ]
     lines += ["![loss, matches per depth and acceptance length](curves.png)", ""]
     if drafter.calibration:
         factors = " ".join(f"{factor:.2f}" for factor in drafter.calibration)
-        lines += [f"Probabilities are of logits times, by depth: {factors}.", "", "![reliability](calibration.png)", ""]
+        lines += [
+            f"Probabilities are of logits times, by depth: {factors}.",
+            "",
+            "![reliability](calibration.png)",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -55,8 +67,14 @@ def table(evaluation: dict[str, Any]) -> list[str]:
         own = [result for result in evaluation["results"] if result["temperature"] == temperature]
         ks = list(dict.fromkeys(result["k"] for result in own))
         how = "greedy" if not temperature else f"temperature {temperature:g}"
-        lines += [f"Acceptance length, {how}, at most {evaluation['max_tokens']} tokens an answer:", ""]
-        lines += ["| set | tasks | " + " | ".join(f"K={k}" for k in ks) + " |", "|---|---|" + "---|" * len(ks)]
+        lines += [
+            f"Acceptance length, {how}, at most {evaluation['max_tokens']} tokens an answer:",
+            "",
+        ]
+        lines += [
+            "| set | tasks | " + " | ".join(f"K={k}" for k in ks) + " |",
+            "|---|---|" + "---|" * len(ks),
+        ]
         for name in dict.fromkeys(result["set"] for result in own):
             cells = {r["k"]: r for r in own if r["set"] == name}
             shown = " | ".join(f"{cells[k]['acceptance_length']:.2f}" for k in ks)
@@ -78,4 +96,8 @@ def differing(config: TrainConfig) -> list[str]:
     skip = ("data", "out", "device")
     names = [f.name for f in fields(config) if f.name not in skip]
     own, usual = asdict(config), asdict(default)
-    return [f"{name}: {own[name]!r}".replace("(", "[").replace(")", "]") for name in names if own[name] != usual[name]]
+    return [
+        f"{name}: {own[name]!r}".replace("(", "[").replace(")", "]")
+        for name in names
+        if own[name] != usual[name]
+    ]

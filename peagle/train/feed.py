@@ -6,20 +6,22 @@ from itertools import islice
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from peagle.train.chains import most_rows, sample_chains
 from peagle.train.config import TrainConfig
-from peagle.train.documents import Documents, epoch_order, packed, steps
-from peagle.train.move import Flat, flat
-from peagle.train.pack import Batch, batch_of
-from peagle.train.parallel import World
+from peagle.train.data.batch_transfer import FlatBatch, flatten
+from peagle.train.data.chains import most_rows, sample_chains
+from peagle.train.data.documents import Documents, epoch_order, packed, steps
+from peagle.train.data.pack import Batch, batch_of
+from peagle.train.optim.parallel import World
 
 WORKERS, AHEAD = 4, 4  # beside a GPU: processes, batches each
 
 
-class Feed(Dataset[list[Flat]]):
+class Feed(Dataset[list[FlatBatch]]):
     """Item i: this process's batches of step `first` + i, not on the device yet."""
 
-    def __init__(self, documents: Documents, config: TrainConfig, world: World, device: str) -> None:
+    def __init__(
+        self, documents: Documents, config: TrainConfig, world: World, device: str
+    ) -> None:
         self.documents, self.config, self.world, self.device = documents, config, world, device
         self.flex = device.startswith("cuda")
         self.first = 0
@@ -35,13 +37,13 @@ class Feed(Dataset[list[Flat]]):
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, i: int) -> list[Flat]:
+    def __getitem__(self, i: int) -> list[FlatBatch]:
         """Chains depend on the seed, the step and the pack's number alone."""
         out = []
         for number, chosen in enumerate(self.packs[i]):
             if number % self.world.size == self.world.rank:
                 rng = np.random.default_rng([self.config.seed, self.first + i, number])
-                out.append(flat(self.batch(chosen, rng)))
+                out.append(flatten(self.batch(chosen, rng)))
         return out
 
     def batch(self, chosen: np.ndarray, rng: np.random.Generator) -> Batch:
@@ -51,7 +53,9 @@ class Feed(Dataset[list[Flat]]):
         if config.dependency:
             chains = chains.dropped(config.dependency_drop, rng)
         by_depth = config.method != "p-eagle"
-        return batch_of(one, chains, by_depth, config.segments, self.capacity(), self.flex, config.bidirectional)
+        return batch_of(
+            one, chains, by_depth, config.segments, self.capacity(), self.flex, config.bidirectional
+        )
 
     def capacity(self) -> list[int] | None:
         """Fixed shapes where the number of anchors is capped and nothing is split."""
@@ -62,7 +66,8 @@ class Feed(Dataset[list[Flat]]):
             return [most_rows(config.max_anchors, config.k, config.keep)]
         depths = range(2, config.k + 1)
         return [
-            most_rows(config.max_anchors, k, config.keep) - most_rows(config.max_anchors, k - 1, config.keep)
+            most_rows(config.max_anchors, k, config.keep)
+            - most_rows(config.max_anchors, k - 1, config.keep)
             for k in depths
         ]
 
@@ -80,5 +85,5 @@ class Feed(Dataset[list[Flat]]):
         return steps(self.documents, config.pack_tokens, config.packs_per_step, config.seed)
 
 
-def _same(batches: list[Flat]) -> list[Flat]:
+def _same(batches: list[FlatBatch]) -> list[FlatBatch]:
     return batches

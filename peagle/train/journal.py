@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.core import Step
-from peagle.train.loss import Sums
+from peagle.train.objective.loss import Sums
 
 if TYPE_CHECKING:
     from peagle.train.trainer import Trainer
@@ -24,7 +24,9 @@ class Journal:
             return
         folder.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
-            self.entries = [entry for entry in map(_parse, self.file.read_text().splitlines()) if entry]
+            self.entries = [
+                entry for entry in map(_parse, self.file.read_text().splitlines()) if entry
+            ]
             self.entries = [entry for entry in self.entries if entry["step"] <= step]
             self.file.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
         try:
@@ -34,8 +36,12 @@ class Journal:
         except ImportError:  # peagle[train] brings it; the log is complete without
             pass
 
-    def log(self, step: int, sums: Sums, steps: int, seconds: float, trainer: "Trainer") -> dict[str, float]:
-        total = Sums(*(trainer.world.total(x.clone()) for x in (sums.loss, sums.matches, sums.rows)))
+    def log(
+        self, step: int, sums: Sums, steps: int, seconds: float, trainer: "Trainer"
+    ) -> dict[str, float]:
+        total = Sums(
+            *(trainer.world.total(x.clone()) for x in (sums.loss, sums.matches, sums.rows))
+        )
         rows = total.rows.clamp(min=1)
         entry: dict[str, Any] = {
             "step": step,
@@ -57,9 +63,17 @@ class Journal:
     def evaluation(self, step: int, k: int, length: float, steps: Sequence[Step]) -> None:
         drafts = max(len(steps), 1)
         shares = [sum(s.accepted > i for s in steps) / drafts for i in range(k)]
-        entry = {"step": step, "k": k, "acceptance_length": length, "accepted": [round(x, 4) for x in shares]}
+        entry = {
+            "step": step,
+            "k": k,
+            "acceptance_length": length,
+            "accepted": [round(x, 4) for x in shares],
+        }
         self._write(entry)
-        self._events(step, {"acceptance_length": length} | {f"accepted/{i + 1}": x for i, x in enumerate(shares)})
+        self._events(
+            step,
+            {"acceptance_length": length} | {f"accepted/{i + 1}": x for i, x in enumerate(shares)},
+        )
         if self.active:
             from peagle.train.curves import draw
 

@@ -21,7 +21,9 @@ class Recipe:
     config: TrainConfig
 
 
-def recipe(target: Target, name: str, method: Method, out: Path, epochs: float, cuda_bytes: int | None) -> Recipe:
+def recipe(
+    target: Target, name: str, method: Method, out: Path, epochs: float, cuda_bytes: int | None
+) -> Recipe:
     """`cuda_bytes`: free memory of the GPU; None: there is none, and less is asked for."""
     vocabulary = 0 if target.vocab_size <= FULL_VOCABULARY else FULL_VOCABULARY // 2
     tokens = pack_tokens(target, cuda_bytes)

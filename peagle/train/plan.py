@@ -8,12 +8,15 @@ import torch
 
 from peagle.drafter import Drafter
 from peagle.target import Target
-from peagle.train.chains import most_rows
 from peagle.train.config import TrainConfig
-from peagle.train.documents import Documents
-from peagle.train.loss import CHUNK
+from peagle.train.data.chains import most_rows
+from peagle.train.data.documents import Documents
+from peagle.train.objective.loss import CHUNK
 
-EFFICIENCY = {"cuda": 0.35, "cpu": 0.6}  # of the speed of one large matrix product, seen in whole steps
+EFFICIENCY = {
+    "cuda": 0.35,
+    "cpu": 0.6,
+}  # of the speed of one large matrix product, seen in whole steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,12 @@ class Plan:
 
 
 def plan_of(
-    config: TrainConfig, target: Target, drafter: Drafter, documents: Documents, steps: int, coverage: float
+    config: TrainConfig,
+    target: Target,
+    drafter: Drafter,
+    documents: Documents,
+    steps: int,
+    coverage: float,
 ) -> Plan:
     tokens, answers = len(documents.ids), documents.answer_tokens
     anchors, chain_rows = rows_of_pack(config, documents)
@@ -78,16 +86,22 @@ def rows_of_pack(config: TrainConfig, documents: Documents) -> tuple[int, int]:
     return anchors, most_rows(anchors, config.k, config.keep)
 
 
-def _flops(config: TrainConfig, target: Target, drafter: Drafter, anchors: int, chain_rows: int) -> float:
+def _flops(
+    config: TrainConfig, target: Target, drafter: Drafter, anchors: int, chain_rows: int
+) -> float:
     """Of one pack: the target's forward, the drafter's forward and backward, three products with lm_head a row."""
     body = sum(p.numel() for p in target.model.parameters()) - target.embedding.numel()
     own = sum(p.numel() for p in drafter.layers.parameters()) + drafter.fc.weight.numel()
     rows = config.pack_tokens + chain_rows
-    return 2 * body * config.pack_tokens + 6 * own * rows + 6 * drafter.lm_head.numel() * (anchors + chain_rows)
+    return (
+        2 * body * config.pack_tokens
+        + 6 * own * rows
+        + 6 * drafter.lm_head.numel() * (anchors + chain_rows)
+    )
 
 
 def training_bytes(config: TrainConfig, drafter: Drafter, documents: Documents) -> float:
-    """Weights, gradients, optimiser (float32); activations of depth 0 and one segment; a pass of the target."""
+    """Weights, gradients, optimizer (float32); activations of depth 0 and one segment; a pass of the target."""
     _, chain_rows = rows_of_pack(config, documents)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     size, c = drafter.lm_head.element_size(), drafter.config

@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from peagle.drafter import Drafter, checkpoint, compact
-from peagle.home import publish_folder
-from peagle.train.acceptance import length_of
-from peagle.train.calibration import Reliability, calibrated
+from peagle.drafter import Drafter
+from peagle.drafter.formats import checkpoint, compact
+from peagle.paths import publish_folder
 from peagle.train.card import card
 from peagle.train.curves import draw_reliability
-from peagle.train.features import online
-from peagle.train.passes import Passes
-from peagle.train.run import Run
+from peagle.train.evaluation.acceptance import length_of
+from peagle.train.evaluation.calibration import Reliability, calibrated
+from peagle.train.features.features import online
+from peagle.train.objective.passes import Passes
+from peagle.train.run import TrainRun
 
 COST = 0.01  # int8 may cost this share of the acceptance length
 
 
-def publish(run: Run, commands: list[str]) -> tuple[Path, float | None]:
+def publish(run: TrainRun, commands: list[str]) -> tuple[Path, float | None]:
     """OUT/published, and the acceptance length of what lies in it, on the held-out answers (None: there are none)."""
     trainer, target = run.trainer, run.target
     source, folder = trainer.out / "drafter", trainer.out / "published"
@@ -29,12 +30,18 @@ def publish(run: Run, commands: list[str]) -> tuple[Path, float | None]:
     before, reliability = held_out_length(run, passes), calibrate(run, passes)
     with publish_folder(folder) as staging:
         compact.save(whole, staging, target, torch.bfloat16, int8=True)
-        after = held_out_length(run, passes_of(run, checkpoint.load(staging, target, torch.float32)))
+        after = held_out_length(
+            run, passes_of(run, checkpoint.load(staging, target, torch.float32))
+        )
         cheap = before is not None and after is not None and after >= (1 - COST) * before
         if not cheap:
             compact.save(whole, staging, target, torch.bfloat16)
         length = after if cheap else before
-        told = measured(run) | stored_as(cheap, before, after) | {f"acceptance length, K={run.config.eval_k}": length}
+        told = (
+            measured(run)
+            | stored_as(cheap, before, after)
+            | {f"acceptance length, K={run.config.eval_k}": length}
+        )
         if reliability is not None:
             told |= reliability.told()
             draw_reliability(reliability, staging / "calibration.png")
@@ -47,16 +54,18 @@ def publish(run: Run, commands: list[str]) -> tuple[Path, float | None]:
 def stored_as(cheap: bool, before: float | None, after: float | None) -> dict[str, str]:
     if before is None or after is None:
         return {"stored as": "bfloat16", "held-out answers": "none: nothing was measured"}
-    return {"stored as": f"{'int8 rows' if cheap else 'bfloat16'} (held-out: bfloat16 {before:.3f}, int8 {after:.3f})"}
+    return {
+        "stored as": f"{'int8 rows' if cheap else 'bfloat16'} (held-out: bfloat16 {before:.3f}, int8 {after:.3f})"
+    }
 
 
-def held_out_length(run: Run, passes: Passes) -> float | None:
+def held_out_length(run: TrainRun, passes: Passes) -> float | None:
     if not len(run.material.held_out):
         return None
     return length_of(run.trainer.held_out_steps(passes))
 
 
-def calibrate(run: Run, passes: Passes) -> Reliability | None:
+def calibrate(run: TrainRun, passes: Passes) -> Reliability | None:
     """Puts the factors into the drafter's config; None: nothing was held out, or it is no parallel drafter."""
     trainer, held_out, drafter = run.trainer, run.material.held_out, passes.drafter
     if not len(held_out) or drafter.config.method != "p-eagle":
@@ -67,14 +76,14 @@ def calibrate(run: Run, passes: Passes) -> Reliability | None:
     return found
 
 
-def passes_of(run: Run, drafter: Drafter) -> Passes:
+def passes_of(run: TrainRun, drafter: Drafter) -> Passes:
     passes = Passes(drafter, run.trainer.passes.dtype)
     if run.trainer.flex:
         passes.compile()
     return passes
 
 
-def measured(run: Run) -> dict[str, Any]:
+def measured(run: TrainRun) -> dict[str, Any]:
     """What the card tells of the run."""
     documents, trainer = run.material.documents, run.trainer
     return {

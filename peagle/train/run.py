@@ -9,25 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from peagle.data.records import Report, ignore
-from peagle.drafter import compact
+from peagle.drafter.formats import compact
 from peagle.errors import UserError
 from peagle.loaded import choose_device, load
-from peagle.precision import choose_dtype
 from peagle.target import Target
+from peagle.target.precision import choose_dtype
 from peagle.train.config import TrainConfig, as_yaml
-from peagle.train.features import StoredFeatures
+from peagle.train.features.features import StoredFeatures
+from peagle.train.features.stored import StoredTarget
 from peagle.train.journal import Journal
-from peagle.train.parallel import start
+from peagle.train.optim.parallel import start
 from peagle.train.plan import Plan, plan_of
 from peagle.train.setup import Material, capture_in, fitted, material_of, new_drafter
-from peagle.train.stored import StoredTarget
 from peagle.train.trainer import Progress, Trainer
 
 
-class Run:
+class TrainRun:
     """The parts of a training run, put together: `plan` tells what it takes, `train` does it."""
 
-    def __init__(self, config: TrainConfig, report: Report = ignore, like: "Run | None" = None) -> None:
+    def __init__(
+        self, config: TrainConfig, report: Report = ignore, like: "TrainRun | None" = None
+    ) -> None:
         """`like`: a run over the same data, whose target, documents and features serve this one too."""
         self.config = config = fitted(config)
         self.target: Target
@@ -44,10 +46,17 @@ class Run:
     def plan(self) -> Plan:
         material = self.material
         return plan_of(
-            self.config, self.target, self.trainer.drafter, material.documents, self.trainer.total, material.coverage
+            self.config,
+            self.target,
+            self.trainer.drafter,
+            material.documents,
+            self.trainer.total,
+            material.coverage,
         )
 
-    def train(self, progress: Progress, say: Callable[[str], None], stop_after: float = math.inf) -> bool:
+    def train(
+        self, progress: Progress, say: Callable[[str], None], stop_after: float = math.inf
+    ) -> bool:
         """Starts or resumes; True when the last step is done. The first Ctrl-C ends it after the step under way."""
         trainer, out = self.trainer, self.trainer.out
         if trainer.resume():
@@ -95,7 +104,9 @@ def dry_run(config: TrainConfig) -> Path:
     target = load_teacher(config, choose_device(config.device))
     ids = material_of(config, target).target_ids if config.draft_vocab and config.data else None
     if config.draft_vocab and ids is None:
-        raise UserError("a draft vocabulary is chosen from the data: give `data`, or draft_vocab = 0")
+        raise UserError(
+            "a draft vocabulary is chosen from the data: give `data`, or draft_vocab = 0"
+        )
     folder = Path(config.out).expanduser() / "drafter"
     compact.save(new_drafter(config, target, ids), folder, target)
     return folder

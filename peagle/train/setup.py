@@ -9,18 +9,27 @@ from torch import Tensor
 
 from peagle.catalog import DEFAULT_PAIR, find
 from peagle.data.records import Report, ignore
-from peagle.drafter import Drafter, checkpoint
+from peagle.drafter import Drafter
 from peagle.drafter.config import DrafterConfig, config_for
+from peagle.drafter.formats import checkpoint
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
 from peagle.target import Target, default_aux_layer_ids
 from peagle.train.config import TrainConfig
-from peagle.train.documents import Documents, read_documents, split
-from peagle.train.stored import CAPTURE, TARGET, StoredTarget, read_told
-from peagle.train.vocabulary import draft_vocabulary
+from peagle.train.data.documents import Documents, read_documents, split
+from peagle.train.data.vocabulary import draft_vocabulary
+from peagle.train.features.stored import CAPTURE, TARGET, StoredTarget, read_told
 
 # of a drafter one begins as
-MAY_DIFFER = ("draft_vocab_size", "k_trained", "trained", "target", "target_revision", "bidirectional", "calibration")
+MAY_DIFFER = (
+    "draft_vocab_size",
+    "k_trained",
+    "trained",
+    "target",
+    "target_revision",
+    "bidirectional",
+    "calibration",
+)
 MAY_LACK = ("inject", "dependency", "confidence")
 
 
@@ -34,7 +43,9 @@ class Material:
 
 def material_of(config: TrainConfig, target: Target, report: Report = ignore) -> Material:
     if not config.data:
-        raise UserError("no data: give `data`, a folder of `peagle regenerate` or a JSONL file of conversations")
+        raise UserError(
+            "no data: give `data`, a folder of `peagle regenerate` or a JSONL file of conversations"
+        )
     length = min(config.max_length, target.context)
     if isinstance(target, StoredTarget):
         documents = target.shards.documents(length)
@@ -65,11 +76,20 @@ def fitted(config: TrainConfig) -> TrainConfig:
         return config
     told, ids = read_told(folder / TARGET), tuple(read_told(folder / CAPTURE)["aux_layer_ids"])
     if not set(config.aux_layer_ids) <= set(ids):
-        raise UserError(f"aux_layer_ids are {config.aux_layer_ids}, but {folder} holds those of {ids}: use these")
-    if config.target not in (DEFAULT_PAIR, told["name"]) and hub_name(config.target) != told["name"]:
-        raise UserError(f"{folder} was captured from {told['name']}, not from {config.target}: set target to that")
+        raise UserError(
+            f"aux_layer_ids are {config.aux_layer_ids}, but {folder} holds those of {ids}: use these"
+        )
+    if (
+        config.target not in (DEFAULT_PAIR, told["name"])
+        and hub_name(config.target) != told["name"]
+    ):
+        raise UserError(
+            f"{folder} was captured from {told['name']}, not from {config.target}: set target to that"
+        )
     if config.init == "target" and config.num_layers > (kept := told["blocks"]):
-        raise UserError(f"{folder} holds the target's last {kept} blocks, layers is {config.num_layers}: init=random")
+        raise UserError(
+            f"{folder} holds the target's last {kept} blocks, layers is {config.num_layers}: init=random"
+        )
     return replace(config, target=told["name"], aux_layer_ids=config.aux_layer_ids or ids)
 
 
@@ -119,7 +139,9 @@ def mask_id_of(config: TrainConfig, target: Target) -> int | None:
         return None
     if config.mask_token_id >= 0:
         return config.mask_token_id
-    known = target.mask_token_id if isinstance(target, StoredTarget) else pair_mask_id(config.target)
+    known = (
+        target.mask_token_id if isinstance(target, StoredTarget) else pair_mask_id(config.target)
+    )
     return target.vocab_size - 1 if known is None else known
 
 
@@ -140,7 +162,9 @@ def begin_as_target(drafter: Drafter, target: Target) -> None:
         return
     count, d = len(drafter.layers), drafter.config.hidden_size
     if count > len(target.layers):
-        raise UserError(f"the target has {len(target.layers)} layers, the drafter {count}: use init = random")
+        raise UserError(
+            f"the target has {len(target.layers)} layers, the drafter {count}: use init = random"
+        )
     for block, layer in zip(drafter.layers, target.layers[-count:], strict=True):
         theirs = dict(layer.named_parameters())
         for name, own in block.named_parameters():
@@ -149,7 +173,11 @@ def begin_as_target(drafter: Drafter, target: Target) -> None:
                 continue
             if own.shape == source.shape:
                 own.copy_(source)
-            elif own.ndim == 2 and own.shape[1] == 2 * source.shape[1] and own.shape[0] == source.shape[0]:
+            elif (
+                own.ndim == 2
+                and own.shape[1] == 2 * source.shape[1]
+                and own.shape[0] == source.shape[0]
+            ):
                 own[:, source.shape[1] :] = source  # layer 0 reads [embedding, hidden]
     if drafter.fc.weight.shape == (d, drafter.config.num_taps * d):
         drafter.fc.weight[:, -d:] += torch.eye(d, device=drafter.fc.weight.device)
@@ -165,9 +193,13 @@ def begin_as(drafter: Drafter, folder: Path, target: Target) -> None:
     for f in fields(DrafterConfig):
         mine, theirs = getattr(drafter.config, f.name), getattr(earlier.config, f.name)
         if f.name not in MAY_DIFFER and mine != theirs and not (f.name in MAY_LACK and not theirs):
-            raise UserError(f"cannot begin as {folder}: its {f.name} is {theirs}, this run's is {mine}")
+            raise UserError(
+                f"cannot begin as {folder}: its {f.name} is {theirs}, this run's is {mine}"
+            )
     drafter.load_state_dict(drafter.state_dict() | earlier.state_dict())
-    drafter.embed_tokens = earlier.embed_tokens.to(target.dtype)  # the target's, or the ones it had learned
+    drafter.embed_tokens = earlier.embed_tokens.to(
+        target.dtype
+    )  # the target's, or the ones it had learned
 
 
 def trained_copy(drafter: Drafter, state: dict[str, Any], target: Target) -> Drafter:

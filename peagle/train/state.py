@@ -15,19 +15,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from peagle.errors import UserError
-from peagle.train.optimizer import Optimizers
-from peagle.train.parallel import World
+from peagle.train.optim.optimizer import Optimizers
+from peagle.train.optim.parallel import World
 
 KEPT = 2
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False)
 
 
-def save_state(folder: Path, step: int, passes: nn.Module, optimizers: Optimizers, world: World, more: dict) -> None:
+def save_state(
+    folder: Path, step: int, passes: nn.Module, optimizers: Optimizers, world: World, more: dict
+) -> None:
     """`step`: how many are done. Every process takes part; the first one writes."""
     state = {
         "step": step,
         "model": get_model_state_dict(passes, options=WHOLE),
-        "optimizers": [get_optimizer_state_dict(passes, one, options=WHOLE) for one in optimizers.parts],
+        "optimizers": [
+            get_optimizer_state_dict(passes, one, options=WHOLE) for one in optimizers.parts
+        ],
         **more,
     }
     if world.first:
@@ -47,13 +51,15 @@ def _write(state: dict[str, Any], final: Path) -> None:
     except (OSError, RuntimeError) as error:  # a full disk is either
         partial.unlink(missing_ok=True)
         kept = f"the state before it, {before[0]}, is kept" if before else "there is none before it"
-        raise UserError(f"cannot write {final}: {first_line(error)}. Free some space and resume; {kept}") from error
+        raise UserError(
+            f"cannot write {final}: {first_line(error)}. Free some space and resume; {kept}"
+        ) from error
 
 
 def load_state(
     folder: Path, passes: nn.Module, optimizers: Optimizers, check: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any] | None:
-    """The newest state, put back into model and optimisers if `check` lets it pass; None: there is none."""
+    """The newest state, put back into model and optimizers if `check` lets it pass; None: there is none."""
     if not (found := states(folder)):
         return None
     try:

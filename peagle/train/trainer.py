@@ -1,4 +1,4 @@
-"""The training loop: features -> gradients -> optimiser, with logs, evaluations and states on the way."""
+"""The training loop: features -> gradients -> optimizer, with logs, evaluations and states on the way."""
 
 import math
 import time
@@ -12,19 +12,27 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from peagle.core import Step
-from peagle.drafter import compact
+from peagle.drafter.formats import compact
 from peagle.errors import UserError
 from peagle.target import Target
-from peagle.train.acceptance import acceptance, length_of
 from peagle.train.config import TrainConfig
-from peagle.train.features import AnyFeatures, Features, Remembered, memorable, online, packable, with_taps
+from peagle.train.evaluation.acceptance import acceptance, length_of
+from peagle.train.features.features import (
+    AnyFeatures,
+    Features,
+    Remembered,
+    memorable,
+    online,
+    packable,
+    with_taps,
+)
 from peagle.train.feed import Feed
-from peagle.train.gradients import pack_gradients
 from peagle.train.journal import Journal
-from peagle.train.loss import Loss, Sums
-from peagle.train.optimizer import Optimizers
-from peagle.train.parallel import Joined, World
-from peagle.train.passes import Passes
+from peagle.train.objective.gradients import pack_gradients
+from peagle.train.objective.loss import Loss, Sums
+from peagle.train.objective.passes import Passes
+from peagle.train.optim.optimizer import Optimizers
+from peagle.train.optim.parallel import Joined, World
 from peagle.train.plan import training_bytes
 from peagle.train.setup import Material, new_drafter, trained_copy
 from peagle.train.state import WHOLE, load_state, save_state
@@ -43,7 +51,9 @@ FREE = (
     "segments",
 )
 
-Progress = Callable[[int, int, dict[str, float]], None]  # steps done, steps in all, what is measured
+Progress = Callable[
+    [int, int, dict[str, float]], None
+]  # steps done, steps in all, what is measured
 
 
 class Trainer:
@@ -63,9 +73,16 @@ class Trainer:
         self.drafter.checkpointing = config.checkpointing
         dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
         self.passes = Passes(self.drafter, dtype)
-        self.features = with_taps(features or self._features(), self.drafter.config.aux_layer_ids or ())
+        self.features = with_taps(
+            features or self._features(), self.drafter.config.aux_layer_ids or ()
+        )
         self.loss = Loss(
-            self.drafter.lm_head, config.k, config.loss, config.mix, config.depth_weight, self.features.softcap
+            self.drafter.lm_head,
+            config.k,
+            config.loss,
+            config.mix,
+            config.depth_weight,
+            self.features.softcap,
         )
         self.feed = Feed(material.documents, config, world, str(target.device))
         self.total = config.steps or math.ceil(config.epochs * self.feed.steps_per_epoch())
@@ -86,7 +103,9 @@ class Trainer:
 
     def _features(self) -> Features | Remembered:
         aux = self.drafter.config.aux_layer_ids or ()
-        features = Features(self.target, aux, packed=self.flex and self.config.compile and packable(self.target))
+        features = Features(
+            self.target, aux, packed=self.flex and self.config.compile and packable(self.target)
+        )
         documents = self.material.documents
         needed = 1.2 * training_bytes(self.config, self.drafter, self.material.documents)
         fits = self.config.remember and memorable(features, documents, needed)
@@ -97,7 +116,9 @@ class Trainer:
         state = load_state(self.out / "state", self.passes, self.optimizers, self._require_same)
         step = state["step"] if state else 0
         if self.world.number(float(step), self.target.device) != self.world.size * step:
-            raise UserError(f"not all processes find the state of step {step}: {self.out} must be a shared folder")
+            raise UserError(
+                f"not all processes find the state of step {step}: {self.out} must be a shared folder"
+            )
         if state is None:
             return False
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
@@ -105,7 +126,9 @@ class Trainer:
 
     def _require_same(self, state: dict[str, Any]) -> None:
         mine = asdict(self.config)
-        for key, value in (asdict(TrainConfig()) | state["config"]).items():  # a key that it did not know yet: none set
+        for key, value in (
+            asdict(TrainConfig()) | state["config"]
+        ).items():  # a key that it did not know yet: none set
             value = tuple(value) if isinstance(value, list) else value
             if key not in FREE and mine.get(key) != value:
                 raise UserError(
@@ -125,7 +148,9 @@ class Trainer:
         for batches in self.feed(self.step, self.total):
             part = self._step(batches)
             sums += part
-            losses.append(part.loss.sum() + 0 * self.norm)  # a gradient that is no number counts too
+            losses.append(
+                part.loss.sum() + 0 * self.norm
+            )  # a gradient that is no number counts too
             self.step += 1
             late = self._late(begin + stop_after)
             last = self.step == self.total
@@ -134,7 +159,11 @@ class Trainer:
                 self._check(losses)
                 now = time.perf_counter()
                 self.seconds += now - since
-                progress(self.step, self.total, journal.log(self.step, sums, len(losses), now - since, self))
+                progress(
+                    self.step,
+                    self.total,
+                    journal.log(self.step, sums, len(losses), now - since, self),
+                )
                 since, sums, losses = now, self._no_sums(), []
             if save:
                 self.save()
@@ -152,7 +181,7 @@ class Trainer:
         return self.world.number(float(late), self.target.device) > 0
 
     def _step(self, batches: list[Any]) -> Sums:
-        """Gradients of all packs, the optimiser's step; the loss of each row counts alike wherever it is computed."""
+        """Gradients of all packs, the optimizer's step; the loss of each row counts alike wherever it is computed."""
         rows = self.world.number(float(sum(batch.rows for batch in batches)), self.target.device)
         scale = self.world.size / max(rows, 1.0)
         sums = self._no_sums()
@@ -190,7 +219,9 @@ class Trainer:
     def held_out_steps(self, passes: Passes) -> list[Step]:
         """Of decoding the held-out answers with the drafter of these passes."""
         k, features = self.config.eval_k, online(self.features)
-        return acceptance(passes, features, self.material.held_out, [k], self.config.pack_tokens, self.flex)[k]
+        return acceptance(
+            passes, features, self.material.held_out, [k], self.config.pack_tokens, self.flex
+        )[k]
 
     def save(self) -> None:
         more = {
@@ -206,7 +237,9 @@ class Trainer:
         state = get_model_state_dict(self.passes, options=WHOLE)
         folder = self.out / "drafter"
         if self.world.first:
-            compact.save(trained_copy(self.drafter, state, self.target), folder, self.target, torch.bfloat16)
+            compact.save(
+                trained_copy(self.drafter, state, self.target), folder, self.target, torch.bfloat16
+            )
         self.world.barrier()
         return folder
 

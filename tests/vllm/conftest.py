@@ -42,7 +42,9 @@ def figures(request: pytest.FixtureRequest) -> list[str]:
     return request.config.stash[FIGURES]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     for line in config.stash[FIGURES]:
         terminalreporter.write_line(line)
     if not (scores := config.stash[SCORES]):
@@ -51,7 +53,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     terminalreporter.section("peagle against vLLM: equal / all")
     for name, *others in rows:
-        line = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        line = [
+            name.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
+        ]
         terminalreporter.write_line("  ".join(line))
     for note in NOTES:
         terminalreporter.write_line(note)

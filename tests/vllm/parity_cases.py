@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from peagle.core import Method
-from peagle.drafter.export import ExportFormat
+from peagle.export.export import ExportFormat
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 VOCAB, MASK_ID = 16, 15  # so small that a random draft is right now and then
@@ -63,10 +63,23 @@ FIVE_TAPS = (0, 2, 4, 5, 7)  # 0: the embeddings themselves
 
 CASES = [
     Case("p-eagle native, pruned", "p-eagle", 3, num_layers=4, draft_vocab=11),
-    Case("p-eagle native, full, llama3 rope", "p-eagle", 7, num_layers=4, sizes={"rope_parameters": LLAMA3_ROPE}),
+    Case(
+        "p-eagle native, full, llama3 rope",
+        "p-eagle",
+        7,
+        num_layers=4,
+        sizes={"rope_parameters": LLAMA3_ROPE},
+    ),
     Case("p-eagle native, 5 requests for 3 places", "p-eagle", 1, num_layers=2, **QUEUE),
     Case("p-eagle native, prefix cache", "p-eagle", 7, num_layers=4, draft_vocab=11, **PREFIX),
-    Case("p-eagle native, Qwen3, wide heads", "p-eagle", 7, num_layers=4, architecture="qwen3", sizes={"head_dim": 64}),
+    Case(
+        "p-eagle native, Qwen3, wide heads",
+        "p-eagle",
+        7,
+        num_layers=4,
+        architecture="qwen3",
+        sizes={"head_dim": 64},
+    ),
     Case(
         "p-eagle native, 5 taps, norms, own tables",
         "p-eagle",
@@ -76,9 +89,29 @@ CASES = [
         switches={"norm_before_residual": True, "norm_before_fc": True},
         own_tables=True,
     ),
-    Case("p-eagle native, attention bias", "p-eagle", 3, num_layers=2, switches={"attention_bias": True}),
-    Case("p-eagle speculators, served alone", "p-eagle", 3, "speculators", num_layers=4, draft_vocab=11),
-    Case("p-eagle speculators, 5 taps", "p-eagle", 3, "speculators", num_layers=2, aux_layer_ids=FIVE_TAPS),
+    Case(
+        "p-eagle native, attention bias",
+        "p-eagle",
+        3,
+        num_layers=2,
+        switches={"attention_bias": True},
+    ),
+    Case(
+        "p-eagle speculators, served alone",
+        "p-eagle",
+        3,
+        "speculators",
+        num_layers=4,
+        draft_vocab=11,
+    ),
+    Case(
+        "p-eagle speculators, 5 taps",
+        "p-eagle",
+        3,
+        "speculators",
+        num_layers=2,
+        aux_layer_ids=FIVE_TAPS,
+    ),
     Case("eagle3 native", "eagle3", 3),
     Case("eagle3 native, 5 requests for 3 places", "eagle3", 7, draft_vocab=11, **QUEUE),
     Case(
@@ -89,7 +122,13 @@ CASES = [
         sizes={"tie_word_embeddings": True},
         switches={"fc_norm": True, "norm_output": True},
     ),
-    Case("eagle3 speculators, served alone", "eagle3", 3, "speculators", switches={"norm_before_residual": True}),
+    Case(
+        "eagle3 speculators, served alone",
+        "eagle3",
+        3,
+        "speculators",
+        switches={"norm_before_residual": True},
+    ),
 ]
 
 IN_PIECES = [

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peagle.drafter import Drafter
-from peagle.drafter.checkpoint import load
 from peagle.drafter.config import config_for
+from peagle.drafter.formats.checkpoint import load
 from peagle.drafter.untrained import untrained
 from peagle.target import Target, load_target
 
@@ -26,7 +26,10 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},  # nobody's default: it must travel
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+    },  # nobody's default: it must travel
     "rms_norm_eps": 0.01,  # large enough to be missed when it is lost
     "initializer_range": 0.15,  # answers of a target with the usual 0.02 repeat one token
 }
@@ -58,7 +61,9 @@ def tiny_drafter(case: Case, target: Target, seed: int = 1) -> Drafter:
         **case.switches,
     )
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.randperm(VOCAB, generator=generator)[: case.draft_vocab] if case.draft_vocab else None
+    kept = (
+        torch.randperm(VOCAB, generator=generator)[: case.draft_vocab] if case.draft_vocab else None
+    )
     drafter = untrained(config, target, seed, kept)
     enliven(drafter, generator)
     if case.own_tables:

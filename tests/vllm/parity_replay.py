@@ -6,11 +6,11 @@ import torch
 from parity_run import Report, Request
 from torch import Tensor
 
-from peagle import reference
 from peagle.core import Sampling, Step
-from peagle.decode import decode
 from peagle.drafter import Drafter
-from peagle.proposer import Proposer, Verified, proposer_for
+from peagle.reference import reference
+from peagle.reference.decode import decode
+from peagle.reference.proposer import Proposer, Verified, proposer_for
 from peagle.target import Target
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.drafter import Drafter
-from peagle.drafter.export import ExportFormat, export
+from peagle.export.export import ExportFormat, export
 from peagle.target import Target
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -62,8 +62,16 @@ def run_vllm(work: Work, folder: Path) -> Report:
     }
     result = call_worker(job, folder)
     requests = [
-        Request(prompt, limit, seen["output"], [Pass(**one) for one in seen["passes"]], seen["chunk_ends"])
-        for prompt, limit, seen in zip(work.prompts, work.max_tokens, result["requests"], strict=True)
+        Request(
+            prompt,
+            limit,
+            seen["output"],
+            [Pass(**one) for one in seen["passes"]],
+            seen["chunk_ends"],
+        )
+        for prompt, limit, seen in zip(
+            work.prompts, work.max_tokens, result["requests"], strict=True
+        )
     ]
     return Report(requests, result["counters"])
 

@@ -13,9 +13,9 @@ from parity_cases import CASES, MASK_ID
 from parity_models import tiny_drafter, tiny_prompts, tiny_target
 from torch import nn
 
-from peagle import reference
 from peagle.drafter import Drafter
 from peagle.drafter.model import Block
+from peagle.reference import reference
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +39,9 @@ def lose_eps(drafter: Drafter) -> None:
 
 
 def lose_theta(drafter: Drafter) -> None:
-    drafter.rope = Drafter.rope_for(replace(drafter.config, rope={"rope_type": "default", "rope_theta": 10000.0}))
+    drafter.rope = Drafter.rope_for(
+        replace(drafter.config, rope={"rope_type": "default", "rope_theta": 10000.0})
+    )
 
 
 def lose_last_layer(drafter: Drafter) -> None:

@@ -21,7 +21,7 @@ from peagle.deploy.drafter import export_drafter
 from peagle.deploy.plan import plan
 from peagle.deploy.render import differing, render, write
 from peagle.pull.progress import silent
-from tests.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, words_of
+from tests.support.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, words_of
 from tests.vllm.starting import wait_until_ready
 
 pytestmark = pytest.mark.vllm
@@ -39,10 +39,17 @@ def parsed(words: list[str]) -> AsyncEngineArgs:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_command(kind: str, pair: str) -> None:
     choices = {"gpus": 2, "gpu": "H100"}
-    said, made = parsed(words_of(kind, rendered(kind, pair, choices=choices))), planned(kind, pair, choices=choices)
+    said, made = (
+        parsed(words_of(kind, rendered(kind, pair, choices=choices))),
+        planned(kind, pair, choices=choices),
+    )
     assert set(said.speculative_config) == KEYS
     assert said.speculative_config["num_speculative_tokens"] == made.k
-    assert (said.model, said.tensor_parallel_size, said.max_model_len) == (made.target, 2, made.context)
+    assert (said.model, said.tensor_parallel_size, said.max_model_len) == (
+        made.target,
+        2,
+        made.context,
+    )
     assert said.served_model_name in (pair, [pair])
 
 
@@ -51,12 +58,16 @@ def test_the_config_file(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(files["config.yaml"])
     parser = make_arg_parser(FlexibleArgumentParser())
     words = parser.load_config_file(str(tmp_path / "config.yaml"))
-    assert AsyncEngineArgs.from_cli_args(parser.parse_args(words)) == parsed(words_of("vllm", files))
+    assert AsyncEngineArgs.from_cli_args(parser.parse_args(words)) == parsed(
+        words_of("vllm", files)
+    )
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_rays_keywords_are_the_engines(pair: str) -> None:
-    config: dict[str, Any] = documents(rendered("ray", pair))["serve.yaml"]["applications"][0]["args"]["llm_configs"][0]
+    config: dict[str, Any] = documents(rendered("ray", pair))["serve.yaml"]["applications"][0][
+        "args"
+    ]["llm_configs"][0]
     assert AsyncEngineArgs(model="x", **config["engine_kwargs"]).tensor_parallel_size == 1
 
 
@@ -77,10 +88,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not (REAL_TARGET and REAL_DRAFTER):
         pytest.skip("PEAGLE_REAL_TARGET and PEAGLE_REAL_DRAFTER name no pair")
     out = tmp_path_factory.mktemp("deployed")
-    planned = plan(REAL_TARGET, "vllm", drafter=REAL_DRAFTER, context=1024, choices={"served_name": "pair"})
+    planned = plan(
+        REAL_TARGET, "vllm", drafter=REAL_DRAFTER, context=1024, choices={"served_name": "pair"}
+    )
     assert planned.drafter is not None
     write(differing(render("vllm", planned.deployment), out, force=False))
-    export_drafter(planned.drafter, planned.pair, planned.deployment.k, out / "drafter", False, silent)
+    export_drafter(
+        planned.drafter, planned.pair, planned.deployment.k, out / "drafter", False, silent
+    )
     (out / "bin").mkdir()
     shim = f'#!/bin/sh\nshift\nexec {sys.executable} -m vllm.entrypoints.openai.api_server --model "$@"\n'
     (out / "bin" / "vllm").write_text(shim)
@@ -88,11 +103,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ours = {"PATH": f"{out / 'bin'}:{os.environ['PATH']}", "PORT": str(port), "VLLM_API_KEY": "of-no-value"}
+    ours = {
+        "PATH": f"{out / 'bin'}:{os.environ['PATH']}",
+        "PORT": str(port),
+        "VLLM_API_KEY": "of-no-value",
+    }
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     with (out / "log").open("w") as log:
         process = subprocess.Popen(
-            [out / "serve.sh", "--enforce-eager"], env=os.environ | ours | cpu, stdout=log, stderr=log
+            [out / "serve.sh", "--enforce-eager"],
+            env=os.environ | ours | cpu,
+            stdout=log,
+            stderr=log,
         )
         try:
             wait_until_ready(process, f"http://127.0.0.1:{port}/health", out / "log")
@@ -103,13 +125,26 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_script_serves_the_pair(url: str) -> None:
-    body = {"model": "pair", "messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 64}
+    body = {
+        "model": "pair",
+        "messages": [{"role": "user", "content": "Count from 1 to 20."}],
+        "max_tokens": 64,
+    }
     assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401
-    told = httpx.post(f"{url}/v1/chat/completions", json=body | {"temperature": 0}, headers=KEY, timeout=300)
+    told = httpx.post(
+        f"{url}/v1/chat/completions", json=body | {"temperature": 0}, headers=KEY, timeout=300
+    )
     assert told.raise_for_status().json()["usage"]["completion_tokens"] > 8
     counted = {}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         if line.startswith("vllm:spec_decode_num_"):
             counted[line.split("{")[0]] = float(line.split()[-1])
-    drafts, tokens = counted["vllm:spec_decode_num_drafts_total"], counted["vllm:spec_decode_num_draft_tokens_total"]
-    assert drafts > 0 and tokens == 7 * drafts and counted["vllm:spec_decode_num_accepted_tokens_total"] > drafts / 2
+    drafts, tokens = (
+        counted["vllm:spec_decode_num_drafts_total"],
+        counted["vllm:spec_decode_num_draft_tokens_total"],
+    )
+    assert (
+        drafts > 0
+        and tokens == 7 * drafts
+        and counted["vllm:spec_decode_num_accepted_tokens_total"] > drafts / 2
+    )

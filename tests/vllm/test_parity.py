@@ -17,7 +17,7 @@ from parity_models import real_drafter, real_prompts, tiny_drafter, tiny_prompts
 from parity_replay import Score, compare
 from parity_run import Report, Work, run_vllm
 
-from peagle.drafter.lacking import as_vllm
+from peagle.export.vllm_subset import vllm_subset
 from peagle.target import load_target
 
 pytestmark = pytest.mark.vllm
@@ -35,13 +35,17 @@ def test_vllm_does_what_peagle_does(case: Case, tmp_path: Path, scores: Scores) 
     report, score = served(case, tmp_path)
     scores[case.name] = score
     check(score)
-    assert 0 < score.accepted < score.draft_tokens, "drafts must be accepted and rejected, or little is proven"
+    assert 0 < score.accepted < score.draft_tokens, (
+        "drafts must be accepted and rejected, or little is proven"
+    )
     if case.shared_prefix:
         assert report.counters["prefix_cache_hits"] > 0, "nothing came from the prefix cache"
 
 
 @pytest.mark.parametrize("case", IN_PIECES, ids=name_of)
-def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(case: Case, tmp_path: Path, scores: Scores) -> None:
+def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(
+    case: Case, tmp_path: Path, scores: Scores
+) -> None:
     """A gap in vLLM 0.32.0, shown to be the only difference. Mended in vLLM, this fails: then move these to CASES."""
     report, score = served(case, tmp_path)
     scores[case.name] = score
@@ -54,10 +58,12 @@ def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(case: Case, tmp
 def test_a_real_target(tmp_path: Path, scores: Scores) -> None:
     """fp32, whatever the weights are stored in. PEAGLE_REAL_DRAFTER: a trained drafter instead of a random one."""
     target = load_target(Path(REAL_TARGET), torch.float32, "cpu")
-    drafter = as_vllm(real_drafter(target, REAL_DRAFTER))
+    drafter = vllm_subset(real_drafter(target, REAL_DRAFTER))
     prompts = real_prompts(target)
     report = run_vllm(Work(target, drafter, 5, "vllm", prompts, [32] * len(prompts)), tmp_path)
-    score = scores[f"{Path(REAL_TARGET).name}, {drafter.config.method}"] = compare(target, drafter, 5, report)
+    score = scores[f"{Path(REAL_TARGET).name}, {drafter.config.method}"] = compare(
+        target, drafter, 5, report
+    )
     check(score)
     assert score.accepted < score.draft_tokens
     assert score.accepted > 0 or not REAL_DRAFTER, "a trained drafter of which nothing is accepted"
@@ -66,7 +72,9 @@ def test_a_real_target(tmp_path: Path, scores: Scores) -> None:
 def served(case: Case, folder: Path) -> tuple[Report, Score]:
     target = tiny_target(case, folder / "target")
     drafter = tiny_drafter(case, target)
-    work = Work(target, drafter, case.k, case.to, tiny_prompts(case), list(case.max_tokens), case.engine)
+    work = Work(
+        target, drafter, case.k, case.to, tiny_prompts(case), list(case.max_tokens), case.engine
+    )
     report = run_vllm(work, folder)
     return report, compare(target, drafter, case.k, report)
 

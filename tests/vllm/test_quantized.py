@@ -11,13 +11,13 @@ from parity_cases import Case
 from parity_models import tiny_target
 from safetensors.torch import load_file
 
-from peagle.quantized.formats import FORMATS
-from peagle.quantized.layout import read_codes
-from peagle.quantized.write import quantize
+from peagle.target.quantized.formats import FORMATS
+from peagle.target.quantized.layout import read_codes
+from peagle.target.quantized.write import quantize
 
 pytestmark = pytest.mark.vllm
-SCRIPT = Path(__file__).with_name("measure_quantized.py")
-CASE = Case("quantised", "p-eagle", 3, sizes={"vocab_size": 96, "max_position_embeddings": 2048})
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm" / "quantized.py"
+CASE = Case("quantized", "p-eagle", 3, sizes={"vocab_size": 96, "max_position_embeddings": 2048})
 PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22], list(range(10, 40)), [1, 2]]
 
 
@@ -45,7 +45,11 @@ def test_the_package_reads_the_same_weights(name: str, work: Path) -> None:
     codes, _ = read_codes(tensors)
     assert len(codes) == 8 * 7
     for module, ours in codes.items():
-        own = {key.removeprefix(f"{module}."): x for key, x in tensors.items() if key.startswith(f"{module}.")}
+        own = {
+            key.removeprefix(f"{module}."): x
+            for key, x in tensors.items()
+            if key.startswith(f"{module}.")
+        }
         assert set(own) == set(theirs.compression_param_names(scheme))
         own["weight_scale"] = own["weight_scale"].float()
         back = theirs.decompress(own, scheme)["weight"]
@@ -58,7 +62,18 @@ def test_vllm_answers(name: str, work: Path, tmp_path: Path) -> None:
     from peagle.target import load_target
 
     out = tmp_path / "out.json"
-    command = [sys.executable, str(SCRIPT), str(work), str(out), "--one", name, "none", "--tokens", "8", "--eager"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        str(work),
+        str(out),
+        "--one",
+        name,
+        "none",
+        "--tokens",
+        "8",
+        "--eager",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(out.read_text())["tiny"]["answers"]

@@ -23,10 +23,10 @@ import httpx
 
 from peagle.data.bench import Task, read_sets
 from peagle.deploy.plan import plan
-from peagle.deploy.sagemaker import artifact
-from peagle.drafter.lacking import as_vllm
+from peagle.deploy.sagemaker.plan import artifact
 from peagle.errors import UserError
-from peagle.evaluate import SetResult, Settings, answer, summarise
+from peagle.evaluate.evaluate import EvaluateSettings, SetResult, answer, summarize
+from peagle.export.vllm_subset import vllm_subset
 from peagle.loaded import LoadedPair, load
 from tests.vllm.starting import wait_until_ready
 
@@ -34,15 +34,33 @@ pytestmark = pytest.mark.vllm
 PAIR, K, TASKS, TOKENS = "smollm2-135m", 7, 8, 128
 ROLE = "arn:aws:iam::123456789012:role/SageMaker"
 FOLDERS = {"/opt/ml/model": "target", "/opt/ml/additional-model-data-sources/eagle": "drafter"}
-ON_THIS_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+ON_THIS_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 COUNTERS = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
 
 
 def environment() -> dict[str, str]:
     """What the dry run gives the container. float32 and eager: this CPU's, and greedy answers that can be compared."""
-    words = ["deploy", "sagemaker", PAIR, "--role", ROLE, "--region", "us-west-2", "-k", str(K), "--context", "2048"]
+    words = [
+        "deploy",
+        "sagemaker",
+        PAIR,
+        "--role",
+        ROLE,
+        "--region",
+        "us-west-2",
+        "-k",
+        str(K),
+        "--context",
+        "2048",
+    ]
     ours = ["--env", "SM_VLLM_DTYPE=float32", "--env", "SM_VLLM_ENFORCE_EAGER=true", "--dry-run"]
-    done = subprocess.run([sys.executable, "-m", "peagle", *words, *ours], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "peagle", *words, *ours], capture_output=True, text=True, check=True
+    )
     (model,) = [step for step in json.loads(done.stdout) if step.get("operation") == "CreateModel"]
     return model["parameters"]["PrimaryContainer"]["Environment"]
 
@@ -53,7 +71,13 @@ def arguments(variables: dict[str, str]) -> list[str]:
     for name, value in variables.items():
         if name.startswith("SM_VLLM_") and value != "false":
             words.append("--" + name.removeprefix("SM_VLLM_").lower().replace("_", "-"))
-            words += json.loads(value) if value.startswith("[") else [value] if value not in ("true", "") else []
+            words += (
+                json.loads(value)
+                if value.startswith("[")
+                else [value]
+                if value not in ("true", "")
+                else []
+            )
     return words
 
 
@@ -71,8 +95,11 @@ def served(variables: dict[str, str], folders: dict[str, Path], log: Path) -> It
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *there, *words],
-            env=os.environ | others | ON_THIS_CPU, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent,
-        )  # fmt: skip
+            env=os.environ | others | ON_THIS_CPU,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=log.parent,
+        )
         try:
             wait_until_ready(process, f"http://127.0.0.1:{port}/ping", log)
             yield f"http://127.0.0.1:{port}"
@@ -82,24 +109,37 @@ def served(variables: dict[str, str], folders: dict[str, Path], log: Path) -> It
 
 
 def asked(url: str, task: Task) -> str:
-    body = {"messages": [{"role": "user", "content": task.turns[0]}], "max_tokens": TOKENS, "temperature": 0}
-    told: dict[str, Any] = httpx.post(f"{url}/invocations", json=body, timeout=300).raise_for_status().json()
+    body = {
+        "messages": [{"role": "user", "content": task.turns[0]}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+    }
+    told: dict[str, Any] = (
+        httpx.post(f"{url}/invocations", json=body, timeout=300).raise_for_status().json()
+    )
     return str(told["choices"][0]["message"]["content"])
 
 
 def counters(url: str) -> list[float]:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return [sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in COUNTERS]
+    return [
+        sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in COUNTERS
+    ]
 
 
-def test_what_is_deployed_answers_as_the_native_engine_does(tmp_path: Path, figures: list[str]) -> None:
+def test_what_is_deployed_answers_as_the_native_engine_does(
+    tmp_path: Path, figures: list[str]
+) -> None:
     try:
         tasks = read_sets(["humaneval"], None, TASKS)["humaneval"]
     except UserError as error:
         pytest.skip(str(error))
     planned = plan(PAIR, "sagemaker", k=K)
     target = artifact.target(planned.pair, fetch=True)
-    folders = {"target": target.folder, "drafter": artifact.drafter(planned, target, fetch=True).folder}
+    folders = {
+        "target": target.folder,
+        "drafter": artifact.drafter(planned, target, fetch=True).folder,
+    }
     with served(environment(), folders, tmp_path / "vllm.log") as url:  # type: ignore[arg-type]
         theirs = [asked(url, task) for task in tasks]
         drafts, accepted = counters(url)
@@ -118,7 +158,14 @@ def test_what_is_deployed_answers_as_the_native_engine_does(tmp_path: Path, figu
 
 def evaluated(tasks: list[Task]) -> tuple[list[str], SetResult]:
     """What `peagle evaluate --as-vllm` decodes and counts, and the texts it throws away."""
-    whole, settings = load(PAIR, dtype="float32", device="cpu"), Settings((K,), max_tokens=TOKENS)
-    loaded = LoadedPair(whole.pair, whole.target, {"p-eagle": as_vllm(whole.drafter("p-eagle"))})
+    whole, settings = (
+        load(PAIR, dtype="float32", device="cpu"),
+        EvaluateSettings((K,), max_tokens=TOKENS),
+    )
+    loaded = LoadedPair(
+        whole.pair, whole.target, {"p-eagle": vllm_subset(whole.drafter("p-eagle"))}
+    )
     answers = [one for task in tasks for one in answer(loaded, task, K, 0.0, 0, settings)]
-    return [one.text for one in answers], summarise((step for one in answers for step in one.steps), K)
+    return [one.text for one in answers], summarize(
+        (step for one in answers for step in one.steps), K
+    )

@@ -16,27 +16,50 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vll
 import httpx
 
 import peagle
-from tests.relaying import alive, below, healthy, serving, wait_for
+from tests.support.relaying import alive, below, healthy, serving, wait_for
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not os.environ.get("PEAGLE_REAL_TARGET"), reason="PEAGLE_REAL_TARGET names no target folder"),
+    pytest.mark.skipif(
+        not os.environ.get("PEAGLE_REAL_TARGET"), reason="PEAGLE_REAL_TARGET names no target folder"
+    ),
 ]
-PROMPTS = ["Why is the sky blue?", "Write a Python function that adds two numbers.", "What is 17 times 3?"]
+PROMPTS = [
+    "Why is the sky blue?",
+    "Write a Python function that adds two numbers.",
+    "What is 17 times 3?",
+]
 K, TOKENS = 5, 48
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    options = ["--engine", "vllm", "-k", str(K), "--dtype", "float32", "--context", "2048", "--enforce-eager"]
+    options = [
+        "--engine",
+        "vllm",
+        "-k",
+        str(K),
+        "--dtype",
+        "float32",
+        "--context",
+        "2048",
+        "--enforce-eager",
+    ]
     space = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with serving(log, "smollm2-135m", *options, "--", "--seed", "0", seconds=300, **space) as (process, url):
+    with serving(log, "smollm2-135m", *options, "--", "--seed", "0", seconds=300, **space) as (
+        process,
+        url,
+    ):
         yield process, url, log
 
 
 def ask(url: str, prompt: str, **more: Any) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS, "temperature": 0}
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+    }
     return httpx.post(f"{url}/v1/chat/completions", json=body | more, timeout=300)
 
 
@@ -49,23 +72,40 @@ def test_the_native_engines_answers(live: tuple[Any, str, Path]) -> None:
     native = peagle.load("smollm2-135m", dtype="float32", device="cpu")
     for prompt in PROMPTS:
         reply = ask(url, prompt).json()
-        assert reply["choices"][0]["message"]["content"] == native.generate(prompt, k=K, max_tokens=TOKENS).text
+        assert (
+            reply["choices"][0]["message"]["content"]
+            == native.generate(prompt, k=K, max_tokens=TOKENS).text
+        )
         told = reply["metrics"]["speculative_decoding"]
         assert told["num_spec_steps"] > 0 and told["mean_acceptance_length"] > 1
     engine = status(url)["engines"]["p-eagle"]
     assert engine["k"] == K and engine["draft_tokens"] == K * engine["drafts"] > 0
-    assert engine["acceptance_length"] == round(1 + engine["accepted_tokens"] / engine["drafts"], 4) > 1.5
+    assert (
+        engine["acceptance_length"]
+        == round(1 + engine["accepted_tokens"] / engine["drafts"], 4)
+        > 1.5
+    )
     page = httpx.get(f"{url}/metrics", timeout=60).text
-    assert f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="smollm2-135m"}} {engine["drafts"]:.1f}' in page
+    assert (
+        f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="smollm2-135m"}} {engine["drafts"]:.1f}'
+        in page
+    )
     types = [line for line in page.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types)) and "# TYPE peagle:engine_up gauge" in types
-    print(f"\nacceptance length {engine['acceptance_length']} at K={K}, {engine['generated_tokens']} tokens")
+    print(
+        f"\nacceptance length {engine['acceptance_length']} at K={K}, {engine['generated_tokens']} tokens"
+    )
 
 
 def test_what_vllm_refuses_and_what_we_refuse(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     refused = ask(url, "x", temperature=-1)
-    assert refused.status_code == 400 and set(refused.json()["error"]) >= {"message", "type", "param", "code"}
+    assert refused.status_code == 400 and set(refused.json()["error"]) >= {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
     assert ask(url, "x", peagle={"method": "eagle3"}).status_code == 400
     assert ask(url, "x", model="other").status_code == 404
     models = httpx.get(f"{url}/v1/models").json()["data"]
@@ -99,7 +139,9 @@ def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
     assert ask(url, "x").status_code == 503
     told = time.monotonic() - killed
     wait_for(lambda: healthy(url), 300)
-    print(f"\nclients were told within {told:.1f} s; it answers again after {time.monotonic() - killed:.0f} s")
+    print(
+        f"\nclients were told within {told:.1f} s; it answers again after {time.monotonic() - killed:.0f} s"
+    )
     assert not any(map(alive, family)), "vLLM's processes were left behind"
     assert ask(url, PROMPTS[0]).json()["choices"][0]["message"]["content"] == before
     assert status(url)["restarts"] == 1

@@ -38,14 +38,18 @@ def watch_drafter(prompts: list[list[int]]) -> list[Json]:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts), "two equal prompts cannot be told apart"
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts), (
+        "two equal prompts cannot be told apart"
+    )
     seen: list[Json] = [{"passes": [], "chunk_ends": []} for _ in prompts]
     original = GPUModelRunner.propose_draft_token_ids
 
     def watched(runner: Any, scheduled: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch
         drafts = original(runner, scheduled, sampled, *args, **kwargs)
-        unread = runner.discard_request_mask.gpu.tolist()  # rows whose prompt goes on: no token, no use for drafts
+        unread = (
+            runner.discard_request_mask.gpu.tolist()
+        )  # rows whose prompt goes on: no token, no use for drafts
         for row, request in enumerate(batch.req_ids):
             record = seen[prompts.index(list(runner.requests[request].prompt_token_ids))]
             if unread[row]:
@@ -61,8 +65,13 @@ def watch_drafter(prompts: list[list[int]]) -> list[Json]:
 
 
 def counters(llm: Any) -> Json:
-    found = {COUNTERS[metric.name]: metric for metric in llm.get_metrics() if metric.name in COUNTERS}
-    return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in found.items()}
+    found = {
+        COUNTERS[metric.name]: metric for metric in llm.get_metrics() if metric.name in COUNTERS
+    }
+    return {
+        name: metric.values if hasattr(metric, "values") else metric.value
+        for name, metric in found.items()
+    }
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -72,13 +81,20 @@ def main(job_file: str, result_file: str) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        **job["engine"], dtype="float32", enforce_eager=True, skip_tokenizer_init=True, seed=0, disable_log_stats=False
+        **job["engine"],
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        seed=0,
+        disable_log_stats=False,
     )
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True, detokenize=False)
         for limit in job["max_tokens"]
     ]
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    answers = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
     for record, answer in zip(seen, answers, strict=True):
         record["output"] = list(answer.outputs[0].token_ids)
     Path(result_file).write_text(json.dumps({"requests": seen, "counters": counters(llm)}))

@@ -1,0 +1,164 @@
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from peagle.catalog import DEFAULT_PAIR
+from peagle.cli.app import app, err, warn
+from peagle.cli.options import Device, Dtype, Json, MaxTokens
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.regenerate import job
+    from peagle.regenerate.answers import Counts
+    from peagle.regenerate.prompts import Prompt
+    from peagle.target import Target
+
+
+@app.command()
+def regenerate(
+    folder: Annotated[
+        Path, typer.Option("--out", help="Where the answers go; run again to go on.", metavar="DIR")
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", help="JSONL: `turns` or `prompt`.", metavar="FILE", show_default=False
+        ),
+    ] = None,
+    target: Annotated[
+        str, typer.Option("--target", help="A target: a pair's name or a folder.")
+    ] = DEFAULT_PAIR,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint", help="An OpenAI-compatible URL that answers instead.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The endpoint's name for the target.", show_default=False),
+    ] = None,
+    temperature: Annotated[
+        str, typer.Option("--temperature", help="0 is greedy; 0,0.8 answers each prompt at both.")
+    ] = "0",
+    max_tokens: MaxTokens = 512,
+    max_prompt: Annotated[
+        int, typer.Option("--max-prompt", help="The longest prompt, history included.")
+    ] = 1024,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="So many prompts.", show_default=False)
+    ] = None,
+    invent: Annotated[
+        int, typer.Option("--invent", help="So many prompts the target writes itself.")
+    ] = 0,
+    keep_truncated: Annotated[
+        bool,
+        typer.Option(
+            "--keep-truncated",
+            help="Keep answers cut at --max-tokens, unless they repeat themselves.",
+        ),
+    ] = False,
+    slots: Annotated[
+        str, typer.Option("--slots", help="Answers under way at once; auto: what fits.")
+    ] = "auto",
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", help="Shuffles the prompts, and seeds sampling.", show_default=False
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Let the target answer prompts itself: what a drafter for it is trained on. Stopped at any point, it goes on.
+
+    Example: peagle regenerate --prompts prompts.jsonl --out answers/ --max-tokens 256
+    """
+    from peagle.loaded import load
+    from peagle.regenerate import job
+    from peagle.regenerate.prompts import digest, parse_temperatures, read_prompts
+
+    if prompts is None and invent < 1:
+        raise UserError("nothing to answer: give --prompts FILE, or --invent N")
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit is {limit}: ask for at least one prompt")
+    heats = parse_temperatures(temperature)
+    asked = read_prompts(prompts, heats, limit, seed, warn) if prompts else []
+    settings = job.RegenerateSettings(
+        max_tokens=max_tokens,
+        max_prompt=max_prompt,
+        temperatures=heats,
+        seed=seed or 0,
+        slots=parse_slots(slots),
+        keep_truncated=keep_truncated,
+        prompts=digest(prompts) if prompts else "",
+        endpoint=endpoint,
+        model=model,
+    )
+    loaded = load(target, device=device, dtype=dtype).target
+    if invent > 0:
+        asked += invented(loaded, invent, folder, settings, as_json)
+    with shown("answers", as_json) as progress:
+        counts = job.regenerate(loaded, asked, folder, settings, progress)
+    if as_json:
+        print(json.dumps({"out": str(folder)} | counts.as_dict()))
+    else:
+        print(summary(counts, folder))
+
+
+def parse_slots(word: str) -> int | None:
+    if word == "auto":
+        return None
+    try:
+        return int(word)
+    except ValueError as error:
+        raise UserError(f"cannot read --slots {word!r}: use auto or a number") from error
+
+
+def invented(
+    target: "Target", count: int, folder: Path, settings: "job.Settings", quiet: bool
+) -> "list[Prompt]":
+    from peagle.regenerate.invent import invent
+    from peagle.regenerate.prompts import read_prompts
+
+    with shown("prompts", quiet) as progress:
+        path = invent(target, count, folder, settings.seed, settings.slots, progress)
+    return read_prompts(path, settings.temperatures, count, prefix="invented:")
+
+
+@contextmanager
+def shown(what: str, quiet: bool) -> "Iterator[job.Progress]":
+    """A bar with tokens a second and the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=err, disable=quiet) as bar:
+        task = bar.add_task(what, total=None, speed="")
+
+        def progress(done: int, total: int, tokens: int) -> None:
+            spent = bar.tasks[0].elapsed or 0.0
+            speed = f"{tokens / spent:,.0f} tokens/s" if spent else ""
+            bar.update(task, completed=done, total=total, speed=speed)
+
+        yield progress
+
+
+def summary(counts: "Counts", folder: Path) -> str:
+    dropped = (
+        ", ".join(f"{number} {reason}" for reason, number in counts.dropped.most_common()) or "none"
+    )
+    if counts.dropped["truncated"]:
+        dropped += " (a larger --max-tokens or --keep-truncated keeps more)"
+    return (
+        f"{folder}: {counts.answered} answered ({counts.tokens:,} tokens), dropped: {dropped},"
+        f" {counts.resumed} were there before; {counts.tokens_per_second:,.0f} tokens/s"
+    )

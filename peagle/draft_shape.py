@@ -1,0 +1,92 @@
+"""Candidate trees: the continuations that one target pass verifies, all branches at once.
+
+A drafter's pass gives, for each of K depths, M candidates with their log-probabilities. The tree holds the `nodes`
+continuations that are likeliest to be accepted: a node's probability is the product along its path, so no node is
+likelier than its parent, and the likeliest so many always form a tree.
+
+    K=2, M=2, log-probabilities -0.2 -1.8 | -0.3 -1.5, 4 nodes:
+
+    row        0        1      2      3      4
+    what       newest   a      ab     ab'    a'
+    parent     -        0      1      1      0
+    depth      0        1      2      2      1
+    sum                 -0.2   -0.5   -1.7   -1.8
+
+Row 0 is the newest token, row i node i - 1; parents come before their children. `masks` has a bit for each row that a
+row sees among these: itself and its ancestors. A chain is the tree with as many nodes as depths, one at each.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.errors import UserError
+
+CANDIDATES_PER_DEPTH = 16  # of a depth
+MAX_ADAPTIVE_K = 7  # of automatic K, unless
+MAX_ADAPTIVE_K_PARALLEL = 11  # a parallel drafter runs on a GPU, where its rows are nearly free
+MAX_TREE_NODES = 62  # with the newest token, as many as a signed word has bits
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The form of what is drafted: nothing (0, 0), a chain (k, k), or a tree of `nodes` in all."""
+
+    k: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if self.nodes != self.k and not (2 <= self.k < self.nodes <= MAX_TREE_NODES):
+            raise UserError(
+                f"a tree of {self.nodes} nodes and depth {self.k} cannot be had: use more nodes than K,"
+                f" K of at least 2, and at most {MAX_TREE_NODES} nodes"
+            )
+
+    @property
+    def chain(self) -> bool:
+        return self.nodes == self.k
+
+    def __str__(self) -> str:
+        return f"K={self.k}" if self.chain else f"tree {self.nodes}, K={self.k}"
+
+
+NO_DRAFT = DraftShape(0, 0)
+
+
+class TreeTopology(NamedTuple):
+    """Of each request: rows 1..N are nodes. All on one device."""
+
+    candidate: Tensor  # [B, N] int64: among the M of the node's depth
+    parent: Tensor  # [B, N] int32: its row
+    depth: Tensor  # [B, N] int32: 1..K
+    masks: Tensor  # [B, N + 1] int64
+
+
+def build_tree(logp: Tensor, nodes: int) -> TreeTopology:
+    """logp [B, K, J, M]: of candidate i at depth k + 1 behind candidate j of the depth before; J = 1 where it does not
+    depend on that one. Behind the newest token j is 0.
+
+    The definition: of all children of what has been taken, take the likeliest, again and again; of equals the one whose
+    parent came first.
+    """
+    batch, k, width, count = logp.shape
+    each = torch.arange(batch, device=logp.device)
+    children = logp.new_full((batch, nodes + 1, count), -torch.inf)  # of each row
+    children[:, 0] = logp[:, 0, 0]
+    candidate, parent, depth = torch.zeros(
+        3, batch, nodes + 1, dtype=torch.long, device=logp.device
+    )
+    masks = torch.ones_like(parent)
+    for row in range(1, nodes + 1):
+        at = children.flatten(1).argmax(1)
+        above, chosen = at // count, at % count
+        total = children[each, above, chosen]
+        children[each, above, chosen] = -torch.inf
+        deep = depth[each, above] + 1
+        candidate[:, row], parent[:, row], depth[:, row] = chosen, above, deep
+        masks[:, row] = masks[each, above] | 1 << row
+        more = logp[each, deep.clamp(max=k - 1), chosen if width > 1 else 0]
+        children[:, row] = torch.where((deep < k)[:, None], total[:, None] + more, -torch.inf)
+    return TreeTopology(candidate[:, 1:], parent[:, 1:].int(), depth[:, 1:].int(), masks)

@@ -1,0 +1,136 @@
+"""The part both of vLLM's formats share: Llama sizes in a config, and tensor names with a fused layer 0."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.drafter.config import DrafterConfig
+from peagle.errors import UserError
+
+ORIGIN = ("target", "target_revision", "k_trained", "trained")
+
+
+def sizes_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Llama's config keys. RoPE in the spelling old and new vLLM both read: rope_theta + rope_scaling."""
+    rope = dict(config.rope)
+    theta = rope.pop("rope_theta", 10000.0)
+    word = str(dtype).removeprefix("torch.")
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": word,
+        "dtype": word,
+    }
+
+
+def origin_to_json(config: DrafterConfig) -> dict[str, Any]:
+    """Where a drafter comes from, in a key of our own that vLLM passes over."""
+    return {"peagle": {field: getattr(config, field) for field in ORIGIN}}
+
+
+def origin_from_json(raw: dict[str, Any]) -> dict[str, Any]:
+    told = raw.get("peagle") or {}
+    return {field: told[field] for field in ORIGIN if field in told}
+
+
+def sizes_from_json(raw: dict[str, Any], fc_inputs: int | None) -> dict[str, Any]:
+    """DrafterConfig's size fields; `fc_inputs` is the width of fc.weight, where the file has it."""
+    try:
+        d, heads = raw["hidden_size"], raw["num_attention_heads"]
+        sizes = {
+            "num_layers": raw["num_hidden_layers"],
+            "hidden_size": d,
+            "intermediate_size": raw["intermediate_size"],
+            "num_heads": heads,
+            "vocab_size": raw["vocab_size"],
+            "max_position_embeddings": raw["max_position_embeddings"],
+        }
+    except KeyError as missing:
+        raise UserError(
+            f"the drafter's config.json lacks {missing}: write the checkpoint again"
+        ) from missing
+    if (act := raw.get("hidden_act", "silu")) != "silu":
+        raise UserError(
+            f"the drafter's hidden_act is {act!r}: only silu drafters exist in this family"
+        )
+    target_d = raw.get("target_hidden_size") or d
+    ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = ids or raw.get("eagle_aux_hidden_state_layer_ids")
+    return sizes | {
+        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or d // heads,
+        "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
+        "target_hidden_size": target_d,
+        "aux_layer_ids": tuple(ids) if ids else None,
+        "num_taps": fc_inputs // target_d if fc_inputs else len(ids or (0, 0, 0)),
+        "rope": _rope(raw),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "attention_bias": raw.get("attention_bias", False),
+    }
+
+
+def names_to_ours(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+    """Their names and shapes to ours. The mask's row of the embedding becomes `mask_embedding`."""
+    ours: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        ours[name.removeprefix("model.").replace("midlayer.", "layers.0.")] = tensor
+    ours.pop("t2d", None)
+    offsets = ours.pop("d2t", None)
+    if offsets is not None and config.pruned:
+        ours["target_ids"] = offsets + torch.arange(len(offsets))
+    elif offsets is not None and offsets.any():
+        raise UserError(
+            "d2t reorders a full vocabulary: leave it out, or set draft_vocab_size to its length"
+        )
+    if config.method == "p-eagle":
+        if "mask_hidden" in ours:
+            ours["mask_hidden"] = ours["mask_hidden"].flatten()
+        table = ours.get("embed_tokens.weight")
+        if (
+            table is not None
+            and config.mask_token_id is not None
+            and config.mask_token_id < len(table)
+        ):
+            ours["mask_embedding"] = table[config.mask_token_id].clone()
+    else:
+        ours.pop("mask_hidden", None)
+    return ours
+
+
+def names_to_theirs(
+    tensors: dict[str, Tensor], config: DrafterConfig, first_layer: str
+) -> dict[str, Tensor]:
+    """Ours to theirs; `first_layer` is 'midlayer.' or 'layers.0.'. Complete: nothing is left to the target."""
+    theirs = {name.replace("layers.0.", first_layer, 1): tensor for name, tensor in tensors.items()}
+    if (row := theirs.pop("mask_embedding", None)) is not None:
+        table = theirs["embed_tokens.weight"].clone()
+        table[config.mask_token_id] = row
+        theirs["embed_tokens.weight"] = table
+        theirs["mask_hidden"] = theirs["mask_hidden"].view(1, 1, -1)
+    if (ids := theirs.pop("target_ids", None)) is not None:
+        theirs["d2t"] = ids.long() - torch.arange(len(ids))
+        theirs["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(
+            0, ids.long(), True
+        )
+    return theirs
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    return rope

@@ -1,0 +1,85 @@
+"""The tensors of a drafter, by our own names: which there are, and in which shape.
+
+Our names are those of `Drafter.state_dict()` plus what is shared with the target: `embed_tokens.weight`,
+`lm_head.weight`, and for a pruned vocabulary `target_ids` (draft id -> target id).
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.model import Drafter
+from peagle.errors import UserError
+
+Shapes = dict[str, tuple[int, ...]]
+SHARED = ("embed_tokens.weight", "lm_head.weight", "target_ids")
+
+
+def own_shapes(config: DrafterConfig) -> Shapes:
+    """What only the drafter has."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+
+
+def shared_shapes(config: DrafterConfig) -> Shapes:
+    """What it may share with the target."""
+    shapes: Shapes = {
+        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
+    }
+    return shapes | ({"target_ids": (config.draft_vocab_size,)} if config.pruned else {})
+
+
+def build(
+    config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Drafter:
+    """A drafter from complete tensors: ours and the shared ones."""
+    tensors = {
+        name: t.to(device, dtype if t.is_floating_point() else None) for name, t in tensors.items()
+    }
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    rope = Drafter.rope_for(config)
+    drafter.load_state_dict(
+        {name: t for name, t in tensors.items() if name not in SHARED}, assign=True
+    )
+    drafter.rope = rope.to(device)
+    drafter.adopt(
+        tensors["embed_tokens.weight"], tensors["lm_head.weight"], tensors.get("target_ids")
+    )
+    return drafter.eval().requires_grad_(False)
+
+
+def read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise UserError(f"no drafter in {path.parent}: {path.name} is missing")
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not valid JSON ({error}): write the checkpoint again"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object: write the checkpoint again")
+    return content
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, by the names they have there."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"no drafter in {folder}: there is no .safetensors file")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file} cannot be read ({error}): copy or write the checkpoint again"
+            ) from error
+    return tensors

@@ -1,0 +1,123 @@
+"""The demo: three prompts, every method, who drafted which token, and a table at the end."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from peagle.core import Generation, Method
+from peagle.loaded import LoadedPair
+
+PROMPTS = {
+    "chat": "I have a job interview tomorrow and I am nervous. What should I do tonight?",
+    "code": "Write a Python function that returns the n-th Fibonacci number without recursion, with a docstring.",
+    "summary": "Summarize in two sentences: The Great Barrier Reef, off the coast of Queensland, is the world's largest"
+    " coral reef system. It is made of over 2,900 reefs and 900 islands. Warming seas have bleached large parts of it"
+    " five times since 1998, and farm runoff and crown-of-thorns starfish do further damage. Australia has pledged"
+    " billions to improve water quality, but scientists say only lower emissions can save the reef.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method over all prompts."""
+
+    method: Method
+    trained: bool
+    answers: dict[str, Generation]
+    ratio: float
+    identical: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        return speed(list(self.answers.values()))
+
+    @property
+    def acceptance_length(self) -> float:
+        steps = [step for answer in self.answers.values() for step in answer.steps if step.drafted]
+        return 1 + sum(step.accepted for step in steps) / len(steps) if steps else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "trained": self.trained,
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "ratio_to_none": round(self.ratio, 3),
+            "acceptance_length": round(self.acceptance_length, 3),
+            "identical": self.identical,
+            "answers": {name: answer.as_dict() for name, answer in self.answers.items()},
+        }
+
+
+def run(
+    loaded: LoadedPair, k: int | None, max_tokens: int, exact: bool | None, console: Console
+) -> list[Row]:
+    """Methods take turns on each prompt, so that a noisy machine hurts them alike."""
+    methods: list[Method] = ["none", *loaded.pair.drafters]
+    answers: dict[Method, dict[str, Generation]] = {method: {} for method in methods}
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("decoding", total=len(PROMPTS) * len(methods))
+        for method in methods:  # warm up: the first pass pays for memory and threads
+            loaded.generate("Hello", k=k, method=method, exact=exact, max_tokens=8)
+        for name, prompt in PROMPTS.items():
+            for method in methods:
+                answers[method][name] = loaded.generate(prompt, k, method, max_tokens, exact=exact)
+                bar.advance(task)
+    base = answers["none"]
+    return [
+        Row(
+            method=method,
+            trained=all(answer.trained for answer in mine.values()),
+            answers=mine,
+            ratio=speed(list(mine.values())) / max(speed(list(base.values())), 1e-9),
+            identical=all(mine[name].token_ids == base[name].token_ids for name in PROMPTS),
+        )
+        for method, mine in answers.items()
+    ]
+
+
+def speed(answers: list[Generation]) -> float:
+    """Tokens per second of decoding: prefills and the tokens they give are not counted."""
+    seconds = sum(answer.seconds - answer.prefill_seconds for answer in answers)
+    return sum(len(answer.token_ids) - 1 for answer in answers) / max(seconds, 1e-9)
+
+
+def show(rows: list[Row], loaded: LoadedPair, console: Console) -> None:
+    for row in rows[1:]:
+        for name, answer in row.answers.items():
+            title = f"{name}, {row.method} K={answer.k}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps"
+            console.print(Panel(colored(answer, loaded), title=title, title_align="left"))
+    first = rows[0].answers["chat"]
+    how = f"{first.dtype}, exact" if first.exact else first.dtype
+    console.print(f"[green]green[/]: accepted drafts; plain: the target's own tokens. {how}.")
+    table = Table("method", "tokens/s", "ratio to none", "acceptance length", "identical")
+    for row in rows:
+        name = row.method if row.trained else f"{row.method} (untrained)"
+        table.add_row(
+            name,
+            f"{row.tokens_per_second:.1f}",
+            f"{row.ratio:.2f}",
+            f"{row.acceptance_length:.2f}",
+            "yes" if row.identical else "no",
+        )
+    console.print(table)
+    if untrained := [row.method for row in rows if not row.trained]:
+        console.print(
+            f"[yellow]No drafter for {' and '.join(untrained)} is trained yet: their drafts are noise, almost none is"
+            " accepted, and drafting only costs time. What this shows is that the answers stay the same.[/]"
+        )
+
+
+def colored(answer: Generation, loaded: LoadedPair) -> Text:
+    """The answer, its accepted drafts in green. Pieces are cut where the text of a prefix ends."""
+    text, shown = Text(), ""
+    for end, accepted in enumerate(answer.from_draft, start=1):
+        whole = loaded.decode(answer.token_ids[:end])
+        if not whole.endswith("\ufffd"):
+            text.append(whole[len(shown) :], style="green" if accepted else "")
+            shown = whole
+    return text.append(answer.text[len(shown) :])

@@ -1,0 +1,104 @@
+"""The user's cache and config folders, and files that appear whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import UserError
+
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "curves.png")
+
+
+def cache_home() -> Path:
+    """`PEAGLE_HOME`, else `$XDG_CACHE_HOME/peagle`, else `~/.cache/peagle`."""
+    if chosen := os.environ.get("PEAGLE_HOME"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "peagle"
+
+
+def config_home() -> Path:
+    """`PEAGLE_CONFIG`, else `$XDG_CONFIG_HOME/peagle`, else `~/.config/peagle`."""
+    if chosen := os.environ.get("PEAGLE_CONFIG"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "peagle"
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The absolute path, if a checkpoint may be written there: nothing that is not ours to replace lies in it."""
+    path = path.expanduser().resolve()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file: give a folder")
+    foreign = (
+        [f.name for f in path.iterdir() if f.name not in CHECKPOINT_FILES] if path.exists() else []
+    )
+    if foreign:
+        raise UserError(
+            f"{path} holds {foreign[0]!r}, which is no part of a drafter: give a new or an empty folder"
+        )
+    return path
+
+
+@contextmanager
+def publish_folder(final: Path) -> Iterator[Path]:
+    """A staging folder beside `final` that takes its place when the block ends without an error."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        for file in staging.rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+        replace_folder(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def replace_folder(new: Path, final: Path) -> None:
+    """Moves `new` to `final`; what lay there steps aside first and comes back if the move fails."""
+    if not final.exists():
+        new.rename(final)
+        return
+    aside = final.with_name(f".{final.name}.old.{os.getpid()}")
+    final.rename(aside)
+    try:
+        new.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def save_tensors(
+    tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """safetensors' own errors are no OSErrors: a full disk is one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata or {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path.name}: {error}") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, content: str, executable: bool = False) -> None:
+    write_bytes(path, content.encode(), executable)
+
+
+def write_bytes(path: Path, content: bytes, executable: bool = False) -> None:
+    """Written beside and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    if executable:
+        partial.chmod(0o755)
+    partial.replace(path)

@@ -1,0 +1,202 @@
+"""Numbers of a cell: vLLM's definitions, medians over runs, the order of cells."""
+
+import pytest
+
+from peagle.bench.load.jobs import RequestRecord
+from peagle.bench.order import keys_of, order_of
+from peagle.bench.settings import BenchSettings, parse_counts, parse_ks, parse_trees
+from peagle.errors import UserError
+from peagle.results.cell import CellKey, CellRun, SpecCounters, cell_of, middle_of
+
+KEY = CellKey("humaneval", "p-eagle", 5, 2)
+CELL_FIELDS = {
+    "set",
+    "method",
+    "k",
+    "concurrency",
+    "tree",
+    "requests",
+    "failed",
+    "first_error",
+    "repeats",
+    "duration",
+    "total_output_tokens",
+    "output_throughput",
+    "output_throughput_runs",
+    "output_throughput_spread",
+    "request_throughput",
+    "per_user_throughput",
+    "mean_ttft_ms",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "median_tpot_ms",
+    "p99_tpot_ms",
+    "mean_itl_ms",
+    "median_itl_ms",
+    "p99_itl_ms",
+    "spec_decode_acceptance_rate",
+    "spec_decode_acceptance_length",
+    "spec_decode_num_drafts",
+    "spec_decode_draft_tokens",
+    "spec_decode_accepted_tokens",
+    "spec_decode_per_position_acceptance_rates",
+    "step_ms",
+    "drafter_share",
+    "k_steps",
+    "gpu_memory_bytes",
+    "energy_joules",
+    "joules_per_token",
+    "check",
+}
+
+
+def some_run(scale: float = 1.0) -> CellRun:
+    """Two answers of 5 and 1 tokens, and one that failed after a piece."""
+    return CellRun(
+        [
+            RequestRecord("a", 0, 10.0, [10.5, 10.7, 11.1], tokens=5),
+            RequestRecord("b", 0, 10.0, [10.1], tokens=1),
+            RequestRecord("c", 0, 10.0, [10.2], tokens=9, error="broke"),
+        ],
+        duration=2.0 * scale,
+        spec=SpecCounters(4, 20, 8, [4, 4, 4, 4, 4], [4, 2, 1, 1, 0]),
+        k_steps={5: 4},
+        energy_joules=12.0,
+    )
+
+
+def test_a_run() -> None:
+    told = some_run().as_dict()
+    assert (told["requests"], told["failed"], told["first_error"]) == (3, 1, "broke")
+    assert told["total_output_tokens"] == 6
+    assert told["output_throughput"] == 3
+    assert told["request_throughput"] == 1
+    assert told["per_user_throughput"] == pytest.approx((5 / 1.1 + 1 / 0.1) / 2)
+    assert told["mean_ttft_ms"] == pytest.approx(300)
+    assert told["mean_tpot_ms"] == pytest.approx(600 / 4)  # an answer of one token has none
+    assert told["median_itl_ms"] == pytest.approx(300)
+    assert told["p99_itl_ms"] == pytest.approx(398)
+    assert told["spec_decode_acceptance_rate"] == 40  # percent, as vLLM has it
+    assert told["spec_decode_acceptance_length"] == 3
+    assert told["spec_decode_per_position_acceptance_rates"] == [1, 0.5, 0.25, 0.25, 0]
+    assert told["joules_per_token"] == 2
+
+
+def test_nothing_answered() -> None:
+    told = CellRun([RequestRecord("a", 0, 1.0, error="down")], 0.0).as_dict()
+    assert told["output_throughput"] == 0
+    assert (
+        told["median_ttft_ms"]
+        is told["per_user_throughput"]
+        is told["spec_decode_acceptance_length"]
+        is None
+    )
+
+
+def test_a_cell_is_the_median_of_its_runs() -> None:
+    cell = cell_of(KEY, [some_run(scale).as_dict() for scale in (1, 2, 4)])
+    assert set(cell) == CELL_FIELDS
+    assert cell["output_throughput"] == 1.5
+    assert cell["output_throughput_runs"] == [3, 1.5, 0.75]
+    assert cell["output_throughput_spread"] == [0.75, 3]
+    assert (cell["repeats"], cell["failed"], cell["requests"]) == (3, 1, 3)
+    assert cell["k_steps"] == {"5": 4}
+    assert isinstance(cell["total_output_tokens"], int)
+
+
+def test_medians_place_by_place() -> None:
+    assert middle_of([None, None]) is None
+    assert middle_of([[1.0, 2.0], [3.0]]) == [2.0, 2.0]
+    assert middle_of([{"3": 4}, {"3": 6, "11": 2}]) == {"3": 5, "11": 1}
+
+
+def test_differences_of_counters() -> None:
+    apart = SpecCounters(5, 20, 9, [5, 5], [5, 4]).minus(SpecCounters(2, 8, 3, [2], [2]))
+    assert apart == SpecCounters(3, 12, 6, [3, 5], [3, 4])
+
+
+def test_every_cell_once_and_methods_side_by_side() -> None:
+    keys = keys_of(["a", "b"], ["none", "eagle3", "p-eagle"], [3, 5], [1, 8])
+    assert len(keys) == len(set(keys)) == 2 * 2 * 5
+    assert sum(key.method == "none" for key in keys) == 4
+    turns = order_of(keys, 3, seed=0)
+    assert turns == order_of(keys, 3, seed=0)
+    assert [turn.repeat for turn in turns] == [0] * 20 + [1] * 20 + [2] * 20
+    groups = [turns[i : i + 5] for i in range(0, 60, 5)]
+    assert all(
+        len({(turn.key.set, turn.key.concurrency) for turn in group}) == 1 for group in groups
+    )
+    assert len({tuple(turn.key.method for turn in group) for group in groups}) > 1  # shuffled
+
+
+def test_trees_are_cells_of_their_own() -> None:
+    keys = keys_of(["a"], ["none", "eagle3", "p-eagle"], [3, "auto"], [1], [0, 32])
+    assert [(key.method, key.k, key.tree) for key in keys] == [
+        ("none", 0, 0),
+        ("eagle3", 3, 0),
+        ("eagle3", "auto", 0),
+        ("p-eagle", 3, 0),
+        ("p-eagle", "auto", 0),
+        ("p-eagle", 3, 32),
+        ("p-eagle", "auto", 32),
+    ]
+    told = [str(key) for key in keys]
+    assert len(set(told)) == len(told)
+    assert (
+        told[0] == "a none c=1"
+        and told[3] == "a p-eagle K=3 c=1"
+        and told[5] == "a p-eagle tree 32, K=3 c=1"
+    )
+
+
+def test_settings_of_trees() -> None:
+    plain = BenchSettings(("a",), ("p-eagle",), (3,), (1,))
+    assert "tree" not in plain.as_dict()  # a run begun before there were trees goes on
+    assert BenchSettings(("a",), ("p-eagle",), (3,), (1,), tree=(0, 16)).as_dict()["tree"] == [
+        0,
+        16,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"methods": ("none", "eagle3")}, "needs a p-eagle drafter"),
+        ({"exact": True}, "--exact and --tree"),
+        ({"k": (3, 16)}, "is a chain"),
+        ({"k": (17,)}, "more nodes than K"),
+        ({"tree": (0, 63)}, "at most 62 nodes"),
+    ],
+)
+def test_trees_that_are_refused(how: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        BenchSettings(
+            **{"sets": ("a",), "methods": (), "k": (3, "auto"), "concurrency": (1,), "tree": (16,)}
+            | how
+        )
+
+
+def test_lists() -> None:
+    assert parse_trees("0, 32,32") == (0, 32)
+    assert parse_ks("3, 5,auto,3") == (3, 5, "auto")
+    assert parse_counts("8,1,8") == (8, 1)
+    for text in ("", "x", "3,,5", "1.5", "-1"):
+        with pytest.raises(UserError, match="write it like"):
+            parse_ks(text)
+        with pytest.raises(UserError, match="write it like"):
+            parse_counts(text)
+        with pytest.raises(UserError, match="write it like"):
+            parse_trees(text)
+    with pytest.raises(UserError, match="at least one token"):
+        parse_ks("0")
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_tokens": 0}, {"repeats": 0}, {"temperature": -1}, {"concurrency": (5000,)}]
+)
+def test_settings_that_are_refused(bad: dict) -> None:
+    with pytest.raises(UserError, match="must be"):
+        BenchSettings(
+            **{"sets": ("a",), "methods": ("none",), "k": (3,), "concurrency": (1,)} | bad
+        )

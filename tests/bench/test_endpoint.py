@@ -1,0 +1,117 @@
+"""The same load on a server: what is sent, what is counted, and every way a server can fail."""
+
+import pytest
+
+from peagle.bench.load.endpoint import EndpointDown, EndpointRunner, parse_metrics, urls_of
+from peagle.errors import UserError
+from peagle.results.cell import CellKey, SpecCounters
+from tests.support.benching import serving, some_jobs
+
+KEY = CellKey("x", "endpoint", 0, 3)
+
+
+def endpoint(url: str, warmup: int = 0, read: float = 10.0) -> EndpointRunner:
+    return EndpointRunner(url, None, "secret", temperature=0.0, warmup=warmup, read=read)
+
+
+def test_what_is_sent_and_counted() -> None:
+    with serving(wait=0.02) as server:
+        seen: list[int] = []
+        run = endpoint(server.url, warmup=2).run(KEY, some_jobs(5, turns=2), lambda: seen.append(1))
+    told = run.as_dict()
+    assert len(seen) == told["requests"] == 10
+    assert told["failed"] == 0
+    assert told["total_output_tokens"] == 60
+    assert server.most == 3
+    assert told["median_itl_ms"] >= 20
+    assert told["median_ttft_ms"] >= 20
+    assert told["spec_decode_acceptance_length"] == 2
+    assert told["spec_decode_acceptance_rate"] == 50
+    assert told["spec_decode_per_position_acceptance_rates"] == pytest.approx([2 / 3, 1 / 3])
+    assert told["spec_decode_num_drafts"] == 30  # the warm-up's do not count
+    first, second = (
+        server.asked[3],
+        next(body for body in server.asked if len(body["messages"]) == 3),
+    )
+    assert first["authorization"] == "Bearer secret"
+    assert first["model"] == "served"
+    assert first["stream_options"] == {"include_usage": True}
+    assert first["max_tokens"] == 12
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][1]["content"] == "w0 w1 w2 w3 w4 w5 "  # its own answer
+
+
+def test_without_metrics_or_usage() -> None:
+    with serving(metrics=False, trouble="no usage") as server:
+        told = endpoint(server.url).run(KEY, some_jobs(2), lambda: None).as_dict()
+    assert told["spec_decode_acceptance_length"] is None
+    assert told["total_output_tokens"] == 6  # pieces, where tokens are not told
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [("500", "HTTP 500"), ("dies", ""), ("error", "lost the thread")],
+    ids=lambda x: x or "any",
+)
+def test_all_fail(trouble: str, words: str) -> None:
+    with serving(trouble=trouble) as server:
+        told = endpoint(server.url).run(KEY, some_jobs(4, turns=2), lambda: None).as_dict()
+    assert told["failed"] == told["requests"] == 4  # no second turn without a first
+    assert words in told["first_error"]
+    assert told["output_throughput"] == 0
+
+
+def test_some_fail_and_the_rest_goes_on() -> None:
+    with serving(trouble="some 500") as server:
+        told = endpoint(server.url).run(KEY, some_jobs(6), lambda: None).as_dict()
+    assert (told["requests"], told["failed"]) == (6, 3)
+    assert told["total_output_tokens"] == 18
+
+
+def test_a_slow_server_times_out() -> None:
+    with serving(wait=1.0) as server:
+        told = endpoint(server.url, read=0.1).run(KEY, some_jobs(2), lambda: None).as_dict()
+    assert told["failed"] == 2
+    assert "Timeout" in told["first_error"]
+
+
+def test_a_server_that_is_not_there() -> None:
+    with serving() as server:
+        url = server.url
+        there = endpoint(url)
+    with pytest.raises(EndpointDown, match="correct --endpoint"):
+        endpoint(url)
+    told = there.run(KEY, some_jobs(3), lambda: None).as_dict()
+    assert told["failed"] == 3
+    assert "Connect" in told["first_error"]
+
+
+def test_urls() -> None:
+    whole = ("http://h:8/v1/chat/completions", "http://h:8/v1/models", "http://h:8/metrics")
+    for url in (
+        "http://h:8",
+        "http://h:8/",
+        "http://h:8/v1",
+        "http://h:8/v1/",
+        "http://h:8/v1/chat/completions",
+    ):
+        assert urls_of(url) == whole
+    assert urls_of("https://h/openai/v3")[0] == "https://h/openai/v3/chat/completions"
+    for bad in ("localhost:8000", "ftp://h", "http://"):
+        with pytest.raises(UserError, match="write it like"):
+            urls_of(bad)
+
+
+def test_metrics_of_several_engines() -> None:
+    text = """
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0"} 3.0
+vllm:spec_decode_num_drafts_total{engine="1"} 1e1
+vllm:spec_decode_num_draft_tokens_total 26
+vllm:spec_decode_num_accepted_tokens_total 9
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 2
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 7
+vllm:spec_decode_num_drafts_created 1.7e9
+"""
+    assert parse_metrics(text) == SpecCounters(13, 26, 9, [13, 13], [7, 2])
+    assert parse_metrics("vllm:other 3\n") is None

@@ -1,0 +1,157 @@
+"""The load on our engine: every method gives the same answers, and what is counted is what happened."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.bench.load.energy import EnergyMeter
+from peagle.bench.load.jobs import LoadJob
+from peagle.bench.load.native import NativeRunner
+from peagle.bench.quality.output_check import check, target_margin
+from peagle.data.bench import Task
+from peagle.results.cell import CellKey
+from tests.support.benching import some_jobs, tiny_pair
+
+
+def native(jobs: list[LoadJob], concurrency: int = 4, **how: float) -> NativeRunner:
+    return NativeRunner(
+        tiny_pair(), jobs, concurrency, how.get("temperature", 0.0), exact=False, warmup=3
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_methods_agree_whatever_the_load(temperature: float) -> None:
+    jobs = some_jobs(5, turns=2)
+    runner = native(jobs, temperature=temperature)
+    runs = {}
+    for key in (
+        CellKey("x", "none", 0, 1),
+        CellKey("x", "none", 0, 4),
+        CellKey("x", "p-eagle", 11, 4),
+        CellKey("x", "eagle3", 3, 2),
+    ):
+        runs[key] = runner.run(key, jobs, lambda: None)
+    told = [{(r.task, r.turn): r.ids for r in run.records} for run in runs.values()]
+    assert all(answers == told[0] for answers in told)
+    assert sorted(told[0]) == sorted((str(i), turn) for i in range(5) for turn in range(2))
+    runner.close()
+    assert not runner.pool.engines
+
+
+def test_what_is_counted() -> None:
+    jobs, seen = some_jobs(6, max_tokens=9), []
+    runner = native(jobs)
+    run = runner.run(CellKey("x", "p-eagle", 3, 2), jobs, lambda: seen.append(1))
+    assert len(seen) == len(run.records) == 6
+    assert all(record.tokens == len(record.ids) == 9 for record in run.records)
+    assert all(record.start < record.arrivals[0] <= record.arrivals[-1] for record in run.records)
+    told = run.as_dict()
+    assert told["failed"] == 0
+    assert told["total_output_tokens"] == 54
+    assert told["spec_decode_draft_tokens"] == 3 * told["spec_decode_num_drafts"]
+    assert len(told["spec_decode_per_position_acceptance_rates"]) == 3
+    assert sum(told["k_steps"].values()) > 0 and set(told["k_steps"]) <= {"3"}
+    assert 0 < told["drafter_share"] < 1
+    assert told["step_ms"] > 0
+    assert told["gpu_memory_bytes"] is told["energy_joules"] is None
+    plain = runner.run(CellKey("x", "none", 0, 2), jobs, lambda: None).as_dict()
+    assert plain["spec_decode_acceptance_length"] is None
+    assert plain["drafter_share"] == 0
+    starts = sorted(record.start for record in run.records)
+    assert (
+        starts[1] < min(record.arrivals[-1] for record in run.records) < starts[2]
+    )  # two users, no more
+
+
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_trees(k: int | str) -> None:
+    jobs = some_jobs(4)
+    runner = native(jobs)
+    plain, trees = (
+        runner.run(key, jobs, lambda: None)
+        for key in (CellKey("x", "none", 0, 2), CellKey("x", "p-eagle", k, 2, 12))
+    )
+    assert [r.ids for r in sorted(plain.records, key=lambda r: r.task)] == [
+        r.ids for r in sorted(trees.records, key=lambda r: r.task)
+    ]
+    assert 12 in trees.k_steps and (k == "auto" or set(trees.k_steps) == {12})
+    assert trees.spec is not None and len(trees.spec.tried_at) == (3 if k == 3 else 7)
+    assert ("p-eagle", k, 12) in runner.pool.engines
+
+
+def test_automatic_k() -> None:
+    jobs = some_jobs(3)
+    told = native(jobs).run(CellKey("x", "p-eagle", "auto", 2), jobs, lambda: None).as_dict()
+    assert told["failed"] == 0
+    assert told["k_steps"]
+
+
+def test_a_prompt_that_does_not_fit_is_counted() -> None:
+    jobs = some_jobs(3)
+    jobs[1] = replace(jobs[1], task=Task("long", ("w7 " * 300, "w8")))
+    run = native(jobs).run(CellKey("x", "none", 0, 2), jobs, lambda: None)
+    assert [record.task for record in run.failed] == ["long"]
+    assert "must fit" in (run.failed[0].error or "")
+    assert run.as_dict()["requests"] == 3
+
+
+def test_engines_give_way_to_each_other() -> None:
+    jobs = some_jobs(3)
+    runner = native(jobs)
+    runner.pool.budget = 1
+    for method, k in (("none", 0), ("p-eagle", 2), ("none", 0)):
+        runner.run(CellKey("x", method, k, 2), jobs, lambda: None)
+        assert len(runner.pool.engines) == 1
+
+
+def test_a_difference_and_its_margin() -> None:
+    jobs = some_jobs(4, turns=2)
+    records = native(jobs).run(CellKey("x", "none", 0, 1), jobs, lambda: None).records
+    margin = target_margin(tiny_pair(), jobs)
+    assert check(records, records, margin) == {"compared": 8, "identical": 8, "differences": []}
+    wrong = next(record for record in records if (record.task, record.turn) == ("2", 0))
+    changed = replace(
+        wrong, ids=[*wrong.ids[:4], (wrong.ids[4] + 1) % 90, *wrong.ids[5:]], text="other"
+    )
+    told = check([changed if record is wrong else record for record in records], records, margin)
+    assert (told["compared"], told["identical"]) == (7, 6)  # the turn after it had another prompt
+    [found] = told["differences"]
+    assert (found["task"], found["turn"], found["at"]) == ("2", 0, 4)
+    assert found["margin"] > 0
+    shorter = replace(wrong, ids=wrong.ids[:4])
+    [found] = check([shorter], records, margin)["differences"]
+    assert (found["at"], found["margin"]) == (4, None)
+
+
+def test_nothing_of_it_needs_the_endpoint() -> None:
+    """Where the engine runs there may be no httpx."""
+    code = (
+        "import sys, peagle.cli, peagle.bench.native, peagle.bench.session, peagle.bench.tune, peagle.bench.scoring;"
+        "assert 'peagle.bench.load.endpoint' not in sys.modules and 'peagle.data.fetch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver's counter in millijoules; none on a CPU."""
+    assert EnergyMeter(torch.device("cpu")).joules() is None
+
+    class Nvml:
+        nvmlInit_v2 = staticmethod(lambda: 0)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid, handle: 0 if uuid == b"GPU-u" else 1)
+
+        @staticmethod
+        def nvmlDeviceGetTotalEnergyConsumption(handle: Any, used: Any) -> int:
+            used._obj.value = 2500
+            return 0
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u")
+    )
+    assert EnergyMeter(torch.device("cuda")).joules() == 2.5

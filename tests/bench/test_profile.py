@@ -1,0 +1,49 @@
+"""Answers of given lengths: the distribution asked for, the same every time, cut where the context ends."""
+
+import numpy as np
+import pytest
+
+from peagle.bench.load.profile import Profile, fit, parse_profile
+from peagle.errors import UserError
+
+
+def test_lengths_are_as_asked_for() -> None:
+    lengths = Profile("x", 3900, 10800, count=20000).lengths(seed=1)
+    assert np.median(lengths) == pytest.approx(3900, rel=0.03)
+    assert np.percentile(lengths, 90) == pytest.approx(10800, rel=0.04)
+    assert lengths == Profile("x", 3900, 10800, count=20000).lengths(seed=1)
+    assert lengths != Profile("x", 3900, 10800, count=20000).lengths(seed=2)
+
+
+def test_prompts_are_as_long_as_asked_for() -> None:
+    tasks = Profile("x", 10, 20, prompt=200, count=5).tasks(0, lambda text: len(text.split()))
+    assert all(185 <= len(task.turns[0].split()) <= 200 for task in tasks)
+    assert len({task.turns[0] for task in tasks}) == 5
+    assert Profile("x", 10, 20, prompt=1).tasks(0)[0].turns[0]
+
+
+def test_forms() -> None:
+    known = parse_profile("reasoning")
+    assert (known.median, known.p90, known.prompt, known.name) == (3900, 10800, 512, "reasoning")
+    assert parse_profile("median=100,p90=300,count=4").count == 4
+    for bad in (
+        "reasonin",
+        "median=3",
+        "median=a,p90=b",
+        "median=5,p90=9,x=1",
+        "median=9,p90=5",
+        "median=1,p90=2,count=0",
+    ):
+        with pytest.raises(UserError):
+            parse_profile(bad)
+    with pytest.raises(UserError, match="Did you mean 'reasoning'"):
+        parse_profile("reasonin")
+
+
+def test_the_context_cuts() -> None:
+    told: list[str] = []
+    assert fit([5, 50, 500], 60, told.append) == [5, 50, 60]
+    assert told == ["1 of 3 answers of the profile are cut to 60 tokens: the context holds no more"]
+    assert fit([5], 60, told.append) == [5] and len(told) == 1
+    with pytest.raises(UserError, match="smaller prompt="):
+        fit([5], 0, told.append)

@@ -1,0 +1,185 @@
+"""Scores: code and numbers as chat models write them; programs that misbehave."""
+
+import socket
+import threading
+from decimal import Decimal
+
+import pytest
+
+from peagle.bench.load.jobs import RequestRecord
+from peagle.bench.quality.sandbox import passes
+from peagle.bench.quality.scoring import program_of, right_number, said_number, scores
+from peagle.data.bench import Task
+from peagle.results.cell import CellKey
+
+PROMPT = 'from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef add(a: int, b: int) -> int:\n    """Add."""\n'
+TEST = "def check(candidate):\n    assert candidate(2, 3) == 5\n"
+HUMANEVAL = {"prompt": PROMPT, "test": TEST, "entry_point": "add"}
+
+RIGHT = {
+    "a block": "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds.",
+    "no language": "```\ndef add(a: int, b: int) -> int:\n    return helper(a) + b\n```",
+    "the second block": "Say\n```python\nprint(1)\n```\nand\n```python\ndef add(a, b):\n    return a + b\n```",
+    "cut off": "```python\ndef add(a, b):\n    return a + b",
+    "uses the prompt's import": "```python\ndef add(a: List[int], b):\n    return a + b\n```",
+    "no fence": "Sure.\n\ndef add(a, b):\n    return a + b\n",
+    "a body": "    return a + b\n",
+    "a body and more": "    return a + b\n\ndef other():\n    pass\n",
+    "a body in a block": "```python\nreturn a + b\n```",
+    "its own tests": "```python\ndef add(a, b):\n    return a + b\n\nassert add(1, 1) == 2\n```",
+}
+WRONG = {
+    "wrong": "```python\ndef add(a, b):\n    return a - b\n```",
+    "prose": "I would add them.",
+    "empty": "",
+    "leaves early": "```python\nimport os\ndef add(a, b):\n    os._exit(0)\n```",
+    "leaves politely": "```python\nimport sys\ndef add(a, b):\n    sys.exit(0)\n```",
+    "shouts": "```python\nprint('pass')\nraise SystemExit(0)\ndef add(a, b): ...\n```",
+    "bytes": "```python\n\x00\ud800\n```",
+}
+
+
+@pytest.mark.parametrize("answer", RIGHT.values(), ids=RIGHT.keys())
+def test_code_that_passes(answer: str) -> None:
+    assert passes(program_of(answer, **HUMANEVAL))
+
+
+@pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG.keys())
+def test_code_that_does_not(answer: str) -> None:
+    assert not passes(program_of(answer, **HUMANEVAL))
+
+
+HARMLESS = {
+    "the standard library": "import collections, datetime, functools, itertools, json, math, random, re, string",
+    "a file of its own": "open('x', 'w').write('1')\nassert open('x').read() == '1'\nimport os\nos.remove('x')",
+    "prints a lot": "for _ in range(20000): print('x' * 50)",
+}
+HARMFUL = {
+    "endless": "while True: pass",
+    "sleeps": "import time\ntime.sleep(60)",
+    "eats memory": "x = bytearray(3 << 30)",
+    "eats the disk": "with open('x', 'wb') as f:\n    for _ in range(64): f.write(b'0' * (1 << 20))",
+    "forks": "import os\nos.fork()",
+    "starts a process": "import subprocess\nsubprocess.run(['true'], check=True)",
+    "a shell": "import os\nassert os.system('true') == 0",
+    "writes elsewhere": "open('/tmp/peagle-was-here', 'w')",
+    "removes elsewhere": "import os\nos.remove('/tmp/peagle-keep')",
+    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
+    "foreign calls": "import ctypes\nctypes.CDLL(None)",
+    "raises its limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
+    "reads the environment": "import os\nassert os.environ.get('HOME') or os.environ.get('PATH')",
+}
+
+
+@pytest.mark.parametrize("program", HARMLESS.values(), ids=HARMLESS.keys())
+def test_programs_that_may_run(program: str) -> None:
+    assert passes(program)
+
+
+@pytest.mark.parametrize("program", HARMFUL.values(), ids=HARMFUL.keys())
+def test_programs_that_are_stopped(program: str) -> None:
+    assert not passes(program, seconds=3)
+
+
+def test_limits_stand_without_the_hook() -> None:
+    for name in ("eats memory", "eats the disk", "raises its limits"):
+        assert not passes(HARMFUL[name], seconds=5, walls="namespace"), name
+
+
+@pytest.mark.parametrize("walls", ["namespace,hook", "namespace", "hook", ""])
+def test_no_network(walls: str) -> None:
+    """A listener on the loopback: reached without walls, and never with either."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        program = f"import socket\nsocket.create_connection(('127.0.0.1', {listener.getsockname()[1]}), 2).close()"
+        reached: list[bool] = []
+
+        def accept() -> None:
+            listener.settimeout(4)
+            try:
+                listener.accept()[0].close()
+                reached.append(True)
+            except OSError:
+                pass
+
+        waiting = threading.Thread(target=accept)
+        waiting.start()
+        ran = passes(program, walls=walls)
+        if walls:
+            socket.create_connection(listener.getsockname()).close()  # ends the wait
+        waiting.join()
+    if walls == "namespace" and ran:
+        pytest.skip("this kernel gives no network namespace: the hook stands alone")
+    assert ran == (not walls)
+    assert reached == [True]
+
+
+NUMBERS = {
+    "She has 9 * 2 = 18 dollars.\n#### 18": "18",
+    "#### $1,234.50 in all, of 7": "1234.5",
+    r"so \boxed{42} of 7": "42",
+    "The answer is 12. That is 3 more than 9.": "12",
+    "**Answer:** $5.00 per 2": "5",
+    "First 3, then 4, in the end -7.": "-7",
+    "It takes 1,000,000 steps": "1000000",
+    "half is .5": "0.5",
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize(("answer", "number"), NUMBERS.items(), ids=lambda x: str(x)[:20])
+def test_the_final_number(answer: str, number: str | None) -> None:
+    assert said_number(answer) == (None if number is None else Decimal(number))
+
+
+def test_right_numbers() -> None:
+    assert right_number("It is 18.0 dollars", "Janet ...\n#### 18")
+    assert not right_number("19", "#### 18")
+    assert not right_number("no idea", "#### 18")
+
+
+def test_scores_of_every_method() -> None:
+    code = {"good": RIGHT["a block"], "bad": WRONG["wrong"]}
+    tasks = {
+        "humaneval": [
+            Task(name, ("?",), extra=HUMANEVAL) for name in ("good", "bad", "never answered")
+        ],
+        "gsm8k": [Task(name, ("?",), extra={"answer": "#### 4"}) for name in ("good", "bad")],
+        "mt_bench": [Task("a", ("?", "!"))],
+    }
+    answers = {
+        CellKey("humaneval", "none", 0, 1): [
+            RequestRecord(n, 0, 0.0, text=text) for n, text in code.items()
+        ],
+        CellKey("gsm8k", "p-eagle", 5, 8): [
+            RequestRecord("good", 0, 0.0, text="5"),
+            RequestRecord("bad", 0, 0.0, text="5"),
+        ],
+        CellKey("gsm8k", "p-eagle", 5, 1): [
+            RequestRecord("good", 0, 0.0, text="2 + 2 = 4"),
+            RequestRecord("bad", 0, 0.0, text="5"),
+        ],
+        CellKey("mt_bench", "none", 0, 1): [RequestRecord("a", 0, 0.0, text="x")],
+    }
+    told = sorted(scores(answers, tasks), key=lambda one: one["set"])
+    assert told == [
+        {
+            "set": "gsm8k",
+            "method": "p-eagle",
+            "k": 5,
+            "tree": 0,
+            "metric": "accuracy",
+            "value": 0.5,
+            "of": 2,
+        },
+        {
+            "set": "humaneval",
+            "method": "none",
+            "k": 0,
+            "tree": 0,
+            "metric": "pass@1",
+            "value": 0.333333,
+            "of": 3,
+        },
+    ]

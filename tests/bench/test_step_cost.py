@@ -1,0 +1,62 @@
+"""`peagle bench-step`: random weights, drafts accepted as the profile says, chains only."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from peagle.bench.step_cost import PROFILE, conditional, engine_for, shape_pair
+from peagle.cli import app
+
+WORDS = [
+    "bench-step",
+    "tiny",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--prompt",
+    "8",
+    "--output",
+    "64",
+]
+
+
+def test_every_method_and_load(tmp_path: Path) -> None:
+    out = tmp_path / "steps.json"
+    words = [
+        *WORDS,
+        "--methods",
+        "none,eagle3,p-eagle",
+        "-k",
+        "11",
+        "--concurrency",
+        "1,8",
+        "--repeats",
+        "1",
+    ]
+    found = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert found.exit_code == 0, found.output
+    cells = json.loads(out.read_text())["cells"]
+    assert {(cell["method"], cell["concurrency"]) for cell in cells} == {
+        (method, c) for method in ("none", "eagle3", "p-eagle") for c in (1, 8)
+    }
+    lengths = {
+        cell["method"]: cell["acceptance_length"] for cell in cells if cell["concurrency"] == 8
+    }
+    assert lengths["none"] == 1 and lengths["eagle3"] == pytest.approx(1 + sum(PROFILE), rel=0.2)
+    assert lengths["p-eagle"] == pytest.approx(1 + sum(PROFILE), rel=0.2)
+
+
+def test_drafts_behind_the_profile_are_never_right() -> None:
+    engine = engine_for(shape_pair("tiny", "cpu", torch.float32), "p-eagle", "auto", 2, 64, tree=0)
+    engine.stepper.force(conditional(PROFILE[:3]))
+    assert engine.largest.chain
+    for _ in range(4):
+        engine.add([1, 2, 3], max_tokens=48, ignore_eos=True)
+    engine.drain()
+    assert engine.metrics.generated_tokens == 4 * 48
+    assert max(accepted for _, accepted in engine.metrics.fared) <= 3
+    engine.close()

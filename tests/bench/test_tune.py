@@ -1,0 +1,76 @@
+"""Tuning: the best K with few measurements, what is kept of it, and who reads it."""
+
+from pathlib import Path
+
+import pytest
+
+from peagle.bench.tune import Point, Tuner, expected, explain, search
+from peagle.catalog.pair import Best, Pair, TargetSource
+from peagle.catalog.tuned import read_tuned, tuned_path, write_tuned
+from tests.support.benching import some_jobs, tiny_pair
+
+RATES = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05, 0.03, 0.02, 0.01, 0.01)  # Qwen3-8B on gsm8k
+KS = (1, 2, 3, 4, 5, 6, 7, 9, 11)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.01, 0.03, 0.08, 0.2, 0.6])
+@pytest.mark.parametrize("start", [1, 3, 7, 11])
+def test_the_best_k_is_found(slope: float, start: int) -> None:
+    def throughput(k: int) -> float:
+        return 100 * expected(RATES, k) / (1 + slope * k)
+
+    asked: list[int] = []
+
+    def measure(k: int) -> Point:
+        asked.append(k)
+        return Point(throughput(k), 10 * (1 + slope * k))
+
+    found = search(measure, RATES, KS, start)
+    best = max(point.throughput for point in found.values())
+    assert best >= 0.985 * max(map(throughput, KS))
+    assert len(asked) == len(set(asked)) <= 4
+
+
+def test_one_k_to_choose_from() -> None:
+    assert list(search(lambda k: Point(1.0, 1.0), RATES, (5,), 3)) == [5]
+
+
+def test_a_real_pair() -> None:
+    from peagle.bench.load.native import NativeRunner
+
+    jobs = some_jobs(6, max_tokens=8)
+    tuner = Tuner(
+        NativeRunner(tiny_pair(), jobs, 2, 0.0, exact=False, warmup=2), jobs, ["p-eagle"], (1, 3)
+    )
+    best = {c: tuner.tune(c, 3) for c in (1, 2)}
+    assert {(c, k) for _, k, c in tuner.points} >= {(1, 0), (1, 3), (1, 1), (2, 0), (2, 3), (2, 1)}
+    assert len(tuner.rates["p-eagle"]) == 3
+    lines = explain(tuner, best, 4.5)
+    assert len(lines) == 3
+    assert "c=2" in lines[0] and "by position" in lines[1] and "at 4.5 an hour" in lines[2]
+    assert "--price" in explain(tuner, best, None)[2]
+
+
+def test_kept_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    pair = Pair("some-pair", TargetSource(()), {}, k=5)
+    assert read_tuned(pair, "this") == {}
+    entry = {"by_concurrency": [{"concurrency": 8, "method": "eagle3", "k": 3}]}
+    path = write_tuned(pair, "this", entry)
+    assert path == tmp_path / "pairs" / "some-pair.json"
+    write_tuned(pair, "that", {"by_concurrency": []})
+    assert read_tuned(pair, "this") == {8: Best("eagle3", 3)}
+    assert read_tuned(pair, "that") == read_tuned(pair, "other") == {}
+    path.write_text("{")
+    assert read_tuned(pair, "this") == {}
+    folder = Pair(str(tmp_path / "t"), TargetSource(("folder",), folder=tmp_path / "t"), {})
+    assert tuned_path(folder).name.startswith("t-")
+
+
+def test_the_nearest_load_below() -> None:
+    pair = Pair("x", TargetSource(()), {}, k=5)
+    assert pair.best(3) == Best("p-eagle", 5)
+    tuned = Pair(
+        "x", TargetSource(()), {}, k_by_concurrency={2: Best("p-eagle", 7), 8: Best("none", 0)}
+    )
+    assert [tuned.best(c).k for c in (1, 2, 7, 8, 99)] == [7, 7, 7, 0, 0]

@@ -1,0 +1,332 @@
+"""The shipped catalog says what is known and no more; a user's own pairs are found everywhere, mistakes named."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from peagle.catalog.catalog import catalog, find, names, shipped, user_files
+from peagle.catalog.entry import parse_pair
+from peagle.catalog.pair import Pair
+from peagle.catalog.production import Memory, Production
+from peagle.cli import app
+from peagle.drafter.formats import compact
+from peagle.errors import UserError
+from tests.support.tiny_models import make_drafter, make_target
+
+LAUNCH = ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b", "gemma-4-31b"]
+OWN = ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
+ENTRY: dict[str, Any] = {
+    "method": "p-eagle",
+    "k": 5,
+    "target": {"hub": "someone/target"},
+    "drafters": {"p-eagle": {"hub": "someone/drafter", "format": "vllm", "depth": 8}},
+    "production": {
+        "vllm": "0.18",
+        "k": {"1": 7, "8": 3},
+        "instances": ["ml.g5.xlarge"],
+        "flags": {"dtype": "half"},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PEAGLE_CONFIG", str(tmp_path / "config"))
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    return tmp_path / "config" / "pairs"
+
+
+def run(*args: object, code: int = 0, columns: int = 80) -> str:
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output + result.stderr + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr + result.stdout
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """ENTRY with one field set: "production.vllm"."""
+    entry = json.loads(json.dumps(ENTRY))
+    place = entry
+    *way, last = path.split(".")
+    for key in way:
+        place = place.setdefault(key, {})
+    place[last] = value
+    return entry
+
+
+def parse(entry: dict[str, Any]) -> Pair:
+    return parse_pair("mine", entry, Path("/root-of-it"), "mine.toml")
+
+
+def test_eight_pairs() -> None:
+    assert sorted(shipped()) == sorted([*LAUNCH, *OWN, "qwen3-8b"])
+    for pair in shipped().values():
+        source = pair.drafters[pair.method]
+        assert pair.target.hub and pair.license == "Apache-2.0"
+        assert not source.trained or source.format
+        assert source.depth is None or max([pair.k, *pair.production.k.values()]) <= source.depth
+        assert pair.production.memory.source
+
+
+def test_what_is_known_of_the_launch() -> None:
+    pairs = [shipped()[name] for name in LAUNCH]
+    ids = [pair.production.jumpstart_id for pair in pairs]
+    assert ids == [
+        "openai-reasoning-gpt-oss-120b",
+        "openai-reasoning-gpt-oss-20b",
+        None,
+        "huggingface-vlm-gemma-4-31b-it",
+    ]
+    assert [pair.production.vllm for pair in pairs] == ["0.18", "0.18", "0.16", None]
+    assert [pair.drafters[pair.method].depth for pair in pairs] == [8, 10, 18, None]
+    twenty = find("openai/gpt-oss-20b")
+    assert twenty.production.jumpstart_k == 3 and twenty.k == 7
+    assert (
+        twenty.production.instances == ("ml.g7e.2xlarge",) and twenty.production.channel == "eagle"
+    )
+    assert "p-eagle" not in shipped()["gemma-4-31b"].drafters, "only JumpStart has that head"
+    assert shipped()["qwen3-8b"].drafters["p-eagle"].format == "speculators"
+    assert shipped()["qwen3-8b"].production.vllm == "0.22"
+
+
+def test_k_by_load() -> None:
+    told = shipped()["gpt-oss-120b"].production
+    assert [told.best_k(c) for c in (1, 7, 8, 64)] == [7, 7, 3, 3]
+    assert Production().best_k(4) is None
+    assert Production(k={4: 2}).best_k(1) == 2, "below the lowest, the lowest holds"
+
+
+def test_memory_is_computed_or_unknown() -> None:
+    """gpt-oss-20b: 12.8 GiB, and 24 layers * 2 * 8 heads * 64 * 2 bytes for each of 8,192 positions."""
+    by_hand = (12.8 * 2**30 + 24 * 2 * 8 * 64 * 2 * 8192) / 1e9
+    assert shipped()["gpt-oss-20b"].production.memory_gb == pytest.approx(by_hand, abs=0.06)
+    assert shipped()["gemma-4-31b"].production.memory_gb is None
+    assert shipped()["gemma-4-31b"].production.memory.weights_gb == 62
+    memory = Memory(weights=10**9, position=1000, drafter=10**8)
+    assert memory.need_gb(10**6, requests=2) == 3.1
+    assert memory.need_gb(None) is None
+
+
+def test_the_shipped_drafters_are_what_the_catalog_says() -> None:
+    said = json.loads(run("catalog", "validate", "--json"))
+    assert said["ok"] and set(said["pairs"]) == set(shipped())
+    assert any(
+        "p-eagle" in line["text"] and line["level"] == "ok"
+        for line in said["pairs"]["smollm2-135m"]
+    )
+    assert any("unknown" in line["text"] for line in said["pairs"]["gemma-4-31b"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (changed("produktion", {}), "unknown field 'produktion'.*Did you mean 'production'"),
+        (
+            changed("target.hubb", "x/y"),
+            r"\[target\] has an unknown field 'hubb'.*Did you mean 'hub'",
+        ),
+        (changed("production.instance", []), r"\[production\].*Did you mean 'instances'"),
+        (changed("production.memory.weight", 1), r"\[production.memory\].*Did you mean 'weights'"),
+        (changed("drafters.p-egle", {}), "Did you mean 'p-eagle'"),
+        (changed("method", "eagel3"), "unknown method 'eagel3'.*Did you mean 'eagle3'"),
+        (changed("method", "eagle3"), r"no \[drafters.eagle3\]"),
+        (changed("k", "seven"), "k must be a whole number, not 'seven'"),
+        (changed("k", True), "k must be a whole number, not True"),
+        (changed("k", 0), "k is 0, but must be 1 or more"),
+        (changed("k", 9), "K is 9, but the drafter was trained to depth 8"),
+        (changed("production.k", {"1": 12}), "K is 12, but the drafter was trained to depth 8"),
+        (changed("production.k", {"one": 3}), "k must be like"),
+        (changed("target", {}), "says not where the target comes from"),
+        (changed("target.hub", "nonsense"), "a hub id is ORG/NAME"),
+        (
+            changed("target.sources", ["wheels"]),
+            "sources names 'wheels', but the target has only hub",
+        ),
+        (changed("target.wheels", {"packages": ["a==1"]}), "wheels need members"),
+        (changed("drafters.p-eagle.format", "vlm"), "unknown format 'vlm'.*Did you mean 'vllm'"),
+        (changed("production.vllm", ">=0.18"), "the first version is wanted"),
+        (changed("production.instances", ["g5.xlarge"]), "a type is like ml.g7e.2xlarge"),
+        (changed("production.flags", {"port": 1}), "flags cannot hold 'port'"),
+        (changed("production.flags", {"--dtype": "half"}), "leave the dashes out"),
+        (changed("production.flags", {"enable-prefix-caching": False}), "a flag is true, a text"),
+        (changed("production", 3), "production must be a table"),
+        ({"k": 3}, r"\[target\] is missing"),
+    ],
+)
+def test_mistakes_are_named(entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^mine.toml.*{message}"):
+        parse(entry)
+
+
+def test_unknown_is_a_value_of_every_field() -> None:
+    pair = parse(
+        changed(
+            "production", dict.fromkeys(["vllm", "k", "instances", "memory", "channel"], "unknown")
+        )
+    )
+    assert pair.production == Production()
+    assert parse({"target": {"folder": "here"}}).method == "none"
+    assert parse({"target": {"folder": "here"}}).target.folder == Path("/root-of-it/here")
+
+
+def test_a_pair_of_ones_own(config: Path) -> None:
+    run(
+        "catalog",
+        "add",
+        "mine",
+        "--target",
+        "someone/target",
+        "--drafter",
+        "someone/drafter",
+        "-k",
+        4,
+        "--vllm",
+        "0.20",
+    )
+    written = tomllib.loads((config / "mine.toml").read_text())
+    assert written["drafters"]["p-eagle"] == {"hub": "someone/drafter"}
+    assert find("mine").k == 4 and find("someone/target").name == "mine"
+    assert list(catalog())[-1] == "mine" and names()[-1] == "mine"
+    assert "mine" in run("catalog", "list")
+    shown = run("catalog", "show", "mine")
+    assert "someone/drafter (unknown format, trained depth unknown)" in shown and ">= 0.20" in shown
+    assert "already: --force" in run("catalog", "add", "mine", "--target", "someone/other", code=2)
+    run("catalog", "add", "mine", "--target", "someone/other", "--force")
+    assert find("mine").target.hub == "someone/other" and find("mine").method == "none"
+    assert "Did you mean 'mine'" in run("catalog", "show", "mien", code=2)
+    assert [path.name for path in config.iterdir()] == ["mine.toml"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["smollm2-135m", "--target", "a/b"], "a pair of peagle's own"),
+        (["Mine!", "--target", "a/b"], "is no pair's name"),
+        (["mine"], "needs a target"),
+        (["mine", "--target", "nowhere"], "a hub id is ORG/NAME"),
+        (
+            ["mine", "--target", "a/b", "--drafter", "c/d", "--method", "p-egle"],
+            "Did you mean 'p-eagle'",
+        ),
+        (
+            ["mine", "--target", "a/b", "--drafter", "c/d", "--depth", "3", "-k", "5"],
+            "trained to depth 3",
+        ),
+        (["missing.toml"], "cannot read"),
+    ],
+)
+def test_what_cannot_be_added(words: list[str], message: str, config: Path) -> None:
+    assert message in run("catalog", "add", *words, code=2).replace("\n", " ")
+    assert not config.exists()
+
+
+def test_a_file_is_added_with_its_folders(tmp_path: Path, config: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    file = tmp_path / "written.toml"
+    file.write_text('license = "MIT"\n[target]\nfolder = "target"\n')
+    run("catalog", "validate", file)
+    run("catalog", "add", file)
+    assert find("written").target.folder == tmp_path / "target" and find("written").license == "MIT"
+    assert "says it all" in run("catalog", "add", file, "--target", "a/b", "--force", code=2)
+    file.write_text("[target\n")
+    assert "is no TOML" in run("catalog", "add", file, "--force", code=2)
+
+
+def test_a_folders_drafter_tells_its_own(tmp_path: Path, config: Path) -> None:
+    target = make_target()
+    target.name = "tiny"
+    drafter = make_drafter(target, "eagle3", 1)
+    drafter.config = replace(drafter.config, k_trained=6)
+    compact.save(drafter, tmp_path / "drafter", target)
+    run("catalog", "add", "mine", "--target", "a/b", "--drafter", tmp_path / "drafter", "-k", 3)
+    source = find("mine").drafters["eagle3"]
+    assert (source.format, source.depth, source.folder) == ("peagle", 6, tmp_path / "drafter")
+    assert "holds eagle3, not p-eagle" in run(
+        "catalog",
+        "add",
+        "other",
+        "--target",
+        "a/b",
+        "--drafter",
+        tmp_path / "drafter",
+        "--method",
+        "p-eagle",
+        code=2,
+    )
+    run("catalog", "validate", "mine")
+    text = (config / "mine.toml").read_text()
+    (config / "mine.toml").write_text(text.replace("depth = 6", "depth = 5"))
+    assert "the entry says depth 5" in run("catalog", "validate", "mine", code=2).replace("\n", "")
+
+
+def test_a_broken_file_stops_only_who_needs_it(config: Path) -> None:
+    config.mkdir(parents=True)
+    (config / "broken.toml").write_text("k = 3\n")
+    assert find("smollm2-135m").name == "smollm2-135m"
+    assert "broken.toml" in run("catalog", "list", code=2) and "broken.toml" in run(
+        "pull", "broken", code=2
+    )
+    said = json.loads(run("catalog", "validate", "--json", code=2))
+    assert not said["ok"] and said["pairs"]["broken"][0]["level"] == "error"
+    assert all(line["level"] != "error" for line in said["pairs"]["gpt-oss-20b"])
+    (config / "broken.toml").rename(config / "gpt-oss-20b.toml")
+    assert "a pair of peagle's own" in run("catalog", "list", code=2)
+
+
+def test_the_table_fits(config: Path) -> None:
+    lines = run("catalog", "list", columns=80).splitlines()
+    table = [line for line in lines if not line.startswith("*")]
+    assert all(len(line) <= 80 for line in table)
+    for pair in shipped().values():
+        assert sum(line.startswith(pair.name) for line in table) == 1, "in full, on one line"
+    assert sum("unknown" in line for line in table) == 2
+
+
+def test_json_says_null_where_nothing_is_known() -> None:
+    said = {pair["name"]: pair for pair in json.loads(run("catalog", "list", "--json"))}
+    assert said == {pair["name"]: pair for pair in json.loads(run("pairs", "--json"))}, (
+        "its former name"
+    )
+    assert said["gemma-4-31b"]["vllm"] is None and said["gemma-4-31b"]["memory"]["need_gb"] is None
+    assert said["gpt-oss-120b"]["k_by_concurrency"] == {"1": 7, "8": 3}
+    assert json.loads(run("catalog", "show", "gpt-oss-20b", "--json")) == said["gpt-oss-20b"]
+
+
+def test_show_names_what_is_unknown() -> None:
+    shown = run("catalog", "show", "gemma-4-31b", columns=200)
+    for line in (
+        "vLLM             unknown",
+        "unknown (weights alone 62.0 GB)",
+        "instances        unknown",
+        "K unknown",
+    ):
+        assert line in shown
+    assert "JumpStart        none" in run("catalog", "show", "smollm2-135m")
+
+
+def test_the_config_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PEAGLE_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    run("catalog", "add", "mine", "--target", "a/b")
+    assert (tmp_path / "xdg" / "peagle" / "pairs" / "mine.toml").is_file()
+    assert user_files().keys() == {"mine"}
+
+
+def test_a_target_of_the_hub_alone() -> None:
+    """Any OWNER/NAME; a path that is not there is no hub id."""
+    found = find("acme/model-7b.v2")
+    assert (found.name, found.target.order, found.target.hub) == (
+        "acme--model-7b.v2",
+        ("hub",),
+        "acme/model-7b.v2",
+    )
+    assert not found.drafters
+    assert find("HuggingFaceTB/SmolLM2-135M-Instruct").name == "smollm2-135m"
+    for path in ("./model", "../model", "a/b/c", "/model"):
+        with pytest.raises(UserError, match="unknown pair"):
+            find(path)

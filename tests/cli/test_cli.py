@@ -1,0 +1,321 @@
+"""The command line on a tiny pair: answers, JSON, and exit code 2 with one line for every mistake."""
+
+import io
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from peagle.catalog.pair import DrafterSource
+from peagle.cli import app
+from peagle.drafter.formats import compact
+from peagle.evaluate import demo
+from peagle.loaded import LoadedPair, load
+from tests.support.tiny_models import MASK, make_drafter, make_target
+
+COMMANDS = ["pull", "generate", "demo", "serve", "bench", "tune", "export", "quantize", "check"]
+COMMANDS += [
+    "catalog list",
+    "catalog show",
+    "catalog add",
+    "catalog validate",
+    "deploy vllm",
+    "deploy kserve",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target folder with a word tokenizer and a chat template, and a drafter beside it."""
+    root = tmp_path_factory.mktemp("tiny")
+    target = make_target()
+    target.model.save_pretrained(root / "target")
+    vocab = {f"w{i}": i for i in range(94) if i != MASK} | {"<user>": 94, "<unk>": 95}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="w1")
+    tokenizer.chat_template = "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(root / "target")
+    target.name = str(root / "target")
+    compact.save(make_drafter(target, "p-eagle", 2), root / "p-eagle", target)
+    compact.save(make_drafter(target, "eagle3", 1), root / "eagle3", target)
+    other = make_target(hidden_size=64)
+    compact.save(make_drafter(other, "p-eagle", 1), root / "misfit", other)
+    return root
+
+
+def run(*args: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output + result.stderr + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
+
+
+def generate(tiny: Path, *args: object) -> dict:
+    out = run(
+        "generate",
+        tiny / "target",
+        "w6 w9 w30",
+        "--json",
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        20,
+        *args,
+    )
+    return json.loads(out)
+
+
+def test_methods_agree_and_json_is_complete(tiny: Path) -> None:
+    plain = generate(tiny, "--method", "none")
+    for method in ("p-eagle", "eagle3"):
+        answer = generate(tiny, "-k", 3, "--drafter", tiny / method)
+        assert answer["method"] == method
+        assert answer["token_ids"] == plain["token_ids"]
+        assert answer["k"] == 3
+        assert len(answer["accepted_per_position"]) == 3
+        assert answer["acceptance_length"] >= 1
+        assert answer["tokens_per_second"] > 0
+        assert answer["num_draft_tokens"] == 3 * answer["num_drafts"]
+    assert plain["prompt_tokens"] == 4  # the template's <user> and three words
+    assert plain["acceptance_length"] == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_trees_answer_as_chains_do(tiny: Path, temperature: float) -> None:
+    how = ("--temperature", temperature, "--seed", 3)
+    plain = generate(tiny, "--method", "none", *how)
+    answer = generate(tiny, "-k", 3, "--drafter", tiny / "p-eagle", "--tree", 12, *how)
+    assert (answer["tree"], answer["k"], plain["tree"]) == (12, 3, 0)
+    assert len(answer["accepted_per_position"]) == 3  # depths, not nodes
+    if not temperature:
+        assert answer["token_ids"] == plain["token_ids"]
+
+
+def test_raw_skips_the_template(tiny: Path) -> None:
+    assert generate(tiny, "--method", "none", "--raw")["prompt_tokens"] == 3
+
+
+def test_sampling_repeats_and_tells_its_seed(tiny: Path) -> None:
+    first = generate(tiny, "--method", "none", "--temperature", 1.5)
+    again = generate(
+        tiny, "--drafter", tiny / "p-eagle", "--temperature", 1.5, "--seed", first["seed"]
+    )
+    assert again["token_ids"] == first["token_ids"]
+
+
+def test_export_and_check(tiny: Path, tmp_path: Path) -> None:
+    for to in ("vllm", "speculators"):
+        out = run("export", tiny / "p-eagle", tmp_path / to, "--to", to, "-k", 5, "--json")
+        answer = json.loads(out)
+        assert "serve" in answer["command"]
+        assert json.loads(run("check", tmp_path / to, "--target", tiny / "target", "--json"))["ok"]
+        assert "identical" in run("check", tmp_path / to, "--target", tiny / "target")
+    command = json.loads(run("export", tiny / "p-eagle", tmp_path / "v", "-k", 5, "--json"))[
+        "command"
+    ]
+    spec = json.loads(command.split("'")[1])
+    assert spec == {
+        "method": "eagle3",
+        "model": str(tmp_path / "v"),
+        "num_speculative_tokens": 5,
+        "parallel_drafting": True,
+    }
+
+
+def test_check_fails_with_code_2(tiny: Path, tmp_path: Path) -> None:
+    run("export", tiny / "p-eagle", tmp_path / "d")
+    config = tmp_path / "d" / "config.json"
+    config.write_text(
+        config.read_text().replace(
+            '"max_position_embeddings": 256', '"max_position_embeddings": 32'
+        )
+    )
+    run("check", tmp_path / "d", "--target", tiny / "target", code=2)
+
+
+MISTAKES = {
+    "unknown pair": (["generate", "smolm2-135m", "hi"], "Did you mean 'smollm2-135m'"),
+    "K below 1": (["generate", "{target}", "w1", "-k", "0"], "at least one token"),
+    "unknown method": (
+        ["generate", "{target}", "w1", "--method", "peagle"],
+        "Did you mean 'p-eagle'",
+    ),
+    "missing drafter": (
+        ["generate", "{target}", "w1", "--drafter", "{root}/nothing"],
+        "no such folder",
+    ),
+    "no drafter at all": (
+        ["generate", "{target}", "w1", "--method", "p-eagle"],
+        "give one with --drafter",
+    ),
+    "drafter that does not fit": (
+        ["generate", "{target}", "w1", "--drafter", "{root}/misfit"],
+        "hidden size 64",
+    ),
+    "prompt longer than the context": (
+        ["generate", "{target}", "w7 " * 300, "--method", "none"],
+        "context holds 256",
+    ),
+    "empty prompt": (["generate", "{target}", " "], "empty"),
+    "only a pair": (["generate", "smollm2-135m"], "add a prompt"),
+    "bad temperature": (
+        ["generate", "{target}", "w1", "--temperature", "-2"],
+        "temperature must be",
+    ),
+    "bad dtype": (["generate", "{target}", "w1", "--dtype", "int7"], "unknown dtype"),
+    "bad device": (["generate", "{target}", "w1", "--device", "tpu9"], "cannot be used here"),
+    "export of nothing": (["export", "{root}/nothing", "{root}/out"], "unknown pair"),
+    "export over a file": (["export", "{root}/p-eagle", "{root}/p-eagle/config.json"], "is a file"),
+    "export over someone's work": (["export", "{root}/p-eagle", "{root}"], "no part of a drafter"),
+    "export with K below 1": (
+        ["export", "{root}/p-eagle", "{root}/out", "-k", "0"],
+        "at least one token",
+    ),
+    "export of another method": (
+        ["export", "{root}/p-eagle", "{root}/out", "--method", "eagle3"],
+        "drop --method",
+    ),
+    "a drafter of another method": (
+        ["generate", "{target}", "w2", "--drafter", "{root}/p-eagle", "--method", "eagle3"],
+        "it has p-eagle",
+    ),
+    "a tree of eagle3": (
+        ["generate", "{target}", "w1", "--method", "eagle3", "--tree", "16"],
+        "need a p-eagle drafter",
+    ),
+    "a tree of an eagle3 drafter": (
+        ["generate", "{target}", "w1", "--drafter", "{root}/eagle3", "--tree", "16"],
+        "need a p-eagle drafter",
+    ),
+    "a tree in exact mode": (
+        ["generate", "{target}", "w1", "--exact", "--tree", "16"],
+        "--exact and --tree",
+    ),
+    "a tree too large": (["generate", "{target}", "w1", "--tree", "63"], "at most 62 nodes"),
+    "a tree too small": (
+        ["generate", "{target}", "w1", "-k", "7", "--tree", "6"],
+        "more nodes than K",
+    ),
+    "a tree that is a chain": (
+        ["generate", "{target}", "w1", "-k", "7", "--tree", "7"],
+        "is a chain",
+    ),
+    "a tree of the pair's depth": (
+        ["generate", "{target}", "w1", "--drafter", "{root}/p-eagle", "--tree", "4"],
+        "more nodes than K",
+    ),
+    "a tree of fewer than no nodes": (
+        ["generate", "{target}", "w1", "--tree", "-1"],
+        "0 for chains",
+    ),
+    "brackets": (["generate", "[/x]", "hi"], "unknown pair '[/x]'"),
+    "broken bytes": (["generate", "{target}", "a\udcffb", "--method", "none"], "not valid UTF-8"),
+    "demo of one token": (["demo", "--max-tokens", "1"], "at least two tokens"),
+    "export to nowhere": (
+        ["export", "{root}/p-eagle", "{root}/out", "--to", "gguf"],
+        "use --to vllm",
+    ),
+    "check of nothing": (["check", "{root}/nothing"], "no such folder"),
+    "check against no target": (["check", "{root}/p-eagle", "--target", "nothing"], "unknown pair"),
+    "unknown source": (["pull", "smollm2-135m", "--source", "hubs"], "Did you mean 'hub'"),
+    "unknown pair to pull": (["pull", "nothing"], "unknown pair"),
+    "target without a template": (["generate", "{root}/bare", "w1"], "use raw=True"),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_one_line_and_code_2(tiny: Path, args: list[str], words: str) -> None:
+    bare = tiny / "bare"
+    if not bare.exists():
+        import shutil
+
+        shutil.copytree(tiny / "target", bare)
+        (bare / "chat_template.jinja").unlink(missing_ok=True)
+    filled = [arg.format(target=tiny / "target", root=tiny) for arg in args]
+    told = run(*filled, code=2)
+    assert words in told
+    assert told.count("\n") == 1
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    assert f"peagle {command}" in run(*command.split(), "--help")
+
+
+def test_target_by_name_or_folder(tiny: Path) -> None:
+    out = run(
+        "generate",
+        "smollm2-135m",
+        "w6 w9 w30",
+        "--target",
+        tiny / "target",
+        "--method",
+        "none",
+        "--json",
+    )
+    assert json.loads(out)["prompt_tokens"] == 4
+
+
+def test_a_huge_limit_is_no_problem(tiny: Path) -> None:
+    args = ("--max-tokens", 10**12, "--temperature", 0.7, "--seed", 1, "--method", "none", "--json")
+    assert json.loads(run("generate", tiny / "target", "w6", *args))["finish_reason"] in (
+        "stop",
+        "length",
+    )
+
+
+def test_loading_and_generating_needs_no_network(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("asked for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    generate(tiny, "--drafter", tiny / "p-eagle")
+
+
+def test_streamed_text_is_the_whole_answer(tiny: Path) -> None:
+    pair, pieces = load(str(tiny / "target"), dtype="float32"), []
+    answer = pair.generate("w6 w9", method="none", max_tokens=12, on_text=pieces.append)
+    assert "".join(pieces) == answer.text
+
+
+def test_demo(tiny: Path) -> None:
+    """All of it on a tiny pair: every method, the same answers, who drafted what, the warning, the table."""
+    pair = load(str(tiny / "target"), dtype="bfloat16")
+    drafters = {method: make_drafter(pair.target, method, 1) for method in ("p-eagle", "eagle3")}
+    sources = {method: DrafterSource() for method in drafters}
+    loaded = LoadedPair(replace(pair.pair, drafters=sources), pair.target, drafters)
+    rows = demo.run(loaded, 3, 16, None, Console(quiet=True))
+    assert [row.method for row in rows] == ["none", "p-eagle", "eagle3"]
+    assert all(row.identical for row in rows)
+    console = Console(record=True, width=120, file=io.StringIO())
+    demo.show(rows, loaded, console)
+    shown = console.export_text()
+    assert "p-eagle (untrained)" in shown
+    assert "acceptance length" in shown
+    assert "drafts are noise" in shown
+    assert all(
+        demo.colored(answer, loaded).plain == answer.text
+        for row in rows
+        for answer in row.answers.values()
+    )
+
+
+def test_pairs_as_json() -> None:
+    assert json.loads(run("pairs", "--json"))[0]["name"] == "smollm2-135m"
+
+
+def test_light_imports() -> None:
+    """`peagle --help` and `import peagle` load neither torch nor transformers, nor the server's packages."""
+    code = "import sys, peagle, peagle.cli; print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,142 @@
+"""The commands, from two folders to an endpoint on a pretended AWS and back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from peagle.cli import app
+from peagle.deploy import sagemaker
+from peagle.deploy.sagemaker.operate import upload as uploading
+from peagle.deploy.sagemaker.operate.clients import Clients
+from tests.support.aws import REGION, ROLE, aws, left, refuse
+from tests.support.serving import tiny_folder
+
+__all__ = ["aws"]
+NAME = "peagle-target"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def s3(aws: Clients, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """With SageMaker's own bucket; and a cache folder of our own."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    where = {"LocationConstraint": REGION}
+    aws["s3"].create_bucket(
+        Bucket=f"sagemaker-{REGION}-123456789012", CreateBucketConfiguration=where
+    )
+    return aws["s3"]
+
+
+def run(*words: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*map(str, words), "--region", REGION])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def deploy(tiny: Path, *words: object, code: int = 0) -> Any:
+    given = [
+        "--drafter",
+        tiny / "p-eagle",
+        "--role",
+        ROLE,
+        "--instance",
+        "ml.g7e.2xlarge",
+        "-k",
+        3,
+        "--context",
+        128,
+    ]
+    return run("deploy", "sagemaker", tiny / "target", *given, *words, code=code)
+
+
+def uploaded(s3: Any) -> list[str]:
+    return [
+        one["Key"]
+        for one in s3.list_objects_v2(Bucket=f"sagemaker-{REGION}-123456789012").get("Contents", [])
+    ]
+
+
+def test_from_folders_to_an_endpoint_and_back(
+    tiny: Path, aws: Clients, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = json.loads(deploy(tiny, "--dry-run").stdout)
+    assert uploaded(s3) == [] and left(aws) == []
+    told = json.loads(deploy(tiny, "--wait", "--json").stdout)
+    assert {step["what"] for step in told["steps"]} == {"created"}
+    (model,) = [
+        step["parameters"]["ModelName"]
+        for step in planned
+        if step.get("operation") == "CreateModel"
+    ]
+    assert model in left(aws), "the dry run named what was made"
+    names = [key.rsplit("/", 2)[-2:] for key in uploaded(s3)]
+    assert ["target", "model.safetensors"] in names and ["target", "tokenizer.json"] in names
+    assert [name for folder, name in names if folder.startswith("eagle-")] == [
+        "config.json",
+        "model.safetensors",
+    ]
+    monkeypatch.setattr(uploading, "send", None)  # whoever sends again fails
+    assert "nothing changed" in deploy(tiny, "--wait").stdout
+    assert json.loads(run("sagemaker", "status", NAME, "--json").stdout)["status"] == "InService"
+    assert "InService" in run("sagemaker", "status", NAME).stdout
+    assert run("sagemaker", "delete", NAME, "--weights", "--yes").exit_code == 0
+    assert left(aws) == [] and uploaded(s3) == []
+    assert "check --region" in run("sagemaker", "delete", NAME, "--yes", code=2).stderr
+
+
+def test_a_failure_leaves_only_weights(
+    tiny: Path, aws: Clients, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, "CreateEndpoint")
+    told = " ".join(deploy(tiny, code=2).stderr.split())
+    assert (
+        "no quota" in told and f"/aws/sagemaker/Endpoints/{NAME}" in told and "weights stay" in told
+    )
+    assert left(aws) == [] and uploaded(s3)
+
+
+def test_only_the_weights(tiny: Path, aws: Clients, s3: Any) -> None:
+    assert "the weights are in s3://" in deploy(tiny, "--upload-only").stdout
+    assert left(aws) == [] and len(uploaded(s3)) >= 4
+
+
+def test_who_does_not_confirm_deletes_nothing(tiny: Path, aws: Clients, s3: Any) -> None:
+    deploy(tiny)
+    there = left(aws)
+    run("sagemaker", "delete", NAME, code=1)
+    assert left(aws) == there
+
+
+def test_without_credentials_nothing_is_fetched(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    assert "run `aws configure`" in deploy(tiny, code=2).stderr
+    assert not (tmp_path / "home").exists()
+
+
+def test_without_boto3_there_is_still_the_dry_run(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    hidden = "import sys; sys.modules['boto3'] = sys.modules['botocore'] = None; from peagle.cli import app; app()"
+    words = ["deploy", "sagemaker", "gpt-oss-20b", "--role", ROLE, "--region", REGION, "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, *words], capture_output=True, text=True, check=True
+    )
+    assert any(step.get("operation") == "CreateEndpoint" for step in json.loads(done.stdout))
+    monkeypatch.setattr(sagemaker, "find_spec", lambda name: None)
+    assert "pip install 'peagle[deploy]'" in deploy(tiny, code=2).stderr

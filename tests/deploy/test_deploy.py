@@ -1,0 +1,183 @@
+"""The dashboard and the alerts ask only for metrics that there are; images and the unit keep what they promise."""
+
+import configparser
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+COUNTERS = {
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:num_preemptions_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "peagle:requests_total",
+}
+GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+}
+ENGINES = {"peagle:engine_up", "peagle:engine_restarts_total"}
+METRICS = (
+    COUNTERS
+    | GAUGES
+    | ENGINES
+    | {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
+)
+WORDS = {
+    "sum",
+    "by",
+    "rate",
+    "increase",
+    "on",
+    "group_left",
+    "histogram_quantile",
+    "max",
+    "min_over_time",
+    "and",
+    "up",
+}
+LABELS = {"le", "engine", "model_name", "position", "finished_reason", "status", "instance", "job"}
+
+
+def names(expression: str) -> set[str]:
+    """Every identifier of a PromQL expression: functions, labels, metrics. Strings and durations are none."""
+    bare = re.sub(r'"[^"]*"|\[[^\]]*\]', "", expression)
+    return set(re.findall(r"(?<![\w.])[a-zA-Z_][\w:]*", bare)) - WORDS - LABELS
+
+
+def counted_right(expression: str) -> None:
+    """Counters and buckets only inside rate(), gauges never."""
+    for name in names(expression):
+        rated = f"rate({name}" in expression
+        assert rated == (name not in GAUGES) or name.startswith("up"), expression
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> dict[str, Any]:
+    return json.loads((DEPLOY / "grafana" / "peagle.json").read_text(encoding="utf-8"))
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(dashboard: dict[str, Any]) -> None:
+    queries = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
+    ]
+    asked = set[str]().union(*map(names, queries))
+    assert asked <= METRICS, asked - METRICS
+    for query in queries:
+        counted_right(query)
+        assert query.count("(") == query.count(")") and "$model" in query
+    bases = {re.sub("_bucket$", "", name) for name in asked}
+    assert bases == COUNTERS | GAUGES | HISTOGRAMS  # and nothing of it is left out
+
+
+def test_the_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert (
+        variables["datasource"]["type"] == "datasource"
+        and variables["datasource"]["query"] == "prometheus"
+    )
+    assert dashboard["schemaVersion"] >= 39 and "id" not in dashboard
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(source == {"type": "prometheus", "uid": "${datasource}"} for source in sources)
+
+
+def test_the_dashboards_rows(dashboard: dict[str, Any]) -> None:
+    rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
+    assert rows == ["Traffic", "Latency", "KV cache and queue", "Speculative decoding"]
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+
+
+def test_alerts_ask_for_metrics_that_there_are() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))[
+        "groups"
+    ][0]["rules"]
+    for rule in rules:
+        assert names(rule["expr"]) <= METRICS, rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"] and rule["annotations"]["fix"]
+    assert {rule["alert"] for rule in rules if ENGINES & names(rule["expr"])} == {
+        "PeagleNoEngine",
+        "PeagleRestarts",
+    }
+    scrape = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    assert (
+        scrape["rule_files"] == ["alerts.yml"]
+        and scrape["scrape_configs"][0]["job_name"] == "peagle"
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_image_keeps_sagemakers_contract(kind: str) -> None:
+    text = (DEPLOY / "docker" / f"Dockerfile.{kind}").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", text)).splitlines()
+    said = [tuple(line.split(maxsplit=1)) for line in lines if line]
+    last = dict(
+        pair for pair in said if len(pair) == 2
+    )  # the last of each instruction is what holds
+    assert last["EXPOSE"] == "8080" and json.loads(last["CMD"]) == ["serve"]
+    assert json.loads(last["ENTRYPOINT"])
+    assert last["USER"] not in ("root", "0")
+    assert "/ping" in last["HEALTHCHECK"]
+    assert "--constraint constraints.txt" in text and ":latest" not in text
+    assert sum(word == "FROM" for word, *_ in said) == 2
+
+
+def test_the_unit_is_hardened() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DEPLOY / "systemd" / "peagle.service", encoding="utf-8")
+    service = unit["Service"]
+    for key in (
+        "NoNewPrivileges",
+        "PrivateTmp",
+        "ProtectHome",
+        "ProtectKernelTunables",
+        "RestrictSUIDSGID",
+    ):
+        assert service[key] == "yes"
+    assert service["ProtectSystem"] == "strict" and service["DynamicUser"] == "yes"
+    assert (
+        "--api-key" not in service["ExecStart"]
+    )  # arguments can be read by everyone on the machine
+    assert int(service["TimeoutStopSec"]) > 25  # the drain comes first
+    assert (
+        service["KillMode"] == "mixed"
+    )  # and a signal to the whole group would end the workers under it
+
+
+def test_the_docs_and_the_unit_agree() -> None:
+    unit = (DEPLOY / "systemd" / "peagle.service").read_text(encoding="utf-8")
+    told = re.findall(
+        r"`((?:Restart|KillMode)=[\w-]+)`", (DEPLOY.parent / "docs" / "serve.md").read_text("utf-8")
+    )
+    assert told and all(re.search(f"(?m)^{line}$", unit) for line in told)

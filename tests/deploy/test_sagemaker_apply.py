@@ -1,0 +1,288 @@
+"""An endpoint's life on a pretended AWS: created, again, changed, failed at every step, deleted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import ANY, Stubber
+from moto.sagemaker.models import FakeEndpoint
+
+from peagle.deploy.sagemaker.operate.apply import Apply, Done, covers
+from peagle.deploy.sagemaker.operate.clients import Clients
+from peagle.deploy.sagemaker.operate.delete import belongings, delete
+from peagle.deploy.sagemaker.operate.delete import weights as prefixes
+from peagle.deploy.sagemaker.operate.status import status
+from peagle.deploy.sagemaker.plan.artifact import Artifact
+from peagle.deploy.sagemaker.plan.choices import Autoscale
+from peagle.deploy.sagemaker.resources.stack import Stack
+from peagle.errors import UserError
+from tests.support.aws import NAME, REGION, aws, left, refuse, scaled_stack, sleep, weights
+
+__all__ = ["aws", "weights"]
+Weights = tuple[Artifact, Artifact]
+KINDS = [
+    "model",
+    "endpoint config",
+    "alarm",
+    "alarm",
+    "endpoint",
+    "scalable target",
+    "scaling policy",
+]
+
+
+def apply(stack: Stack, aws: Clients, wait: bool = False) -> list[Done]:
+    return Apply(stack, aws, wait, sleep=sleep).run()
+
+
+def test_created_and_then_left_alone(aws: Clients, weights: Weights) -> None:
+    first = apply(scaled_stack(weights), aws)
+    assert [one.kind for one in first] == KINDS
+    assert {one.what for one in first} == {"created"}
+    there = left(aws)
+    assert len(there) == len(KINDS)
+    again = apply(scaled_stack(weights), aws, wait=True)
+    assert {one.what for one in again} == {"unchanged"}
+    assert left(aws) == there
+
+
+def test_twice_calls_nothing_that_changes(
+    aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(scaled_stack(weights), aws)
+    called: list[str] = []
+    real = Clients.call
+    monkeypatch.setattr(
+        Clients, "call", lambda self, call: called.append(call.operation) or real(self, call)
+    )
+    apply(scaled_stack(weights), aws)
+    assert called and all(operation.startswith("Describe") for operation in called)
+
+
+def test_what_the_container_is_told(aws: Clients, weights: Weights) -> None:
+    stack = scaled_stack(weights)
+    apply(stack, aws)
+    model = aws["sagemaker"].describe_model(ModelName=stack.resources[0].name)
+    container = model["PrimaryContainer"]
+    assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == stack.uploads[0].uri
+    (channel,) = container["AdditionalModelDataSources"]
+    assert channel["ChannelName"] == "eagle"
+    assert channel["S3DataSource"]["S3Uri"] == stack.uploads[1].uri
+
+
+def test_other_limits_of_scaling_change_only_them(aws: Clients, weights: Weights) -> None:
+    apply(scaled_stack(weights), aws)
+    done = apply(scaled_stack(weights, autoscale=Autoscale(2, 6, 8)), aws)
+    assert {one.kind: one.what for one in done if one.what != "unchanged"} == {
+        "scalable target": "changed"
+    }
+    assert status(aws, NAME)["autoscale"] == {"min": 2, "max": 6}
+
+
+@pytest.mark.parametrize(
+    ("operation", "mentions"),
+    [
+        ("CreateModel", ""),
+        ("CreateEndpointConfig", ""),
+        ("PutMetricAlarm", "errors"),
+        ("PutMetricAlarm", "latency"),
+        ("CreateEndpoint", ""),
+        ("RegisterScalableTarget", ""),
+        ("PutScalingPolicy", ""),
+    ],
+)
+def test_a_failed_step_leaves_nothing(
+    operation: str, mentions: str, aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, operation, mentions)
+    with pytest.raises(UserError, match="no quota") as told:
+        apply(scaled_stack(weights), aws)
+    assert left(aws) == []
+    assert f"/aws/sagemaker/Endpoints/{NAME}" in str(told.value)
+    assert "Service Quotas" in str(told.value)
+
+
+def test_an_endpoint_that_does_not_start(
+    aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FakeEndpoint.__init__
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.endpoint_status, self.failure_reason = "Failed", "the container did not pass /ping"
+
+    monkeypatch.setattr(FakeEndpoint, "__init__", failing)
+    with pytest.raises(UserError, match="did not pass /ping") as told:
+        apply(scaled_stack(weights, autoscale=None), aws, wait=True)
+    assert left(aws) == []
+    assert f"/aws/sagemaker/Endpoints/{NAME}" in str(told.value) and f"endpoint {NAME}" in str(
+        told.value
+    )
+    apply(scaled_stack(weights, autoscale=None), aws)  # nobody waits: nobody sees it yet
+    assert status(aws, NAME)["failure_reason"] == "the container did not pass /ping"
+    with pytest.raises(UserError, match=f"peagle sagemaker delete {NAME}"):
+        apply(scaled_stack(weights, autoscale=None), aws)
+    assert NAME in left(aws), "what another run made is not taken back by this one"
+
+
+def test_what_cannot_be_taken_back_is_named(
+    aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, "CreateEndpoint")
+    refuse(monkeypatch, "DeleteModel")
+    with pytest.raises(UserError, match=f"LEFT, remove it by hand: model {NAME}-"):
+        apply(scaled_stack(weights), aws)
+    assert len(left(aws)) == 1
+
+
+def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) -> None:
+    apply(scaled_stack(weights), aws)
+    old = scaled_stack(weights, k=3).resources[:2]
+    for resource in old:
+        aws.call(resource.create)
+    assert prefixes(aws, NAME) == [upload.uri for upload in scaled_stack(weights).uploads]
+    apply(scaled_stack(weights, name="peagle-tiny-2"), aws)
+    other = [name for name in left(aws) if "peagle-tiny-2" in name]
+    assert prefixes(aws, NAME) == [], "another endpoint reads the same weights"
+    found = belongings(aws, NAME)
+    assert len(found) == len(KINDS) + len(old)
+    delete(aws, NAME, found, lambda line: None, sleep)
+    assert left(aws) == other
+    assert belongings(aws, NAME) == []
+
+
+def test_status(aws: Clients, weights: Weights) -> None:
+    apply(scaled_stack(weights), aws)
+    found = status(aws, NAME)
+    assert found["status"] == "InService" and found["region"] == REGION
+    assert found["instances"] == {"AllTraffic": {"now": 1, "wanted": 1}}
+    assert found["autoscale"] == {"min": 1, "max": 4}
+    assert set(found["alarms"]) == {f"{NAME}-errors", f"{NAME}-latency"}
+    assert '"num_speculative_tokens":5' in found["models"][0]["speculative_config"]
+    with pytest.raises(UserError, match="no endpoint 'other'"):
+        status(aws, "other")
+
+
+def endpoint(config: str, state: str = "InService", **more: Any) -> dict[str, Any]:
+    arn = f"arn:aws:sagemaker:{REGION}:123456789012:endpoint/{NAME}"
+    times = {"CreationTime": 0, "LastModifiedTime": 0}
+    return (
+        {
+            "EndpointName": NAME,
+            "EndpointArn": arn,
+            "EndpointConfigName": config,
+            "EndpointStatus": state,
+        }
+        | times
+        | more
+    )
+
+
+@contextmanager
+def updating(aws: Clients, stack: Stack) -> Iterator[Stubber]:
+    """An endpoint with the config `old` exists; moto knows no update_endpoint."""
+    client = boto3.client("sagemaker", region_name=REGION)
+    aws._made["sagemaker"] = client
+    model, config, update = stack.resources[0], stack.resources[1], stack.resources[4].change
+    assert update is not None
+    with Stubber(client) as stub:
+        for resource, operation in ((model, "model"), (config, "endpoint_config")):
+            stub.add_client_error(
+                f"describe_{operation}", "ValidationException", f"Could not find {operation}"
+            )
+            arn = {"model": "ModelArn", "endpoint_config": "EndpointConfigArn"}[operation]
+            stub.add_response(
+                f"create_{operation}",
+                {arn: "arn:aws:sagemaker:xxxxxxxx"},
+                resource.create.parameters,
+            )
+        stub.add_response("describe_endpoint", endpoint("old"), {"EndpointName": NAME})
+        stub.add_response(
+            "update_endpoint", {"EndpointArn": endpoint("old")["EndpointArn"]}, update.parameters
+        )
+        yield stub
+        stub.assert_no_pending_responses()
+
+
+def test_an_update(aws: Clients, weights: Weights) -> None:
+    stack = scaled_stack(weights, autoscale=None)
+    with updating(aws, stack) as stub:
+        stub.add_response("describe_endpoint", endpoint("old"))  # too early to see it
+        stub.add_response("describe_endpoint", endpoint("old", "Updating"))
+        stub.add_response("describe_endpoint", endpoint(stack.resources[1].name))
+        done = apply(stack, aws, wait=True)
+    assert [one.what for one in done] == ["created", "created", "created", "created", "changed"]
+
+
+def test_an_update_that_sagemaker_rolls_back(aws: Clients, weights: Weights) -> None:
+    stack = scaled_stack(weights, autoscale=None)
+    with updating(aws, stack) as stub:
+        stub.add_response("describe_endpoint", endpoint("old", "RollingBack"))
+        stub.add_response(
+            "describe_endpoint", endpoint("old", FailureReason="alarm peagle-tiny-errors went off")
+        )
+        stub.add_response("describe_endpoint", endpoint("old"))  # nothing to be put back: it is
+        stub.add_response(
+            "delete_endpoint_config", {}, {"EndpointConfigName": stack.resources[1].name}
+        )
+        stub.add_response("delete_model", {}, {"ModelName": stack.resources[0].name})
+        with pytest.raises(UserError, match=r"rolled back: alarm peagle-tiny-errors went off"):
+            apply(stack, aws, wait=True)
+    assert aws["cloudwatch"].describe_alarms()["MetricAlarms"] == []
+
+
+def test_an_update_after_which_something_fails_is_put_back(
+    aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = scaled_stack(weights)
+    refuse(monkeypatch, "RegisterScalableTarget")
+    new = stack.resources[1].name
+    with updating(aws, stack) as stub:
+        stub.add_response("describe_endpoint", endpoint(new))
+        stub.add_response("describe_endpoint", endpoint(new))
+        arn = {"EndpointArn": endpoint("old")["EndpointArn"]}
+        stub.add_response(
+            "update_endpoint", arn, {"EndpointName": NAME, "EndpointConfigName": "old"}
+        )
+        stub.add_response("describe_endpoint", endpoint("old"))
+        stub.add_response("delete_endpoint_config", {}, {"EndpointConfigName": new})
+        stub.add_response("delete_model", {}, {"ModelName": ANY})
+        with pytest.raises(UserError, match=f"taken back: change of endpoint {NAME}"):
+            apply(stack, aws)
+
+
+def test_a_changed_alarm_is_put_back(
+    aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(scaled_stack(weights), aws)
+    (alarm,) = (one for one in scaled_stack(weights).resources if one.name == f"{NAME}-errors")
+    theirs = alarm.create.parameters | {"Threshold": 77.0}
+    aws["cloudwatch"].put_metric_alarm(**theirs)
+    refuse(monkeypatch, "PutMetricAlarm", "latency")
+    aws["cloudwatch"].delete_alarms(AlarmNames=[f"{NAME}-latency"])
+    with pytest.raises(UserError, match="change of alarm"):
+        apply(scaled_stack(weights), aws)
+    (now,) = aws["cloudwatch"].describe_alarms(AlarmNames=[alarm.name])["MetricAlarms"]
+    assert now["Threshold"] == 77.0
+
+
+def test_covers() -> None:
+    assert covers({"a": 1, "b": [{"c": 2, "d": 3}]}, {"b": [{"c": 2}]})
+    assert not covers({"b": [{"c": 2}, {}]}, {"b": [{"c": 2}]})
+    assert (
+        not covers({}, {"a": None}) and not covers([1], {"a": 1}) and not covers({"a": 1}, {"a": 2})
+    )
+
+
+def test_credentials_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UserError, match="no AWS credentials: run `aws configure`"):
+        assert Clients(REGION).session
+    with pytest.raises(UserError, match="nobody"):
+        assert Clients(REGION, "nobody").session

@@ -1,0 +1,91 @@
+"""Our own server as the container: started with exactly the environment a deployment sets, asked as SageMaker asks."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from peagle.deploy.sagemaker.plan.artifact import Artifact
+from peagle.deploy.sagemaker.plan.environment import CHANNEL_FOLDER
+from peagle.deploy.sagemaker.resources.stack import stack
+from peagle.export.export import export
+from tests.support.aws import choices, deployment
+from tests.support.serving import events, word_tokenizer
+from tests.support.tiny_models import make_drafter, make_target
+
+HELLO = {"messages": [{"role": "user", "content": "w6 w9 w30"}], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("container")
+    target = make_target()
+    target.model.save_pretrained(root / "model")
+    word_tokenizer().save_pretrained(root / "model")
+    export(make_drafter(target, "p-eagle", 2), root / "eagle", "vllm", 3, {})
+    return {"model": root / "model", "eagle": root / "eagle"}
+
+
+def variables(folders: dict[str, Path], port: int) -> dict[str, str]:
+    """The container's, its folders and its port replaced by ours."""
+    here = {"SM_VLLM_HOST": "127.0.0.1", "SM_VLLM_PORT": str(port), "SM_VLLM_DTYPE": "float32"}
+    asked = deployment(k=3, context=128, flags={"enforce-eager": True})
+    made = stack(choices(variables=here), asked, Artifact("t", "0" * 12), Artifact("d", "1" * 12))
+    given = made.resources[0].create.parameters["PrimaryContainer"]["Environment"]
+    assert CHANNEL_FOLDER in given["SM_VLLM_SPECULATIVE_CONFIG"]
+    local = {
+        name: value.replace(CHANNEL_FOLDER, str(folders["eagle"])) for name, value in given.items()
+    }
+    return local | {"SM_VLLM_MODEL": str(folders["model"])}  # what lies in /opt/ml/model
+
+
+def test_ping_and_invocations(folders: dict[str, Path]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-c",
+        "from peagle.server.sagemaker import main; main()",
+    ]  # the script `serve`
+    process = subprocess.Popen(
+        command, env=os.environ | variables(folders, port), stderr=subprocess.PIPE, text=True
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        ready(process, url)
+        told = httpx.post(f"{url}/invocations", json=HELLO, timeout=60).raise_for_status().json()
+        assert (
+            told["model"] == "tiny"
+            and told["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+        )
+        streamed = httpx.post(f"{url}/invocations", json=HELLO | {"stream": True}, timeout=60).text
+        pieces = [
+            chunk["choices"][0]["delta"].get("content") or ""
+            for chunk in events(streamed)
+            if chunk["choices"]
+        ]
+        assert "".join(pieces) == told["choices"][0]["message"]["content"]
+        long = httpx.post(f"{url}/invocations", json=HELLO | {"max_tokens": 500}, timeout=60)
+        assert long.status_code == 400 and "128" in long.text, "--context arrived"
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ready(process: "subprocess.Popen[str]", url: str) -> None:
+    end, states = time.monotonic() + 120, list[int]()
+    while time.monotonic() < end and 200 not in states:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        try:
+            states.append(httpx.get(f"{url}/ping", timeout=2).status_code)
+        except httpx.TransportError:
+            time.sleep(0.05)
+    assert states[-1] == 200 and set(states) <= {503, 200}

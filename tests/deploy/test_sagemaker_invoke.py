@@ -1,0 +1,221 @@
+"""Streamed answers through the real botocore, from a server that speaks SageMaker's event stream; logs."""
+
+import json
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config
+from typer.testing import CliRunner
+
+from peagle.cli import app
+from peagle.deploy.sagemaker.operate.clients import Clients
+from peagle.deploy.sagemaker.operate.invoke import chunks, lines, streamed, text_of, whole
+from peagle.deploy.sagemaker.operate.logs import events
+from peagle.errors import UserError
+from tests.support.aws import CREDENTIALS, NAME, REGION, aws
+
+__all__ = ["aws"]
+WORDS = ["Grüße", " an", " die", " Welt", " 🌍"]
+SSE = "".join(
+    f"data: {json.dumps({'choices': [{'delta': {'content': word}}]}, ensure_ascii=False)}\n\n"
+    for word in WORDS
+)
+WHOLE = SSE.encode() + b"data: [DONE]\n\n"
+
+
+def frame(payload: bytes, **headers: str) -> bytes:
+    """AWS's binary event stream: lengths, CRC of both, headers (7: a text), payload, CRC of all."""
+    coded = b"".join(
+        bytes([len(name)])
+        + name.encode()
+        + b"\x07"
+        + struct.pack(">H", len(value))
+        + value.encode()
+        for name, value in ((f":{key.replace('_', '-')}", value) for key, value in headers.items())
+    )
+    lengths = struct.pack(">II", 16 + len(coded) + len(payload), len(coded))
+    told = lengths + struct.pack(">I", zlib.crc32(lengths)) + coded + payload
+    return told + struct.pack(">I", zlib.crc32(told))
+
+
+def part(data: bytes) -> bytes:
+    return frame(
+        data,
+        message_type="event",
+        event_type="PayloadPart",
+        content_type="application/octet-stream",
+    )
+
+
+def broken(message: str) -> bytes:
+    body = json.dumps({"Message": message, "ErrorCode": "ModelInvocationTimeExceeded"}).encode()
+    return frame(
+        body,
+        message_type="exception",
+        exception_type="ModelStreamError",
+        content_type="application/json",
+    )
+
+
+class Runtime(ThreadingHTTPServer):
+    """Answers every request with the same frames, or as the container that refuses."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+        self.status, self.body = 200, b""
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Runtime
+
+    def do_POST(self) -> None:
+        self.server.asked.append(
+            (self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        )
+        stream = self.path.endswith("invocations-response-stream") and self.server.status == 200
+        self.send_response(self.server.status)
+        self.send_header(
+            "Content-Type", "application/vnd.amazon.eventstream" if stream else "application/json"
+        )
+        if self.server.status != 200:
+            self.send_header("x-amzn-ErrorType", "ModelError")
+        if not stream:
+            self.send_header("Content-Length", str(len(self.server.body)))
+            self.end_headers()
+            self.wfile.write(self.server.body)
+            return
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for data in self.server.frames:
+            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with Runtime() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(
+            "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{server.server_port}"
+        )
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def client(runtime: Runtime) -> Any:
+    return boto3.client(
+        "sagemaker-runtime", region_name=REGION, config=Config(retries={"total_max_attempts": 1})
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 50, 10_000])
+def test_parts_that_do_not_align_with_lines(size: int, runtime: Runtime, client: Any) -> None:
+    runtime.frames = [part(WHOLE[i : i + size]) for i in range(0, len(WHOLE), size)]
+    assert [text_of(chunk) for chunk in streamed(client, NAME, {"prompt": "x"})] == WORDS
+    assert runtime.asked == [
+        (f"/endpoints/{NAME}/invocations-response-stream", {"prompt": "x", "stream": True})
+    ]
+
+
+def test_an_exception_in_mid_stream(runtime: Runtime, client: Any) -> None:
+    runtime.frames = [part(WHOLE[:60]), part(WHOLE[60:130]), broken("the model took too long")]
+    heard = []
+    with pytest.raises(UserError, match=r"broke off: .*the model took too long"):
+        for chunk in streamed(client, NAME, {"prompt": "x"}):
+            heard.append(text_of(chunk))
+    assert heard == WORDS[: len(heard)] and heard
+
+
+def test_an_error_of_the_container_in_mid_stream(runtime: Runtime, client: Any) -> None:
+    runtime.frames = [
+        part(SSE.encode()),
+        part(b'data: {"error": {"message": "out of pages"}}\n\ndata: [DONE]\n\n'),
+    ]
+    with pytest.raises(UserError, match="the container says: out of pages"):
+        list(streamed(client, NAME, {"prompt": "x"}))
+
+
+def test_a_stream_that_just_ends(runtime: Runtime, client: Any) -> None:
+    runtime.frames = [part(SSE.encode())]
+    with pytest.raises(UserError, match="before its"):
+        list(streamed(client, NAME, {"prompt": "x"}))
+
+
+def test_the_container_refuses(runtime: Runtime, client: Any) -> None:
+    runtime.status = 424
+    runtime.body = json.dumps(
+        {"OriginalStatusCode": 400, "OriginalMessage": "too long", "Message": "m"}
+    ).encode()
+    for ask in (lambda: list(streamed(client, NAME, {})), lambda: whole(client, NAME, {})):
+        with pytest.raises(UserError, match="answered 400: too long"):
+            ask()
+
+
+def test_a_whole_answer(runtime: Runtime, client: Any) -> None:
+    runtime.body = json.dumps({"choices": [{"message": {"content": "Hallo"}}]}).encode()
+    assert text_of(whole(client, NAME, {"prompt": "x"})) == "Hallo"
+    runtime.body = b"<html>"
+    with pytest.raises(UserError, match="no JSON"):
+        whole(client, NAME, {})
+
+
+def test_lines_and_chunks() -> None:
+    assert list(lines([b"a\n\nb", b"c\nd"])) == [b"a", b"", b"bc", b"d"]
+    assert list(
+        chunks([b": hello", b"event: x", b'data:{"a": 1}\r', b"data: [DONE]", b"data: no"])
+    ) == [{"a": 1}]
+    assert (
+        text_of({"choices": [{"text": "t"}]}) == "t" and text_of({"choices": [], "usage": {}}) == ""
+    )
+
+
+def test_the_command(runtime: Runtime) -> None:
+    runtime.frames = [part(WHOLE[i : i + 11]) for i in range(0, len(WHOLE), 11)]
+    result = CliRunner().invoke(
+        app, ["sagemaker", "invoke", NAME, "Hello", "--region", REGION, "--max-tokens", "9"]
+    )
+    assert result.exit_code == 0 and result.stdout == "".join(WORDS) + "\n"
+    ((_, asked),) = runtime.asked
+    assert asked["messages"] == [{"role": "user", "content": "Hello"}] and asked["max_tokens"] == 9
+    runtime.frames = [part(WHOLE[:60]), broken("gone")]
+    result = CliRunner().invoke(app, ["sagemaker", "invoke", NAME, "Hello", "--region", REGION])
+    assert result.exit_code == 2 and "gone" in result.stderr
+    result = CliRunner().invoke(app, ["sagemaker", "invoke", NAME, "--region", REGION])
+    assert result.exit_code == 2 and "--body" in result.stderr
+
+
+def test_logs(aws: Clients) -> None:
+    client, group = aws["logs"], f"/aws/sagemaker/Endpoints/{NAME}"
+    with pytest.raises(UserError, match=f"no log group {group}"):
+        list(events(client, NAME, 0))
+    client.create_log_group(logGroupName=group)
+    for instance in ("i-1", "i-2"):
+        client.create_log_stream(logGroupName=group, logStreamName=instance)
+    now = int(time.time() * 1000)
+
+    def write(instance: str, *told: tuple[int, str]) -> None:
+        records = [{"timestamp": now + after, "message": text} for after, text in told]
+        client.put_log_events(logGroupName=group, logStreamName=instance, logEvents=records)
+
+    write("i-1", (-90_000, "old"), (1, "a"), (3, "c"))
+    write("i-2", (2, "b"))
+    assert [event["message"] for event in events(client, NAME, now)] == ["a", "b", "c"]
+    following = events(client, NAME, now, follow=True, sleep=lambda seconds: write("i-2", (4, "d")))
+    assert [next(following)["message"] for _ in range(4)] == ["a", "b", "c", "d"]

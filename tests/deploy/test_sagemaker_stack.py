@@ -1,0 +1,399 @@
+"""What a deployment consists of, and what can be wrong with it: nothing here calls anybody."""
+
+import json
+import re
+import socket
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+from botocore.model import ServiceModel
+from botocore.validate import ParamValidator
+from cfnlint.api import lint
+from typer.testing import CliRunner
+
+from peagle.cli import app
+from peagle.deploy.sagemaker.output.cloudformation import cloudformation
+from peagle.deploy.sagemaker.output.dry_run import steps
+from peagle.deploy.sagemaker.output.terraform import terraform
+from peagle.deploy.sagemaker.plan import artifact
+from peagle.deploy.sagemaker.plan.artifact import Artifact
+from peagle.deploy.sagemaker.plan.choices import Autoscale
+from peagle.deploy.sagemaker.plan.environment import environment
+from peagle.deploy.sagemaker.plan.instances import instances, smallest
+from peagle.deploy.sagemaker.plan.limits import check_environment, check_memory
+from peagle.deploy.sagemaker.resources.calls import Call
+from peagle.deploy.sagemaker.resources.stack import Stack, stack
+from peagle.errors import UserError
+from tests.support.aws import NAME, REGION, ROLE, choices, deployment, scaled_stack
+
+WEIGHTS = (
+    Artifact("hub org/tiny at main", "0123456789ab"),
+    Artifact("hub org/drafter at main", "ba9876543210"),
+)
+SCHEMA = json.loads((Path(__file__).parent / "terraform_schema.json").read_text())
+PAIRS = [
+    "gpt-oss-20b",
+    "qwen3-8b",
+    "gemma-4-31b",
+    "qwen3-coder-30b",
+    "gpt-oss-120b",
+    "smollm2-135m",
+]
+
+
+def calls(stack: Stack) -> list[Call]:
+    found = [
+        call
+        for one in stack.resources
+        for call in (one.create, one.read, one.delete, one.change)
+        if call
+    ]
+    return list({str(call): call for call in found}.values())
+
+
+@cache
+def service(name: str) -> ServiceModel:
+    return botocore.session.get_session().get_service_model(name)
+
+
+def check_call(call: Call) -> None:
+    """By botocore's own model of the service: names, types, lengths; and the words an enumeration knows."""
+    model = service(call.service).operation_model(call.operation)
+    report = ParamValidator().validate(call.parameters, model.input_shape)
+    assert not report.has_errors(), report.generate_report()
+    check_words(call.parameters, model.input_shape)
+
+
+def check_words(value: Any, shape: Any) -> None:
+    if shape.type_name == "structure":
+        for name, one in value.items():
+            check_words(one, shape.members[name])
+    elif shape.type_name == "list":
+        for one in value:
+            check_words(one, shape.member)
+    elif shape.type_name == "string" and shape.enum:
+        assert value in shape.enum
+
+
+@pytest.mark.parametrize("channel", [True, False])
+def test_every_call_is_one_that_aws_knows(channel: bool) -> None:
+    topic = f"arn:aws:sns:{REGION}:123456789012:pager"
+    made = stack(
+        choices(autoscale=Autoscale(1, 4, 8), notify=topic), deployment(), *WEIGHTS, channel=channel
+    )
+    assert len(calls(made)) == 3 + 3 + 6 + 4 + 6
+    for call in calls(made):
+        check_call(call)
+    with pytest.raises(AssertionError):
+        check_call(Call("sagemaker", "CreateModel", {"ModelName": 7}))
+
+
+def test_the_environment() -> None:
+    (model, *_) = scaled_stack(WEIGHTS, variables={"HF_HOME": "/tmp"}).resources
+    container = model.create.parameters["PrimaryContainer"]
+    assert container["Environment"] == {
+        "SM_VLLM_SERVED_MODEL_NAME": "tiny",
+        "SM_VLLM_TENSOR_PARALLEL_SIZE": "1",
+        "SM_VLLM_MAX_MODEL_LEN": "4096",
+        "SM_VLLM_ENFORCE_EAGER": "true",
+        "SM_VLLM_LIMIT_MM_PER_PROMPT": '{"image":0}',
+        "SM_VLLM_SPECULATIVE_CONFIG": '{"method":"eagle3","model":"/opt/ml/additional-model-data-sources/eagle",'
+        '"num_speculative_tokens":5,"parallel_drafting":true}',
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HOME": "/tmp",
+    }
+    assert model.create.parameters["EnableNetworkIsolation"] is True
+
+
+def test_from_the_hub() -> None:
+    made = stack(choices(from_hub=True, isolated=False), deployment(method="eagle3"), *WEIGHTS)
+    assert made.uploads == ()
+    parameters = made.resources[0].create.parameters
+    told = parameters["PrimaryContainer"]["Environment"]
+    assert (
+        told["SM_VLLM_MODEL"] == "org/tiny"
+        and "ModelDataSource" not in parameters["PrimaryContainer"]
+    )
+    assert json.loads(told["SM_VLLM_SPECULATIVE_CONFIG"])["model"] == "org/drafter"
+    assert json.loads(told["SM_VLLM_SPECULATIVE_CONFIG"])["parallel_drafting"] is False
+    assert parameters["EnableNetworkIsolation"] is False and "VLLM_USE_V2_MODEL_RUNNER" not in told
+
+
+def test_vocabularies_of_gpt_oss(tmp_path: Path) -> None:
+    (tmp_path / "o200k_base.tiktoken").write_text("x")
+    here = Artifact("t", "0123456789ab", tmp_path)
+    for channel, place in ((True, "/opt/ml/model"), (False, "/opt/ml/model/target")):
+        (model, *_) = stack(choices(), deployment(), here, WEIGHTS[1], channel=channel).resources
+        assert (
+            model.create.parameters["PrimaryContainer"]["Environment"]["TIKTOKEN_ENCODINGS_BASE"]
+            == place
+        )
+
+
+def test_names_follow_the_content() -> None:
+    one, same, other = (scaled_stack(WEIGHTS, k=k) for k in (5, 5, 3))
+    names = [[resource.name for resource in made.resources] for made in (one, same, other)]
+    assert names[0] == names[1]
+    assert [a == b for a, b in zip(names[0], names[2], strict=True)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
+    assert all(len(name) <= 63 for name in names[0][:2])
+    wider = scaled_stack(WEIGHTS, autoscale=Autoscale(2, 9, 3))
+    assert wider.resources[1].name == one.resources[1].name, (
+        "other limits of scaling are no new config"
+    )
+    new = scaled_stack((WEIGHTS[0], Artifact("d", "ffffffffffff")))
+    assert new.uploads[0].uri == one.uploads[0].uri, "a new drafter does not move the target"
+    assert new.uploads[1].uri != one.uploads[1].uri
+
+
+def test_cloudformation() -> None:
+    """By the resource schemas in cfn-lint, which are AWS's own."""
+    made = stack(choices(autoscale=Autoscale(1, 4, 8)), deployment(), *WEIGHTS, channel=False)
+    template = cloudformation(made)
+    assert [str(one) for one in lint(json.dumps(template), regions=[REGION])] == []
+    container = template["Resources"]["Model"]["Properties"]["PrimaryContainer"]
+    uri, told = container["ModelDataSource"]["S3DataSource"]["S3Uri"], container["Environment"]
+    assert all(upload.uri.startswith(uri) for upload in made.uploads)
+    assert told["SM_VLLM_MODEL"] == "/opt/ml/model/target"
+    assert (
+        json.loads(told["SM_VLLM_SPECULATIVE_CONFIG"])["model"]
+        == "/opt/ml/model/eagle-ba9876543210"
+    )
+    container["AdditionalModelDataSources"] = []
+    assert lint(json.dumps(template), regions=[REGION]), (
+        "CloudFormation knows channels now: use them"
+    )
+
+
+def test_terraform() -> None:
+    made = terraform(scaled_stack(WEIGHTS, variables={"A": "${b}"}))
+    assert set(made["resource"]) == set(SCHEMA) - {"//"}
+    for kind, blocks in made["resource"].items():
+        for label, block in blocks.items():
+            check_block(block, SCHEMA[kind], f"{kind}.{label}")
+    model = made["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"]
+    assert model["additional_model_data_source"][0]["channel_name"] == "eagle"
+    assert model["environment"]["A"] == "$${b}"
+    alarm = made["resource"]["aws_cloudwatch_metric_alarm"]["errors"]
+    assert alarm["dimensions"] == {"EndpointName": NAME, "VariantName": "AllTraffic"}
+
+
+def test_secrets_are_not_printed() -> None:
+    given = {
+        "HF_TOKEN": "hf_secret",
+        "SM_VLLM_API_KEY": "sk-secret",
+        "SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096",
+    }
+    made = stack(choices(variables=given), deployment(), *WEIGHTS, channel=False)
+    assert (
+        made.resources[0].create.parameters["PrimaryContainer"]["Environment"]["HF_TOKEN"]
+        == "hf_secret"
+    )
+    for printed in map(json.dumps, (steps(made), cloudformation(made), terraform(made))):
+        assert "secret" not in printed and '"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"' in printed
+    assert [str(one) for one in lint(json.dumps(cloudformation(made)), regions=[REGION])] == []
+    spelt = terraform(made)
+    assert set(spelt["variable"]) == {"hf_token", "sm_vllm_api_key"}
+    environment = spelt["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"][
+        "environment"
+    ]
+    assert environment["HF_TOKEN"] == "${var.hf_token}"
+
+
+def check_block(block: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+    """Every argument known, none missing that is required; references point at what is there."""
+    meta = {"lifecycle", "depends_on"}
+    for name, value in block.items():
+        assert name in schema or name in meta, f"{where}.{name}"
+        if name in schema and isinstance(schema[name], list):
+            for one in value if isinstance(value, list) else [value]:
+                check_block(one, schema[name][1], f"{where}.{name}")
+    needed = [
+        name for name, told in schema.items() if (told[0] if isinstance(told, list) else told)
+    ]
+    assert [name for name in needed if name not in block] == [], where
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": "a_b"}, "--name"),
+        ({"name": "a" * 53}, "at most 52"),
+        ({"name": "-a"}, "--name"),
+        ({"role": "SageMaker"}, "arn:aws:iam::123456789012:role/NAME"),
+        ({"role": "arn:aws:iam::12:role/x"}, "--role"),
+        ({"role": "arn:aws:iam::123456789012:user/x"}, "--role"),
+        ({"notify": "pager"}, "arn:aws:sns:us-west-2"),
+        ({"region": "west"}, "us-west-2"),
+        ({"instance": "g5.xlarge"}, "ml.g7e.2xlarge"),
+        ({"bucket": "weights"}, "s3://BUCKET/peagle/"),
+        ({"bucket": "s3://W/x"}, "s3://BUCKET/peagle/"),
+        ({"bucket": "s3://weights//x"}, "s3://BUCKET/peagle/"),
+        ({"count": 0}, "--count"),
+        ({"count": 5, "autoscale": Autoscale(1, 4, 8)}, "MAX"),
+        ({"startup": 30}, "60 to 3600"),
+        ({"from_hub": True}, "--from-hub needs the network"),
+        ({"role": ROLE.replace("arn:aws:", "arn:aws-cn:"), "region": "cn-north-1"}, "--image URI"),
+    ],
+)
+def test_choices_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        choices(**changes)
+
+
+@pytest.mark.parametrize("given", [(0, 4, 8), (3, 2, 8), (1, 2, 0), (1, 2, float("inf"))])
+def test_scaling_that_is_refused(given: tuple[int, int, float]) -> None:
+    with pytest.raises(UserError, match="--autoscale"):
+        Autoscale(*given)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"A": "ü" * 513}, "1026 bytes"),
+        ({f"A{i}": "x" for i in range(101)}, "101 entries"),
+        ({f"A{i}": "x" * 1000 for i in range(33)}, "together"),
+        ({"A-B": "x"}, "name"),
+        ({"A": "{\n}"}, "one line"),
+    ],
+)
+def test_environments_that_are_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_environment(variables)
+
+
+def test_trees_are_the_native_engines_only() -> None:
+    given = {
+        "SM_VLLM_SPECULATIVE_CONFIG": '{"parallel_drafting_spec": {"num_branches": 2, "depth": 7}}'
+    }
+    with pytest.raises(UserError, match="use parallel_drafting"):
+        stack(choices(variables=given), deployment(), *WEIGHTS)
+    image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:1"
+    assert stack(choices(variables=given, image=image), deployment(), *WEIGHTS).resources
+
+
+def test_environments_at_their_limits() -> None:
+    check_environment({f"A{i:02}": "x" * 1024 for i in range(31)})
+    check_environment({f"A{i}": "x" for i in range(100)})
+    assert check_environment(environment(deployment())) is None
+
+
+def test_a_name_at_its_limit() -> None:
+    names = [one.name for one in scaled_stack(WEIGHTS, name="a" * 52).resources[:2]]
+    assert [len(name) for name in names] == [63, 63]
+
+
+def test_memory() -> None:
+    large = deployment(weights_gb=62.0, need_gb=70.0)
+    assert check_memory("ml.g7e.2xlarge", large) == []
+    with pytest.raises(
+        UserError,
+        match=r"needs 70.0 GB, vLLM gets 21.6 GB of ml.g6.xlarge's GPUs: use ml.p5.4xlarge",
+    ):
+        check_memory("ml.g6.xlarge", large)
+    assert check_memory("ml.g6.12xlarge", deployment(need_gb=70.0, gpus=4)) == []
+    with pytest.raises(UserError, match="shorter --context"):
+        check_memory("ml.g6.12xlarge", deployment(need_gb=70.0, gpus=2))
+    with pytest.raises(UserError, match="has 4"):
+        check_memory("ml.g6.12xlarge", deployment(gpus=8))
+    assert "not in our table" in check_memory("ml.g9.xlarge", large)[0]
+    assert "unknown" in check_memory("ml.g6.xlarge", deployment())[0]
+    assert smallest(1e6) is None
+
+
+def test_instance_types_are_sagemakers() -> None:
+    assert set(instances()) <= set(
+        service("sagemaker").shape_for("ProductionVariantInstanceType").enum
+    )
+
+
+def run(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["deploy", "sagemaker", *words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+ASKED = ["--role", ROLE, "--region", REGION]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("format", ["json", "cloudformation", "terraform"])
+def test_the_dry_run_needs_nobody(
+    pair: str, format: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No credentials, no connection, nothing fetched."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+
+    def refused(*args: Any) -> None:
+        raise AssertionError("the dry run wants to connect")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    told = run(
+        pair,
+        *ASKED,
+        "--instance",
+        "ml.p5.48xlarge",
+        "--gpus",
+        "1",
+        "--context",
+        "2048",
+        "--autoscale",
+        "1",
+        "2",
+        "4",
+        "--dry-run",
+        "--format",
+        format,
+    )
+    printed = json.loads(told.stdout)
+    if format == "json":
+        for step in printed:
+            if "operation" in step:
+                check_call(Call(step["service"], step["operation"], step["parameters"]))
+        assert [step.get("upload") for step in printed[:2]] == ["target", "drafter"]
+    elif format == "cloudformation":
+        assert len(printed["Resources"]) == 7
+    else:
+        assert set(printed["resource"]) == set(SCHEMA) - {"//"}
+    assert not list(tmp_path.iterdir()), "something was fetched"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["gpt-oss-20b", "--format", "yml"], "use json, cloudformation, terraform"),
+        (["gpt-oss-120b"], "--instance is missing"),
+        (["gpt-oss-20b", "--instance", "ml.g4dn.xlarge", "--context", "131072"], "needs 20.2 GB"),
+        (["gpt-oss-20b", "-k", "11"], "depth 10"),
+        (["gpt-oss-20b", "--image", "1.dkr.ecr/vllm:0.17.0-gpu"], "vLLM 0.18"),
+        (["smollm2-135m", "--from-hub"], "leave --from-hub out"),
+        (["qwen2.5-coder-0.5b"], "no trained drafter"),
+        (["gpt-oss-20b", "--env", "HF_TOKEN"], "NAME=VALUE"),
+        (["gpt-oss-20b", "--env", f"A={'x' * 1025}"], "1024"),
+    ],
+)
+def test_mistakes_on_the_command_line(words: list[str], told: str) -> None:
+    result = run(*words, *ASKED, "--dry-run", code=2)
+    assert re.search(told, " ".join(result.stderr.split())), result.stderr
+    assert result.stdout == ""
+
+
+def test_a_folders_identity_is_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    before = artifact.content(tmp_path)
+    (tmp_path / "peagle.json").write_text("a receipt")
+    assert artifact.content(tmp_path) == before
+    (tmp_path / "a").write_text("2")
+    assert artifact.content(tmp_path) != before

@@ -1,0 +1,79 @@
+"""The InferenceService, by KServe's own models: every field one of theirs, all the way down to Kubernetes' own."""
+
+import importlib
+import re
+import sys
+import types
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import pytest
+
+try:
+    PLACE = str(distribution("kserve").locate_file("kserve"))
+except PackageNotFoundError:
+    pytest.skip("KServe is not installed: run `make test-deploy`", allow_module_level=True)
+
+import kubernetes.client
+
+from tests.support.deploying import PAIRS, documents, planned, rendered
+
+pytestmark = pytest.mark.deploy
+
+# Its models alone: the package itself would import a server's dependencies.
+sys.modules["kserve"] = types.ModuleType("kserve")
+sys.modules["kserve"].__path__ = [PLACE]
+models = importlib.import_module("kserve.models")
+
+
+def check(kind: str, value: Any, where: str) -> None:
+    """`kind` is OpenAPI's name of a type, as the generated models spell it."""
+    if found := re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            check(found[1], item, f"{where}.{key}")
+        return
+    model = getattr(models, kind, None) or getattr(kubernetes.client, kind, None)
+    if model is None or not hasattr(model, "openapi_types"):
+        if kind in ("str", "int", "bool"):
+            assert type(value).__name__ == kind, (where, kind, value)
+        return
+    assert isinstance(value, dict), (where, kind)
+    fields = {
+        outside: model.openapi_types[inside] for inside, outside in model.attribute_map.items()
+    }
+    for key, item in value.items():
+        assert key in fields, f"{where} ({kind}) has no field {key!r}"
+        check(fields[key], item, f"{where}.{key}")
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "choices", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
+)
+def test_the_service(pair: str, choices: dict[str, Any]) -> None:
+    read, made = (
+        documents(rendered("kserve", pair, choices=choices)),
+        planned("kserve", pair, choices=choices),
+    )
+    service = read["inferenceservice.yaml"]
+    check("V1beta1InferenceService", service, "service")
+    predictor = service["spec"]["predictor"]
+    assert (
+        predictor["minReplicas"] == made.replicas
+        and predictor["containers"][0]["name"] == "kserve-container"
+    )
+
+
+@pytest.mark.parametrize(
+    "way",
+    [["spec"], ["spec", "predictor"], ["spec", "predictor", "containers", 0, "readinessProbe"]],
+)
+def test_the_models_know_their_fields(way: list[Any]) -> None:
+    service = documents(rendered("kserve"))["inferenceservice.yaml"]
+    place = service
+    for step in way:
+        place = place[step]
+    place["nonsense"] = 1
+    with pytest.raises(AssertionError, match="nonsense"):
+        check("V1beta1InferenceService", service, "service")

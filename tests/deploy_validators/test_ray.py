@@ -1,0 +1,51 @@
+"""The Ray Serve file, by Ray's own models: the deploy schema, and LLMConfig, which forbids fields it does not know."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: run `make test-deploy`")
+
+from pydantic import ValidationError
+from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+from ray.serve.schema import DeploymentSchema, ServeDeploySchema
+
+from tests.support.deploying import KEYS, PAIRS, documents, planned, rendered
+
+pytestmark = pytest.mark.deploy
+
+
+def llm_config(pair: str, **asked: Any) -> dict[str, Any]:
+    read = documents(rendered("ray", pair, **asked))["serve.yaml"]
+    schema = ServeDeploySchema.model_validate(read)
+    assert schema.http_options.port == planned("ray", pair, **asked).port
+    application = schema.applications[0]
+    assert application.import_path == "ray.serve.llm:build_openai_app"
+    return application.args["llm_configs"][0]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "choices", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
+)
+def test_llm_config(pair: str, choices: dict[str, Any]) -> None:
+    config, made = (
+        LLMConfig(**llm_config(pair, choices=choices)),
+        planned("ray", pair, choices=choices),
+    )
+    assert set(config.engine_kwargs["speculative_config"]) == KEYS
+    assert config.engine_kwargs["tensor_parallel_size"] == made.gpus
+    assert set(config.deployment_config) <= set(DeploymentSchema.model_fields), (
+        "LLMConfig lets these through unread"
+    )
+    assert config.deployment_config["num_replicas"] == made.replicas
+    assert config.model_loading_config.model_source == made.target
+    assert config.accelerator_type == made.gpu
+
+
+def test_the_models_are_strict() -> None:
+    config = llm_config("gpt-oss-20b")
+    with pytest.raises(ValidationError, match="engine_kwarg"):
+        LLMConfig(**config, engine_kwarg={})
+    with pytest.raises(ValidationError, match="model_loading_config"):
+        LLMConfig(**config | {"model_loading_config": {"model_id": "a", "source": "b"}})

@@ -1,0 +1,90 @@
+"""How an answer ends: stop ids and strings, the target's own end, limits and the end of the context."""
+
+import pytest
+
+from peagle.core import METHODS, Method
+from tests.engine.test_engine import alone, ask, engine_of, serve, small, small_with_words
+from tests.reference.test_decode import tokens_of
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stop_ids(method: Method, prompt) -> None:
+    ids = prompt(13)
+    answer = tokens_of(alone(small(), "none", ids, max_tokens=24, ignore_eos=True))
+    stop = next(token for i, token in enumerate(answer) if i > 3 and token not in answer[:i])
+    end = answer.index(stop) + 1
+    engine = engine_of(small(), method)
+    tokens, pieces = ask(engine, ids, max_tokens=24, stop_ids=frozenset({stop, 500}))
+    assert tokens == answer[:end] and pieces[-1].reason == "stop"
+    tokens, pieces = ask(engine, ids, max_tokens=end - 1, stop_ids=frozenset({stop}))
+    assert tokens == answer[: end - 1] and pieces[-1].reason == "length"
+    tokens, _ = ask(engine, ids, max_tokens=24, stop_ids=frozenset({stop}), min_tokens=end + 3)
+    assert (
+        tokens[: end - 1] == answer[: end - 1]
+        and stop not in tokens[: end + 3]
+        and len(tokens) >= end + 3
+    )
+
+
+def test_the_end_token_of_the_target(prompt) -> None:
+    """Token 1, pushed by a bias: it ends an answer, unless it is told not to, or not yet."""
+    engine = engine_of(small(), "p-eagle")
+    how = {"max_tokens": 12, "temperature": 1.5, "seed": 4, "logit_bias": {1: 9.0}}
+    free, pieces = ask(engine, prompt(6), ignore_eos=True, **how)
+    assert len(free) == 12 and pieces[-1].reason == "length" and free.count(1) > 1
+    tokens, pieces = ask(engine, prompt(6), **how)
+    assert tokens == free[: free.index(1) + 1] and pieces[-1].reason == "stop"
+    tokens, pieces = ask(engine, prompt(6), min_tokens=8, **how)
+    assert 1 not in tokens[:8] and tokens[8:].count(1) <= 1 and len(tokens) >= 8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stop_strings(method: Method, prompt) -> None:
+    pair, ids = small_with_words(), prompt(13)
+    answer = tokens_of(alone(pair, "none", ids, max_tokens=24))
+    text = " ".join(f"w{token}" for token in answer)
+    engine = engine_of(pair, method)
+    tokens, pieces = ask(engine, ids, max_tokens=24)
+    assert tokens == answer and "".join(piece.text for piece in pieces) == text
+    for i in range(1, 12):
+        stop = f"w{answer[i]} w{answer[i + 1]}"  # begins in one token, ends in another
+        at = text.index(stop)
+        end = len(text[: at + len(stop)].split())
+        tokens, pieces = ask(engine, ids, max_tokens=24, stop=("nowhere", stop))
+        assert (tokens, pieces[-1].reason) == (answer[:end], "stop")
+        assert "".join(piece.text for piece in pieces) == text[:at]
+    _, pieces = ask(engine, ids, max_tokens=24, stop=(stop,), include_stop=True)
+    assert "".join(piece.text for piece in pieces) == text[: at + len(stop)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_stop_string_before_min_tokens(method: Method, prompt) -> None:
+    pair, ids = small_with_words(), prompt(13)
+    answer = tokens_of(alone(pair, "none", ids, max_tokens=12))
+    tokens, pieces = ask(
+        engine_of(pair, method), ids, max_tokens=12, min_tokens=6, stop=(f"w{answer[2]}", "w")
+    )
+    assert tokens == answer[:7] and pieces[-1].reason == "stop"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("length", [1, 244, 250, 253, 254, 255])
+def test_up_to_the_very_end_of_the_context(method: Method, length: int, prompt) -> None:
+    limit = 300 if length > 1 else 9
+    asked = [(prompt(length), {"max_tokens": limit}), (prompt(5), {"max_tokens": 6})]
+    answers = serve(engine_of(small(), method, tokens=600, max_batch=2), asked)
+    assert answers == [alone(small(), method, ids, **settings) for ids, settings in asked]
+    assert len(tokens_of(answers[0])) == min(limit, 256 - length)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", [{"context": 40}, {"tokens": 40}, {"context": 38, "page": 5}])
+def test_a_smaller_context(method: Method, how: dict[str, int], prompt) -> None:
+    """As asked for, or what the pages hold."""
+    engine, ids = engine_of(small(), method, **how), prompt(11)
+    room = how.get("context", 40) - 11
+    sampled = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
+    for count in (60, 10**12):  # nothing is prepared for tokens that cannot come
+        tokens, pieces = ask(engine, ids, max_tokens=count, **sampled)
+        assert tokens == tokens_of(alone(small(), "none", ids, max_tokens=room, **sampled))
+        assert pieces[-1].reason == "length" and len(tokens) == room

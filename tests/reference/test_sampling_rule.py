@@ -1,0 +1,177 @@
+"""Sampling is exact: the joint distribution of the first three tokens, and the same answer with and without drafts."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from peagle.core import Sampling
+from peagle.errors import UserError
+from peagle.reference.decode import decode
+from peagle.reference.proposer import Verified, proposer_for
+from peagle.reference.sampling_rule import accept, choose, probabilities, uniforms
+from peagle.target import Target
+from tests.support.tiny_models import AUX, make_drafter, make_target
+
+RUNS = 1500
+OPTIONS = {
+    "temperature": {"temperature": 0.8},
+    "top_p": {"temperature": 1.0, "top_p": 0.7},
+    "top_k": {"temperature": 1.1, "top_k": 3},
+    "min_p": {"temperature": 1.0, "min_p": 0.3},
+    "all": {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.05},
+}
+PROMPT = [3, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def small() -> Target:
+    """Two layers and a vocabulary of six, so that three tokens have 216 outcomes."""
+    target = make_target("llama", seed=3, vocab_size=6, num_hidden_layers=2)
+    target.model.lm_head.weight.data.mul_(0.5)  # a distribution worth sampling from
+    return target
+
+
+class Likely:
+    """Proposes what a draft would: the target's own favorite after the first draft, whatever was sampled before."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.seen = target, PROMPT
+
+    def propose(self, verified: Verified, k: int) -> torch.Tensor:
+        kept = verified.ids[: len(verified.ids) - verified.rejected].tolist()
+        self.seen = self.seen[: verified.first] + kept
+        ids = self.seen + verified.newest.tolist()
+        for _ in range(k):
+            ids = [*ids, int(self.target.forward(torch.tensor(ids), keep=1).logits.argmax())]
+        return torch.tensor(ids[-k:])
+
+
+def joint(target: Target, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The exact probability of every possible answer of three tokens."""
+    outcomes = {}
+    for answer in itertools.product(range(target.vocab_size), repeat=3):
+        logits = target.forward(torch.tensor([*PROMPT, *answer[:2]])).logits[-3:]
+        p = probabilities(logits, sampling)
+        outcomes[answer] = float(
+            torch.stack([p[i, token] for i, token in enumerate(answer)]).double().prod()
+        )
+    return outcomes
+
+
+def p_value(counts: Counter, exact: dict[tuple[int, ...], float], runs: int) -> float:
+    """Chi-square; outcomes expected fewer than five times are pooled. Impossible outcomes fail outright."""
+    assert all(exact[answer] > 0 for answer in counts), "an outcome of probability 0 occurred"
+    common = [answer for answer, p in exact.items() if p * runs >= 5]
+    observed = [counts[answer] for answer in common]
+    expected = [exact[answer] * runs for answer in common]
+    rest = runs - sum(observed), runs - sum(expected)
+    if rest[1] > 1e-6 * runs:
+        observed.append(rest[0])
+        expected.append(rest[1])
+    return float(chisquare(observed, np.array(expected) * sum(observed) / sum(expected)).pvalue)
+
+
+def sample(target: Target, sampling: dict, runs: int, k: int = 2) -> tuple[Counter, int]:
+    counts: Counter = Counter()
+    accepted = 0
+    for seed in range(runs):
+        steps = list(decode(target, Likely(target), PROMPT, k, 3, Sampling(**sampling, seed=seed)))
+        counts[tuple(token for step in steps for token in step.tokens)] += 1
+        accepted += sum(step.accepted for step in steps)
+    return counts, accepted
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
+def test_speculative_distribution_is_the_targets(small: Target, option: dict) -> None:
+    """Chi-square at level 1e-3 over 1,500 answers; seeds are fixed, so the verdict is too."""
+    small.tap(())
+    exact = joint(small, Sampling(**option))
+    assert abs(sum(exact.values()) - 1) < 1e-5
+    counts, accepted = sample(small, option, RUNS)
+    assert accepted > RUNS / 10, "drafts must be accepted now and then for this to prove anything"
+    assert p_value(counts, exact, RUNS) > 1e-3
+
+
+def test_the_test_can_fail(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepting one draft too easily (the classic bug) is found with the same number of answers."""
+    small.tap(())
+    exact = joint(small, Sampling(temperature=0.8))
+
+    def generous(drafts: torch.Tensor, tokens: torch.Tensor) -> int:
+        tokens[:1] = drafts[:1]
+        return accept(drafts, tokens)
+
+    monkeypatch.setattr("peagle.reference.decode.accept", generous)
+    counts, _ = sample(small, OPTIONS["temperature"], RUNS)
+    assert p_value(counts, exact, RUNS) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_a_seed_gives_the_same_answer_with_and_without_speculation(
+    target: Target, method, k: int, prompt
+) -> None:
+    drafter = make_drafter(target, method, 2 if method == "p-eagle" else 1)
+    target.tap(AUX)
+    for seed in range(4):
+        sampling = Sampling(temperature=1.0, top_p=0.95, seed=seed)
+        answers = [
+            [
+                token
+                for step in decode(target, proposer, prompt(9), k, 20, sampling)
+                for token in step.tokens
+            ]
+            for proposer in (None, proposer_for(drafter))
+        ]
+        assert answers[0] == answers[1]
+
+
+def test_one_hot_rejection_sampling_in_numbers() -> None:
+    """P(keep draft x) = p(x); given a rejection, the token follows p without x, renormalized."""
+    p = torch.tensor([0.1, 0.5, 0.15, 0.25])
+    u = uniforms(0, 40_000)
+    tokens = choose(p.log().expand(len(u), -1), Sampling(temperature=1.0), u)
+    kept = tokens == 1
+    assert abs(float(kept.float().mean()) - 0.5) < 0.01
+    rest = torch.bincount(tokens[~kept], minlength=4) / (~kept).sum()
+    torch.testing.assert_close(rest, torch.tensor([0.2, 0.0, 0.3, 0.5]), rtol=0, atol=0.015)
+
+
+def test_accept_counts_the_leading_matches() -> None:
+    t = torch.tensor
+    assert accept(t([1, 2, 3]), t([1, 2, 3, 4])) == 3
+    assert accept(t([1, 9, 3]), t([1, 2, 3, 4])) == 1
+    assert accept(t([9, 2, 3]), t([1, 2, 3, 4])) == 0
+    assert accept(t([], dtype=torch.long), t([7])) == 0
+
+
+def test_impossible_tokens_are_never_chosen() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 3.0, -torch.inf]])
+    for u in (0.0, 0.3, 0.999999, 1 - 2**-53):
+        assert int(
+            choose(logits, Sampling(temperature=1.0), torch.tensor([u], dtype=torch.float64))
+        ) in (0, 2)
+
+
+def test_uniforms_have_a_common_start() -> None:
+    assert torch.equal(uniforms(4, 10), uniforms(4, 100)[:10])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 2.0},
+        {"seed": -3},
+    ],
+)
+def test_bad_settings_are_refused(bad: dict) -> None:
+    with pytest.raises(UserError, match=next(iter(bad))):
+        Sampling(**bad)

@@ -1,0 +1,524 @@
+"""`peagle report`: what is read and refused, the numbers, the sentence, the page."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from peagle.cli import app
+from peagle.report.charts import draw, inline
+from peagle.report.figures import Figure, Line, Point, figures, slug, spaced
+from peagle.report.grid import OVERALL, Grid, grids, sets_of
+from peagle.report.machines import machines
+from peagle.report.markdown import markdown
+from peagle.report.palette import DARK, LIGHT, MARKERS, SLOTS
+from peagle.report.verdict import against_eagle3, verdict
+from peagle.results.runs import ResultCell, number, parse_cell, read_runs
+from tests.support.results import cell, result, write
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*args: object, code: int = 0) -> str:
+    found = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert found.exit_code == code, found.output + repr(found.exception)
+    return found.stdout if code == 0 else found.stderr
+
+
+def made(
+    method: str, k: int | str, c: int, speed: float, spread: tuple[float, float] | None = None
+) -> ResultCell:
+    raw: dict[str, Any] = {
+        "set": "s",
+        "method": method,
+        "k": k,
+        "concurrency": c,
+        "output_throughput": speed,
+    }
+    raw |= {"output_throughput_spread": list(spread)} if spread else {}
+    found = parse_cell(raw)
+    assert found is not None
+    return found
+
+
+def tight(method: str, k: int | str, c: int, speed: float) -> ResultCell:
+    return made(method, k, c, speed, (speed * 0.99, speed * 1.01))
+
+
+# What is read
+
+
+def test_foreign_files_are_named_and_skipped(tmp_path: Path) -> None:
+    write(tmp_path, result())
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"cells": []}')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "newer.json").write_text('{"format": "peagle-bench/2"}')
+    write(tmp_path, result("empty") | {"cells": [{"set": "x"}, 3, None]})
+    told: list[str] = []
+    assert [r.name for r in read_runs(tmp_path, told.append)] == ["run"]
+    assert len(told) == 6
+    for name in ("broken", "other", "list", "deep", "newer", "empty"):
+        assert any(f"{name}.json" in line for line in told)
+
+
+def test_no_result_is_exit_2(tmp_path: Path) -> None:
+    assert "peagle bench" in run("report", tmp_path, code=2)
+    assert "does not exist" in run("report", tmp_path / "nowhere", code=2)
+
+
+@pytest.mark.parametrize("field", ["name", "dtype", "sha", "revision"])
+def test_different_targets_are_refused(tmp_path: Path, field: str) -> None:
+    write(
+        tmp_path,
+        result("a", target={"name": "x", "dtype": "bfloat16", "sha": "1", "revision": "r"}),
+    )
+    write(
+        tmp_path,
+        result(
+            "b",
+            target={"name": "x", "dtype": "bfloat16", "sha": "1", "revision": "r", field: "other"},
+        ),
+    )
+    told = run("report", tmp_path, "--markdown", code=2)
+    assert field in told and "folder of its own" in told
+
+
+def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> None:
+    write(tmp_path, result("a"))
+    write(
+        tmp_path,
+        result(
+            "b", gpu=True, target={"name": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": None}
+        ),
+    )
+    assert len(read_runs(tmp_path, print)) == 2
+
+
+def test_numbers() -> None:
+    assert [number(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"), 10**400)] == [
+        1,
+        2.5,
+        *[None] * 6,
+    ]
+    assert parse_cell(cell("s", "none", 0, 1) | {"k": None}) is not None  # none needs no K
+    for wrong in (
+        {"k": -1},
+        {"k": True},
+        {"k": "x"},
+        {"concurrency": 0},
+        {"set": ""},
+        {"method": 3},
+    ):
+        assert parse_cell(cell("s", "p-eagle", 3, 1) | wrong) is None
+
+
+def test_one_run_has_no_spread() -> None:
+    one = made("none", 0, 1, 10.0, (10.0, 10.0))
+    assert ResultCell(*one.key, one.raw | {"repeats": 1}).spread() is None
+    assert made("none", 0, 1, 10.0).spread() is None and made("none", 0, 1, 10.0).interval() == (
+        10.0,
+        10.0,
+    )
+
+
+# Machines
+
+
+def test_runs_of_one_machine_complete_each_other(tmp_path: Path) -> None:
+    write(tmp_path, result("a", methods=("none",)))
+    write(tmp_path, result("b", methods=("p-eagle",)))
+    write(tmp_path, result("c", gpu=True))
+    found = machines(read_runs(tmp_path, print))
+    assert [(m.label, len(m.runs)) for m in found] == [
+        ("AMD EPYC 9R14, 16 threads", 2),
+        ("NVIDIA H200", 1),
+    ]
+    assert Grid(found[0].cells).methods == ["none", "p-eagle"]
+
+
+def test_repeated_runs_are_pooled(tmp_path: Path) -> None:
+    one, two = (
+        result("a", methods=("none",), concurrency=(1,)),
+        result("b", methods=("none",), concurrency=(1,)),
+    )
+    for content, speeds in ((one, [10.0, 11.0]), (two, [14.0, 15.0])):
+        content["cells"][0] |= {
+            "output_throughput_runs": speeds,
+            "output_throughput": speeds[0],
+            "failed": 1,
+        }
+        write(tmp_path, content)
+    (pooled,) = machines(read_runs(tmp_path, print))[0].cells
+    assert (
+        pooled.throughput == 12.5
+        and pooled.spread() == (10.0, 15.0)
+        and pooled.count("failed") == 2
+    )
+
+
+def test_another_load_or_drafter_stands_beside(tmp_path: Path) -> None:
+    write(tmp_path, result("a"))
+    write(tmp_path, result("b", drafters={"p-eagle": {"trained": False}}))
+    other = result("c")
+    other["settings"]["max_tokens"] = 8
+    write(tmp_path, other)
+    labels = [m.label for m in machines(read_runs(tmp_path, print))]
+    assert len(set(labels)) == 3 and labels[0].endswith("(a)")
+
+
+# Numbers
+
+
+def test_overall_is_the_mean_of_speed_ups() -> None:
+    speeds = {"a": (10.0, 20.0), "b": (10.0, 80.0)}
+    cells = []
+    for name, (none, fast) in speeds.items():
+        for method, k, speed in (("none", 0, none), ("p-eagle", 7, fast)):
+            cells.append(ResultCell(name, method, k, 1, {"output_throughput": speed}))
+    cells.append(
+        ResultCell("a", "p-eagle", 3, 1, {"output_throughput": 5.0})
+    )  # b did not measure it
+    found = grids(cells, sets_of(cells))
+    assert list(found) == [OVERALL, "a", "b"] and len(found[OVERALL].cells) == 2
+    best = found[OVERALL].best(1)
+    gain = found[OVERALL].speed_up(best) if best else None
+    assert gain is not None and gain.value == pytest.approx(4.0)  # of 2 and 8
+
+
+def test_front() -> None:
+    points = {
+        (1, 100.0, 100.0),
+        (2, 90.0, 180.0),
+        (3, 60.0, 170.0),
+        (4, 50.0, 300.0),
+    }  # the third is beaten
+    raw = [
+        {"output_throughput": speed, "per_user_throughput": user}
+        for _, user, speed in sorted(points)
+    ]
+    grid = Grid(ResultCell("s", "p-eagle", 7, i + 1, r) for i, r in enumerate(raw))
+    assert [c.concurrency for c in grid.front()] == [1, 2, 4]
+
+
+def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
+    path = write(tmp_path, result(ks=(3, 7, "auto"), concurrency=(1, 8)))
+    grid = Grid(read_runs(path, print)[0].cells)
+    found = {figure.name: figure for figure in figures(grid)}
+    assert list(found) == [
+        "speedup",
+        "over-eagle3",
+        "pareto",
+        "positions",
+        "lengths",
+        "k-p-eagle",
+        "k-eagle3",
+    ]
+    labels = [line.label for line in found["speedup"].lines]
+    assert labels == ["P-EAGLE K=3", "P-EAGLE K=7", "P-EAGLE K=auto", "EAGLE-3, best K"]
+    point = found["speedup"].lines[1].points[0]
+    fast, slow = grid.at("p-eagle", 7, 1), grid.none(1)
+    assert (
+        fast and slow and point.y == pytest.approx((fast.throughput or 0) / (slow.throughput or 1))
+    )
+    assert point.low is not None and point.high is not None and point.low < point.y < point.high
+    for figure in found.values():
+        assert all(line.label in figure.words for line in figure.lines) and re.search(
+            r"\d at \d", figure.words
+        )
+
+
+def test_helpers() -> None:
+    assert spaced([1, 2, 4, 8, 16, 32, 64], 4) == [1, 4, 16, 64]
+    assert slug("../NVIDIA H200\n") == "nvidia-h200" and slug("../..") == "x"
+
+
+# The sentence
+
+
+def test_verdict_names_winner_and_gain() -> None:
+    cells = [tight("none", 0, 1, 10), tight("p-eagle", 7, 1, 24)]
+    cells += [tight("none", 0, 32, 100), tight("p-eagle", 7, 32, 80)]
+    grid = Grid(cells)
+    told = verdict(grid)
+    assert told == (
+        "P-EAGLE K=7 is fastest with 1 at a time: 2.40 times plain decoding;"
+        " plain decoding (none) is fastest with 32 at a time."
+    )
+
+
+def test_verdict_tells_each_k() -> None:
+    cells = [tight("none", 0, c, 10.0 * c) for c in (1, 2, 4, 8)]
+    cells += [tight("p-eagle", 7 if c < 4 else 3, c, 20.0 * c) for c in (1, 2, 4, 8)]
+    told = verdict(Grid(cells))
+    assert (
+        told
+        == "P-EAGLE (K=7 from 1, K=3 from 4) is fastest with 1 to 8 at a time: 2.00 times plain decoding."
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ([], "Nothing could be measured"),
+        ([made("none", 0, 1, 10)], "nothing to compare"),
+        ([made("p-eagle", 7, 1, 10)], "was not measured, so no speed-up"),
+        ([made("none", 0, 1, 10), made("p-eagle", 7, 2, 10)], "nothing can be compared"),
+        ([made("none", 0, 1, 10), made("p-eagle", 7, 1, 9)], "No speculative method is faster"),
+        ([made("none", 0, 1, 10), made("p-eagle", 7, 1, 20)], "One run a cell"),
+        (
+            [made("none", 0, 1, 10, (9, 12)), made("p-eagle", 7, 1, 11, (10, 13))],
+            "No clear winner over plain",
+        ),
+        (
+            [made("none", 0, 1, 10, (9, 12)), made("p-eagle", 7, 1, 9.5, (9, 11))],
+            "within the spread",
+        ),
+        (
+            [
+                made("none", 0, 1, 5, (5, 5)),
+                made("eagle3", 3, 1, 10, (9, 12)),
+                made("p-eagle", 7, 1, 11, (10, 13)),
+            ],
+            "EAGLE-3 and P-EAGLE are level",
+        ),
+    ],
+)
+def test_verdict_never_overstates(cells: list[ResultCell], words: str) -> None:
+    assert words in verdict(Grid(cells))
+
+
+def test_against_eagle3() -> None:
+    cells = [made("eagle3", 3, 1, 10, (9, 11)), made("p-eagle", 7, 1, 12, (11.5, 13))]
+    cells += [made("eagle3", 3, 8, 10, (9, 11)), made("p-eagle", 7, 8, 10.5, (10, 11))]
+    told = against_eagle3(Grid(cells))
+    assert told and "1.05 to 1.20 times" in told and "overlap with 8 at a time" in told
+    assert against_eagle3(Grid([made("none", 0, 1, 10)])) is None
+
+
+# The page
+
+
+class Reader(HTMLParser):
+    """Tags, ids, and where the page would reach outside."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.bare_headers = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [found["id"] or ""] if "id" in found else []
+        self.links += [
+            found[name] or "" for name in ("src", "href", "xlink:href", "action") if name in found
+        ]
+        self.bare_headers += tag == "th" and "scope" not in found
+
+
+def test_same_results_same_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "in", result())
+    for name in ("one", "two"):
+        run("report", tmp_path / "in", "--out", tmp_path / name / "page.html")
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert (
+        "page.html" in files
+        and sum(name.endswith(".png") for name in files) == 7
+        and len(files) == 8
+    )
+    assert all(
+        (tmp_path / "one" / n).read_bytes() == (tmp_path / "two" / n).read_bytes() for n in files
+    )
+
+
+def test_page_is_self_contained_and_accessible(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path, result("cpu", sets=("humaneval", "gsm8k")))
+    write(tmp_path, result("gpu", sets=("humaneval", "gsm8k"), gpu=True))
+    run("report", tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == 14
+    page = (tmp_path / "report.html").read_text()
+    read = Reader(page)
+    assert read.tags.count("h1") == 1 and read.tags.count("script") == 1 and read.bare_headers == 0
+    assert len(set(read.ids)) == len(read.ids)
+    assert all(link.startswith("#") and link[1:] in read.ids for link in read.links)
+    assert read.tags.count("svg") == read.tags.count("desc") == 3 * 2 * 7
+    assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(read.ids)
+    body = page[page.index("<body>") :]
+    assert "http" not in body.replace("http://www.w3.org", "") and not re.search(
+        "#[0-9a-f]{6}\\b", body
+    )
+    for words in (
+        "AMD EPYC",
+        "NVIDIA H200",
+        "pass@1",
+        "Copy the table",
+        "answers identical",
+        "peagle bench smollm2",
+    ):
+        assert words in page
+
+
+def test_numbers_on_axes_are_not_rounded() -> None:
+    pytest.importorskip("matplotlib")
+    points = tuple(Point(x, x / 1000) for x in (1, 2, 3))
+    svg, png = draw(Figure("f", "t", "x", "y", (Line("a", "s0", points),)))
+    made = inline(svg, "n", "t & t", "words")
+    labels = re.findall(r">([^<>]*\.\d+)</text>", svg)
+    assert png == b"" and labels and re.findall(r">([^<>]*\.\d+)</text>", made) == labels
+    assert "t &amp; t</title>" in made and len(made) < len(svg)
+
+
+def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    evil = "\ud800<script>alert(1)</script><!-- --> \"'`|$x_1$"
+    content = result(
+        evil,
+        sets=(evil,),
+        pair=evil,
+        command=evil,
+        endpoint=evil,
+        engine="endpoint",
+        target={"name": evil},
+    )
+    for one in content["cells"]:
+        one |= {"failed": 1, "first_error": evil}
+        one["method"] = evil if one["method"] == "eagle3" else one["method"]
+        one["check"] = {
+            "compared": 1,
+            "identical": 0,
+            "differences": [{"task": evil, "at": evil, "margin": evil}],
+        }
+    content["environment"] = {evil: {evil: [evil]}}
+    content["scores"] = [{"set": evil, "metric": evil, "value": evil}]
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    run("report", tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert Reader(page).tags.count("script") == 1 and "<script>alert" not in page
+    told = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # what is escaped is text
+    assert "<" not in re.sub(r"`[^`]*`", "", told) and "<!--" not in told and "-->" not in told
+
+
+def test_missing_values_are_dashes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    needed = ("set", "method", "k", "concurrency", "output_throughput")
+    bare = [{name: one[name] for name in needed} for one in result()["cells"]]
+    odd = [
+        cell("humaneval", "p-eagle", 11, 1)
+        | dict.fromkeys(cell("a", "none", 0, 1).keys() - set(needed))
+    ]
+    odd += [
+        cell("humaneval", "p-eagle", 11, 8)
+        | dict.fromkeys(cell("a", "none", 0, 1).keys() - set(needed), "?")
+    ]
+    odd += [
+        cell("humaneval", "p-eagle", 11, 64)
+        | {"output_throughput": None, "failed": 80, "first_error": "503"}
+    ]
+    (tmp_path / "run.json").write_text(
+        json.dumps({"format": "peagle-bench/1", "cells": bare + odd})
+    )
+    run("report", tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "–" in page and "503" in page and "None" not in page and "nan" not in page
+
+
+def test_single_and_failed_cells_make_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for i, keep in enumerate((slice(0, 1), slice(3, 4))):
+        content = result()
+        content["cells"] = content["cells"][keep]
+        run("report", write(tmp_path / str(i), content))
+    content["cells"][0]["output_throughput"] = None
+    run("report", write(tmp_path / "failed", content))
+    assert "Nothing could be measured" in (tmp_path / "failed" / "report.html").read_text()
+
+
+def test_without_matplotlib_the_fix_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, result())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "peagle[bench]" in run("report", tmp_path, code=2)
+    assert "| `none` | 1.00 |" in run("report", tmp_path, "--markdown")
+
+
+def test_options(tmp_path: Path) -> None:
+    write(tmp_path, result(sets=("humaneval", "gsm8k")))
+    assert "mean of humaneval and gsm8k" in run("report", tmp_path, "--markdown")
+    assert ", gsm8k," in run("report", tmp_path, "--markdown", "--set", "gsm8k")
+    assert "humaneval, gsm8k" in run("report", tmp_path, "--markdown", "--set", "x", code=2)
+    assert "--markdown" in run("report", tmp_path, "--set", "gsm8k", code=2)
+    assert "is a folder" in run("report", tmp_path, "--out", tmp_path, code=2)
+
+
+def test_markdown_marks_the_fastest(tmp_path: Path) -> None:
+    write(tmp_path, result(ks=(7,), concurrency=(1, 64)))
+    lines = markdown(machines(read_runs(tmp_path, print))).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert (
+        len({line.count("|") for line in table}) == 1
+        and sum(line.count("**") for line in table) == 4
+    )
+    assert "c=1 | c=64" in table[0] and "bfloat16" in lines[0] and "`peagle bench" in lines[-1]
+
+
+def test_trees_are_told_from_chains(tmp_path: Path) -> None:
+    content = result(ks=(7,), concurrency=(1, 8), methods=("none", "p-eagle"))
+    chains = [one for one in content["cells"] if one["method"] == "p-eagle"]
+    faster = [{"tree": 32, "output_throughput": 3 * one["output_throughput"]} for one in chains]
+    trees = [
+        one | more | {"output_throughput_spread": None}
+        for one, more in zip(chains, faster, strict=True)
+    ]
+    trees = [one | {"output_throughput_runs": [one["output_throughput"]] * 3} for one in trees]
+    content["cells"] += trees
+    content["scores"] += [content["scores"][-1] | {"tree": 32}]
+    write(tmp_path / "results", content)
+    [machine] = machines(read_runs(tmp_path / "results", print))
+    grid = grids(machine.cells, sets_of(machine.cells))["humaneval"]
+    assert grid.methods == ["none", "p-eagle", "p-eagle tree 32"] and len(grid.cells) == 6
+    assert verdict(grid).startswith("P-EAGLE tree 32, K=7 is fastest")
+    assert "| `p-eagle` K=7 |" in markdown([machine]) and "| `p-eagle tree 32`, K=7 |" in markdown(
+        [machine]
+    )
+    drawn = {line.label: line.color for figure in figures(grid) for line in figure.lines}
+    assert drawn["P-EAGLE tree 32, best K"] not in (drawn["P-EAGLE K=7"], "none", "eagle3")
+    run("report", tmp_path / "results", "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "P-EAGLE tree 32, K=7" in page and "P-EAGLE K=7" in page
+    assert made("p-eagle", 7, 1, 5.0).method == "p-eagle"
+    assert parse_cell(trees[0] | {"tree": "32"}) is None
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, two: str) -> float:
+    low, high = sorted((luminance(one), luminance(two)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("colors", [LIGHT, DARK])
+def test_contrast(colors: dict[str, str]) -> None:
+    for ground in ("page", "card"):
+        for text in ("ink", "muted", "p-eagle"):
+            assert contrast(colors[text], colors[ground]) >= 4.5
+        for mark in ("none", "eagle3", *SLOTS):
+            assert contrast(colors[mark], colors[ground]) >= 3
+    assert len({MARKERS[slot] for slot in SLOTS}) == len(SLOTS)
+    assert len(set(LIGHT.values())) == len(LIGHT) and LIGHT.keys() == DARK.keys()

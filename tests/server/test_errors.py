@@ -1,0 +1,432 @@
+"""What a client is told when something is wrong: status, OpenAI's layout, no traceback; and nothing is left over."""
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from peagle.errors import UserError
+from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.settings import ServerSettings
+from tests.support.serving import (
+    CHAT,
+    HELLO,
+    SETTINGS,
+    TEXT,
+    client_of,
+    events,
+    front_of,
+    served,
+    tiny_pair,
+    until,
+)
+
+
+def error_of(reply: httpx.Response, code: int) -> dict[str, Any]:
+    assert reply.status_code == code, reply.text
+    assert "Traceback" not in reply.text and 'File "' not in reply.text
+    assert set(reply.json()) == {"error"}
+    error = reply.json()["error"]
+    assert (
+        set(error) == {"message", "type", "param", "code"}
+        and error["code"] == code
+        and error["message"]
+    )
+    return error
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no messages": (CHAT, {"messages": None}, "messages"),
+    "empty messages": (CHAT, {"messages": []}, "messages"),
+    "role missing": (CHAT, {"messages": [{"content": "w6"}]}, "role"),
+    "image": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "text only",
+    ),
+    "template's own": (CHAT, {"messages": [{"role": "bad", "content": "w6"}]}, "no such role"),
+    "template smuggled": (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
+    "negative temperature": (CHAT, {"temperature": -1}, "temperature"),
+    "text temperature": (CHAT, {"temperature": "hot"}, "temperature"),
+    "top_p 0": (CHAT, {"top_p": 0}, "top_p"),
+    "top_k": (CHAT, {"top_k": -2}, "top_k"),
+    "min_p": (CHAT, {"min_p": 1.5}, "min_p"),
+    "negative tokens": (CHAT, {"max_tokens": -1}, "max_tokens"),
+    "no tokens": (CHAT, {"max_tokens": 0}, "max_tokens"),
+    "no tokens of a completion": (TEXT, {"max_tokens": 0}, "echo"),
+    "half a token": (CHAT, {"max_tokens": 1.5}, "max_tokens"),
+    "long model": (CHAT, {"model": "w" * 513}, "512"),
+    "model's type": (CHAT, {"model": 0}, "model"),
+    "long method": (CHAT, {"peagle": {"method": "w" * 513}}, "512"),
+    "n 0": (CHAT, {"n": 0}, "n"),
+    "n too large": (CHAT, {"n": 1000}, "n"),
+    "negative seed": (CHAT, {"seed": -1}, "seed"),
+    "huge seed": (CHAT, {"seed": 2**70}, "seed"),
+    "empty stop": (CHAT, {"stop": ""}, "stop"),
+    "many stops": (CHAT, {"stop": ["a"] * 100}, "stop"),
+    "penalty": (CHAT, {"presence_penalty": 3}, "presence_penalty"),
+    "repetition": (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
+    "bias": (CHAT, {"logit_bias": {"5": 1000}}, "logit_bias"),
+    "bias of a word": (CHAT, {"logit_bias": {"the": 1}}, "logit_bias"),
+    "bias outside": (CHAT, {"logit_bias": {"5000": 1}}, "vocabulary"),
+    "min above max": (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    "top_logprobs alone": (CHAT, {"top_logprobs": 2}, "logprobs"),
+    "too many logprobs": (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "json": (CHAT, {"response_format": {"type": "json_object"}}, "grammar"),
+    "schema": (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "grammar",
+    ),
+    "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+    "tool choice": (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    "guided": (CHAT, {"guided_regex": "a+"}, "grammar"),
+    "special tokens": (CHAT, {"skip_special_tokens": False}, "special"),
+    "stream options alone": (CHAT, {"stream_options": {"include_usage": True}}, "stream"),
+    "too long": (CHAT, {"messages": [{"role": "user", "content": "w6 " * 300}]}, "context"),
+    "far too long": (CHAT, {"messages": [{"role": "user", "content": "w6 " * 30000}]}, "context"),
+    "answer too long": (CHAT, {"max_tokens": 300}, "max_tokens"),
+    "unknown method": (CHAT, {"peagle": {"method": "medusa"}}, "not served"),
+    "bad k": (CHAT, {"peagle": {"k": 0}}, "k"),
+    "no prompt": (TEXT, {"prompt": None}, "prompt"),
+    "empty prompt": (TEXT, {"prompt": ""}, "no tokens"),
+    "empty list": (TEXT, {"prompt": []}, "prompt"),
+    "mixed list": (TEXT, {"prompt": [1, "w6"]}, "prompt"),
+    "negative id": (TEXT, {"prompt": [-4]}, "prompt"),
+    "id outside": (TEXT, {"prompt": [3, 4000]}, "vocabulary"),
+    "best of": (TEXT, {"best_of": 3}, "best_of"),
+    "suffix": (TEXT, {"suffix": "end"}, "suffix"),
+    "stream is text": (TEXT, {"stream": "perhaps"}, "stream"),
+    "too many answers": (TEXT, {"prompt": ["w6"] * 30, "n": 100}, "queue"),
+}
+
+
+def test_bad_values_are_400() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        for name, (path, body, words) in BAD.items():
+            base: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "w6"}
+            error = error_of(await client.post(path, json=base | {"max_tokens": 4} | body), 400)
+            assert words in error["message"], (name, error)
+            assert error["type"] == "invalid_request_error"
+
+    served(test)
+
+
+RAW = {
+    "not JSON": (b"{no", "not JSON"),
+    "no body": (b"", "not JSON"),
+    "a list": (b"[]", "object"),
+    "broken UTF-8": (b'{"messages": "\xff\xfe"}', "UTF-8"),
+    "deep": (b'{"messages": ' + b"[" * 100000 + b"]" * 100000 + b"}", "nested"),
+    "rather deep": (b'{"x": ' + b"[" * 80 + b"]" * 80 + b"}", "nested"),
+    "NaN": (b'{"messages": [{"role": "user", "content": "w6"}], "temperature": NaN}', "NaN"),
+    "Infinity": (
+        b'{"messages": [{"role": "user", "content": "w6"}], "temperature": -Infinity}',
+        "Infinity",
+    ),
+    "1e999": (
+        b'{"messages": [{"role": "user", "content": "w6"}], "temperature": 1e999}',
+        "temperature",
+    ),
+    "long number": (b'{"messages": [], "max_tokens": ' + b"9" * 5000 + b"}", "JSON"),
+    "half a pair": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+}
+
+
+def test_bad_bodies() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        headers = {"content-type": "application/json"}
+        for name, (body, words) in RAW.items():
+            for path in (CHAT, "/invocations", *(["/tokenize"] if name != "1e999" else [])):
+                error = error_of(await client.post(path, content=body, headers=headers), 400)
+                assert words in error["message"], (name, error)
+        form = {"content-type": "application/x-www-form-urlencoded"}
+        assert (
+            "application/json"
+            in error_of(await client.post(CHAT, content=b"{}", headers=form), 415)["message"]
+        )
+
+    served(test)
+
+
+def test_long_bodies() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        body, headers = (
+            json.dumps({"messages": HELLO, "x": "a" * 2000}),
+            {"content-type": "application/json"},
+        )
+        assert (
+            "--max-body-mb"
+            in error_of(await client.post(CHAT, content=body, headers=headers), 413)["message"]
+        )
+
+        async def pieces() -> AsyncIterator[bytes]:  # no content-length
+            for _ in range(100):
+                yield b"a" * 100
+
+        error_of(await client.post(CHAT, content=pieces(), headers=headers), 413)
+
+    served(test, max_body=1000)
+
+
+def test_unknown_paths_models_and_methods() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        error_of(await client.get("/v1/nothing"), 404)
+        error_of(await client.get(CHAT), 405)
+        error = error_of(await client.post(CHAT, json={"messages": HELLO, "model": "tony"}), 404)
+        assert "Did you mean 'tiny'" in error["message"]
+        error_of(await client.get("/page/../../errors.py"), 404)
+
+    served(test)
+
+
+def test_keys() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        body = {"messages": HELLO, "max_tokens": 2}
+        for path in (CHAT, "/invocations", "/tokenize", "/v1/models/x"):
+            assert (
+                error_of(await client.post(path, json=body), 401)["type"] == "authentication_error"
+            )
+        for header in (
+            "Bearer wrong",
+            "Basic one",
+            "Bearer",
+            "Bearer onetwo",
+            "one",
+            "Bearer \xe9",
+        ):
+            headers = {"authorization": header.encode("latin-1")}
+            error_of(await client.post(CHAT, json=body, headers=headers), 401)  # type: ignore[arg-type]
+        for key in ("one", "two"):
+            headers_of = {"authorization": f"Bearer {key}"}
+            assert (await client.post(CHAT, json=body, headers=headers_of)).status_code == 200
+        for path in ("/health", "/ping", "/metrics", "/version"):
+            assert (await client.get(path)).status_code == 200
+
+    served(test, api_keys=("one", "two"))
+
+
+def test_request_ids() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        given = await client.post(
+            CHAT, json={"messages": HELLO}, headers={"x-request-id": "mine-7"}
+        )
+        assert given.headers["x-request-id"] == "mine-7" and given.json()["id"] == "chatcmpl-mine-7"
+        odd = await client.get("/v1/models", headers={"x-request-id": 'a"b' + "c" * 500})
+        assert len(odd.headers["x-request-id"]) == 32
+
+    served(test)
+
+
+def test_a_full_queue_is_429_and_leaves_nothing() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        assert front.engines.main is not None
+        engine = front.engines.main.engine
+        body = {"prompt": "w6 w9", "max_tokens": 4, "temperature": 0}
+        with engine.lock:  # nothing moves
+            waiting = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(5)]
+            await asyncio.sleep(0.3)
+            assert len(engine.scheduler.waiting) == 3
+        done = [await one for one in waiting]
+        assert sorted(reply.status_code for reply in done) == [200, 200, 200, 429, 429]
+        full = next(reply for reply in done if reply.status_code == 429)
+        assert (
+            full.headers["retry-after"] == "1" and error_of(full, 429)["type"] == "rate_limit_error"
+        )
+
+    served(test, max_queue=3)
+
+
+def test_several_choices_of_which_one_does_not_fit_the_queue() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        assert front.engines.main is not None
+        with front.engines.main.engine.lock:
+            first = asyncio.create_task(
+                client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "n": 2})
+            )
+            await asyncio.sleep(0.2)
+            error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "n": 3}), 429)
+        assert (await first).status_code == 200
+
+    served(test, max_queue=3)
+
+
+def test_loading_is_503() -> None:
+    async def main() -> None:
+        go = threading.Event()
+
+        def slowly() -> Any:
+            go.wait(20)
+            return tiny_pair()
+
+        front = front_of(slowly)
+        async with client_of(front, ready=False) as client:
+            for path in ("/health", "/ping"):
+                assert "loading" in error_of(await client.get(path), 503)["message"]
+            assert (await client.post(CHAT, json={"messages": HELLO})).headers["retry-after"]
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+            assert "peagle:engine_up" in (await client.get("/metrics")).text
+            go.set()
+            await until(lambda: front.healthy)
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_loaded_fails_for_good() -> None:
+    async def main() -> None:
+        def never() -> Any:
+            raise UserError("no such pair")
+
+        front, told = front_of(never), list[str]()
+        front.engines.on_failure = told.append
+        async with client_of(front, ready=False) as client:
+            await until(lambda: told)
+            assert told == ["no such pair"]
+            error_of(await client.get("/health"), 503)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        assert front.engines.main is not None
+        await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})
+        broken = front.engines.main.engine
+        monkeypatch.setattr(broken.rounds, "_decode", lambda *_, **__: 1 / 0)
+        whole = client.post(TEXT, json={"prompt": "w6 w7", "max_tokens": 20, "ignore_eos": True})
+        streamed = client.post(
+            TEXT, json={"prompt": "w6 w8", "max_tokens": 20, "ignore_eos": True, "stream": True}
+        )
+        one, two = await asyncio.gather(whole, streamed)
+        told = error_of(one, 503)
+        assert "engine" in told["message"] and "ZeroDivision" not in told["message"]
+        if two.status_code == 200:
+            assert events(two.text)[-1]["error"]["code"] == 503
+        else:  # it came when the engine was dead already
+            error_of(two, 503)
+        await until(lambda: front.healthy)
+        assert (await client.get("/ping")).status_code == 200
+        assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
+        page = (await client.get("/metrics")).text
+        assert 'peagle:engine_restarts_total{model_name="tiny"} 1.0' in page
+        assert (
+            front.engines.counts()["p-eagle"]["generated_tokens"] >= 8
+        )  # those of the dead engine are not lost
+
+    served(test)
+
+
+def test_an_engine_in_disorder_tells_its_requests_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        assert front.engines.main is not None
+        engine = front.engines.main.engine
+        monkeypatch.setattr(engine.rounds, "_prefill", lambda *_: 1 / 0)
+        monkeypatch.setattr(engine.rounds, "fail_all", lambda *_: 1 / 0)
+        error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
+        await until(lambda: front.healthy)
+        assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
+
+    served(test)
+
+
+def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        assert front.engines.main is not None
+        real, calls = front.engines._engine, list[int]()
+
+        def unwilling(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) < 3:
+                raise RuntimeError("no memory")
+            return real(*args)
+
+        monkeypatch.setattr(front.engines, "_engine", unwilling)
+        monkeypatch.setattr(front.engines.main.engine.rounds, "_prefill", lambda *_: 1 / 0)
+        error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
+        await until(lambda: front.healthy)
+        assert len(calls) == 3 and front.engines.restarts == 3
+        assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
+
+    served(test)
+
+
+def test_time_limit() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        assert front.engines.main is not None
+        with front.engines.main.engine.lock:
+            error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 504)
+            reply = await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "stream": True})
+        assert events(reply.text)[-1]["error"]["type"] == "timeout_error"
+
+    served(test, timeout=0.2)
+
+
+def test_an_error_of_ours_is_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        monkeypatch.setattr(front.engines, "choose", lambda *_: 1 / 0)
+        error = error_of(await client.post(TEXT, json={"prompt": "w6"}), 500)
+        assert "ZeroDivision" not in error["message"] and error["type"] == "server_error"
+
+    served(test)
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Loggers as they were: a test's stderr is closed when it ends."""
+    yield
+    for name in ("peagle.server", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [], True
+
+
+def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str]) -> None:
+    from peagle.server.http.logs import set_up
+
+    set_up()
+
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        for quiet in ("/health", "/metrics", "/v1/peagle/status"):  # asked every few seconds
+            assert (await client.get(quiet)).status_code == 200
+        body = {"prompt": "w6 w77", "max_tokens": 4, "ignore_eos": True}
+        await client.post(TEXT, json=body, headers={"x-request-id": "seen"})
+
+    for wanted in (False, True):
+        served(test, log_prompts=wanted)
+        lines = [
+            json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")
+        ]
+        line = next(line for line in lines if line["event"] == "request")
+        assert line["request_id"] == "seen" and line["status"] == 200 and line["path"] == TEXT
+        assert line["completion_tokens"] == 4 and line["engine"] == "p-eagle" and line["ttft"] >= 0
+        assert ("w77" in json.dumps(lines)) == wanted
+
+
+MISTAKES = {
+    "port": {"port": 70000},
+    "batch": {"max_batch": 0},
+    "queue": {"max_queue": 0},
+    "key": {"api_keys": ("",)},
+    "timeout": {"timeout": float("nan")},
+    "body": {"max_body": 0},
+    "pages": {"kv_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("changes", MISTAKES.values(), ids=MISTAKES.keys())
+def test_settings_are_checked(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="--"):
+        replace(SETTINGS, **changes)
+
+
+def test_names() -> None:
+    assert ServerSettings().model_names[0] == "smollm2-135m"
+    assert ServerSettings(names=("a", "b")).model_names == ("a", "b")
+    assert ServerSettings(host="0.0.0.0").open_to_all and not ServerSettings().open_to_all
+    assert not ServerSettings(host="0.0.0.0", api_keys=("x",)).open_to_all

@@ -1,0 +1,357 @@
+"""A real server on loopback: the openai client, clients that do not behave, many at once, signals."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.run import Server
+from tests.support.serving import (
+    HELLO,
+    all_free,
+    events,
+    front_of,
+    raw_request,
+    running,
+    slowed,
+    tiny_folder,
+    until,
+)
+
+LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[tuple[LocalBackend, str]]:
+    front = front_of(
+        max_batch=64, kv_tokens=16384, api_keys=("key",), max_body=1 << 20, body_timeout=1.0
+    )
+    with running(front) as (_, url):
+        yield front, url
+
+
+def wait_free(front: LocalBackend) -> None:
+    asyncio.run(until(lambda: all_free(front)))
+
+
+def test_openai_client(live: tuple[LocalBackend, str]) -> None:
+    front, url = live
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    how: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**how, logprobs=True, top_logprobs=2, n=2)
+    assert whole.choices[1].message.content == whole.choices[0].message.content
+    assert len(whole.choices[0].logprobs.content) == 8 and whole.usage.completion_tokens == 16
+    assert whole.metrics["speculative_decoding"]["num_spec_steps"] > 0
+    chunks = list(
+        client.chat.completions.create(**how, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content and chunks[-1].usage.completion_tokens == 8
+    done = client.completions.create(
+        model="tiny", prompt="w6", max_tokens=4, echo=True, logprobs=1, temperature=0
+    )
+    assert len(done.choices[0].logprobs.tokens) == 5
+    wait_free(front)
+
+
+def test_openai_client_errors(live: tuple[LocalBackend, str]) -> None:
+    front, url = live
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.chat.completions.create(model="other", messages=HELLO)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="no", max_retries=0).models.list()
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model="tiny", prompt="w6 " * 400)
+    wait_free(front)
+
+
+def test_openai_async_client(live: tuple[LocalBackend, str]) -> None:
+    front, url = live
+
+    async def main() -> None:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+
+        async def one(i: int) -> str:
+            how: Any = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": f"w{i + 6}"}],
+                "seed": i,
+            }
+            stream = await client.chat.completions.create(**how, max_tokens=20, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        first = await asyncio.gather(*(one(i) for i in range(8)))
+        assert first == await asyncio.gather(*(one(i) for i in range(8)))
+        await client.close()
+
+    asyncio.run(main())
+    wait_free(front)
+
+
+def test_fifty_streams_at_once(live: tuple[LocalBackend, str]) -> None:
+    front, url = live
+
+    async def main() -> None:
+        limits = httpx.Limits(max_connections=None)
+        headers = {"authorization": "Bearer key"}
+        async with httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=120, limits=limits
+        ) as client:
+
+            async def one(i: int) -> int:
+                body = {
+                    "prompt": f"w{6 + i % 40} w9",
+                    "max_tokens": 30 + i,
+                    "ignore_eos": True,
+                    "stream": True,
+                }
+                reply = await client.post(
+                    "/v1/completions", json=body | {"stream_options": {"include_usage": True}}
+                )
+                return int(events(reply.text)[-1]["usage"]["completion_tokens"])
+
+            assert await asyncio.gather(*(one(i) for i in range(50))) == [30 + i for i in range(50)]
+
+    asyncio.run(main())
+    wait_free(front)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_leave(live: tuple[LocalBackend, str], stream: bool) -> None:
+    front, url = live
+    assert front.engines.main is not None
+    engine = front.engines.main.engine
+    before = engine.status()["finished"].get("abort", 0)
+    body = json.dumps(LONG | {"stream": stream, "n": 4}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
+        f"content-type: application/json\ncontent-length: {len(body)}"
+    )
+    with slowed(front, 0.1):
+        connections = [raw_request(url, head, body) for _ in range(5)]
+        end = time.monotonic() + 20
+        while len(engine.scheduler.live) < 20 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(engine.scheduler.live) == 20
+        for connection in connections:
+            connection.close()
+        wait_free(front)
+    assert engine.status()["finished"]["abort"] - before == 20
+    while front.drain.open:
+        time.sleep(0.01)
+
+
+def test_half_a_body_and_silence(live: tuple[LocalBackend, str]) -> None:
+    front, url = live
+    head = (
+        "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
+        "content-type: application/json\ncontent-length: 100"
+    )
+    slow = raw_request(url, head, b'{"prompt"')
+    assert b" 408 " in slow.recv(4096).split(b"\r\n")[0]
+    slow.close()
+    raw_request(url, head, b'{"prompt"').close()
+    long = raw_request(url, head.replace("100", str(100 << 20)), b"{")
+    assert b" 413 " in long.recv(4096).split(b"\r\n")[0]
+    long.close()
+    odd = raw_request(url, "POST /v1/completions HTTP/9.9 what")
+    assert b"400" in odd.recv(4096)
+    odd.close()
+    assert httpx.get(f"{url}/health").status_code == 200
+    wait_free(front)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if http == "h11":
+        monkeypatch.setattr("peagle.server.http.header_limit.find_spec", lambda name: None)
+    with running(front_of(api_keys=("key",))) as (_, url):
+        for flood in (b"a" * (1 << 17), b"a: b\r\n" * (1 << 15)):
+            endless = raw_request(
+                url, "GET /health HTTP/1.1\nhost: 127.0.0.1\nx-a: a"
+            )  # its head is complete
+            assert b" 200 " in endless.recv(4096)
+            endless.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-a: " + flood)
+            assert (b" 431 " if http == "httptools" else b" 400 ") in endless.recv(4096).split(
+                b"\r\n"
+            )[0]
+            assert until_closed(endless)
+        chunked = "POST /health HTTP/1.1\nhost: 127.0.0.1\ntransfer-encoding: chunked"
+        trailing = raw_request(url, chunked, b"1\r\na\r\n0\r\nx-a: " + b"a" * (1 << 19))
+        assert until_closed(trailing)
+        long = httpx.get(f"{url}/health", headers={"x-a": "a" * 60_000})
+        assert long.status_code == 200
+        body = httpx.post(
+            f"{url}/v1/completions",
+            content=b" " * (1 << 20),
+            headers={"authorization": "Bearer key"},
+        )
+        assert body.status_code == 400  # a long body is no long head
+
+
+def until_closed(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    connection.close()
+    return True
+
+
+def test_a_client_that_does_not_read() -> None:
+    """It holds its own connection, nobody else; its pages are free when its answer is complete."""
+    front = front_of(max_batch=4)
+    with running(front) as (_, url):
+        body = json.dumps(LONG | {"stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\n"
+        head += f"content-length: {len(body)}"
+        stalled = raw_request(url, head, body)
+        reply = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 200
+        wait_free(front)
+        stalled.close()
+
+
+def asking(url: str, stream: bool, replies: dict[bool, httpx.Response]) -> threading.Thread:
+    def ask() -> None:
+        replies[stream] = httpx.post(
+            f"{url}/v1/completions", json=LONG | {"stream": stream}, timeout=60
+        )
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def drain(server: Server, front: LocalBackend, requests: int) -> None:
+    """SIGTERM, while so many requests are answered."""
+    while len(front.drain.answers) < requests:
+        time.sleep(0.01)
+    server.handle_exit(signal.SIGTERM, None)
+    while not front.drain.begun:
+        time.sleep(0.01)
+
+
+def wait_exit(server: Server) -> None:
+    end = time.monotonic() + 30
+    while not server.should_exit:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_drain_lets_answers_finish() -> None:
+    front, replies = front_of(drain_seconds=30), dict[bool, httpx.Response]()
+    with running(front) as (server, url), slowed(front, 0.01):
+        threads = [asking(url, stream, replies) for stream in (True, False)]
+        drain(server, front, 2)
+        assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/ping").status_code == 503
+        refused = httpx.post(f"{url}/v1/completions", json=LONG)
+        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        for thread in threads:
+            thread.join(timeout=60)
+        assert events(replies[True].text)[-1]["choices"][0]["finish_reason"] == "length"
+        assert replies[False].json()["usage"]["completion_tokens"] == 200
+        wait_exit(server)
+
+
+def test_drain_ends_what_takes_too_long() -> None:
+    front, replies = front_of(drain_seconds=0.2), dict[bool, httpx.Response]()
+    with running(front) as (server, url), slowed(front, 0.1):
+        threads = [asking(url, stream, replies) for stream in (True, False)]
+        drain(server, front, 2)
+        for thread in threads:
+            thread.join(timeout=30)
+        assert events(replies[True].text)[-1]["error"]["code"] == 503
+        assert (
+            replies[False].status_code == 503
+            and "shut down" in replies[False].json()["error"]["message"]
+        )
+        wait_exit(server)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def start(
+    folder: Path, *args: str, **environment: str
+) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """`peagle serve` as people start it, and its first line."""
+    command = [sys.executable, "-m", "peagle", "serve", *args]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SM_VLLM_")}
+    process = subprocess.Popen(command, env=kept | environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    return process, json.loads(process.stderr.readline())
+
+
+def test_the_process_from_start_to_end(folder: Path) -> None:
+    config = json.dumps(
+        {"model": str(folder / "p-eagle"), "num_speculative_tokens": 2, "parallel_drafting": True}
+    )
+    environment = {
+        "SM_VLLM_MODEL": str(folder / "target"),
+        "SM_VLLM_SPECULATIVE_CONFIG": config,
+        "SM_VLLM_DTYPE": "float32",
+        "SM_VLLM_HOST": "127.0.0.1",
+        "SM_VLLM_SERVED_MODEL_NAME": "tiny",
+    }
+    process, first = start(folder, "--port", "0", **environment)
+    try:
+        assert first["event"] == "listening"
+        url, states = f"http://127.0.0.1:{first['port']}", list[int]()
+        end = time.monotonic() + 120
+        while time.monotonic() < end and (not states or states[-1] != 200):
+            states.append(httpx.get(f"{url}/ping", timeout=60).status_code)
+            time.sleep(0.05)
+        assert states[0] == 503 and states[-1] == 200
+        reply = httpx.post(
+            f"{url}/invocations", json={"messages": HELLO, "max_tokens": 5}, timeout=60
+        ).json()
+        assert (
+            reply["model"] == "tiny"
+            and reply["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        _, rest = process.communicate()
+    told = [json.loads(line)["event"] for line in rest.splitlines()]
+    assert "ready" in told and "draining" in told and "stopped" in told
+
+
+def test_sigterm_while_it_loads(folder: Path) -> None:
+    process, first = start(folder, str(folder / "target"), "--port", "0", "--method", "none")
+    assert first["event"] == "listening"
+    url = f"http://127.0.0.1:{first['port']}"
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 503
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in rest and "terminate" not in rest
+
+
+def test_what_cannot_be_served_ends_the_process(folder: Path) -> None:
+    args = ("--port", "0", "--drafter", str(folder / "nothing"))
+    process, first = start(folder, str(folder / "target"), *args)
+    assert first["event"] == "listening"
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 2 and "no such folder" in rest and "Traceback" not in rest

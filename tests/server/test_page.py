@@ -1,0 +1,425 @@
+"""The page at /, in headless Chromium against tests/page_server.py: race, replay, trouble, phones, dark, keyboard."""
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+import pytest
+
+from tests.support.page_server import ANSWER, KEY, METHODS, PAGE, PageServer, steps, tokens
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+FAST = 0.15  # of a step's usual time
+NAMES = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3", "none": "Plain decoding"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright: pip install playwright"
+    )
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with PageServer(pace=FAST) as server:
+        yield server
+        server.shutdown()
+
+
+@contextmanager
+def opened(browser: "Browser", server: Any, hash: str = "", **look: Any) -> "Iterator[Page]":
+    """A page that must not say anything on the console, and never asks anyone but its server."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **look})
+    page, said = context.new_page(), list[str]()
+    page.set_default_timeout(15_000)
+    page.on(
+        "console",
+        lambda message: said.append(message.text) if message.type in ("error", "warning") else None,
+    )
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on(
+        "request",
+        lambda request: (
+            said.append(request.url) if not request.url.startswith(server.url) else None
+        ),
+    )
+    page.goto(server.url + hash)
+    until(
+        page,
+        "document.getElementById('model').textContent !== '' || !document.getElementById('problem').hidden",
+    )
+    try:
+        yield page
+    finally:
+        context.close()
+    refused = r"Failed to load resource: the server responded with a status of 4\d\d"  # the browser's own words
+    assert [
+        line for line in said if not re.match(refused, line) and not line.startswith("data:")
+    ] == []
+
+
+def until(page: "Page", true: str, seconds: float = 15.0) -> None:
+    """The page's own policy forbids what playwright's wait_for_function does, so that it is asked again and again."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(true):
+        assert time.monotonic() < end, f"never: {true}"
+        page.wait_for_timeout(30)
+
+
+def ask(page: "Page", prompt: str) -> None:
+    page.fill("#prompt", prompt)
+    page.click("#run")
+
+
+def ended(page: "Page") -> None:
+    """Recorded and, where that follows, replayed."""
+    until(
+        page, "!document.getElementById('run').disabled && document.getElementById('stop').disabled"
+    )
+
+
+def lane(page: "Page", method: str) -> Any:
+    return page.locator(f".lane.m-{method}")
+
+
+def fits(page: "Page") -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+
+def recorded(server: PageServer) -> list[dict[str, Any]]:
+    """Without the requests that only warm an engine up."""
+    return [body for body in server.requests if body["messages"][0]["content"] != "Count to 50."]
+
+
+def test_the_traces_are_what_the_server_gives() -> None:
+    for method in METHODS:
+        found = list(steps(method, 7, 10_000))
+        assert "".join(text for step in found for text in step["texts"]) == ANSWER
+        assert all(step["tokens"] <= step["accepted"] + 1 <= step["drafted"] + 1 for step in found)
+    assert max(map(len, tokens(ANSWER))) <= 5
+
+
+def test_model_text_never_becomes_markup() -> None:
+    scripts = "".join(path.read_text(encoding="utf-8") for path in PAGE.glob("*.js"))
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", scripts
+    )
+    html = (PAGE / "index.html").read_text(encoding="utf-8")
+    assert not re.search(
+        r"https?://(?!www\.w3\.org)",
+        html + scripts + (PAGE / "style.css").read_text(encoding="utf-8"),
+    )
+    assert (
+        "localStorage" not in scripts
+        and "sessionStorage" not in scripts
+        and "cookie" not in scripts
+    )
+
+
+def test_a_race(browser: "Browser", server: PageServer) -> None:
+    with opened(browser, server) as page:
+        assert "smollm2-135m" in page.inner_text(".over")
+        ask(page, "Write is_palindrome.")
+        page.wait_for_selector("#result:not([hidden])")
+        assert "Identical answers." in page.inner_text(
+            "#result"
+        ) and "plain decoding" in page.inner_text("#result")
+        page.wait_for_selector("body.replaying")  # in turns: the replay follows by itself
+        assert page.inner_text("#how").startswith(
+            "Recorded in turns, each lane with the machine to itself"
+        )
+        ended(page)
+        for method in METHODS:
+            words = lane(page, method).locator(".text").inner_text()
+            assert words == "".join(list(tokens(ANSWER))[:160]), method
+            assert float(lane(page, method).locator(".speed").inner_text()) > 10
+        assert "× plain" in lane(page, "p-eagle").locator(".ratio").inner_text()
+        assert lane(page, "none").locator(".draft").count() == 0
+        drafts = sum(step["accepted"] for step in steps("p-eagle", 7, 160))
+        assert (
+            abs(lane(page, "p-eagle").locator(".draft").count() - drafts) <= 7
+        )  # the limit may cut the last step
+        assert lane(page, "p-eagle").locator(".positions li").count() == 7
+        assert (
+            lane(page, "p-eagle").locator(".k").inner_text().startswith("K 7: most tokens a second")
+        )
+        assert "KV cache" in lane(page, "eagle3").locator(".server").inner_text()
+        assert "Identical answers" in page.text_content("#live")
+    bodies = recorded(server)
+    assert [body["peagle"]["method"] for body in bodies] == ["none", "eagle3", "p-eagle"]
+    assert len({body["seed"] for body in bodies}) == 1 and bodies[2]["peagle"]["k"] == "auto"
+
+
+def test_together_at_the_same_time(browser: "Browser", server: PageServer) -> None:
+    with opened(browser, server, "#mode=together&k=4&temperature=0.7&tokens=60") as page:
+        ask(page, "slow")
+        until(page, "document.querySelectorAll('.lane[data-state=runs] .token').length > 3")
+        assert page.locator(".lane[data-state=runs]").count() == 3
+        page.wait_for_selector("#result:not([hidden])")
+        assert "together, sharing the machine; K 4" in page.inner_text("#how").replace(
+            ", after a short warm-up", ""
+        )
+        assert page.locator("body.replaying").count() == 0
+        page.click("#replay")
+        page.wait_for_selector("body.replaying")
+        page.keyboard.press("Escape")
+        ended(page)
+        assert lane(page, "none").locator(".token").count() == 60
+    assert {body["temperature"] for body in recorded(server)} == {0.7}
+
+
+def test_stop_and_keyboard(browser: "Browser", server: PageServer) -> None:
+    with opened(browser, server) as page:
+        page.focus("#prompt")
+        page.keyboard.press("Control+A")
+        page.keyboard.type("slow")
+        page.keyboard.press("Control+Enter")
+        page.wait_for_selector(".lane.m-none .token")
+        page.keyboard.press("Escape")
+        ended(page)
+        assert server.gone.wait(5)  # the server is told by the closed connection
+        assert [lane(page, method).get_attribute("data-state") for method in METHODS] == [
+            "stopped"
+        ] * 3
+        assert page.inner_text("#how") == "Stopped." and page.locator("#result").is_hidden()
+        page.keyboard.press("Control+Enter")
+        page.wait_for_selector(".lane.m-none[data-state=runs] .token")
+        page.click("#stop")
+        ended(page)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("429", "Not now, 16 requests wait: try again in 3 s."),
+        ("400", "The prompt has 9000 tokens, the model takes 8192."),
+        ("broken", "The stream broke off. 8 tokens had come."),
+        ("error", "The engine stopped. 8 tokens had come."),
+    ],
+)
+def test_trouble_is_told(browser: "Browser", server: PageServer, prompt: str, words: str) -> None:
+    with opened(browser, server, "#lanes=none") as page:
+        ask(page, prompt)
+        lane(page, "none").locator(".problem").wait_for()
+        ended(page)
+        assert lane(page, "none").locator(".problem").inner_text() == words
+        assert lane(page, "none").get_attribute("data-state") == "failed"
+        assert (
+            words.startswith(page.inner_text("#problem"))
+            and page.locator("#replay-controls").is_hidden()
+        )
+        ask(page, "Now a good one.")  # and it goes on
+        page.wait_for_selector("#result:not([hidden])")
+
+
+def test_a_key_is_asked_for_and_not_kept(browser: "Browser", server: PageServer) -> None:
+    server.locked = True
+    with opened(browser, server) as page:
+        page.wait_for_selector("#problem:not([hidden])")
+        ask(page, "Hi.")
+        ended(page)
+        assert "wants an API key" in lane(page, "p-eagle").locator(".problem").inner_text()
+        page.fill("#key", KEY)
+        page.keyboard.press("Control+Enter")
+        page.wait_for_selector("#result:not([hidden])")
+        page.wait_for_timeout(300)
+        assert KEY not in page.url and "prompt=Hi." in page.url
+        page.reload()
+        assert page.input_value("#key") == "" and page.input_value("#prompt") == "Hi."
+
+
+def test_settings_live_in_the_address(browser: "Browser", server: PageServer) -> None:
+    with opened(
+        browser, server, "#k=5&tokens=40&lanes=p-eagle,none&prompt=Count+%26+say%23&temperature=x"
+    ) as page:
+        assert page.input_value("#prompt") == "Count & say#" and page.input_value("#k") == "5"
+        assert page.input_value("#temperature") == "0" and not page.is_checked("[value=eagle3]")
+        assert lane(page, "eagle3").is_hidden() and lane(page, "p-eagle").is_visible()
+        page.click("summary")
+        page.fill("#tokens", "64")
+        page.check("[value=together]")
+        until(page, "location.hash.includes('together')")
+        said = parse_qs(page.url.partition("#")[2])
+        assert (
+            said["tokens"] == ["64"]
+            and said["lanes"] == ["p-eagle,none"]
+            and "temperature" not in said
+        )
+
+
+def test_one_method_is_enough(browser: "Browser", server: PageServer) -> None:
+    server.methods = ("p-eagle",)
+    with opened(browser, server) as page:
+        until(page, "document.querySelector('[value=none]').disabled")
+        assert lane(page, "none").is_hidden()
+        ask(page, "Hi.")
+        page.wait_for_selector("#result:not([hidden])")
+        assert page.inner_text("#result").startswith("P-EAGLE: 160 tokens at")
+
+
+def test_answers_that_differ_and_tokens_without_texts(
+    browser: "Browser", server: PageServer
+) -> None:
+    server.texts = False
+    with opened(browser, server) as page:
+        ask(page, "differ")
+        page.wait_for_selector("#result:not([hidden])")
+        assert re.search(r"The answers part after \d+ characters", page.inner_text("#result"))
+        assert page.locator("#estimated").is_visible()
+        ended(page)
+        assert lane(page, "p-eagle").locator(".text").inner_text() == "".join(
+            list(tokens(ANSWER))[:160]
+        )
+
+
+PURE = """async () => {
+  const { Record, best, fit, split, verdict } = await import('/page/record.js');
+  const lane = (method, times, text = 'ab', whole = true) => {
+    const one = new Record(method);
+    for (const t of times) one.add(t, {choices: [{delta: {content: text}}], peagle: {tokens: 2, texts: [...text]}});
+    if (whole) one.ended = times.at(-1); else one.problem = 'no';
+    return one;
+  };
+  const fast = lane('p-eagle', [1, 2, 3]), level = lane('eagle3', [1, 2, 3.04]), slow = lane('none', [1, 3, 5]);
+  const counted = new Record('p-eagle'); // a server that tells no steps, but counts along
+  for (const sum of [1, 4, 4, 9]) counted.add(sum, {choices: [{delta: {content: 'x'}}], usage: {completion_tokens: sum}});
+  return {
+    counted: [counted.tally.tokens, counted.estimated],
+    fit: [fit(['Caf', '\\ufffd', '\\ufffd', ' au', '<end>'], 'Café au'), fit(['\\ufffd', ' b'], 'é b'), fit(['x'], 'yz'), fit(['<end>'], '')],
+    split: [split('Hello world, you', 2), split('a', 3).join(''), split('', 1)],
+    verdicts: [[fast, slow], [fast, level, slow], [fast, lane('none', [1, 3], 'ac')], [fast, lane('none', [1], 'ab', false)], [lane('none', [1])], [lane('none', [])]].map(verdict),
+    best: [best([fast, slow]), best([fast, level, slow]), best([fast])],
+  };
+}"""  # noqa: E501
+
+
+def test_records_and_verdicts(browser: "Browser", server: PageServer) -> None:
+    with opened(browser, server) as page:
+        told = page.evaluate(PURE)
+    assert told["fit"] == [["Caf", "", "é", " au", ""], ["é", " b"], ["yz"], [""]]
+    assert told["counted"] == [10, True]  # a chunk with text is a token at least
+    assert told["split"] == [["Hello world", ", you"], "a", [""]]
+    assert told["verdicts"] == [
+        "✓ Identical answers. P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",
+        "✓ Identical answers. P-EAGLE and EAGLE-3 are level at 2.0 tokens/s, 2.00× plain decoding.",
+        "The answers part after 1 character: near ties may flip unless the server runs with --exact."
+        " P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",
+        "P-EAGLE: 6 tokens at 2.0 tokens/s (of the lanes that finished).",
+        "Too short an answer to tell a speed.",
+        "",
+    ]
+    assert told["best"] == ["p-eagle", None, None]
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 390), ("light", 320)])
+def test_a_phone(browser: "Browser", server: PageServer, scheme: str, width: int) -> None:
+    phone = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": True}
+    with opened(browser, server, **phone) as page:
+        assert fits(page)
+        ask(page, "Hi " + "and a very long word: " + "x" * 300)
+        page.wait_for_selector(".token")
+        assert fits(page)
+        ended(page)
+        assert fits(page)
+        left = [lane(page, method).bounding_box()["x"] for method in METHODS]
+        assert len(set(left)) == 1  # stacked
+        assert page.locator("#replay-controls").is_visible()
+
+
+def test_calm_eyes_get_no_replay_by_itself(browser: "Browser", server: PageServer) -> None:
+    with opened(browser, server, reduced_motion="reduce") as page:
+        ask(page, "Hi.")
+        page.wait_for_selector("#result:not([hidden])")
+        assert page.locator("body.replaying").count() == 0 and page.is_enabled("#run")
+
+
+CONTRAST = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgba = (color) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255]; };
+  const over = (top, below) => top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
+  const behind = (node) => node ? over(rgba(getComputedStyle(node).backgroundColor), behind(node.parentElement)) : [255, 255, 255];
+  const light = (c) => c.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const low = [];
+  for (const node of document.querySelectorAll('body *')) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.checkVisibility() || node.closest(':disabled, .hidden, noscript, option')) continue;
+    const below = behind(node), ink = over(rgba(getComputedStyle(node).color), below);
+    const [a, b] = [light(ink), light(below)].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) low.push(`${node.className || node.tagName} ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+  }
+  return [...new Set(low)];
+}"""  # noqa: E501
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_and_names(browser: "Browser", server: PageServer, scheme: str) -> None:
+    with opened(browser, server, color_scheme=scheme, reduced_motion="reduce") as page:
+        page.click("summary")
+        ask(page, "Hi.")
+        page.wait_for_selector("#result:not([hidden])")
+        assert page.evaluate(CONTRAST) == []
+        fields = page.locator("button, input, select, textarea")
+        named = (
+            "e => (e.labels?.[0]?.textContent || e.textContent || e.ariaLabel || '').trim() !== ''"
+        )
+        assert all(fields.nth(i).evaluate(named) for i in range(fields.count()))
+        assert (
+            page.locator("[aria-live] .token, [role=status] .token").count() == 0
+        )  # not every token is read out
+
+
+def test_every_file_is_shipped() -> None:
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"server/page/**/*"' in pyproject
+    linked = set(
+        re.findall(
+            r'(?:href|src)="page/([\w.]+)"', (PAGE / "index.html").read_text(encoding="utf-8")
+        )
+    )
+    for script in PAGE.glob("*.js"):
+        linked |= set(re.findall(r'from "\./([\w.]+)"', script.read_text(encoding="utf-8")))
+    assert linked | {"index.html"} == {path.name for path in PAGE.iterdir()}
+
+
+def test_a_real_server(browser: "Browser") -> None:
+    """`peagle serve` itself: what is typed goes to its engines, and every lane streams what they say."""
+    from tests.support.serving import front_of, running
+
+    with running(front_of()) as (_, url), opened(browser, SimpleNamespace(url=url)) as page:
+        assert page.inner_text("#model") == "· tiny"
+        ask(page, "w6 w9 w30")
+        ended(page)
+        said = {
+            method: lane(page, method).locator(".text").inner_text().split() for method in NAMES
+        }
+        assert len(said["none"]) > 5 and all(word.startswith("w") for word in said["none"])
+        assert said["p-eagle"] == said["eagle3"] == said["none"]
+        assert not page.is_visible("#problem")

@@ -1,0 +1,181 @@
+"""`peagle serve --replicas 2` as a real process: two native engines, one of them killed under load."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from peagle.errors import UserError
+from peagle.server.settings import ServerSettings
+from peagle.server.workers import replicas
+from tests.support.relaying import alive, below, lines_of, serving, wait_for
+from tests.support.serving import tiny_folder
+
+LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def test_shares_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert (
+        replicas.shares_of(ServerSettings(replicas=3, device="cpu"))
+        == [{"OMP_NUM_THREADS": "2"}] * 3
+    )
+    monkeypatch.setattr(replicas, "gpus_of", lambda device: ["4", "6"])
+    gpus = [
+        share["CUDA_VISIBLE_DEVICES"] for share in replicas.shares_of(ServerSettings(replicas=2))
+    ]
+    assert gpus == ["4", "6"]
+    with pytest.raises(UserError, match="--replicas 2, or say with --kv-tokens"):
+        replicas.shares_of(ServerSettings(replicas=3))
+    assert len(replicas.shares_of(ServerSettings(replicas=3, kv_tokens=4096))) == 3
+
+
+def test_a_replicas_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_API_KEY", "secret")
+    how = ServerSettings(
+        replicas=1, device="cpu", api_keys=("secret",), names=("a",), methods=("none",)
+    )
+    launch = replicas.Replicas(how).launches(tmp_path)[0]
+    assert "secret" not in str(launch.command) and "secret" not in launch.environment.values()
+    given = json.loads(launch.command[-1])
+    assert (given["replicas"], given["socket"], given["names"]) == (None, str(launch.socket), ["a"])
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
+    folder = tiny_folder(tmp_path_factory.mktemp("tiny"))
+    options = [
+        "--drafter",
+        str(folder / "p-eagle"),
+        "--replicas",
+        "2",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    options += ["--served-model-name", "tiny", "-k", "2", "--max-batch", "8", "--kv-tokens", "4096"]
+    log = folder / "log"
+    with serving(log, str(folder / "target"), *options) as (process, url):
+        wait_for(lambda: ready(url) == 2, 120)
+        yield process, url, log
+
+
+def status(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/v1/peagle/status", timeout=60).json()  # type: ignore[no-any-return]
+
+
+def ready(url: str) -> int:
+    return sum(worker["state"] == "ready" for worker in status(url)["workers"])
+
+
+class Load:
+    """Streams, one after another on each of some threads, until told to stop; each has an id, and how it ended."""
+
+    def __init__(self, url: str, threads: int) -> None:
+        self.url, self.stopped, self.ends = url, False, dict[str, str]()
+        self.threads = [threading.Thread(target=self.run, args=(i,)) for i in range(threads)]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, thread: int) -> None:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            for i in range(10_000):
+                if self.stopped:
+                    return
+                id = f"load-{thread}-{i}"
+                reply = client.post("/v1/completions", json=LONG, headers={"x-request-id": id})
+                self.ends[id] = self.end_of(reply)
+
+    def end_of(self, reply: httpx.Response) -> str:
+        if reply.status_code != 200:
+            return str(reply.status_code)
+        lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        last = json.loads(lines[-2])
+        return "error" if "error" in last else str(last["choices"][0]["finish_reason"])
+
+    def stop(self) -> None:
+        self.stopped = True
+        for thread in self.threads:
+            thread.join(timeout=60)
+
+
+def test_answers_and_sums(live: tuple[Any, str, Path]) -> None:
+    _, url, _ = live
+    texts = set()
+    load = Load(url, 4)
+    time.sleep(1)
+    load.stop()
+    assert set(load.ends.values()) == {"length"}
+    for _ in range(2):
+        reply = httpx.post(
+            f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=60
+        ).json()
+        assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+        texts.add(reply["choices"][0]["text"])
+    assert len(texts) == 1
+    told = status(url)
+    assert told["method"] == "p-eagle" and told["k"] == 2 and len(told["workers"]) == 2
+    page = httpx.get(f"{url}/metrics", timeout=60).text
+    counted = [
+        line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total")
+    ]
+    assert [f'engine="p-eagle replica-{i}"' in line for i, line in enumerate(counted)] == [
+        True,
+        True,
+    ]
+    each = [float(line.rpartition(" ")[2]) for line in counted]
+    assert min(each) > 0 and sum(each) == told["engines"]["p-eagle"]["generated_tokens"]
+    shown = httpx.post(
+        f"{url}/v1/completions", json=LONG | {"prompt": "w6", "top_p": 7}, timeout=60
+    )
+    assert shown.status_code == 400 and "top_p" in shown.json()["error"]["message"]
+
+
+def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
+    """Only streams of the killed replica fail; the other one's do not, and it comes back by itself."""
+    _, url, log = live
+    restarts = status(url)["restarts"]
+    load = Load(url, 6)
+    victim = status(url)["workers"][0]
+    time.sleep(2)
+    child = below(victim["pid"])[0]
+    os.kill(child, signal.SIGKILL)
+    wait_for(lambda: status(url)["restarts"] == restarts + 1 and ready(url) == 2, 120)
+    time.sleep(1)
+    load.stop()
+    assert not alive(child)
+    requests = {
+        told["request_id"]: told
+        for told in lines_of(log, "request")
+        if "ttft" in told and "path" in told
+    }
+    workers = {
+        id: told["worker"] for id, told in requests.items() if told["path"] == "/v1/completions"
+    }
+    failed = {id for id, end in load.ends.items() if end != "length"}
+    assert {load.ends[id] for id in failed} <= {"error"} and 1 <= len(failed) <= 6, load.ends
+    assert {workers[id] for id in failed} == {victim["name"]}
+    assert sum(workers.get(id) == "replica-1" for id in load.ends) > 0 and len(load.ends) > len(
+        failed
+    )
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+
+
+def test_sigterm(live: tuple[Any, str, Path]) -> None:
+    """The last of this file: nothing is left."""
+    process, _, log = live
+    pids = below(process.pid)
+    assert len(pids) >= 4  # a leash and a server for each
+    process.terminate()
+    assert process.wait(timeout=60) == 0
+    assert not any(map(alive, pids))
+    assert "Traceback" not in log.read_text()

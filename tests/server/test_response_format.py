@@ -1,0 +1,234 @@
+"""Answers in a format, over HTTP: OpenAI's response_format, and vLLM's spellings of the same."""
+
+import asyncio
+import json
+import re
+import time
+from functools import partial
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from peagle.catalog.pair import DrafterSource, Pair, TargetSource
+from peagle.grammar import Grammars
+from peagle.loaded import LoadedPair
+from peagle.server.engines.local_backend import LocalBackend
+from tests.engine.test_grammar import BOB, COMPACT, LATE, bound_pair
+from tests.support import serving
+from tests.support.serving import TEXT
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "bob", "schema": BOB, "strict": True}}
+
+
+def pair() -> LoadedPair:
+    loaded = bound_pair()
+    named = Pair(
+        "tiny", TargetSource(order=("folder",)), dict.fromkeys(loaded._drafters, DrafterSource())
+    )
+    return LoadedPair(named, loaded.target, loaded._drafters)
+
+
+served = partial(serving.served, loader=pair)
+ask = partial(serving.ask, words="name", max_tokens=100)
+
+
+async def content(client: httpx.AsyncClient, **body: Any) -> str:
+    choice = (await ask(client, **body))["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
+
+
+def test_json_schema() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        text = await content(client, response_format=SCHEMA)
+        jsonschema.validate(json.loads(text), BOB)
+        for more in (
+            {"peagle": {"method": "none"}},
+            {"peagle": {"method": "eagle3"}},
+            {"peagle": {"k": 7}},
+        ):
+            assert await content(client, response_format=SCHEMA, **more) == text
+        answer = await ask(client, response_format=SCHEMA, n=3, temperature=1.2, seed=4)
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert len(set(texts)) == 3
+        for text in texts:
+            jsonschema.validate(json.loads(text), BOB)
+
+    served(test)
+
+
+def test_streams_and_logprobs() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        how = {"response_format": SCHEMA, "logprobs": True, "top_logprobs": 5}
+        whole = (await ask(client, **how))["choices"][0]
+        chunks = await ask(client, stream=True, **how)
+        streamed = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        text = "".join(choice["delta"].get("content", "") for choice in streamed)
+        assert text == whole["message"]["content"] and streamed[-1]["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(text), BOB)
+        entries = whole["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in entries) == text
+        assert entries[0]["token"].startswith("{")
+        assert all(one["token"].startswith("{") for one in entries[0]["top_logprobs"])
+        assert all(one["logprob"] > -9999 for entry in entries for one in entry["top_logprobs"])
+
+    served(test)
+
+
+def test_json_object() -> None:
+    """Any object: a random target may not find its end, so it is pushed to it."""
+
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        close = {
+            str(bound_pair().target.tokenizer.convert_tokens_to_ids(token)): 100
+            for token in ('"}', "}", "{}")
+        }
+        for field in (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"json_object": True}},
+        ):
+            assert isinstance(json.loads(await content(client, logit_bias=close, **field)), dict)
+        free = (await ask(client, response_format={"type": "text"}, max_tokens=8))["choices"][0][
+            "message"
+        ]["content"]
+        assert free == (await ask(client, max_tokens=8))["choices"][0]["message"]["content"]
+        assert not free.startswith("{")
+
+    served(test)
+
+
+LIST = COMPACT | {"type": "array", "items": {"enum": ["ok", 12]}, "minItems": 1, "maxItems": 3}
+SPELLINGS: dict[str, tuple[Any, str]] = {
+    "json": (LIST, r"\[.*\]"),
+    "regex": ("[0-9]{3}-[a-c]{2}", "[0-9]{3}-[a-c]{2}"),
+    "choice": (["yes", "no"], "yes|no"),
+    "grammar": ('root ::= "ab" | "(" root ")" | "[" root "]"', r"[(\[]*ab[)\]]*"),
+}
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_spellings(kind: str) -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        value, pattern = SPELLINGS[kind]
+        push = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("ab")): 50}
+        text = await content(client, logit_bias=push, **{f"guided_{kind}": value})
+        assert re.fullmatch(pattern, text, re.DOTALL)
+        same = {kind: value, "whitespace_pattern": None}
+        assert text == await content(client, logit_bias=push, structured_outputs=same)
+        answer = await ask(
+            client, TEXT, logit_bias=push, guided_decoding_backend=None, **{f"guided_{kind}": value}
+        )
+        assert re.fullmatch(pattern, answer["choices"][0]["text"], re.DOTALL)
+
+    served(test)
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "type": ({"response_format": {"type": "xml"}}, "json_schema", "response_format.type"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "missing", "response_format"),
+    "empty": (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "required",
+        "response_format",
+    ),
+    "bad schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "strin"}},
+            }
+        },
+        "strin",
+        "response_format",
+    ),
+    "unsupported": (
+        {"guided_json": {"type": "array", "uniqueItems": True}},
+        "uniqueItems",
+        "guided_json",
+    ),
+    "text schema": ({"guided_json": "{"}, "EOF", "guided_json"),
+    "regex": ({"guided_regex": "(?=a)b"}, "look-around", "guided_regex"),
+    "choice": ({"guided_choice": []}, "choose", "guided_choice"),
+    "choices": ({"guided_choice": [1, 2]}, "string", "guided_choice"),
+    "grammar": ({"guided_grammar": "start: nobody"}, "nobody", "guided_grammar"),
+    "large": ({"guided_regex": "a" * 300_000}, "smaller", "guided_regex"),
+    "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "both", "guided_choice"),
+    "tag": (
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "honored",
+        "structured_outputs.structural_tag",
+    ),
+    "backend": (
+        {"guided_regex": "a", "guided_decoding_backend": "outlines"},
+        "llguidance",
+        "guided_decoding_backend",
+    ),
+    "nothing": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": False}}},
+        "nothing",
+        "response_format",
+    ),
+    "eos": ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", ""),
+}
+
+
+def test_refused() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        for name, (body, word, param) in BAD.items():
+            error = (await ask(client, code=400, **body))["error"]
+            assert word in error["message"], (name, error)
+            assert (error["param"] or "").startswith(param), (name, error)
+            assert "\n" not in error["message"]
+        assert await content(client, guided_choice=["yes"]) == "yes"
+
+    served(test)
+
+
+def test_any_json_and_what_is_refused_late() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        whatever = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
+        digit = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("1")): 100}
+        text = (await ask(client, response_format=whatever, logit_bias=digit, max_tokens=3))[
+            "choices"
+        ][0]
+        assert text["message"]["content"] == "111"
+        for stream in (False, True):
+            told = await ask(
+                client,
+                code=200 if stream else 400,
+                guided_json=LATE.text,
+                stream=stream,
+                max_tokens=200,
+            )
+            error = told[-1]["error"] if stream else told["error"]
+            assert error["code"] == 400 and "kept to its grammar" in error["message"]
+        page = (await client.get("/metrics")).text
+        assert 'finished_reason="refused",model_name="tiny"} 2.0' in page
+        assert 'finished_reason="error",model_name="tiny"} 0.0' in page
+
+    served(test)
+
+
+def test_a_slow_grammar_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = Grammars._compile
+
+    def slow(self: Grammars, grammar: Any) -> Any:
+        time.sleep(1.0)
+        return compile_(self, grammar)
+
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        monkeypatch.setattr("peagle.server.openai.response_format.SECONDS", 0.2)
+        waiting = asyncio.create_task(ask(client, code=400, guided_regex="ab{3}"))
+        await asyncio.sleep(0)
+        assert (await ask(client, max_tokens=2))["choices"]
+        assert "compiled within" in (await waiting)["error"]["message"]
+        monkeypatch.setattr("peagle.server.openai.response_format.SECONDS", 30.0)
+        await asyncio.sleep(1.0)
+        assert await content(client, guided_regex="ab{3}") == "abbb", (
+            "it was compiled all the same, and kept"
+        )
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    served(test)

@@ -1,0 +1,466 @@
+"""Every endpoint and field, on a tiny pair, in process."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from peagle import __version__
+from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.http import app
+from tests.support.serving import (
+    CHAT,
+    HELLO,
+    TEXT,
+    ask,
+    events,
+    front_of,
+    served,
+    tiny_pair,
+    until,
+    word_tokenizer,
+)
+
+
+def expected(ids: list[int], max_tokens: int, **how: Any) -> str:
+    return tiny_pair().generate(ids, method="none", max_tokens=max_tokens, **how).text
+
+
+def test_chat() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        answer = await ask(client)
+        assert answer["object"] == "chat.completion" and answer["model"] == "tiny"
+        assert answer["id"].startswith("chatcmpl-")
+        choice = answer["choices"][0]
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": expected([94, 6, 9, 30], 8),
+            "refusal": None,
+        }
+        assert choice["finish_reason"] == "length" and choice["logprobs"] is None
+        assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+        told = answer["metrics"]["speculative_decoding"]
+        assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] > 0
+        assert told["num_draft_tokens"] == 3 * told["num_spec_steps"]
+        assert told["mean_acceptance_length"] >= 1
+
+    served(test)
+
+
+def test_chat_streams() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        whole = await ask(client)
+        chunks = await ask(client, stream=True, stream_options={"include_usage": True})
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+        text = "".join(
+            chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"]
+        )
+        assert text == whole["choices"][0]["message"]["content"]
+        assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+        assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+        assert chunks[-1]["metrics"] == whole["metrics"]
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        bare = await ask(client, stream=True)
+        assert "usage" not in bare[-1] and bare[-1]["metrics"] == whole["metrics"]
+        always = await ask(
+            client,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        )
+        assert [chunk["usage"]["completion_tokens"] for chunk in always][-1] == 8
+
+    served(test)
+
+
+def test_choices_have_seeds_of_their_own() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        how = {"n": 4, "seed": 5, "temperature": 1.5}
+        texts = [choice["message"]["content"] for choice in (await ask(client, **how))["choices"]]
+        assert len(set(texts)) == 4
+        assert texts == [
+            choice["message"]["content"] for choice in (await ask(client, **how))["choices"]
+        ]
+        one = (await ask(client, seed=7, temperature=1.5))["choices"][0]["message"]["content"]
+        assert one == texts[2]
+        assert (await ask(client, **how))["usage"]["prompt_tokens"] == 4  # read once
+        streamed = ["", "", "", ""]
+        for chunk in await ask(client, stream=True, **how):
+            for choice in chunk["choices"]:
+                streamed[choice["index"]] += choice["delta"].get("content", "")
+        assert streamed == texts
+
+    served(test)
+
+
+def test_chat_logprobs() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        choice = (await ask(client, logprobs=True, top_logprobs=3))["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert len(content) == 8
+        assert " ".join(entry["token"] for entry in content) == choice["message"]["content"]
+        for entry in content:
+            assert entry["bytes"] == list(entry["token"].encode())
+            assert len(entry["top_logprobs"]) == 3
+            assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] <= 0  # greedy
+        bare = (await ask(client, logprobs=True))["choices"][0]["logprobs"]["content"]
+        assert all(entry["top_logprobs"] == [] for entry in bare)
+        chunks = await ask(client, logprobs=True, top_logprobs=3, stream=True)
+        told = [c["choices"][0]["logprobs"] for c in chunks]
+        assert [entry for one in told if one for entry in one["content"]] == content
+
+    served(test)
+
+
+def test_completions() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        answer = await ask(client, TEXT)
+        assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
+        text = expected([6, 9, 30], 8)
+        assert answer["choices"][0]["text"] == text
+        assert (await ask(client, TEXT, prompt=[6, 9, 30]))["choices"][0]["text"] == text
+        assert (await ask(client, TEXT, prompt=["w6 w9 w30", "w7"]))["choices"][1][
+            "text"
+        ] == expected([7], 8)
+        many = await ask(client, TEXT, prompt=[[6, 9, 30], [7]], n=2)
+        assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+        assert many["choices"][3]["text"] == expected([7], 8)
+        assert many["usage"] == {"prompt_tokens": 4, "completion_tokens": 32, "total_tokens": 36}
+        echoed = await ask(client, TEXT, echo=True)
+        assert echoed["choices"][0]["text"] == "w6 w9 w30" + text
+        reply = await client.post(TEXT, json={"prompt": "w6", "temperature": 0})
+        assert reply.json()["usage"]["completion_tokens"] <= 16
+        chunks = await ask(client, TEXT, echo=True, stream=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "w6 w9 w30" + text
+
+    served(test)
+
+
+def test_completion_logprobs_with_echo() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        for most in (0, 1, 5):
+            for stream in (False, True):
+                answer = await ask(
+                    client, TEXT, echo=True, logprobs=2, max_tokens=most, stream=stream
+                )
+                chunks = answer if stream else [answer]
+                told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+                joined = {
+                    key: [one for part in told if part for one in part[key]] for key in told[0]
+                }
+                check_scores([6, 9, 30], joined, 3 + most)
+                finishes = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+                assert finishes[-1] == "length"
+        usage = (await ask(client, TEXT, echo=True, logprobs=2, max_tokens=0))["usage"]
+        assert usage == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+        alone = (await ask(client, TEXT, logprobs=0))["choices"][0]["logprobs"]
+        assert all(len(top) == 1 for top in alone["top_logprobs"]) and len(alone["tokens"]) == 8
+
+    served(test)
+
+
+def check_scores(ids: list[int], told: dict[str, list[Any]], length: int) -> None:
+    import torch
+
+    target, words = tiny_pair().target, word_tokenizer()
+    assert [
+        len(told[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    ] == [length] * 4
+    tokens = ids + words.convert_tokens_to_ids(told["tokens"][len(ids) :])
+    assert told["tokens"] == words.convert_ids_to_tokens(tokens)
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    logits = target.forward(torch.tensor(tokens)).logits.log_softmax(-1)
+    for i in range(1, length):
+        assert told["token_logprobs"][i] == pytest.approx(float(logits[i - 1, tokens[i]]), abs=1e-3)
+        best = words.convert_ids_to_tokens(int(logits[i - 1].argmax()))
+        assert told["top_logprobs"][i][best] == max(told["top_logprobs"][i].values())
+        if i >= len(ids):  # greedy, and told as such: lm-eval compares the two
+            assert told["token_logprobs"][i] == max(told["top_logprobs"][i].values())
+    assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(length)]
+
+
+def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peagle.server.openai import prompt_logprobs
+
+    monkeypatch.setattr(prompt_logprobs, "ROWS", 3)
+    prompt = [7 + i % 50 for i in range(20)]
+
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        answer = await ask(client, TEXT, prompt=prompt, echo=True, logprobs=1, max_tokens=1)
+        check_scores(prompt, answer["choices"][0]["logprobs"], 21)
+
+    served(test)
+
+
+def test_stops() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        words = expected([6, 9, 30], 12).split()
+        stop = next(word for i, word in enumerate(words) if i >= 3 and word not in words[:i])
+        at = words.index(stop)
+        before = " ".join(words[:at])
+        for given in (stop, [stop, "never"]):
+            answer = await ask(client, TEXT, max_tokens=12, stop=given)
+            choice = answer["choices"][0]
+            assert choice["text"].strip() == before and choice["finish_reason"] == "stop"
+            assert answer["usage"]["completion_tokens"] == at + 1
+        kept = await ask(client, TEXT, max_tokens=12, stop=stop, include_stop_str_in_output=True)
+        assert kept["choices"][0]["text"].endswith(stop)
+        by_id = await ask(client, TEXT, max_tokens=12, stop_token_ids=[int(stop[1:])])
+        assert (
+            by_id["choices"][0]["finish_reason"] == "stop"
+            and by_id["usage"]["completion_tokens"] == at + 1
+        )
+        later = await ask(
+            client, TEXT, max_tokens=12, stop_token_ids=[int(stop[1:])], min_tokens=at + 2
+        )
+        assert later["usage"]["completion_tokens"] >= at + 2
+        chunks = await ask(client, TEXT, max_tokens=12, stop=stop, stream=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks).strip() == before
+
+    served(test)
+
+
+def test_what_changes_the_distribution() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        async def text(**how: Any) -> str:
+            return (await ask(client, TEXT, **how))["choices"][0]["text"]
+
+        assert await text(logit_bias={"40": 100}) == " ".join(["w40"] * 8)
+        assert await text(logit_bias={40: 100}, presence_penalty=2, frequency_penalty=-1.5) != ""
+        assert await text(repetition_penalty=1.8) == expected([6, 9, 30], 8, repetition_penalty=1.8)
+        for how in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.3}, {"top_k": -1}):
+            sampled = await text(temperature=1.2, seed=3, **how)
+            wanted = {name: max(value, 0) for name, value in how.items()}
+            assert sampled == expected([6, 9, 30], 8, temperature=1.2, seed=3, **wanted)
+        long = await ask(client, TEXT, ignore_eos=True, max_tokens=40, logit_bias={"1": 5})
+        assert long["usage"]["completion_tokens"] == 40
+        short = await ask(client, TEXT, max_tokens=40, logit_bias={"1": 100})
+        assert (
+            short["usage"]["completion_tokens"] == 1
+            and short["choices"][0]["finish_reason"] == "stop"
+        )
+
+    served(test)
+
+
+def test_messages() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        parts = [{"type": "text", "text": "w6 w9"}, {"type": "text", "text": "w30"}]
+        plain = await ask(client)
+        assert (await ask(client, messages=[{"role": "developer", "content": parts}]))[
+            "choices"
+        ] == plain["choices"]
+        several = [
+            {"role": "system", "content": "w3"},
+            {"role": "assistant", "content": None},
+            *HELLO,
+        ]
+        assert (await ask(client, messages=several))["usage"]["prompt_tokens"] == 7
+        more = await ask(client, chat_template_kwargs={"more": "w8 w9"})
+        assert more["usage"]["prompt_tokens"] == 6
+        body = {
+            "messages": HELLO,
+            "temperature": 0,
+            "max_completion_tokens": 3,
+            "unknown": {"a": 1},
+            "model": "",
+        }
+        reply = await client.post(
+            CHAT, json=body | {"n": None, "stop": None, "response_format": {"type": "text"}}
+        )
+        assert reply.json()["usage"]["completion_tokens"] == 3
+        endless = await client.post(
+            CHAT, json={"messages": HELLO, "temperature": 0, "ignore_eos": True}
+        )
+        assert endless.json()["usage"]["total_tokens"] == 256  # to the end of the context
+
+    served(test)
+
+
+def test_requests_are_counted_by_status() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        await ask(client)
+        await ask(client, code=400, temperature=-1)
+        await client.get("/health")
+        page = (await client.get("/metrics")).text
+        assert 'peagle:requests_total{model_name="tiny",status="200"} 1.0' in page
+        assert 'peagle:requests_total{model_name="tiny",status="400"} 1.0' in page
+        assert 'peagle:requests_total{model_name="tiny",status="429"} 0.0' in page
+
+    served(test)
+
+
+LOCAL = {"host": "127.0.0.1:8000"}
+PAGES: list[tuple[dict[str, str], dict[str, Any], int]] = [
+    (LOCAL, {}, 200),
+    (LOCAL | {"origin": "http://127.0.0.1:8000"}, {}, 200),
+    (LOCAL | {"origin": "http://127.0.0.1:9000"}, {}, 403),
+    (LOCAL | {"origin": "https://evil.example"}, {}, 403),
+    (LOCAL | {"origin": "null"}, {}, 403),
+    (LOCAL | {"origin": "https://evil.example"}, {"api_keys": ("key",)}, 200),
+    (LOCAL | {"origin": "https://Chat.example"}, {"allow_origins": ("https://chat.example",)}, 200),
+    ({"host": "localhost:8000", "origin": "http://localhost:8000"}, {}, 200),
+    ({"host": "[::1]:8000"}, {}, 200),
+    ({"host": "evil.example:8000", "origin": "http://evil.example:8000"}, {}, 403),
+    ({"host": "evil.example"}, {}, 403),
+    ({"host": "127.0.0.1.evil.example"}, {}, 403),
+    ({"host": "chat.example"}, {"allow_origins": ("https://chat.example",)}, 200),
+    ({"host": "model.example:8080"}, {"host": "0.0.0.0"}, 200),
+    ({"host": "model.example:8080", "origin": "https://evil.example"}, {"host": "0.0.0.0"}, 403),
+    ({"host": "worker"}, {"socket": "/tmp/0.sock"}, 200),
+]
+
+
+@pytest.mark.parametrize(("headers", "how", "code"), PAGES)
+def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int) -> None:
+    async def test() -> None:
+        front = front_of(**how)
+        transport = httpx.ASGITransport(app=app.build(front))
+        key = {"authorization": "Bearer key"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            assert (await client.get("/v1/models", headers=headers | key)).status_code == code
+            assert (await client.get("/version", headers=headers)).status_code == 200
+
+    asyncio.run(test())
+
+
+def test_small_endpoints() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        for method in ("GET", "POST"):
+            for path in ("/health", "/ping"):
+                assert (await client.request(method, path)).status_code == 200
+        assert (await client.get("/version")).json() == {"version": __version__}
+        listed = (await client.get("/v1/models")).json()
+        assert listed["data"][0]["id"] == "tiny" and listed["data"][0]["max_model_len"] == 256
+        assert (await client.get("/v1/models/tiny")).json() == listed["data"][0]
+        assert (await client.get("/v1/models/other")).status_code == 404
+        tokens = (
+            await client.post("/tokenize", json={"prompt": "w6 w9", "return_token_strs": True})
+        ).json()
+        assert tokens == {
+            "count": 2,
+            "max_model_len": 256,
+            "tokens": [6, 9],
+            "token_strs": ["w6", "w9"],
+        }
+        assert (await client.post("/tokenize", json={"messages": HELLO})).json()["tokens"] == [
+            94,
+            6,
+            9,
+            30,
+        ]
+        assert (await client.post("/detokenize", json={"tokens": [6, 9]})).json() == {
+            "prompt": "w6 w9"
+        }
+        assert (await client.post("/tokenize", json={})).status_code == 400
+        assert (await client.post("/detokenize", json={"tokens": [960]})).status_code == 400
+        assert (await client.get("/")).status_code in (200, 404)  # the page
+        document = (await client.get("/openapi.json")).json()
+        assert document["components"]["schemas"]["ChatRequest"]["properties"]["messages"]
+
+    served(test)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index.html").write_text("<title>race</title>")
+    (tmp_path / "race.js").write_text("export const k = 7;")
+    monkeypatch.setattr(app, "PAGE", tmp_path)
+
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        index = await client.get("/")
+        assert (
+            index.text == "<title>race</title>"
+            and "script-src 'self';" in index.headers["content-security-policy"]
+        )
+        assert "unsafe" not in index.headers["content-security-policy"]
+        script = await client.get("/page/race.js")
+        assert (
+            "javascript" in script.headers["content-type"]
+            and script.headers["x-content-type-options"] == "nosniff"
+        )
+        assert script.headers["cache-control"] == "no-cache" and script.headers["etag"]
+        again = await client.get("/page/race.js", headers={"if-none-match": script.headers["etag"]})
+        assert again.status_code == 304
+        assert (await client.get("/page/none.js")).json()["error"]["code"] == 404
+
+    served(test, api_keys=("key",))  # the page is open: it asks for the key itself
+
+
+def test_a_client_that_leaves_while_its_prompt_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peagle.server.openai import prompt_logprobs
+
+    real = prompt_logprobs.part
+    monkeypatch.setattr(prompt_logprobs, "ROWS", 1)
+    monkeypatch.setattr(prompt_logprobs, "part", lambda *args: (time.sleep(0.02), real(*args))[1])
+
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        body = {"prompt": [7] * 200, "echo": True, "logprobs": 1, "max_tokens": 1}
+        asking = asyncio.create_task(client.post(TEXT, json=body))
+        await until(lambda: front.engines.driver._slow)
+        asking.cancel()
+        await until(lambda: not front.engines.driver._slow, seconds=2)
+        assert (await ask(client))["usage"]["completion_tokens"] == 8
+
+    served(test)
+
+
+def test_invocations() -> None:
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        chat = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
+        assert (await client.post("/invocations", json=chat)).json()["object"] == "chat.completion"
+        text = json.dumps({"prompt": "w6", "max_tokens": 4, "stream": True})
+        reply = await client.post(
+            "/invocations", content=text, headers={"content-type": "application/octet-stream"}
+        )
+        assert events(reply.text)[0]["object"] == "text_completion"
+        assert (await client.post("/invocations", json={"inputs": "w6"})).status_code == 400
+
+    served(test)
+
+
+def test_metrics() -> None:
+    from peagle.bench.load.endpoint import parse_metrics
+
+    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+        await ask(client)
+        await ask(client, stream=True)
+        page = (await client.get("/metrics")).text
+        spec = parse_metrics(page)
+        assert spec is not None and spec.drafts > 0 and spec.draft_tokens == 3 * spec.drafts
+        label = '{engine="p-eagle",model_name="tiny"'
+        told = dict(
+            line.rsplit(" ", 1)
+            for line in page.splitlines()
+            if line.startswith(("vllm:", "peagle:"))
+        )
+        values = {
+            name.replace('{model_name="tiny",engine="p-eagle"', label): float(x)
+            for name, x in told.items()
+        }
+        assert values[f"vllm:generation_tokens_total{label}}}"] == 16
+        assert values[f"vllm:prompt_tokens_total{label}}}"] == 8
+        assert (
+            values[f"vllm:kv_cache_usage_perc{label}}}"]
+            == values[f"vllm:num_requests_running{label}}}"]
+            == 0
+        )
+        for name in (
+            "time_to_first_token",
+            "e2e_request_latency",
+            "request_queue_time",
+            "request_time_per_output_token",
+        ):
+            assert values[f"vllm:{name}_seconds_count{label}}}"] == 2, name
+        assert values[f"vllm:inter_token_latency_seconds_count{label}}}"] > 0
+        assert [
+            values[f"peagle:num_speculative_{what}{label}}}"] for what in ("tokens", "nodes")
+        ] == [3, 3]
+        assert 'finished_reason="length"' in page and 'position="0"' in page
+        assert "vllm:num_preemptions_total" in page and "vllm:prefix_cache_queries_total" in page
+        assert 'peagle:engine_up{model_name="tiny"} 1.0' in page
+
+    served(test)

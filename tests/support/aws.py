@@ -1,0 +1,128 @@
+"""A pretended AWS (moto), and a pair of two tiny folders to deploy on it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from moto import mock_aws
+from moto.sagemaker.models import FakeEndpointConfig
+
+from peagle.deploy.sagemaker.operate.clients import Clients
+from peagle.deploy.sagemaker.plan.artifact import Artifact, content
+from peagle.deploy.sagemaker.plan.choices import Autoscale, Choices
+from peagle.deploy.sagemaker.resources.calls import Call
+from peagle.deploy.sagemaker.resources.stack import Stack, stack
+from peagle.deploy.spec import Deployment
+
+REGION = "us-west-2"
+ROLE = "arn:aws:iam::123456789012:role/service/SageMaker"
+NAME = "peagle-tiny"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_SESSION_TOKEN": "testing",
+}
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        FakeEndpointConfig, "validate_instance_type", lambda self, type: None
+    )  # its list ends in 2020
+    with mock_aws():
+        yield Clients(REGION)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> tuple[Artifact, Artifact]:
+    """A target of two files, one in a subfolder, and a drafter."""
+    made = {
+        "target": {"config.json": b"{}", "sub/model.safetensors": b"t" * 1000},
+        "drafter": {"config.json": b"{ }"},
+    }
+    for kind, files in made.items():
+        for name, data in files.items():
+            path = tmp_path / kind / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    one, other = (tmp_path / kind for kind in made)
+    return Artifact("t", content(one), one), Artifact("d", content(other), other)
+
+
+def deployment(**changes: Any) -> Deployment:
+    flags = {"enforce-eager": True, "limit-mm-per-prompt": {"image": 0}}
+    given = {
+        "pair": "tiny",
+        "target": "org/tiny",
+        "drafter": "org/drafter",
+        "method": "p-eagle",
+        "k": 5,
+        "vllm": "0.27.1",
+        "context": 4096,
+        "flags": flags,
+    }
+    return Deployment(**given | changes)
+
+
+def choices(**changes: Any) -> Choices:
+    given = {
+        "name": NAME,
+        "role": ROLE,
+        "instance": "ml.g7e.2xlarge",
+        "region": REGION,
+        "bucket": "s3://weights/peagle",
+    }
+    return Choices(**given | changes)
+
+
+def scaled_stack(weights: tuple[Artifact, Artifact], k: int = 5, **changes: Any) -> Stack:
+    given = {"autoscale": Autoscale(1, 4, 8)} | changes
+    return stack(choices(**given), deployment(k=k), *weights)
+
+
+def left(aws: Clients) -> list[str]:
+    """Everything that exists, but what lies in S3."""
+    sagemaker = aws["sagemaker"]
+    found = [one["ModelName"] for one in sagemaker.list_models()["Models"]]
+    found += [
+        one["EndpointConfigName"] for one in sagemaker.list_endpoint_configs()["EndpointConfigs"]
+    ]
+    found += [one["EndpointName"] for one in sagemaker.list_endpoints()["Endpoints"]]
+    found += [one["AlarmName"] for one in aws["cloudwatch"].describe_alarms()["MetricAlarms"]]
+    scaling = aws["application-autoscaling"]
+    found += [
+        one["ResourceId"]
+        for one in scaling.describe_scalable_targets(ServiceNamespace="sagemaker")[
+            "ScalableTargets"
+        ]
+    ]
+    found += [
+        one["PolicyName"]
+        for one in scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
+            "ScalingPolicies"
+        ]
+    ]
+    return found
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, operation: str, name: str = "") -> None:
+    """From now on AWS refuses that call, if its parameters mention `name`."""
+    real = Clients.call
+
+    def call(self: Clients, call: Call) -> dict[str, Any]:
+        if call.operation == operation and name in str(call.parameters):
+            told = {"Error": {"Code": "ResourceLimitExceeded", "Message": "no quota"}}
+            raise ClientError(told, operation)  # type: ignore[arg-type]
+        return real(self, call)
+
+    monkeypatch.setattr(Clients, "call", call)
+
+
+def sleep(seconds: float) -> None:
+    """Nobody waits for a pretended AWS."""

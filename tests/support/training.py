@@ -1,0 +1,155 @@
+"""What the tests of training share: documents of a tiny target's own answers, packs, random features, runs."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from peagle.core import Method, Sampling
+from peagle.drafter import Drafter
+from peagle.drafter.formats import checkpoint
+from peagle.reference.decode import decode
+from peagle.target import Target
+from peagle.train.config import TrainConfig
+from peagle.train.data.batch_transfer import flatten
+from peagle.train.data.chains import sample_chains
+from peagle.train.data.pack import Batch, Pack, batch_of, pack
+from peagle.train.journal import Journal
+from peagle.train.optim.parallel import World
+from peagle.train.setup import material_of
+from peagle.train.trainer import Trainer
+from tests.support.tiny_models import AUX, MASK, make_target
+
+LENGTHS = (
+    (40, 5),
+    (1, 0),
+    (2, 0),
+    (70, 20),
+    (5, 3),
+    (3, 0),
+)  # tokens of a document, first token of its answer
+
+
+def some_pack(lengths: tuple[tuple[int, int], ...] = LENGTHS, seed: int = 0) -> Pack:
+    rng = np.random.default_rng(seed)
+    return pack([(rng.integers(6, 96, n), np.arange(n) >= start) for n, start in lengths])
+
+
+def some_batch(
+    packed: Pack,
+    k: int,
+    by_depth: bool = False,
+    segments: int = 1,
+    keep: float = 0.8,
+    device: str = "cpu",
+    **more: bool,
+) -> Batch:
+    chains = sample_chains(packed.room, k, keep, np.random.default_rng(1))
+    return flatten(batch_of(packed, chains, by_depth, segments, **more)).to(device)
+
+
+def some_features(packed: Pack, d: int = 32, taps: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    size = len(packed.ids)
+    return torch.randn(size, taps * d, generator=generator), torch.randn(
+        size, d, generator=generator
+    )
+
+
+def write_answers(target: Target, path: Path, count: int = 60, tokens: int = 40) -> Path:
+    """Greedy answers of the target to random prompts, as `peagle regenerate` writes them."""
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for i in range(count):
+            prompt = rng.integers(6, 96, 4).tolist()
+            answer = [
+                t
+                for step in decode(target, None, prompt, 0, tokens, Sampling())
+                for t in step.tokens
+            ]
+            record = {"key": f"{i}@0", "ids": prompt + answer, "spans": [[4, 4 + len(answer)]]}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def some_config(data: Path, out: Path, **changes: object) -> TrainConfig:
+    values = {
+        "target": "tiny",
+        "data": str(data),
+        "out": str(out),
+        "layers": 1,
+        "k": 5,
+        "aux_layer_ids": AUX,
+        "mask_token_id": MASK,
+        "pack_tokens": 384,
+        "steps": 12,
+        "loss": "kl",
+        "optimizer": "adamw",
+        "lr": 3e-3,
+        "held_out": 6,
+        "eval_k": 4,
+        "log_every": 1,
+        "save_every": 4,
+        "eval_every": 0,
+        "init": "random",
+    }
+    return TrainConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def make_run(target: Target, config: TrainConfig, world: World = World()) -> Trainer:  # noqa: B008
+    return Trainer(config, target, material_of(config, target), world)
+
+
+def train(trainer: Trainer, **more: float) -> list[dict]:
+    """To the end, or where `stop_after` ends it; what the journal holds then."""
+    journal = Journal(trainer.out, trainer.step, trainer.world.first)
+    trainer.train(journal, lambda *_: None, **more)
+    return journal.entries
+
+
+@dataclass(frozen=True)
+class Trained:
+    target: Target
+    drafter: Drafter  # as it comes back from its folder
+    data: Path
+    entries: list[dict]
+
+
+@cache
+def some_answers() -> tuple[Target, Path]:
+    """A target and a folder with 40 of its answers, once per process."""
+    target, folder = make_target(), Path(tempfile.mkdtemp())
+    write_answers(target, folder / "answers.jsonl", count=40, tokens=30)
+    return target, folder
+
+
+RUNGS: dict[str, dict[str, int | bool]] = {  # what a plain drafter has not
+    "inject": {"inject": True},
+    "bidirectional": {"bidirectional": True},
+    "dependency": {"dependency": 8},
+    "all": {"inject": True, "bidirectional": True, "dependency": 8, "confidence": True},
+}
+
+
+def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
+    """A tiny drafter that drafts well enough for its acceptance to mean something; once per process."""
+    return _trained(method, draft_vocab, rung)
+
+
+@cache
+def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
+    target, folder = some_answers()
+    data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab} {rung}"
+    how = {"method": method, "draft_vocab": draft_vocab, "layers": 2, "steps": 30, "save_every": 0}
+    trainer = make_run(
+        target, some_config(data, out, init="target", **how | (RUNGS[rung] if rung else {}))
+    )
+    entries = train(trainer)
+    drafter = checkpoint.load(out / "drafter", target, torch.float32)
+    for parameter in drafter.dependency.parameters() if drafter.dependency else ():
+        parameter.data.mul_(5)  # so short a training corrects little
+    return Trained(target, drafter, data, entries)

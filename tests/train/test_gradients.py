@@ -1,0 +1,302 @@
+"""The gradients of a pack: the same however its chains are split, and those of a plain dense computation."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    linear,
+    scaled_dot_product_attention,
+)
+
+from peagle.core import Method
+from peagle.drafter import Drafter
+from peagle.drafter.model import causal_attend
+from peagle.train.data.chains import Chains, sample_chains
+from peagle.train.data.pack import Pack, batch_of, pack
+from peagle.train.objective.gradients import pack_gradients
+from peagle.train.objective.loss import Loss
+from peagle.train.objective.passes import Passes
+from tests.support.tiny_models import make_drafter, make_target
+from tests.support.training import RUNGS, some_features, some_pack
+from tests.train.test_loss import row_losses
+
+K = 5
+TARGET = make_target()
+METHODS: list[Method] = ["p-eagle", "eagle3"]
+SHORT = ((14, 4), (1, 0), (3, 0), (18, 9), (2, 0))  # for the slow reference
+OPTIONS = {
+    "kl": ("kl", 1.0, 1.0, 0.0),
+    "ce, lighter with depth": ("ce", 0.0, 0.6, 0.0),
+    "mix, soft-capped": ("mix", 0.3, 1.0, 2.0),
+    "tvmix": ("tvmix", 0.9, 1.0, 0.0),
+    "length": ("length", 0.7, 1.0, 0.0),
+    "length alone": ("length", 1.0, 1.0, 0.0),
+}
+
+Gradients = dict[str, Tensor]
+
+
+def ready(
+    method: Method, layers: int = 2, draft_vocab: int | None = None, **switches: int | bool
+) -> Drafter:
+    """With weights large enough for attention to matter, and none at zero."""
+    drafter = make_drafter(TARGET, method, layers, draft_vocab, **switches)
+    for parameter in drafter.parameters():
+        if not parameter.any():
+            parameter.data.normal_(std=0.02, generator=torch.Generator().manual_seed(4))
+        if parameter.ndim == 2:
+            parameter.data.mul_(6)
+    return drafter.requires_grad_(True)
+
+
+def gradients(
+    drafter: Drafter,
+    packed: Pack,
+    g: Tensor,
+    last: Tensor,
+    segments: int = 1,
+    options: str = "kl",
+    capacity: list[int] | None = None,
+    passes: Passes | None = None,
+) -> Gradients:
+    drafter.zero_grad()
+    by_depth, block = drafter.config.method != "p-eagle", drafter.config.bidirectional
+    batch = batch_of(
+        packed,
+        some_chains(packed, drafter),
+        by_depth,
+        segments,
+        capacity=capacity,
+        bidirectional=block,
+    )
+    loss = Loss(drafter.lm_head, K, *OPTIONS[options])
+    pack_gradients(passes or Passes(drafter), batch, g, last, loss, 1 / batch.rows)
+    return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.requires_grad}
+
+
+def some_chains(packed: Pack, drafter: Drafter) -> Chains:
+    """Not every anchor has one."""
+    rng = np.random.default_rng(1)
+    chains = sample_chains(packed.room, K, 0.8, rng, max_anchors=int(0.8 * (packed.room > 0).sum()))
+    return chains.dropped(0.3, rng) if drafter.config.dependency else chains
+
+
+def right_before(anchor: np.ndarray, depth: np.ndarray, right: Tensor) -> Tensor:
+    """[R]: were all rows of a row's chain before it right?"""
+    known = {(int(a), int(d)): bool(ok) for a, d, ok in zip(anchor, depth, right, strict=True)}
+    rows = zip(anchor.tolist(), depth.tolist(), strict=True)
+    return torch.tensor([float(all(known[a, before] for before in range(d))) for a, d in rows])
+
+
+def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: str) -> Gradients:
+    """Autograd through whole logits of every row; no segments, no chunks, no kept keys."""
+    drafter.zero_grad()
+    chains, supervised = some_chains(packed, drafter), np.flatnonzero(packed.room)
+    anchor = np.concatenate([supervised, chains.anchor])
+    depth = np.concatenate([np.zeros_like(supervised), chains.depth])
+    run = dense_rows if drafter.config.method == "p-eagle" else unrolled_rows
+    normed = run(drafter, packed, g, anchor, depth)
+    if drafter.dependency is not None:
+        told = np.concatenate([np.zeros_like(supervised), chains.told]).nonzero()[0]
+        before = torch.from_numpy(packed.ids[(anchor + depth + 1)[told]])
+        normed = normed.index_copy(
+            0, torch.from_numpy(told), drafter.dependency(normed[told], drafter.embed(before))
+        )
+    kind, mix, weight, softcap = OPTIONS[options]
+    if kind == "length":
+        ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
+        objective = (1 - mix) * ce.sum() - mix * expected_lengths(anchor, depth, (-ce).exp())
+    else:
+        losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
+        objective = (losses * weight ** torch.from_numpy(depth)).sum()
+    if drafter.confidence is not None:
+        best, wanted = (
+            linear(x.detach(), drafter.lm_head).argmax(-1)
+            for x in (normed, last[anchor + depth + 1])
+        )
+        sure = linear(normed.detach(), drafter.lm_head).log_softmax(-1).amax(-1)
+        said = drafter.confidence(normed.detach())[:, 0] + (sure.exp() / (1 - sure.exp())).log()
+        binary_cross_entropy_with_logits(
+            said, (best == wanted).float(), right_before(anchor, depth, best == wanted)
+        ).backward()
+    objective.div(len(depth)).backward()
+    return {name: p.grad.clone() for name, p in drafter.named_parameters()}
+
+
+def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor:
+    """Of every anchor's chain q_0 + q_0 q_1 + ..., summed: as it is written."""
+    row = {pair: i for i, pair in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True))}
+    total = torch.zeros(())
+    for a in sorted(set(anchor.tolist())):
+        reached, d = torch.ones(()), 0
+        while (a, d) in row:
+            reached = reached * q[row[a, d]]
+            total, d = total + reached, d + 1
+    return total
+
+
+def dense_rows(
+    drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, depth: np.ndarray
+) -> Tensor:
+    """P-EAGLE: all rows in one pass under one mask. Depth 0 first, at every position; then the deeper rows."""
+    size, deeper = len(packed.ids), depth > 0
+    a = torch.from_numpy(np.concatenate([np.arange(size), anchor[deeper]]))
+    d = torch.from_numpy(np.concatenate([np.zeros(size, dtype=np.int64), depth[deeper]]))
+    doc, position = (torch.from_numpy(x)[a] for x in (packed.doc, packed.position))
+    block = drafter.config.bidirectional & (d[:, None] >= 1)
+    allowed = ((d == 0) & (a <= a[:, None])) | ((a == a[:, None]) & ((d <= d[:, None]) | block))
+    allowed &= doc == doc[:, None]
+    more = int(deeper.sum())
+    embeds = torch.cat(
+        [drafter.embed(torch.from_numpy(np.append(packed.ids[1:], 0))), mask_rows(drafter, more)]
+    )
+    hidden = drafter.fuse(torch.cat([g, drafter.mask_hidden.expand(more, -1)]))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)[
+            0
+        ].transpose(0, 1)
+
+    normed, _ = drafter(embeds, hidden, position + d, attend)
+    return normed[torch.from_numpy(np.concatenate([anchor[~deeper], size + np.arange(more)]))]
+
+
+def mask_rows(drafter: Drafter, rows: int) -> Tensor:
+    return drafter.embed(torch.full((rows,), drafter.config.mask_token_id))
+
+
+def unrolled_rows(
+    drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, depth: np.ndarray
+) -> Tensor:
+    """EAGLE-3: every chain by itself, as the decoding loop would run it, but fed the real next tokens."""
+    out: dict[tuple[int, int], Tensor] = {}
+    wanted = set(zip(anchor.tolist(), depth.tolist(), strict=True))
+    ids = torch.from_numpy(packed.ids)
+    for a in sorted({a for a, _ in wanted}):
+        start = int(packed.start[a])
+        hidden, d = drafter.fuse(g[start : a + 1]), 0
+        while (a, d) in wanted:
+            rows = drafter.embed(ids[start + 1 : a + 2 + d])
+            normed, feedback = drafter(rows, hidden, torch.arange(len(rows)), causal_attend)
+            out[a, d] = normed[-1]
+            hidden, d = torch.cat([hidden, feedback[-1:]]), d + 1
+    return torch.stack([out[pair] for pair in zip(anchor.tolist(), depth.tolist(), strict=True)])
+
+
+def assert_same(mine: Gradients, theirs: Gradients, tolerance: float = 1e-5) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert gradient.abs().max() > 0, (
+            f"{name} has no gradient at all: the comparison says nothing"
+        )
+        torch.testing.assert_close(
+            mine[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_any_number_of_segments(method: Method, checkpointing: bool):
+    drafter, packed = ready(method), some_pack()
+    g, last = some_features(packed)
+    single = gradients(drafter, packed, g, last)
+    drafter.checkpointing = checkpointing
+    for segments in (1, 2, 4, 8):
+        assert_same(gradients(drafter, packed, g, last, segments), single)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_rungs_equal_a_plain_computation(rung: str):
+    drafter, packed = ready("p-eagle", draft_vocab=40, **RUNGS[rung]), some_pack(SHORT)
+    g, last = some_features(packed)
+    naive = reference(drafter, packed, g, last, "kl")
+    for segments in (1, 4):
+        assert_same(gradients(drafter, packed, g, last, segments), naive)
+
+
+def test_a_frozen_drafter_has_no_gradients():
+    """What corrects and judges its rows has those it would have anyway."""
+    drafter, packed = ready("p-eagle", **RUNGS["all"]), some_pack(SHORT)
+    g, last = some_features(packed)
+    whole = gradients(drafter, packed, g, last)
+    drafter.requires_grad_(False)
+    drafter.dependency.requires_grad_(True)
+    drafter.confidence.requires_grad_(True)
+    parts = gradients(drafter, packed, g, last, 2)
+    assert {name.split(".")[0] for name in parts} == {"dependency", "confidence"}
+    assert_same(parts, {name: whole[name] for name in parts})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("draft_vocab", [None, 40])
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_a_plain_computation(method: Method, draft_vocab: int | None, options: str):
+    drafter, packed = ready(method, draft_vocab=draft_vocab), some_pack(SHORT)
+    g, last = some_features(packed)
+    naive = reference(drafter, packed, g, last, options)
+    for segments in (1, 4):
+        assert_same(gradients(drafter, packed, g, last, segments, options), naive)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trained_embeddings(method: Method):
+    """The table's gradient too, over depth 0 and (EAGLE-3) the chains."""
+    drafter, packed = ready(method, layers=1), some_pack(SHORT)
+    drafter.own_embeddings()
+    g, last = some_features(packed)
+    naive = reference(drafter, packed, g, last, "kl")
+    assert "embed_tokens" in naive
+    assert_same(gradients(drafter, packed, g, last, 2), naive)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("segments", [1, 2, 4, 8])
+def test_depth_0_runs_once(method: Method, segments: int):
+    drafter, packed = ready(method, layers=1), some_pack()
+    passes, seen = Passes(drafter), []
+    plain = passes.context
+    passes.context = lambda ids, *rest: seen.append(len(ids)) or plain(ids, *rest)  # type: ignore[method-assign]
+    gradients(drafter, packed, *some_features(packed), segments, passes=passes)
+    assert seen == [len(packed.ids)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_has_no_gradient(method: Method):
+    """What stands in padding, of the pack or of a level, changes nothing."""
+    drafter, packed = ready(method), some_pack()
+    g, last = some_features(packed)
+    total = int(packed.lengths.sum())
+    assert total < len(packed.ids)
+    g.requires_grad_()
+    first = gradients(drafter, packed, g, last)
+    assert g.grad[:total].abs().max() > 0 and not g.grad[total:].any()
+    other, elsewhere = g.detach().clone(), last.clone()
+    other[total:], elsewhere[total:] = 7.0, -7.0
+    assert_same(gradients(drafter, packed, other, elsewhere), first, 1e-7)
+    assert_same(gradients(drafter, packed, other, last, capacity=[700] * K), first)
+
+
+def test_no_gradient_crosses_documents():
+    """Alone in a pack or with others, a document gives the same: gradients of parts add up to those of the whole."""
+    drafter, (left, right) = ready("p-eagle"), (some_pack(((40, 5),), 1), some_pack(((30, 9),), 2))
+    documents = [(p.ids[:n], p.answer[:n]) for p, n in ((left, 40), (right, 30))]
+    both = pack(documents)
+    g, last = some_features(both)
+    whole = _full(drafter, both, g, last)
+    cuts = [(g, last), (g.roll(-40, 0), last.roll(-40, 0))]
+    parts = [
+        _full(drafter, pack([document]), *cut)
+        for document, cut in zip(documents, cuts, strict=True)
+    ]
+    assert_same({name: parts[0][name] + parts[1][name] for name in whole}, whole)
+
+
+def _full(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor) -> Gradients:
+    """Every chain as long as there is room, the losses summed."""
+    drafter.zero_grad()
+    batch = batch_of(packed, sample_chains(packed.room, K, 1.0, np.random.default_rng(0)))
+    pack_gradients(Passes(drafter), batch, g, last, Loss(drafter.lm_head, K, *OPTIONS["kl"]), 1.0)
+    return {name: p.grad.clone() for name, p in drafter.named_parameters()}

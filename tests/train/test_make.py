@@ -1,0 +1,137 @@
+"""All stages in one: the recipe fits the hardware, what is published is small, measured and has a card."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from peagle.catalog.pair import DrafterSource, Pair, TargetSource
+from peagle.cli import app
+from peagle.data.bench import Task
+from peagle.drafter.formats import checkpoint
+from peagle.evaluate.evaluate import EvaluateSettings, evaluate
+from peagle.evaluate.offline_acceptance import offline_acceptance
+from peagle.loaded import LoadedPair
+from peagle.target import Target
+from peagle.train.card import card
+from peagle.train.config import TrainConfig
+from peagle.train.make import pack_tokens, recipe
+from tests.regenerate.test_regenerate import make_chat_target, save_chat_target
+from tests.support.tiny_models import AUX, make_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat target on disk, and prompts for it."""
+    path = tmp_path_factory.mktemp("make")
+    save_chat_target(path / "target")
+    lines = [json.dumps({"turns": [f"w{3 + i % 60} w{40 + i % 50}"]}) for i in range(40)]
+    (path / "prompts.jsonl").write_text("\n".join(lines))
+    return path
+
+
+def make(folder: Path, out: Path, *more: str) -> str:
+    words = [
+        "make-drafter",
+        str(folder / "target"),
+        "--prompts",
+        str(folder / "prompts.jsonl"),
+        "--out",
+        str(out),
+    ]
+    small = [
+        "pack_tokens=256",
+        "max_anchors=64",
+        "layers=1",
+        "k=4",
+        "eval_k=3",
+        "aux_layer_ids=1,3,6",
+        "mask_token_id=5",
+    ]
+    done = CliRunner().invoke(
+        app, [*words, "--epochs", "2", *(w for s in small for w in ("--set", s)), *more]
+    )
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
+    told = make(folder, tmp_path / "out", "--set", "held_out=4")
+    assert "acceptance length" in told
+    published = tmp_path / "out" / "p-eagle" / "published"
+    pictures = {"curves.png", "calibration.png"}
+    assert {f.name for f in published.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    } | pictures
+    assert "| steps |" in (published / "README.md").read_text()
+    target = Target(make_chat_target().model)
+    assert checkpoint.load(published, target, target.dtype).config.trained
+    again = make(folder, tmp_path / "out", "--set", "held_out=4")
+    assert "resuming" in again and "0 answered" in again
+
+
+def test_the_pack_fits_the_memory() -> None:
+    target = make_target()
+    assert pack_tokens(target, None) == 1024
+    sizes = [pack_tokens(target, int(gb * 1e9)) for gb in (0.01, 0.5, 2, 140)]
+    assert sizes == sorted(sizes) and sizes[0] == 1024 and sizes[-1] == 16384
+    chosen = recipe(target, "tiny", "eagle3", Path("x"), 2.0, None)
+    assert chosen.config.k == 7 and chosen.config.num_layers == 1 and chosen.config.draft_vocab == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["make-drafter", "x"], ["make-drafter", "x", "--invent", "3", "--method", "none"]]
+)
+def test_bad_input(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and "error:" in done.output
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_jumping_equals_decoding(method: str) -> None:
+    """Up to drafts behind the end of an answer, which only decoding can count."""
+    target = make_chat_target()
+    drafter = make_drafter(target, method, 1)
+    pair = Pair("tiny", TargetSource(("folder",)), {method: DrafterSource()}, method, 3)
+    loaded = LoadedPair(pair, target, {method: drafter})
+    tasks = {"a": [Task(str(i), [f"w{5 + i} w{50 + i}", f"w{60 + i}"]) for i in range(4)]}
+    settings = EvaluateSettings((2, 3), (0.0,), method, max_tokens=20)
+    decoded, jumped = evaluate(loaded, tasks, settings), offline_acceptance(loaded, tasks, settings)
+    for mine, theirs in zip(jumped.results, decoded.results, strict=True):
+        assert (mine.k, mine.set, mine.drafts) == (theirs.k, theirs.set, theirs.drafts)
+        assert theirs.accepted - 8 * mine.k <= mine.accepted <= theirs.accepted
+
+
+def test_the_card_tells_what_differs() -> None:
+    drafter = make_drafter(make_target(), "p-eagle", 2).config
+    results = [
+        {
+            "set": "x",
+            "k": 3,
+            "temperature": 0.0,
+            "acceptance_length": 2.5,
+            "tasks": 7,
+            "accepted_per_position": [0.8, 0.5, 0.2],
+        }
+    ]
+    mean = [{"k": 3, "temperature": 0.0, "acceptance_length": 2.5}]
+    told = card(
+        replace(drafter, target="T"),
+        TrainConfig(lr=0.5, aux_layer_ids=AUX),
+        {"steps": 1234},
+        [{"results": results, "mean": mean, "max_tokens": 64}],
+        ["peagle train"],
+    )
+    for part in (
+        "P-EAGLE drafter, 2 layers, for T",
+        "| steps | 1,234 |",
+        "| x | 7 | 2.50 |",
+        "lr: 0.5",
+        "peagle train",
+    ):
+        assert part in told
+    assert "optimizer" not in told

@@ -1,0 +1,155 @@
+"""Two processes give what one gives: DDP and FSDP over gloo, steps with a pack for one process only, states of either.
+
+The processes run this file as a script, with the variables torchrun would set.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.train.optim.parallel import World, start
+from peagle.train.state import states
+from peagle.train.trainer import Trainer
+from tests.support.tiny_models import make_target
+from tests.support.training import RUNGS, make_run, some_config, train, write_answers
+
+KINDS = ("ddp", "fsdp")
+METHODS = ("p-eagle", "eagle3")
+# 16 documents of 24 tokens, 5 in a pack: 4 packs an epoch, so every second step has one pack only
+HOW = {
+    "pack_tokens": 128,
+    "k": 3,
+    "steps": 5,
+    "packs_per_step": 3,
+    "held_out": 0,
+    "save_every": 3,
+    "layers": 2,
+}
+
+
+def run(folder: Path, kind: str, method: str, world: World = World(), **more: float) -> Trainer:  # noqa: B008
+    """Trains in folder/`kind method`, from its newest state if there is one."""
+    more_of_it = RUNGS["all"] if method == "p-eagle" else {"train_embeddings": True}
+    how = HOW | {"parallel": kind, "method": method} | more_of_it
+    config = some_config(folder / "answers.jsonl", folder / f"{kind} {method}", **how)
+    trainer = make_run(make_target(), config, world)
+    trainer.resume()
+    train(trainer, **more)
+    return trainer
+
+
+def one_of_two(folder: Path) -> None:
+    """Each run is stopped after its first step, by one process's clock, and resumed."""
+    torch.set_num_threads(1)
+    world, _ = start("cpu")
+    assert world.size == 2
+    for method in METHODS:
+        for kind in KINDS:
+            assert run(folder, kind, method, world, stop_after=0 if world.first else 1e9).step == 1
+            assert run(folder, kind, method, world).step == 5
+
+
+def state_of(folder: Path, step: int = 5) -> dict:
+    return torch.load(folder / "state" / f"step-{step:08d}.pt", weights_only=True)
+
+
+def losses(folder: Path) -> list[float]:
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Everything two processes and one have trained: `ddp p-eagle`, ..., and `alone/...`."""
+    folder = tmp_path_factory.mktemp("parallel")
+    write_answers(make_target(), folder / "answers.jsonl", count=16, tokens=20)
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = []
+    for rank in ("0", "1"):
+        env = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, "-m", "tests.train.test_parallel", str(folder)]
+        root = Path(__file__).parents[2]
+        processes.append(
+            subprocess.Popen(command, env=env, cwd=root, stderr=subprocess.PIPE, text=True)
+        )
+    alone = folder / "alone"
+    alone.mkdir()
+    shutil.copy(folder / "answers.jsonl", alone)
+    for method in METHODS:
+        run(alone, "ddp", method)
+    for process in processes:
+        try:
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert process.returncode == 0, errors[-3000:]
+    return folder
+
+
+def assert_close(mine: dict, theirs: dict) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(
+            mine[name], tensor, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_as_one(folder: Path, kind: str, method: str):
+    both, alone = folder / f"{kind} {method}", folder / "alone" / f"ddp {method}"
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-5) and len(losses(both)) == 5
+    assert_close(state_of(both)["model"], state_of(alone)["model"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_goes_on_where_two_stopped(folder: Path, kind: str, method: str, tmp_path):
+    """The state holds whole tensors, whoever wrote it: weights and both moments."""
+    both = folder / f"{kind} {method}"
+    shutil.copy(folder / "answers.jsonl", tmp_path)
+    shutil.copytree(both, tmp_path / both.name)
+    states(tmp_path / both.name / "state")[-1].unlink()
+    trainer = run(tmp_path, kind, method)
+    assert trainer.step == 5 and len(losses(trainer.out)) == 5
+    assert losses(trainer.out) == pytest.approx(losses(both), rel=1e-5)
+    assert_close(state_of(trainer.out)["model"], state_of(both)["model"])
+
+
+def test_some_steps_leave_a_process_without_a_pack(folder: Path):
+    """What the above must cover: two packs and one, then one and none."""
+    config = some_config(folder / "answers.jsonl", folder / "nothing", **HOW)
+    counts = []
+    for rank in range(2):
+        feed = make_run(make_target(), config).feed
+        feed.world = World(rank, 2)
+        counts.append([len(batches) for batches in feed(0, 5)])
+    assert counts == [[2, 1, 2, 1, 2], [1, 0, 1, 0, 1]]
+
+
+def test_one_process_needs_no_group():
+    world, device = start("cpu")
+    assert world == World() and world.first and device == "cpu"
+    assert world.number(3.0, torch.device("cpu")) == 3.0
+
+
+if __name__ == "__main__":
+    one_of_two(Path(sys.argv[1]))

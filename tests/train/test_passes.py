@@ -1,0 +1,180 @@
+"""A training row equals the inference row: the same logits at every depth, for a drafter that has been trained."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.core import Method
+from peagle.drafter import Drafter
+from peagle.reference.proposer import Verified, proposer_for
+from peagle.train.data.attention_mask import mask_for
+from peagle.train.data.chains import full_chains
+from peagle.train.data.pack import Pack, batch_of, pack
+from peagle.train.features.features import Features
+from peagle.train.objective.gradients import run_level
+from peagle.train.objective.passes import Passes
+from tests.support.tiny_models import AUX
+from tests.support.training import RUNGS, Trained, trained
+
+K = 6
+PREFIXES = (1, 4, 5, 17, 29)  # tokens consumed before the first draft
+METHODS: list[Method] = ["p-eagle", "eagle3"]
+
+
+def document(one: Trained, number: int) -> np.ndarray:
+    return np.array(json.loads(one.data.read_text().splitlines()[number])["ids"])
+
+
+def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, Tensor]:
+    """(logits [K, V], drafts [K]) of the decoding loop, ids[:n] consumed in two passes, a rejected draft between."""
+    one.target.tap(AUX)
+    seen: list[Tensor] = []
+    plain = Drafter.logits
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafter, "logits", lambda self, x: seen.append(plain(self, x)) or seen[-1])
+        proposer, tokens = proposer_for(one.drafter), torch.tensor(ids)
+        cut = max(1, n - 3)
+        g = one.target.forward(tokens[:n]).hidden
+        drafts = proposer.propose(Verified(tokens[:cut], g[:cut], 0, 0, tokens[cut : cut + 1]), K)
+        if cut < n:
+            seen.clear()
+            block = torch.cat([tokens[cut:n], torch.tensor([90])])  # 90 is rejected
+            hidden = torch.cat([g[cut:n], torch.randn(1, g.shape[1])])
+            drafts = proposer.propose(Verified(block, hidden, cut, 1, tokens[n : n + 1]), K)
+    return torch.cat(seen).clone(), drafts.clone()
+
+
+@torch.no_grad()
+def trained_rows(
+    one: Trained, packed: Pack, anchors: np.ndarray, drafts: Tensor, shift: int = 0
+) -> Tensor:
+    """[anchors, K, V]: the training forward over a whole pack. EAGLE-3 is fed `drafts` [anchors, K]."""
+    by_depth = one.drafter.config.method != "p-eagle"
+    batch = batch_of(
+        packed, full_chains(anchors, K), by_depth, bidirectional=one.drafter.config.bidirectional
+    )
+    passes = Passes(one.drafter)
+    g = Features(one.target, AUX)(batch)[0].roll(shift, 0)
+    mask = mask_for(batch.context, batch.context, flex=False)
+    normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
+    out, seen = [normed[torch.from_numpy(anchors)]], batch.context
+    for depth, level in enumerate(batch.segments[0].levels):
+        seen = seen + level.rows
+        ids = (
+            torch.cat([drafts[:, depth], drafts.new_zeros(len(level.rows) - level.live)])
+            if by_depth
+            else None
+        )
+        normed, feedback, cache = run_level(
+            passes, level, feedback, cache, mask_for(level.rows, seen, False), ids
+        )
+        live = normed[: level.live]
+        out += [live] if by_depth else list(live.view(len(anchors), K - 1, -1).unbind(1))
+    return one.drafter.logits(torch.stack(out, 1))
+
+
+KINDS = [
+    *((method, vocab, "") for method in METHODS for vocab in (0, 48)),
+    *(("p-eagle", 48, rung) for rung in RUNGS),
+]
+
+
+@pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
+def test_a_training_row_equals_the_inference_row(
+    method: Method, draft_vocab: int, rung: str, monkeypatch
+):
+    one = trained(method, draft_vocab, rung)
+    ids = document(one, 3)
+    before = document(one, 5)  # another document of the pack: it must not matter
+    packed = pack([(before, before > 0), (ids, ids > 0)])
+    loops = [looped(one, ids.tolist(), n, monkeypatch) for n in PREFIXES]
+    logits, drafts = (torch.stack(part) for part in zip(*loops, strict=True))
+    anchors = len(before) + np.array(PREFIXES) - 1
+    torch.testing.assert_close(
+        trained_rows(one, packed, anchors, drafts), logits, rtol=1e-4, atol=1e-5
+    )
+    for shift in (1, -1):  # the control: hidden states off by one position
+        wrong = trained_rows(one, packed, anchors, drafts, shift)
+        assert (wrong - logits).abs().amax((1, 2)).min() > 0.01, (
+            "a shift of the hidden states goes unnoticed"
+        )
+
+
+@pytest.mark.parametrize("rung", ["inject", "bidirectional"])
+def test_every_rung_matters(rung: str, monkeypatch):
+    """The same drafter without it says something else; the real row of a bidirectional block does not."""
+    one = trained("p-eagle", 48, rung)
+    plain = Drafter(replace(one.drafter.config, **{rung: False}))
+    plain.load_state_dict(
+        {name: t for name, t in one.drafter.state_dict().items() if "inject" not in name}
+    )
+    plain.adopt(one.drafter.embed_tokens, one.drafter.lm_head, one.drafter.target_ids)
+    ids = document(one, 3).tolist()
+    with_it, without = (
+        looped(o, ids, 10, monkeypatch)[0] for o in (one, replace(one, drafter=plain.eval()))
+    )
+    differs = ((with_it - without).abs().amax(1) > 1e-3).tolist()
+    assert differs[1:-1] == [True] * (K - 2) and differs[0] == (rung == "inject")
+
+
+def test_a_corrected_training_row_equals_the_pair():
+    """What training makes of a row and the token before it is what the chain reads off the pairs of candidates."""
+    drafter = trained("p-eagle", 48, "dependency").drafter
+    torch.manual_seed(0)
+    normed = torch.randn(3, K, drafter.config.hidden_size)
+    ids, pairs = drafter.pairs(normed)
+    plain = drafter.logits(normed)
+    torch.testing.assert_close(pairs[:, 0, 0], plain[:, 0].gather(-1, ids[:, 0]))
+    passes = Passes(drafter)
+    for row, before in ((1, 0), (4, 13)):
+        told = drafter.known(ids[:, row - 1, before])
+        logits = drafter.logits(passes("correct", normed[:, row], told))
+        torch.testing.assert_close(
+            pairs[:, row, before], logits.gather(-1, ids[:, row]), rtol=1e-4, atol=1e-4
+        )
+        assert (logits - plain[:, row]).abs().amax() > 0.1, "nothing is corrected"
+        assert torch.equal(
+            passes("correct", normed[:, row], torch.full_like(told, -1)), normed[:, row]
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_depth_matters(method: Method, monkeypatch):
+    """The comparison above is not one of rows that all say the same."""
+    logits, _ = looped(trained(method), document(trained(method), 3).tolist(), 10, monkeypatch)
+    assert (logits[1:] - logits[:-1]).abs().amax(1).min() > 0.005
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_training_gave_lies_in_the_folder(method: Method):
+    """Trained, of the trained sizes, and better than at the start."""
+    one = trained(method)
+    losses = [entry["loss"] for entry in one.entries if "loss" in entry]
+    assert (
+        one.drafter.config.trained
+        and one.drafter.config.k_trained == 5
+        and one.drafter.config.method == method
+    )
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_autocast_keeps_weights():
+    """Below float32 only the arithmetic changes."""
+    one = trained("p-eagle")
+    ids = document(one, 1)
+    packed = pack([(ids, ids > 0)])
+    batch = batch_of(packed, full_chains(np.array([5]), K))
+    g = Features(one.target, AUX)(batch)[0]
+    mask = mask_for(batch.context, batch.context, flex=False)
+    dtypes = (torch.float32, torch.bfloat16)
+    exact, low = (
+        Passes(one.drafter, t)("context", batch.next_ids, g, batch.position, mask)[0]
+        for t in dtypes
+    )
+    torch.testing.assert_close(low.float(), exact, rtol=0.1, atol=0.1)
+    assert not torch.equal(low.float(), exact) and one.drafter.fc.weight.dtype == torch.float32

@@ -1,0 +1,117 @@
+"""`peagle train` as a user meets it: config, plan, dry run, an interrupt, a resume."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from peagle.cli import app
+from peagle.drafter.formats import checkpoint
+from peagle.train.config import read_config
+from peagle.train.run import TrainRun
+from tests.regenerate.test_regenerate import make_chat_target, save_chat_target
+from tests.support.training import write_answers
+
+SMALL = "layers=1 k=4 eval_k=3 aux_layer_ids=1,3,6 mask_token_id=5 pack_tokens=256 held_out=4 log_every=1 steps=6"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    target = save_chat_target(path / "target")
+    write_answers(target, path / "answers.jsonl", 30, 20)
+    return path
+
+
+def options(folder: Path, out: Path, *more: str) -> list[str]:
+    words = [
+        *SMALL.split(),
+        f"target={folder / 'target'}",
+        f"data={folder / 'answers.jsonl'}",
+        f"out={out}",
+        *more,
+    ]
+    return [part for word in words for part in ("--set", word)]
+
+
+def train(*words: str) -> Result:
+    return CliRunner().invoke(app, ["train", *words])
+
+
+def test_print_config_is_a_config(tmp_path: Path) -> None:
+    shown = train("--print-config", "--set", "lr=0.5").output
+    (tmp_path / "c.yaml").write_text(shown)
+    assert read_config(tmp_path / "c.yaml").lr == 0.5
+
+
+def test_plan_stops_there(folder: Path, tmp_path: Path) -> None:
+    done = train(*options(folder, tmp_path / "out"), "--plan")
+    assert done.exit_code == 0 and "GB of memory" in done.output and not (tmp_path / "out").exists()
+
+
+def test_dry_run_writes_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    done = train(*options(folder, tmp_path / "out"), "--dry-run")
+    assert done.exit_code == 0, done.output
+    target = make_chat_target()
+    assert not checkpoint.load(tmp_path / "out" / "drafter", target, target.dtype).config.trained
+
+
+def test_stopped_and_resumed(folder: Path, tmp_path: Path) -> None:
+    words = options(folder, tmp_path / "out")
+    assert "stopped after step 1" in train(*words, "--stop-after", "0.000001").output
+    done = train(*words)
+    assert done.exit_code == 0 and "resuming" in done.output and "published" in done.output
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2, 3, 4, 5, 6, 6]  # the last line is the evaluation's
+
+
+def test_an_interrupt_keeps_the_steps_done(folder: Path, tmp_path: Path) -> None:
+    config = read_config(
+        None, dict(word.split("=", 1) for word in options(folder, tmp_path / "out")[1::2])
+    )
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(step: int, total: int, measured: dict[str, float]) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = TrainRun(config)
+    assert not run.train(interrupt, print)
+    assert run.trainer.step == 3 and signal.getsignal(signal.SIGINT) is before
+    again = TrainRun(config)
+    assert again.train(lambda *_: None, print) and again.trainer.step == 6
+
+
+def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path) -> None:
+    words = options(folder, tmp_path / "out")
+    train(*words, "--stop-after", "0")
+    lines = (folder / "answers.jsonl").read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(lines[1:]))
+    done = train(*options(folder, tmp_path / "out", f"data={tmp_path / 'other.jsonl'}"))
+    assert done.exit_code == 2 and "other documents" in done.output
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("lerning_rate=1", "unknown key"),
+        ("k=0", "k is 0"),
+        ("data=nowhere.jsonl", "no file"),
+        ("optimizer", "key=value"),
+        ("target=nowhere", "unknown pair"),
+        ("init=nowhere", "nowhere"),
+        ("layers=9", "8 layers"),
+        ("beta1=1", "beta1"),
+        ("epochs=inf", "epochs"),
+    ],
+)
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path, word: str, told: str) -> None:
+    done = train(*options(folder, tmp_path / "out", word))
+    assert done.exit_code == 2 and told in done.output and "Traceback" not in done.output

@@ -1,0 +1,371 @@
+"""What a plain drafter has not (inject, bidirectional, dependency, confidence): begins as nothing, is learned, kept."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.core import Sampling
+from peagle.drafter import Drafter
+from peagle.drafter.formats import checkpoint, compact
+from peagle.errors import UserError
+from peagle.reference import reference
+from peagle.reference.decode import decode
+from peagle.reference.proposer import Verified, proposer_for
+from peagle.target import Target, default_aux_layer_ids
+from peagle.train.config import TrainConfig
+from peagle.train.data.pack import Batch
+from peagle.train.features.features import Chosen, Features, Remembered, online, with_taps
+from peagle.train.optim.optimizer import Optimizers
+from peagle.train.setup import begin_as_target, fitted
+from peagle.train.trainer import Trainer
+from tests.engine.test_engine import K, engine_of, pair_of, serve
+from tests.support.tiny_models import AUX, make_drafter, make_target
+from tests.support.training import (
+    RUNGS,
+    make_run,
+    some_answers,
+    some_batch,
+    some_config,
+    some_pack,
+    train,
+    trained,
+)
+from tests.train.test_acceptance import prompts
+
+GREEDY = Sampling()
+
+
+def shaken(
+    target: Target, layers: int = 3, draft_vocab: int | None = 40, **switches: Any
+) -> Drafter:
+    """No weight at zero, and rows that differ."""
+    drafter, generator = (
+        make_drafter(target, "p-eagle", layers, draft_vocab, **switches),
+        torch.Generator(),
+    )
+    generator.manual_seed(0)
+    for parameter in drafter.parameters():
+        parameter.data += 0.4 * torch.randn(parameter.shape, generator=generator)
+    return drafter
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_with_and_without_a_cache(rung: str, target: Target, prompt) -> None:
+    """The same drafts: of a prompt at once, and after a step of which the last token was rejected."""
+    drafter = shaken(target, **RUNGS[rung])
+    target.tap(AUX)
+    ids = torch.tensor(prompt(12))
+    g, more = target.forward(ids).hidden, torch.randn(1, 3 * 32)
+    for k in (1, 2, 6):
+        proposer = proposer_for(drafter)
+        first = proposer.propose(Verified(ids[:7], g[:7], 0, 0, ids[7:8]), k)
+        block = torch.cat([ids[7:11], torch.tensor([90])])
+        second = proposer.propose(Verified(block, torch.cat([g[7:11], more]), 7, 1, ids[11:]), k)
+        assert torch.equal(first, reference.propose(drafter, g[:7], ids[:8], k))
+        assert torch.equal(second, reference.propose(drafter, g[:11], ids, k))
+        assert k < 6 or len(torch.cat([first, second]).unique()) > 2, (
+            "drafts that are all alike say little"
+        )
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_it_begins_as_the_plain_drafter(rung: str, target: Target, prompt) -> None:
+    """Same seed, same drafts; a bidirectional block has no weights of its own."""
+    plain, more = (
+        make_drafter(target, "p-eagle", 2, 40),
+        make_drafter(target, "p-eagle", 2, 40, **RUNGS[rung]),
+    )
+    own = more.state_dict()
+    assert all(torch.equal(own.pop(name), tensor) for name, tensor in plain.state_dict().items())
+    assert bool(own) == (rung != "bidirectional")
+    if not more.config.bidirectional:
+        target.tap(AUX)
+        ids = torch.tensor(prompt(12))
+        g = target.forward(ids[:-1]).hidden
+        assert torch.equal(*(reference.propose(drafter, g, ids, 6) for drafter in (plain, more)))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_folder_keeps_them(int8: bool, target: Target, tmp_path: Path) -> None:
+    drafter = shaken(target, **RUNGS["all"], calibration=(1.0, 0.8, 0.7))
+    compact.save(drafter, tmp_path / "d", target, int8=int8)
+    assert checkpoint.read(tmp_path / "d").problems() == []
+    back = checkpoint.load(tmp_path / "d", target)
+    assert back.config == drafter.config and back.config.calibration == (1.0, 0.8, 0.7)
+    for name, tensor in drafter.state_dict().items():
+        near = 0.02 * float(tensor.abs().max()) if int8 and tensor.ndim == 2 else 0
+        torch.testing.assert_close(back.state_dict()[name], tensor, rtol=0, atol=near)
+    normed = torch.randn(9, 5, 32)
+    same = (back.drafts(normed) == drafter.drafts(normed)).float().mean()
+    assert same == 1 or (int8 and same > 0.8)
+
+
+def test_folders_of_before_still_load(target: Target, tmp_path: Path) -> None:
+    drafter = make_drafter(target, "p-eagle", 2)
+    compact.save(drafter, tmp_path / "d", target)
+    file = tmp_path / "d" / "config.json"
+    told = json.loads(file.read_text())
+    for key in ("inject", "bidirectional", "dependency", "confidence", "calibration"):
+        del told[key]
+    file.write_text(json.dumps(told))
+    assert checkpoint.load(tmp_path / "d", target).config == drafter.config
+
+
+def test_a_lacking_tensor_is_named(target: Target, tmp_path: Path) -> None:
+    compact.save(make_drafter(target, "p-eagle", 2), tmp_path / "d", target)
+    file = tmp_path / "d" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dependency": 8}))
+    with pytest.raises(UserError, match=r"dependency\.before\.weight is missing"):
+        checkpoint.load(tmp_path / "d", target)
+
+
+def test_lean_layers_inject(prompt) -> None:
+    """They draft what the plain ones draft, and accept as many; without what is injected they would not."""
+    one = trained("p-eagle", 48, "inject")
+    drafter = copy.deepcopy(one.drafter)
+    for linear in drafter.inject:
+        linear.weight.data.mul_(3)
+    asked = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
+    served = []
+    for injected in (True, False):
+        engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
+        if not injected:
+            engine.stepper.drafting.lean.inject = None
+        served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
+    one.target.tap(AUX)
+    alone = [
+        list(decode(one.target, proposer_for(drafter), ids, K, 20, GREEDY)) for ids, _ in asked
+    ]
+    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in alone]
+    assert (
+        served[0] != served[1]
+        and sum(accepted for steps in served[0] for _, accepted in steps) > 20
+    )
+
+
+# Taps.
+
+
+def test_some_of_the_taps_at_hand(target: Target) -> None:
+    five, batch = (0, 1, 3, 5, 6), some_batch(some_pack(), 4)
+    alone, last = Features(target, AUX)(batch)
+    whole = Features(target, five)
+    some = with_taps(whole, AUX)
+    assert (
+        isinstance(some, Chosen)
+        and torch.equal(some(batch)[0], alone)
+        and torch.equal(some(batch)[1], last)
+    )
+    assert with_taps(some, five) is whole and with_taps(whole, five) is whole
+    target.tap(AUX)  # somebody else runs it in between
+    assert whole(batch)[0].shape[1] == 5 * 32 and torch.equal(online(some)(batch)[0], alone)
+    with pytest.raises(
+        UserError, match=r"taps \[2\] are not among those at hand, \[0, 1, 3, 5, 6\]"
+    ):
+        with_taps(whole, (1, 2))
+
+
+def test_runs_share_a_store_of_more_taps(tmp_path: Path) -> None:
+    """The second run wants three of five: it trains as one with features of its own."""
+    target, folder = some_answers()
+    data, five = folder / "answers.jsonl", (0, 1, 3, 5, 6)
+    first = make_run(
+        target, some_config(data, tmp_path / "five", aux_layer_ids=five, steps=2, init="target")
+    )
+    first.features = Remembered(first.features, first.material.documents)
+    train(first)
+    config = some_config(data, tmp_path / "three", steps=3)
+    second = Trainer(config, target, first.material, first.world, first.features)
+    assert second.drafter.config.num_taps == 3 and isinstance(online(second.features), Chosen)
+    shared = [entry["loss"] for entry in train(second) if "loss" in entry]
+    own = make_run(target, some_config(data, tmp_path / "own", steps=3))
+    assert shared == pytest.approx(
+        [entry["loss"] for entry in train(own) if "loss" in entry], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("aux", [AUX, (0, 1, 3, 5, 6)])
+def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Target) -> None:
+    """fc adds a copy of the last tap; what is injected begins as nothing."""
+    trainer = make_run(
+        target,
+        some_config(some_answers()[1] / "answers.jsonl", Path("x"), aux_layer_ids=aux, layers=2),
+    )
+    drafter = make_drafter(target, "p-eagle", 2, inject=True)
+    begin_as_target(drafter, target)
+    assert not drafter.inject[0].weight.any()
+    before = trainer.drafter.fc.weight.detach().clone()
+    begin_as_target(trainer.drafter, target)
+    added = trainer.drafter.fc.weight.detach() - before
+    torch.testing.assert_close(added[:, -32:], torch.eye(32))
+    assert not added[:, :-32].any() and trainer.drafter.fc.weight.shape[1] == 32 * len(aux)
+    assert len(default_aux_layer_ids(8)) == 3
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        *(
+            (
+                {"method": "eagle3", name: 1 if name == "dependency" else True},
+                f"{name} is of p-eagle",
+            )
+            for name in ("inject", "bidirectional", "dependency", "confidence")
+        ),
+        ({"dependency": 257}, "dependency is 257"),
+        ({"dependency": -1}, "dependency is -1"),
+        ({"dependency_drop": 1.5}, "dependency_drop is 1.5"),
+        ({"freeze": True, "init": "some/folder"}, "freeze trains a dependency or a confidence"),
+        ({"freeze": True, "dependency": 8}, "init to that drafter's folder"),
+        (
+            {"freeze": True, "dependency": 8, "init": "x", "train_embeddings": True},
+            "leave out train_embeddings",
+        ),
+    ],
+)
+def test_refused(wrong: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainConfig(**wrong)
+
+
+def test_matrices_go_to_muon_and_the_confidence_to_adamw(target: Target) -> None:
+    drafter = make_drafter(target, "p-eagle", 2, **RUNGS["all"]).requires_grad_(True)
+    adamw, muon = (
+        {id(p) for group in part.param_groups for p in group["params"]}
+        for part in Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts
+    )
+    for name, parameter in drafter.named_parameters():
+        wanted = (
+            muon
+            if name.startswith(("dependency", "inject"))
+            else adamw
+            if "confidence" in name
+            else adamw | muon
+        )
+        assert id(parameter) in wanted, name
+    drafter.requires_grad_(False)
+    drafter.dependency.requires_grad_(True)
+    assert len(Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts) == 1, (
+        "nothing is left for AdamW"
+    )
+
+
+# Learning.
+
+A, B, C, P, Q, S = 10, 20, 30, 40, 50, 60
+
+
+class Bigrams:
+    """Features of a target for which a token follows from the one before: S is followed by A, B or C, these by P, Q, Q.
+
+    Two places ahead of S the likeliest token is Q; behind the likeliest draft A, it is P.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.softcap, self.aux = target, 0.0, AUX
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        rows = self.target.lm_head[batch.next_ids]
+        return torch.zeros(len(batch.ids), 3 * 32), 30 * rows / rows.norm(dim=-1, keepdim=True) ** 2
+
+
+def bigrams(path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for i in range(60):
+            chosen = rng.choice([A, B, C], 14, p=[0.4, 0.3, 0.3]).tolist()
+            ids = [7, 8] + [token for x in chosen for token in (S, x, P if x == A else Q)]
+            file.write(json.dumps({"key": f"{i}@0", "ids": ids, "spans": [[2, len(ids)]]}) + "\n")
+    return path
+
+
+def learned(folder: Path, name: str, **changes: Any) -> tuple[Trainer, np.ndarray, float]:
+    """(the run, its last losses per depth, its acceptance length)"""
+    target = make_target()
+    how = {
+        "steps": 60,
+        "lr": 1e-2,
+        "save_every": 0,
+        "held_out": 10,
+        "k": 6,
+        "eval_k": 5,
+        "dependency_drop": 0.2,
+    }
+    config = some_config(bigrams(folder / "data.jsonl"), folder / name, **how | changes)
+    trainer = make_run(target, config)
+    trainer.features = Bigrams(target)  # type: ignore[assignment]
+    entries = train(trainer)
+    losses = np.mean([entry["loss_per_depth"] for entry in entries if "loss" in entry][-5:], 0)
+    return trainer, losses, entries[-1]["acceptance_length"]
+
+
+def test_a_dependency_learns_what_rows_cannot_know(tmp_path: Path) -> None:
+    """With the drafter, and on top of the finished one, which stays as it is."""
+    plain, losses, length = learned(tmp_path, "plain")
+    _, with_it, longer = learned(tmp_path, "together", dependency=8)
+    assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
+    folder = shutil.copytree(plain.out / "drafter", tmp_path / "finished")
+    how = {"init": str(folder), "freeze": True, "dependency": 8, "confidence": True}
+    on_top, with_it, longer = learned(tmp_path, "on top", **how)
+    assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
+    kept, saved = (checkpoint.read(path).tensors for path in (folder, on_top.out / "drafter"))
+    assert all(torch.equal(saved.pop(name), tensor) for name, tensor in kept.items())
+    assert {name.split(".")[0] for name in saved} == {"dependency", "confidence"}
+
+
+def test_what_one_can_go_on_from(tmp_path: Path) -> None:
+    """A plain drafter may get everything; one that has it cannot lose it."""
+    target, folder = some_answers()
+    data = folder / "answers.jsonl"
+    first = make_run(
+        target, some_config(data, tmp_path / "first", steps=2, layers=2, **RUNGS["all"])
+    )
+    train(first)
+    compact.save(make_drafter(target, "p-eagle", 2), tmp_path / "plain", target)
+    more = make_run(
+        target,
+        some_config(
+            data, tmp_path / "more", init=str(tmp_path / "plain"), layers=2, **RUNGS["all"]
+        ),
+    )
+    assert not more.drafter.dependency.out.weight.any() and not more.drafter.inject[0].weight.any()
+    with pytest.raises(
+        UserError, match=r"cannot begin as .*its inject is True, this run's is False"
+    ):
+        make_run(
+            target,
+            some_config(
+                data, tmp_path / "less", init=str(tmp_path / "first" / "drafter"), layers=2
+            ),
+        )
+    assert fitted(more.config) is more.config
+
+
+def test_dropped_rows_are_the_same_however_often_it_starts(tmp_path: Path) -> None:
+    """Told or not, by the seed; the number of segments changes nothing."""
+    target, folder = some_answers()
+    data = folder / "answers.jsonl"
+    runs = []
+    for name, segments in (("a", 1), ("b", 1), ("c", 4)):
+        how = {"dependency": 8, "segments": segments, "steps": 3}
+        runs.append(
+            [
+                e["loss"]
+                for e in train(make_run(target, some_config(data, tmp_path / name, **how)))
+                if "loss" in e
+            ]
+        )
+    assert runs[0] == runs[1] and runs[0] == pytest.approx(runs[2], rel=1e-4)
+    trainer = make_run(target, some_config(data, tmp_path / "d", dependency=8, dependency_drop=0.3))
+    level = next(iter(trainer.feed(0, 1)))[0].segments[0].levels[0]
+    assert 0.2 < (level.ids[: level.live] < 0).float().mean() < 0.4

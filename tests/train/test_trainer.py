@@ -1,0 +1,262 @@
+"""A run: it learns, goes on where it was stopped to the bit, and stops with a word where it must."""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.core import Method
+from peagle.drafter.formats import checkpoint
+from peagle.errors import UserError
+from peagle.train.config import TrainConfig
+from peagle.train.journal import Journal
+from peagle.train.state import states
+from peagle.train.trainer import Trainer
+from tests.support.training import make_run, some_answers, some_config, train
+
+QUICK = {"pack_tokens": 128, "k": 3, "steps": 8, "eval_k": 2, "held_out": 2, "save_every": 3}
+
+
+def config_in(folder: Path, **changes: object) -> TrainConfig:
+    return some_config(some_answers()[1] / "answers.jsonl", folder / "run", **(QUICK | changes))
+
+
+def start(config: TrainConfig) -> Trainer:
+    return make_run(some_answers()[0], config)
+
+
+def losses(entries: list[dict]) -> list[float]:
+    return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def spoil(trainer: Trainer, call: int, do: Callable[[Tensor], Tensor]) -> None:
+    """Features as they are, but what `do` makes of them at one call (from 1)."""
+    plain, calls = trainer.features, itertools.count(1)
+
+    def features(batch: Any) -> Any:
+        g, last = plain(batch)
+        return (do(g) if next(calls) == call else g), last
+
+    trainer.features = features  # type: ignore[assignment]
+
+
+def killed(g: Tensor) -> Tensor:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_it_learns(method: Method, tmp_path):
+    """The loss falls, and what is served with it, the acceptance length on prompts never seen, rises."""
+    config = config_in(
+        tmp_path, method=method, pack_tokens=384, k=4, steps=40, lr=1e-2, eval_k=3, held_out=6
+    )
+    trainer = start(config)
+    trainer.evaluate(Journal(trainer.out))
+    entries = train(trainer)
+    lengths = [entry["acceptance_length"] for entry in entries if "k" in entry]
+    assert np.mean(losses(entries)[-5:]) < 0.4 * np.mean(losses(entries)[:5])
+    assert len(lengths) == 2 and lengths[1] > lengths[0] + 0.3
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
+    """Stopped after every step of the first three, then killed at the sixth: as if nothing had happened."""
+    how = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
+    whole = start(config_in(tmp_path / "whole", **how))
+    straight = train(whole)
+    config = config_in(tmp_path / "parts", **how)
+    for step in range(3):
+        trainer = start(config)
+        assert trainer.resume() == (step > 0) and trainer.step == step
+        train(trainer, stop_after=0)
+    trainer = start(config)
+    trainer.resume()
+    spoil(trainer, 2 * 2 + 2, killed)  # in the second pack of the sixth step
+    with pytest.raises(InterruptedError):
+        train(trainer)
+    trainer = start(config)
+    assert trainer.resume() and trainer.step == 3, (
+        "of the steps since the last state nothing is left"
+    )
+    entries = train(trainer)
+    assert losses(entries) == losses(straight) and len(losses(entries)) == 8
+    assert_same(weights(trainer), weights(whole))
+    one, two = (checkpoint.read(t.out / "drafter").tensors for t in (trainer, whole))
+    assert_same(one, two)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    train(start(config_in(tmp_path)))
+    trainer = start(config_in(tmp_path))
+    assert trainer.resume() and trainer.step == 8
+    before = weights(trainer)
+    assert (
+        trainer.train(Journal(trainer.out, trainer.step), lambda *_: pytest.fail("a step")) is True
+    )
+    assert_same(weights(trainer), before)
+
+
+CHANGES = {
+    "dependency": 8,
+    "lr": 0.5,
+    "layers": 2,
+    "draft_vocab": 40,
+    "optimizer": "muon",
+    "k": 4,
+    "seed": 1,
+    "method": "eagle3",
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_another_config_is_refused_by_name(key: str, tmp_path):
+    train(start(config_in(tmp_path, steps=2)))
+    trainer = start(config_in(tmp_path, steps=2, **{key: CHANGES[key]}))
+    with pytest.raises(UserError, match=f"was started with {key} = "):
+        trainer.resume()
+
+
+def test_a_state_of_before_an_option_was_there(tmp_path):
+    """It goes on without the option, and is refused with it."""
+    train(start(config_in(tmp_path, steps=2)))
+    for path in states(tmp_path / "run" / "state"):
+        state = torch.load(path, weights_only=True)
+        del state["config"]["dependency"]
+        torch.save(state, path)
+    assert start(config_in(tmp_path, steps=2)).resume()
+    with pytest.raises(UserError, match="was started with dependency = 0, now it is 8"):
+        start(config_in(tmp_path, steps=2, dependency=8)).resume()
+
+
+def test_what_changes_no_result_may_change(tmp_path):
+    whole = start(config_in(tmp_path / "whole"))
+    train(whole)
+    train(start(config_in(tmp_path)), stop_after=0)
+    free = {
+        "segments": 2,
+        "checkpointing": True,
+        "log_every": 2,
+        "eval_k": 1,
+        "save_every": 0,
+        "eval_every": 5,
+    }
+    trainer = start(config_in(tmp_path, **free))
+    assert trainer.resume()
+    train(trainer)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(trainer)[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_loss_that_is_no_number_stops(log_every: int, tmp_path):
+    trainer = start(config_in(tmp_path, log_every=log_every))
+    spoil(trainer, 5, lambda g: g * float("nan"))
+    key = trainer.feed.keys(4)[0]
+    with pytest.raises(UserError, match=rf"the loss of step 4 is nan: stopped.*{key}"):
+        train(trainer)
+    assert [path.name for path in states(trainer.out / "state")] == ["step-00000003.pt"]
+    again = start(config_in(tmp_path, log_every=log_every))
+    assert again.resume() and again.step == 3
+    assert all(weight.isfinite().all() for weight in weights(again).values())
+
+
+def test_a_gradient_that_is_no_number_is_not_saved(tmp_path):
+    """The loss is still finite then, the weights no longer."""
+    trainer = start(config_in(tmp_path))
+    trainer.drafter.fc.weight.register_hook(
+        lambda grad: grad * float("nan") if trainer.step == 2 else grad
+    )
+    with pytest.raises(UserError, match="the loss of step 2 is nan"):
+        train(trainer)
+    assert states(trainer.out / "state") == []
+
+
+def test_trained_embeddings_are_stored(tmp_path):
+    target, _ = some_answers()
+    before = target.embedding.clone()
+    trainer = start(config_in(tmp_path, train_embeddings=True))
+    train(trainer)
+    assert torch.equal(target.embedding, before), "the target's own table stays as it was"
+    drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
+    moved = (trainer.drafter.embed_tokens.detach() - before).abs().amax(1)
+    assert moved.max() > 1e-3
+    torch.testing.assert_close(
+        drafter.embed_tokens, trainer.drafter.embed_tokens.detach(), rtol=0.01, atol=1e-4
+    )
+    assert "embed_tokens.weight" in checkpoint.read(trainer.out / "drafter").stored
+    folder = shutil.copytree(trainer.out / "drafter", tmp_path / "learned")
+    again = start(config_in(tmp_path / "again", init=str(folder), steps=1))
+    assert torch.equal(again.drafter.embed_tokens, drafter.embed_tokens), (
+        "going on from it keeps what it learned"
+    )
+    plain = start(config_in(tmp_path / "plain", steps=1))
+    train(plain)
+    assert "embed_tokens.weight" not in checkpoint.read(plain.out / "drafter").stored
+
+
+def test_going_on_from_a_drafter(tmp_path):
+    first = start(config_in(tmp_path))
+    train(first)
+    folder = shutil.copytree(first.out / "drafter", tmp_path / "first")
+    second = start(config_in(tmp_path / "more", init=str(folder), steps=2))
+    for name, weight in weights(second).items():
+        torch.testing.assert_close(weight, weights(first)[name].bfloat16().float(), rtol=0, atol=0)
+    entries = train(second)
+    assert losses(entries)[0] < 1.5 * losses(entries)[1] and second.step == 2
+    with pytest.raises(UserError, match=r"cannot begin as .*num_layers"):
+        start(config_in(tmp_path / "other", init=str(folder), layers=2))
+
+
+@pytest.mark.parametrize(
+    "more", [{"max_anchors": 30}, {"max_anchors": 30, "method": "eagle3"}, {"k": 1, "eval_k": 1}]
+)
+def test_other_ways_to_run(more: dict, tmp_path):
+    """Fixed shapes; only one depth."""
+    trainer = start(config_in(tmp_path, **more))
+    entries = train(trainer)
+    assert losses(entries)[-1] < losses(entries)[0] and trainer.step == 8
+
+
+@pytest.mark.parametrize("loss", ["tv", "tvmix", "length"])
+def test_other_losses_learn(loss: str, tmp_path):
+    """The acceptance length rises whichever is minimized, also where only some anchors have chains."""
+    more = {
+        "pack_tokens": 384,
+        "k": 4,
+        "steps": 40,
+        "lr": 1e-2,
+        "eval_k": 3,
+        "held_out": 6,
+        "max_anchors": 100,
+    }
+    trainer = start(config_in(tmp_path, loss=loss, **more))
+    trainer.evaluate(Journal(trainer.out))
+    lengths = [entry["acceptance_length"] for entry in train(trainer) if "k" in entry]
+    assert len(lengths) == 2 and lengths[1] > lengths[0] + 0.3
+
+
+@pytest.mark.parametrize("switch", ["norm_before_fc", "fc_norm"])
+def test_norms_around_fc_are_trained_and_stored(switch: str, tmp_path):
+    trainer = start(config_in(tmp_path, **{switch: True}))
+    train(trainer)
+    drafter = checkpoint.load(trainer.out / "drafter", trainer.target, torch.float32)
+    assert getattr(drafter.config, switch)
+    norms = [
+        p for name, p in drafter.named_parameters() if name.startswith(("input_norm", "fc_norm"))
+    ]
+    assert norms and all((norm != 1).any() for norm in norms)
