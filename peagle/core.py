@@ -4,7 +4,7 @@ A *pair* is a target, its drafters (one per method), the method and K to use unl
 """
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -31,33 +31,6 @@ def check_k(k: int) -> int:
             f"K is {k}, but at least one token must be drafted: use -k 1 or more, or --method none"
         )
     return k
-
-
-def check_tree_nodes(
-    nodes: int, ks: Iterable[int | str] = (), method: str | None = None, exact: bool | None = False
-) -> int:
-    """Nodes of a tree (0: chains), as far as it can be told before anything is loaded."""
-    if nodes < 0:
-        raise UserError(f"--tree is {nodes}: use a number of nodes, or 0 for chains")
-    if not nodes:
-        return 0
-    if method == "none":
-        raise UserError("nothing is drafted with --method none: leave out --tree")
-    if method == "eagle3":
-        raise UserError(
-            "eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree"
-        )
-    if exact:
-        raise UserError("exact mode verifies chains: leave out one of --exact and --tree")
-    from peagle.draft_shape import MAX_ADAPTIVE_K, DraftShape
-
-    for k in [k for k in ks if k != "auto"] or [MAX_ADAPTIVE_K]:
-        if nodes == k:
-            raise UserError(
-                f"a tree of {nodes} nodes and depth {k} is a chain: use more nodes than K, or leave out --tree"
-            )
-        DraftShape(int(k), nodes)
-    return nodes
 
 
 class Bias(Mapping[int, float]):

@@ -16,6 +16,7 @@ Row 0 is the newest token, row i node i - 1; parents come before their children.
 row sees among these: itself and its ancestors. A chain is the tree with as many nodes as depths, one at each.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +54,31 @@ class DraftShape:
 
 
 NO_DRAFT = DraftShape(0, 0)
+
+
+def check_tree_nodes(
+    nodes: int, ks: Iterable[int | str] = (), method: str | None = None, exact: bool | None = False
+) -> int:
+    """Nodes of a tree (0: chains), as far as it can be told before anything is loaded."""
+    if nodes < 0:
+        raise UserError(f"--tree is {nodes}: use a number of nodes, or 0 for chains")
+    if not nodes:
+        return 0
+    if method == "none":
+        raise UserError("nothing is drafted with --method none: leave out --tree")
+    if method == "eagle3":
+        raise UserError(
+            "eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree"
+        )
+    if exact:
+        raise UserError("exact mode verifies chains: leave out one of --exact and --tree")
+    for k in [k for k in ks if k != "auto"] or [MAX_ADAPTIVE_K]:
+        if nodes == k:
+            raise UserError(
+                f"a tree of {nodes} nodes and depth {k} is a chain: use more nodes than K, or leave out --tree"
+            )
+        DraftShape(int(k), nodes)
+    return nodes
 
 
 class TreeTopology(NamedTuple):

@@ -1,91 +1,36 @@
-"""A pair in memory, ready to generate: what `peagle.load` returns."""
+"""LoadedPair: what `peagle.load` returns, a pair that generates one answer at a time."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from peagle.catalog import DEFAULT_PAIR, find
 from peagle.catalog.pair import DrafterSource, Pair
-from peagle.catalog.tuned import machine_of, read_tuned
-from peagle.core import Generation, Method, Sampling, Step, check_k, check_tree_nodes, parse_method
+from peagle.core import Generation, Method, Sampling, Step, check_k, parse_method
+from peagle.draft_shape import check_tree_nodes
 from peagle.drafter import Drafter
-from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint
-from peagle.drafter.untrained import untrained
+from peagle.engine import Engine
 from peagle.errors import UserError
-from peagle.grammar import Grammar, Grammars
-from peagle.pull import pull, pull_drafter, receipt
-from peagle.pull.progress import Progress, silent
+from peagle.grammar import Grammar
+from peagle.model_pair import ModelPair, Prompt, load_models
+from peagle.progress import Progress, silent
 from peagle.reference.decode import check_request
-from peagle.target import Target, load_target
-from peagle.target.precision import choose_dtype
+from peagle.target import Target
 
-if TYPE_CHECKING:
-    from peagle.engine import Engine
-
-SMALL = 4096  # positions an engine holds at least
-
-Prompt = str | list[dict[str, str]] | list[int]  # a user's words, chat messages, or token ids
+SMALLEST_ENGINE_TOKENS = 4096
 
 
-class LoadedPair:
-    """One generation at a time; an `Engine` takes many."""
+class LoadedPair(ModelPair):
+    """Generates one answer at a time; an `Engine` runs many requests at once."""
 
     def __init__(
         self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None
     ) -> None:
-        self.pair, self.target = pair, target
-        self._drafters = dict(drafters or {})
+        super().__init__(pair, target, drafters)
         self._engines: dict[tuple[Any, ...], Engine] = {}
-        self.grammars = Grammars(target)
-
-    def drafter(self, method: Method) -> Drafter:
-        """Loaded when first asked for; untrained where the pair has no trained one yet."""
-        if method not in self._drafters:
-            source = self.pair.drafter(method)
-            folder = pull_drafter(self.pair, method)
-            if folder is not None:
-                self._drafters[method] = checkpoint.load(folder, self.target, self.target.dtype)
-            else:
-                config = config_for(
-                    self.target,
-                    method,
-                    source.layers,
-                    source.aux_layer_ids,
-                    source.mask_token_id,
-                    trained=False,
-                )
-                self._drafters[method] = untrained(config, self.target, source.seed)
-        return self._drafters[method]
-
-    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Token ids of a user's words or a list of chat messages, under the chat template unless `raw`."""
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return prompt  # type: ignore[return-value]
-        tokenizer = self.target.tokenizer
-        if tokenizer is None:
-            raise UserError(
-                f"target {self.target.name!r} has no tokenizer: pass token ids as `prompt`"
-            )
-        if raw:
-            if not isinstance(prompt, str):
-                raise UserError("a raw prompt is a text, not a list of messages: drop raw (--raw)")
-            return tokenizer(prompt)["input_ids"]
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"target {self.target.name!r} has no chat template: use raw=True (--raw)"
-            )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        except Exception as error:  # jinja raises whatever the template's author chose
-            raise UserError(
-                f"the prompt does not fit the chat template of {self.target.name!r}: {error}"
-            ) from error
 
     def generate(
         self,
@@ -155,11 +100,9 @@ class LoadedPair:
         positions: int,
         int8: bool = False,
         tree: int = 0,
-    ) -> "Engine":
+    ) -> Engine:
         """An engine for one request at a time, kept for the next one that fits it."""
-        from peagle.engine import Engine
-
-        size = 1 << max(positions - 1, SMALL - 1).bit_length()
+        size = 1 << max(positions - 1, SMALLEST_ENGINE_TOKENS - 1).bit_length()
         key = (method, k, exact, size, int8, tree)
         if key not in self._engines:
             self._engines[key] = Engine(
@@ -176,11 +119,6 @@ class LoadedPair:
             )
         return self._engines[key]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        if self.target.tokenizer is None:
-            return ""
-        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
-
 
 def load(
     pair: str | Pair = DEFAULT_PAIR,
@@ -191,38 +129,38 @@ def load(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> LoadedPair:
-    """A pair by name (pulled if need be), by a target's folder, or with another target or drafter folder."""
-    pair = find(pair) if isinstance(pair, str) else pair
-    device = choose_device(device)
-    source = find(str(target)) if target else pair
-    folder = pull(source, progress=progress)
-    found = receipt(folder) or {}
-    name = source.target.hub or source.name
-    chosen = choose_dtype(dtype, device)
-    if target is None and drafter is None:  # what was tuned holds for the pair's own two
-        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
-        if pair.method in pair.drafters:
-            own = replace(
-                pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress)
+    """Load a pair by name (downloaded if necessary), or by the folder of a target.
+
+    `target` and `drafter` are folders that replace the pair's own.
+    """
+    models = load_models(
+        pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
+    )
+    return LoadedPair(models.pair, models.target, models.loaded_drafters)
+
+
+def load_with_drafters(
+    pair: str,
+    target: str | None,
+    drafters: str | None,
+    device: str,
+    dtype: str,
+    progress: Progress = silent,
+) -> LoadedPair:
+    """`drafters`: folders by commas, one a method, instead of the pair's."""
+    if drafters is None:
+        return load(pair, target=target, device=device, dtype=dtype, progress=progress)
+    bare = replace(find(pair), drafters={})  # the pair's own need not be fetched
+    loaded = load(bare, target=target, device=device, dtype=dtype, progress=progress)
+    sources, models = dict[Method, DrafterSource](), dict[Method, Drafter]()
+    for folder in (Path(word.strip()).expanduser() for word in drafters.split(",")):
+        found = checkpoint.load(folder, loaded.target, loaded.target.dtype)
+        if found.config.method in models:
+            raise UserError(
+                f"two {found.config.method} drafters are given: measure them in two runs (--name)"
             )
-            pair = replace(pair, drafters={**pair.drafters, pair.method: own})
-    loaded = LoadedPair(pair, load_target(folder, chosen, device, name, found.get("revision")))
-    if drafter is not None:
-        folder = Path(drafter).expanduser()
-        given = checkpoint.load(folder, loaded.target, loaded.target.dtype)
-        method = given.config.method
-        pair = replace(pair, method=method, drafters={method: DrafterSource(folder=folder)})
-        loaded = LoadedPair(pair, loaded.target, {method: given})
-    return loaded
-
-
-def choose_device(wanted: str) -> str:
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device {wanted!r} cannot be used here: use cpu, or cuda on a machine with a GPU"
-        ) from error
-    return wanted
+        models[found.config.method], sources[found.config.method] = (
+            found,
+            DrafterSource(folder=folder),
+        )
+    return LoadedPair(replace(loaded.pair, drafters=sources), loaded.target, models)

@@ -29,7 +29,7 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter.formats import checkpoint, compact
 from peagle.errors import UserError
 from peagle.evaluate.evaluate import summarize
-from peagle.loaded import choose_device
+from peagle.model_pair import choose_device
 from peagle.paths import write_bytes, write_json
 from peagle.train.config import TrainConfig, read_config
 from peagle.train.data.documents import Documents, join

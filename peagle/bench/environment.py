@@ -4,11 +4,11 @@ import hashlib
 import os
 import platform
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import peagle
+from peagle.machine import cpu_name
 
 
 def environment(device: Any = None) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def environment(device: Any = None) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": cpu(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
@@ -33,14 +33,6 @@ def environment(device: Any = None) -> dict[str, Any]:
         "cuda": torch.version.cuda if gpu else None,
         "driver": driver() if gpu else None,
     }
-
-
-def cpu() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

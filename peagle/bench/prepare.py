@@ -12,15 +12,8 @@ from peagle.bench.load.profile import fit, parse_profile
 from peagle.bench.results import Results, path_of
 from peagle.bench.session import Session, digest
 from peagle.bench.settings import BenchSettings
-from peagle.catalog import find
-from peagle.catalog.pair import DrafterSource
-from peagle.core import Method
 from peagle.data.bench import Task, read_sets
-from peagle.drafter import Drafter
-from peagle.drafter.formats import checkpoint
-from peagle.errors import UserError
-from peagle.loaded import LoadedPair, load
-from peagle.pull.progress import Progress, silent
+from peagle.loaded import LoadedPair
 
 if TYPE_CHECKING:
     from peagle.bench.load.endpoint import EndpointRunner
@@ -133,30 +126,3 @@ def profile_jobs(
         longest = max(len(loaded.encode(task.turns[0])) for task in tasks)
         lengths = fit(lengths, loaded.target.context - longest - 1, warn)
     return {wanted.name: jobs_of(tasks, how.max_tokens, how.seed, lengths=lengths)}
-
-
-def load_pair(
-    pair: str,
-    target: str | None,
-    drafters: str | None,
-    device: str,
-    dtype: str,
-    progress: Progress = silent,
-) -> LoadedPair:
-    """`drafters`: folders by commas, one a method, instead of the pair's."""
-    if drafters is None:
-        return load(pair, target=target, device=device, dtype=dtype, progress=progress)
-    bare = replace(find(pair), drafters={})  # the pair's own need not be fetched
-    loaded = load(bare, target=target, device=device, dtype=dtype, progress=progress)
-    sources, models = dict[Method, DrafterSource](), dict[Method, Drafter]()
-    for folder in (Path(word.strip()).expanduser() for word in drafters.split(",")):
-        found = checkpoint.load(folder, loaded.target, loaded.target.dtype)
-        if found.config.method in models:
-            raise UserError(
-                f"two {found.config.method} drafters are given: measure them in two runs (--name)"
-            )
-        models[found.config.method], sources[found.config.method] = (
-            found,
-            DrafterSource(folder=folder),
-        )
-    return LoadedPair(replace(loaded.pair, drafters=sources), loaded.target, models)

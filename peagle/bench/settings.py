@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.bench.order import CHAINS, keys_of
-from peagle.core import check_k, check_tree_nodes
+from peagle.core import check_k
+from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
 from peagle.results.cell import CellKey
 

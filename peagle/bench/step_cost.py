@@ -22,6 +22,7 @@ from peagle.drafter.config import config_for
 from peagle.engine import Engine
 from peagle.errors import UserError, nearest
 from peagle.loaded import LoadedPair
+from peagle.model_pair import ModelPair
 from peagle.target import Target
 
 PROFILE = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05)  # Qwen3-8B on gsm8k: acceptance length 3.42
@@ -231,7 +232,7 @@ def timed(
     return cell
 
 
-def weight_bytes(pair: LoadedPair, method: Method, k: int) -> int:
+def weight_bytes(pair: ModelPair, method: Method, k: int) -> int:
     """What one step must read: every matrix of the target, and of the drafter as often as it runs."""
     target, total = pair.target, 0
     layers = sum(p.numel() * p.element_size() for p in target.layers.parameters())

@@ -13,6 +13,7 @@ from typing import Any
 from peagle.catalog.pair import Best, Pair
 from peagle.core import parse_method
 from peagle.errors import UserError
+from peagle.machine import cpu_name
 from peagle.paths import cache_home, write_json
 
 FORMAT = "peagle-tuned/1"
@@ -31,9 +32,7 @@ def machine_of(device: Any, dtype: Any) -> str:
     """What a measurement holds for."""
     import torch
 
-    from peagle.bench.environment import cpu
-
-    name = torch.cuda.get_device_name(device) if str(device).startswith("cuda") else cpu()
+    name = torch.cuda.get_device_name(device) if str(device).startswith("cuda") else cpu_name()
     threads = "" if str(device).startswith("cuda") else f", {torch.get_num_threads()} threads"
     return f"{name}{threads}, {str(dtype).removeprefix('torch.')}"
 

@@ -1,6 +1,6 @@
 """The command line: one file per command. Only commands that need torch import it."""
 
-from peagle.cli.app import app
+from peagle.cli.application import app
 from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker
 from peagle.cli.measurement import bench, bench_step, compare, cost, evaluate, report, tune
 from peagle.cli.pairs import catalog, catalog_add, check, export, pull, quantize

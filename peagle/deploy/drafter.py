@@ -10,7 +10,7 @@ from peagle.paths import replace_folder
 
 if TYPE_CHECKING:
     from peagle.catalog.pair import Pair
-    from peagle.pull.progress import Progress
+    from peagle.progress import Progress
 
 
 def export_drafter(

@@ -31,7 +31,7 @@ from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.kernels.cpu.library import kernel_state
 from peagle.kernels.cpu.matrix import can_pack
-from peagle.loaded import LoadedPair, Prompt, load
+from peagle.model_pair import ModelPair, Prompt, load_models
 from peagle.target import Target
 
 PAGE_SIZE = 64  # positions
@@ -43,7 +43,7 @@ MAX_ADAPTIVE_NODES = 31  # of the trees that automatic K may choose
 class Engine:
     def __init__(
         self,
-        pair: LoadedPair | str = DEFAULT_PAIR,
+        pair: ModelPair | str = DEFAULT_PAIR,
         *,
         method: str | None = None,
         k: int | str = "auto",
@@ -69,7 +69,7 @@ class Engine:
         `exact`: passes are per request and bit-equal with and without drafts; None: where float32 is not used and it
         can be had. `int8`: matrices in 8 bits, on a CPU: faster, but the target's distribution is another one.
         """
-        pair = load(pair) if isinstance(pair, str) else pair
+        pair = load_models(pair) if isinstance(pair, str) else pair
         if int8:
             check_int8(pair.target)
         self.pair, self.target = pair, pair.target
@@ -331,7 +331,7 @@ def check_int8(target: Target) -> None:
         raise UserError(f"int8 needs the C kernels ({reason}): leave it out")
 
 
-def largest_k(k: int | str, tree: int, pair: LoadedPair, deep: bool) -> int:
+def largest_k(k: int | str, tree: int, pair: ModelPair, deep: bool) -> int:
     """`deep`: rows are nearly free."""
     if k == "auto":
         most = max(MAX_ADAPTIVE_K_PARALLEL if deep else MAX_ADAPTIVE_K, pair.pair.k)
@@ -359,7 +359,7 @@ def largest_shape(k: int, tree: int, drafter: Drafter | None, exact: bool | None
 
 
 def kv_page_count(
-    pair: LoadedPair,
+    pair: ModelPair,
     drafter: Any,
     tokens: int | None,
     page: int,

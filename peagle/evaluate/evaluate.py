@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from peagle.core import Generation, Method, Sampling, Step, check_k, check_tree_nodes, parse_method
+from peagle.core import Generation, Method, Sampling, Step, check_k, parse_method
 from peagle.data.bench import TURN_SEEDS, Task
 from peagle.data.records import Report, ignore
+from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
 
 if TYPE_CHECKING:

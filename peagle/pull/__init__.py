@@ -13,7 +13,7 @@ from peagle.catalog.pair import Pair
 from peagle.core import Method
 from peagle.errors import ChecksumError, UserError, nearest
 from peagle.paths import cache_home, publish_folder, write_json
-from peagle.pull.progress import Progress, silent
+from peagle.progress import Progress, silent
 
 RECEIPT = "peagle.json"
 SOURCES = (

@@ -16,7 +16,7 @@ from transformers import (
 
 from peagle.errors import UserError
 from peagle.paths import save_tensors
-from peagle.pull.progress import Progress, silent
+from peagle.progress import Progress, silent
 
 
 def convert(

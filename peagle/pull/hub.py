@@ -11,7 +11,7 @@ from huggingface_hub.utils import disable_progress_bars
 from peagle.catalog.pair import Pair
 from peagle.errors import UserError
 from peagle.paths import cache_home
-from peagle.pull.progress import Progress, watched
+from peagle.progress import Progress, watched
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickles
 

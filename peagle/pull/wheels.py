@@ -14,8 +14,8 @@ from pathlib import Path
 from peagle.catalog.pair import Pair, Wheels
 from peagle.errors import ChecksumError, UserError
 from peagle.paths import cache_home
+from peagle.progress import Progress, watched
 from peagle.pull.gguf import convert
-from peagle.pull.progress import Progress, watched
 
 CHUNK = 1 << 22
 

@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
                 http=limited_protocol(),
             )
         )
-        self.front, self.failure = front, None  # type: Served, str | None
+        self.front, self.failure = front, None  # type: Backend, str | None
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -11,7 +11,6 @@ Model: SM_VLLM_MODEL > a non-empty /opt/ml/model > HF_MODEL_ID. The drafter lies
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -153,11 +152,3 @@ def json_object(text: str) -> dict[str, object]:
 def folder_of(path: Path) -> str | None:
     """The folder, if there is anything in it."""
     return str(path) if path.is_dir() and any(path.iterdir()) else None
-
-
-def main() -> None:
-    """The console script `serve`. Where the environment has our variables, the command line reads them anyway."""
-    from peagle.cli import app
-
-    words = [] if asked_for() else arguments(os.environ)
-    app(["serve", *words, *sys.argv[1:]], prog_name="peagle")

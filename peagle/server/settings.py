@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.core import Method, check_k, check_tree_nodes, parse_method
+from peagle.core import Method, check_k, parse_method
+from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError, nearest
 
 EngineKind = Literal["native", "vllm"]

@@ -11,7 +11,8 @@ from typing import Any
 from peagle.data.records import Report, ignore
 from peagle.drafter.formats import compact
 from peagle.errors import UserError
-from peagle.loaded import choose_device, load
+from peagle.loaded import load
+from peagle.model_pair import choose_device
 from peagle.target import Target
 from peagle.target.precision import choose_dtype
 from peagle.train.config import TrainConfig, as_yaml

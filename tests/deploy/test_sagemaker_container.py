@@ -51,7 +51,7 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
     command = [
         sys.executable,
         "-c",
-        "from peagle.server.sagemaker import main; main()",
+        "from peagle.cli.serving.container import main; main()",
     ]  # the script `serve`
     process = subprocess.Popen(
         command, env=os.environ | variables(folders, port), stderr=subprocess.PIPE, text=True

@@ -36,8 +36,8 @@ from peagle.kernels.triton import (
 )
 from peagle.row_layout import draft_rows
 from peagle.target.quantized.codes import Codes
-from tests.kernels import test_tree_kernels
 from tests.kernels.test_kernels import INTERPRETED, index_of_one_element, interpreted  # noqa: F401 (a fixture for every test)
+from tests.support import tree_kernel_cases
 from tests.support.comparing import near, some
 
 Case = Callable[[str, torch.dtype], None]
@@ -386,7 +386,7 @@ CASES: dict[str, Case] = {
     "expand, K=5 after no drafts": partial(expands, 4, 1, 5, 16),
     "expand, K=1": partial(expands, 6, 2, 1, 33),
     "expand, one request": partial(expands, 1, 8, 7, 64),
-    **test_tree_kernels.CASES,
+    **tree_kernel_cases.CASES,
 }
 
 

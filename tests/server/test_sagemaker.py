@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
+from peagle.cli.serving.container import main
 from peagle.errors import UserError
 from peagle.server import run
-from peagle.server.sagemaker import arguments, main
+from peagle.server.sagemaker import arguments
 from peagle.server.settings import ServerSettings
 from peagle.server.speculative import Speculative, parse_speculative
 

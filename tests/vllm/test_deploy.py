@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from peagle.deploy.drafter import export_drafter
 from peagle.deploy.plan import plan
 from peagle.deploy.render import differing, render, write
-from peagle.pull.progress import silent
+from peagle.progress import silent
 from tests.support.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, words_of
 from tests.vllm.starting import wait_until_ready
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from peagle.cli.app import app, err, out, warn
+from peagle.cli.application import app, err, out, warn
 from peagle.cli.options import Json, K, Method
 from peagle.errors import UserError
 
@@ -107,7 +107,7 @@ def write(
     from peagle.deploy.plan import plan
     from peagle.deploy.render import differing, next_steps, render
     from peagle.deploy.render import write as place
-    from peagle.pull.progress import shown
+    from peagle.progress import shown
 
     folder = folder.expanduser()
     planned = plan(kind=kind, choices=choices, **asked)

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from peagle.cli.app import err, warn
+from peagle.cli.application import err, warn
 from peagle.cli.deployment.deploy import deploy_app
 from peagle.cli.options import Json, K, Method
 from peagle.errors import UserError, nearest
@@ -278,7 +278,7 @@ def uploaded(choices: "Choices", planned: "Plan", clients: Any, quiet: bool) -> 
     from peagle.deploy.sagemaker.operate.upload import upload
     from peagle.deploy.sagemaker.plan.artifact import drafter, target
     from peagle.deploy.sagemaker.resources.stack import stack
-    from peagle.pull.progress import shown
+    from peagle.progress import shown
 
     with shown(err, quiet=quiet) as progress:
         fetch = not choices.from_hub

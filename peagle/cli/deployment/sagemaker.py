@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from peagle.cli.app import app, err, out
+from peagle.cli.application import app, err, out
 from peagle.cli.deployment.deploy_sagemaker import Profile, Region, spinner
 from peagle.cli.options import Json, MaxTokens
 from peagle.errors import UserError

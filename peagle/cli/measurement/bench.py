@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.app import app, err, out, warn
+from peagle.cli.application import app, err, out, warn
 from peagle.cli.options import Device, Dtype, Target
 from peagle.core import parse_method
 from peagle.errors import UserError
@@ -218,13 +218,14 @@ def prepare_native(
     asked: "Asked", pair: str, target: str | None, drafter: str | None, device: str, dtype: str
 ) -> "tuple[Session, Runner, LoadedPair]":
     from peagle.bench.load.native import NativeRunner
-    from peagle.bench.prepare import load_pair, native_session
+    from peagle.bench.prepare import native_session
     from peagle.engine.gc_tuning import freeze_live_objects
-    from peagle.pull.progress import shown
+    from peagle.loaded import load_with_drafters
+    from peagle.progress import shown
 
     tasks = asked.tasks(warn)  # what cannot be found is told before anything is loaded
     with shown(err) as progress:
-        loaded = load_pair(pair, target, drafter, device, dtype, progress)
+        loaded = load_with_drafters(pair, target, drafter, device, dtype, progress)
     freeze_live_objects()
     session = native_session(asked, tasks, loaded, warn)
     jobs, how = [job for found in session.jobs.values() for job in found], session.settings

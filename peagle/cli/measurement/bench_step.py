@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from peagle.cli.app import app, err, out
+from peagle.cli.application import app, err, out
 from peagle.cli.measurement.evaluate import numbers
 from peagle.cli.options import Device, Dtype, Int8, Json
 from peagle.core import parse_method
@@ -60,7 +60,8 @@ def bench_step(
     reading every weight once would take.
     """
     from peagle.bench.step_cost import measure, measure_prompts, shape_pair
-    from peagle.loaded import choose_device, load
+    from peagle.loaded import load
+    from peagle.model_pair import choose_device
     from peagle.target.precision import choose_dtype
 
     names = [parse_method(name) for name in methods.split(",")]

@@ -6,7 +6,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from peagle.cli.app import app, err, out, warn
+from peagle.cli.application import app, err, out, warn
 from peagle.cli.options import Json
 
 if TYPE_CHECKING:

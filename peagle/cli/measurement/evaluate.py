@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.app import app, err, out, warn
+from peagle.cli.application import app, err, out, warn
 from peagle.cli.options import (
     Device,
     Drafter,
@@ -115,7 +115,7 @@ def evaluate(
         raise UserError(f"{to} is a folder: give --out a file")
     tasks = read_sets([word.strip() for word in sets.split(",") if word.strip()], data, limit, warn)
     from peagle.loaded import load
-    from peagle.pull.progress import shown
+    from peagle.progress import shown
 
     with shown(err, quiet=as_json) as progress:
         loaded = load(

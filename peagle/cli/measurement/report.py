@@ -4,7 +4,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from peagle.cli.app import app, err, warn
+from peagle.cli.application import app, err, warn
 from peagle.errors import UserError
 
 

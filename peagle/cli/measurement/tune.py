@@ -6,7 +6,7 @@ import typer
 from rich.markup import escape
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.app import app, err, out, warn
+from peagle.cli.application import app, err, out, warn
 from peagle.cli.measurement.bench import SETS
 from peagle.cli.options import Device, Dtype, Target
 from peagle.errors import UserError
@@ -55,12 +55,12 @@ def tune(
 
     Example: peagle tune smollm2-135m --concurrency 1,8,64 --price 4.5
     """
-    from peagle.bench.prepare import load_pair
     from peagle.bench.settings import parse_counts
     from peagle.bench.tune import explain
     from peagle.core import check_k
     from peagle.engine.gc_tuning import freeze_live_objects
-    from peagle.pull.progress import shown
+    from peagle.loaded import load_with_drafters
+    from peagle.progress import shown
 
     counts, ks = (
         sorted(parse_counts(concurrency)),
@@ -72,7 +72,7 @@ def tune(
         raise UserError(f"--max-tokens is {max_tokens}: nothing is drafted below 2")
     jobs = mixed_jobs(sets, data, max_tokens)
     with shown(err) as progress:
-        loaded = load_pair(pair, target, drafter, device, dtype, progress)
+        loaded = load_with_drafters(pair, target, drafter, device, dtype, progress)
     freeze_live_objects()
     methods = trained_methods(loaded)
     if dry:

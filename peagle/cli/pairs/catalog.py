@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from peagle.catalog.catalog import DEFAULT_PAIR, catalog, find, names, read_pair, shipped
 from peagle.catalog.pair import Pair
-from peagle.cli.app import app, out
+from peagle.cli.application import app, out
 from peagle.cli.options import Json
 from peagle.cli.pairs.check import MARKS
 from peagle.errors import UserError

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from peagle.catalog import find
-from peagle.cli.app import app, out
+from peagle.cli.application import app, out
 from peagle.cli.options import Json, Target
 
 MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}

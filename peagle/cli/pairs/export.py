@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peagle.catalog import find
-from peagle.cli.app import app, out, warn
+from peagle.cli.application import app, out, warn
 from peagle.cli.options import Json, K, Target
 from peagle.cli.options import Method as MethodOption
 from peagle.core import Method, check_k, parse_method

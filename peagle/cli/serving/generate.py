@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR, names
-from peagle.cli.app import app, err
+from peagle.cli.application import app, err
 from peagle.cli.options import (
     Device,
     Drafter,
@@ -19,7 +19,8 @@ from peagle.cli.options import (
     Target,
     Tree,
 )
-from peagle.core import Sampling, check_k, check_tree_nodes, parse_method
+from peagle.core import Sampling, check_k, parse_method
+from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
 
 
@@ -61,7 +62,7 @@ def generate(
     parse_method(method or "none")
     check_tree_nodes(tree, () if k is None else (k,), method, exact)
     from peagle.loaded import load
-    from peagle.pull.progress import shown
+    from peagle.progress import shown
 
     with shown(err, quiet=as_json) as progress:
         loaded = load(

@@ -3,7 +3,7 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.app import app
+from peagle.cli.application import app
 from peagle.cli.options import Device, Dtype, Int8, Method, Target
 from peagle.core import parse_method
 from peagle.errors import UserError

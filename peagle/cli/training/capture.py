@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.app import app, err, warn
+from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device, Dtype, Json
 from peagle.cli.training.regenerate import shown
 from peagle.errors import UserError

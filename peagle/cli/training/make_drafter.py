@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.app import app, err, warn
+from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
 from peagle.core import parse_method
 from peagle.errors import UserError

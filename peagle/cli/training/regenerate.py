@@ -8,7 +8,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.app import app, err, warn
+from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device, Dtype, Json, MaxTokens
 from peagle.errors import UserError
 
@@ -122,7 +122,7 @@ def parse_slots(word: str) -> int | None:
 
 
 def invented(
-    target: "Target", count: int, folder: Path, settings: "job.Settings", quiet: bool
+    target: "Target", count: int, folder: Path, settings: "job.RegenerateSettings", quiet: bool
 ) -> "list[Prompt]":
     from peagle.regenerate.invent import invent
     from peagle.regenerate.prompts import read_prompts

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from peagle.cli.app import app, err, warn
+from peagle.cli.application import app, err, warn
 from peagle.errors import UserError
 
 

@@ -44,7 +44,7 @@ if triton is not None:
         return 0x7FFFFFFF - (word & 0x7FFFFFFF).to(tl.int32)
 
     @triton.jit
-    def _pieces(
+    def _pieces(  # type: ignore[no-untyped-def]
         logits,
         factor,
         words,
@@ -54,7 +54,7 @@ if triton is not None:
         pieces,
         COUNT: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]
+    ):
         row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
         at = piece * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + at, mask=at < size, other=-float("inf")).to(

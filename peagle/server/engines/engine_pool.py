@@ -157,10 +157,10 @@ class ServerEngines:
     # --- on the driver's thread ---------------------------------------------------------------------------------------
 
     def _load_pair(self) -> "LoadedPair":
-        from peagle.bench.prepare import load_pair
+        from peagle.loaded import load_with_drafters
 
         how = self.settings
-        loaded = load_pair(how.pair, how.target, how.drafter, how.device, how.dtype)
+        loaded = load_with_drafters(how.pair, how.target, how.drafter, how.device, how.dtype)
         freeze_live_objects()
         return loaded
 

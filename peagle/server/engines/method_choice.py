@@ -1,7 +1,8 @@
 """Which methods a server has, and which of them is its own."""
 
 from peagle.catalog.pair import Pair
-from peagle.core import Method, check_tree_nodes
+from peagle.core import Method
+from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
 from peagle.server.http.logs import log_event
 from peagle.server.settings import ServerSettings

@@ -138,7 +138,7 @@ def resolved(how: ServerSettings) -> Pair:
         method = method_of(config_of(folder))
         return replace(pair, method=method, drafters={method: DrafterSource(folder=folder)})
     if how.target is None and tuned_path(pair).is_file():
-        from peagle.loaded import choose_device
+        from peagle.model_pair import choose_device
         from peagle.target.precision import choose_dtype
 
         device = choose_device(how.device)

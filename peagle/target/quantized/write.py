@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from peagle.errors import UserError
 from peagle.paths import publish_folder, save_tensors, write_json
-from peagle.pull.progress import Progress, silent
+from peagle.progress import Progress, silent
 from peagle.target.quantized.card import TITLE, card
 from peagle.target.quantized.codes import quantize_matrix
 from peagle.target.quantized.formats import Format, quantization_config

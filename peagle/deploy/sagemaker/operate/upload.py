@@ -7,7 +7,7 @@ from peagle.deploy.sagemaker.operate.clients import absent
 from peagle.deploy.sagemaker.plan.artifact import sha256
 from peagle.deploy.sagemaker.resources.stack import Upload
 from peagle.errors import UserError
-from peagle.pull.progress import Progress, silent
+from peagle.progress import Progress, silent
 
 
 def upload(client: Any, upload: Upload, progress: Progress = silent) -> int:

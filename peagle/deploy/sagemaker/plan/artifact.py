@@ -13,8 +13,8 @@ from peagle.catalog.pair import Pair
 from peagle.deploy.plan import Plan
 from peagle.errors import UserError
 from peagle.paths import cache_home
+from peagle.progress import Progress, silent
 from peagle.pull import RECEIPT, pull, pull_drafter, receipt, source_order, target_folder
-from peagle.pull.progress import Progress, silent
 
 CHUNK = 1 << 22
 IDENTITY = 12

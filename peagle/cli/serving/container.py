@@ -1,0 +1,14 @@
+"""The console script `serve`: how SageMaker starts a container."""
+
+import os
+import sys
+
+from peagle.cli.application import app
+from peagle.server.sagemaker import arguments, asked_for
+
+
+def main() -> None:
+    """Run `peagle serve`, with options from the environment of a SageMaker container."""
+
+    words = [] if asked_for() else arguments(os.environ)
+    app(["serve", *words, *sys.argv[1:]], prog_name="peagle")
