@@ -15,7 +15,7 @@ import torch
 
 from peagle.core import Sampling
 from peagle.data.bench import read_sets
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.loaded import LoadedPair, load
 from peagle.reference.decode import decode
 
@@ -30,7 +30,7 @@ def alone(pair: LoadedPair, ids: list[int], count: int) -> list[int]:
 def together(engine: Engine, requests: list[tuple[list[int], int]]) -> list[list[int]]:
     """Some at the beginning, then one more every other step."""
     waiting, streams = list(requests), []
-    while waiting or engine.scheduler.live:
+    while waiting or engine.loop.scheduler.live:
         for _ in range(AT_ONCE if not streams else 1):
             if waiting:
                 ids, count = waiting.pop(0)
@@ -70,12 +70,14 @@ def main(data: str, device: str, dtype: str) -> None:
         start = time.perf_counter()
         engine = Engine(
             pair,
-            method=method,
-            k=k,
-            max_batch=COUNT,
-            context=2048,
-            tokens=COUNT * 512,
-            thread=False,
+            EngineConfig(
+                method=method,
+                k=k,
+                max_batch=COUNT,
+                context=2048,
+                kv_tokens=COUNT * 512,
+                thread=False,
+            ),
         )
         engine.warm_up()
         ready = time.perf_counter() - start

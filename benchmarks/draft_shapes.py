@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.data.bench import read_sets
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.loaded import load
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,10 @@ def main(data: str, tokens: int = 64, prompts: int = 8) -> None:
     asked = [pair.encode(task.turns[0]) for task in tasks]
     room = max(map(len, asked)) + tokens + 128
     engines = {
-        name: Engine(pair, max_batch=1, tokens=room, thread=False, prefix_caching=False, **how)
+        name: Engine(
+            pair,
+            EngineConfig(max_batch=1, kv_tokens=room, thread=False, prefix_caching=False, **how),
+        )
         for name, how in FORMS.items()
     }
     rates: dict[str, list[float]] = {name: [] for name in engines}

@@ -10,7 +10,7 @@ import torch
 
 THREADS = torch.get_num_threads()  # the tests' conftest takes one
 
-from peagle.engine import Engine  # noqa: E402
+from peagle.engine import Engine, EngineConfig  # noqa: E402
 from peagle.engine.model.drafting import Verified  # noqa: E402
 from peagle.errors import UserError  # noqa: E402
 from peagle.loaded import LoadedPair, load  # noqa: E402
@@ -34,8 +34,8 @@ def knowing(engine: Engine, ids: list[int], expected: list[int]) -> None:
         drafts[WRONG - 1 :: WRONG] += 1
         return torch.nn.functional.pad(drafts, (0, k - len(drafts)))[None]
 
-    assert engine.stepper.drafting is not None
-    engine.stepper.drafting.draft = draft  # type: ignore[method-assign]
+    assert engine.loop.stepper.drafting is not None
+    engine.loop.stepper.drafting.draft = draft  # type: ignore[method-assign]
 
 
 def first_difference(
@@ -66,10 +66,17 @@ def main(device: str, dtype: str, prompts: int, count: int) -> None:
         .splitlines()[:prompts]
     )
     for exact in (False, True):
-        how = {"max_batch": 1, "tokens": 4096, "exact": exact, "graphs": False, "thread": False}
+        how = {
+            "max_batch": 1,
+            "kv_tokens": 4096,
+            "exact": exact,
+            "cuda_graphs": False,
+            "thread": False,
+        }
         try:
             plain, drafted = (
-                Engine(pair, method=method, k=7, **how) for method in ("none", "p-eagle")
+                Engine(pair, EngineConfig(method=method, k=7, **how))
+                for method in ("none", "p-eagle")
             )
         except UserError as error:
             print(error)

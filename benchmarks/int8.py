@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peagle.bench.step_cost import measure_prompts
 from peagle.data.bench import read_sets
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import cache_shapes
@@ -40,14 +40,16 @@ def distribution(engine: Engine, ids: list[int]) -> Tensor:
     at, one = torch.arange(len(ids)), torch.tensor([len(ids)]).int()
     rows = RowPass(at, at, torch.arange(pages)[None].int(), one * 0, one, one * 0, len(ids), PAGE)
     return (
-        engine.stepper.verifier.forward(torch.tensor(ids), rows, memory)[0].float().log_softmax(-1)
+        engine.loop.stepper.verifier.forward(torch.tensor(ids), rows, memory)[0]
+        .float()
+        .log_softmax(-1)
     )
 
 
 def divergence(pair: LoadedPair, texts: list[tuple[list[int], list[int]]]) -> tuple[float, float]:
     """Over the answers' tokens: the mean KL, and the share of tokens that stay the likeliest."""
     plain, small = (
-        Engine(pair, method="none", max_batch=1, tokens=1024, int8=i, thread=False)
+        Engine(pair, EngineConfig(method="none", max_batch=1, kv_tokens=1024, int8=i, thread=False))
         for i in (False, True)
     )
     apart, same = [], []

@@ -8,13 +8,13 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Grammar", "LoadedPair", "UserError", "load"]
+__all__ = ["Engine", "EngineConfig", "Grammar", "LoadedPair", "UserError", "load"]
 
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 
 if TYPE_CHECKING:
-    from peagle.engine import Engine
+    from peagle.engine import Engine, EngineConfig
     from peagle.loaded import LoadedPair, load
 
 
@@ -24,8 +24,8 @@ def __getattr__(name: str) -> Any:
         from peagle import loaded
 
         return getattr(loaded, name)
-    if name == "Engine":
-        from peagle.engine import Engine
+    if name in ("Engine", "EngineConfig"):
+        from peagle import engine
 
-        return Engine
+        return getattr(engine, name)
     raise AttributeError(f"module 'peagle' has no attribute {name!r}")

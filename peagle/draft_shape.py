@@ -18,10 +18,6 @@ row sees among these: itself and its ancestors. A chain is the tree with as many
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from peagle.errors import UserError
 
@@ -79,40 +75,3 @@ def check_tree_nodes(
             )
         DraftShape(int(k), nodes)
     return nodes
-
-
-class TreeTopology(NamedTuple):
-    """Of each request: rows 1..N are nodes. All on one device."""
-
-    candidate: Tensor  # [B, N] int64: among the M of the node's depth
-    parent: Tensor  # [B, N] int32: its row
-    depth: Tensor  # [B, N] int32: 1..K
-    masks: Tensor  # [B, N + 1] int64
-
-
-def build_tree(logp: Tensor, nodes: int) -> TreeTopology:
-    """logp [B, K, J, M]: of candidate i at depth k + 1 behind candidate j of the depth before; J = 1 where it does not
-    depend on that one. Behind the newest token j is 0.
-
-    The definition: of all children of what has been taken, take the likeliest, again and again; of equals the one whose
-    parent came first.
-    """
-    batch, k, width, count = logp.shape
-    each = torch.arange(batch, device=logp.device)
-    children = logp.new_full((batch, nodes + 1, count), -torch.inf)  # of each row
-    children[:, 0] = logp[:, 0, 0]
-    candidate, parent, depth = torch.zeros(
-        3, batch, nodes + 1, dtype=torch.long, device=logp.device
-    )
-    masks = torch.ones_like(parent)
-    for row in range(1, nodes + 1):
-        at = children.flatten(1).argmax(1)
-        above, chosen = at // count, at % count
-        total = children[each, above, chosen]
-        children[each, above, chosen] = -torch.inf
-        deep = depth[each, above] + 1
-        candidate[:, row], parent[:, row], depth[:, row] = chosen, above, deep
-        masks[:, row] = masks[each, above] | 1 << row
-        more = logp[each, deep.clamp(max=k - 1), chosen if width > 1 else 0]
-        children[:, row] = torch.where((deep < k)[:, None], total[:, None] + more, -torch.inf)
-    return TreeTopology(candidate[:, 1:], parent[:, 1:].int(), depth[:, 1:].int(), masks)

@@ -12,7 +12,7 @@ from peagle.core import Generation, Method, Sampling, Step, check_k, parse_metho
 from peagle.draft_shape import check_tree_nodes
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.model_pair import ModelPair, Prompt, load_models
@@ -105,18 +105,18 @@ class LoadedPair(ModelPair):
         size = 1 << max(positions - 1, SMALLEST_ENGINE_TOKENS - 1).bit_length()
         key = (method, k, exact, size, int8, tree)
         if key not in self._engines:
-            self._engines[key] = Engine(
-                self,
+            config = EngineConfig(
                 method=method,
                 k=k or 1,
                 tree=tree,
                 max_batch=1,
-                tokens=size,
+                kv_tokens=size,
                 exact=exact,
                 int8=int8,
                 prefix_caching=False,
                 thread=False,
             )
+            self._engines[key] = Engine(self, config)
         return self._engines[key]
 
 

@@ -29,7 +29,7 @@ from peagle.core import Method
 from peagle.data.bench import Task, read_sets
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.drafter.formats import checkpoint
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair, load
 from peagle.paths import write_json
@@ -61,14 +61,16 @@ class Asked:
         nodes = 0 if shape.chain else shape.nodes
         return Engine(
             self.loaded,
-            method=method,
-            k=shape.k or "auto",
-            max_batch=most,
-            context=context,
-            tokens=context * most,
-            prefix_caching=False,
-            thread=False,
-            tree=nodes,
+            EngineConfig(
+                method=method,
+                k=shape.k or "auto",
+                max_batch=most,
+                context=context,
+                kv_tokens=context * most,
+                prefix_caching=False,
+                thread=False,
+                tree=nodes,
+            ),
         )
 
     def measure(self, method: str, shape: DraftShape, concurrency: Sequence[int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from peagle.catalog.pair import Pair, TargetSource
 from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.errors import UserError, nearest
 from peagle.loaded import LoadedPair
 from peagle.model_pair import ModelPair
@@ -134,7 +134,7 @@ def measure(
         [rng.randrange(pair.target.vocab_size) for _ in range(prompt)] for _ in range(concurrency)
     ]
     engine = engine_for(pair, method, k, concurrency, prompt + output, int8, tree=0)
-    engine.stepper.force(conditional(profile))
+    engine.force_acceptance(conditional(profile))
     engine.warm_up()
     return timed(engine, prompts, output, True, k, repeats, bandwidth)
 
@@ -165,18 +165,18 @@ def engine_for(
     int8: bool = False,
     tree: int | None = None,
 ) -> Engine:
-    return Engine(
-        pair,
+    config = EngineConfig(
         method=method,
         k=k,
         tree=tree,
         max_batch=concurrency,
         context=min(pair.target.context, 2 * length),
-        tokens=concurrency * (length + 64),
+        kv_tokens=concurrency * (length + 64),
         prefix_caching=False,
         int8=int8,
         thread=False,
     )
+    return Engine(pair, config)
 
 
 def timed(
@@ -192,7 +192,7 @@ def timed(
     pair, method, concurrency, metrics, best = (
         engine.pair,
         engine.method,
-        engine.scheduler.max_batch,
+        engine.max_batch,
         engine.metrics,
         0.0,
     )
@@ -206,7 +206,7 @@ def timed(
         best = max(best, (metrics.generated_tokens - told) / spent) if i else 0.0
     steps, seconds = metrics.steps - steps, metrics.step_seconds - seconds
     used = metrics.k_steps.most_common(1)[0][0]
-    target_ms, drafter_ms = engine.stepper.split(concurrency, engine.form(used))
+    target_ms, drafter_ms = engine.time_step(concurrency, engine.shape(used))
     step_ms = 1000 * seconds / steps
     rest = None if target_ms is None or drafter_ms is None else step_ms - target_ms - drafter_ms
     floor = 1000 * weight_bytes(pair, method, used) / bandwidth

@@ -1,6 +1,7 @@
 """The command line. One file a command; torch is imported only by those that need it."""
 
 import os
+import re
 from typing import Annotated, Any
 
 import typer
@@ -52,15 +53,26 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise
-        except (
-            UserError,
-            OSError,
-        ) as error:  # OSError: a full disk, a folder that may not be written
-            err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        except (UserError, OSError) as error:  # OSError: a full disk, a read-only folder
+            message = name_options(str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
+            err.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
             err.print("\ninterrupted")
             raise typer.Exit(130) from None
+
+
+def name_options(message: str, command: Any) -> str:
+    """Replace arguments of the library by the options of `command`.
+
+    >>> name_options("lower `kv_tokens`", command)  # doctest: +SKIP
+    'lower --kv-tokens'
+    """
+    options = {
+        param.name: next((word for word in param.opts if word.startswith("--")), param.opts[0])
+        for param in getattr(command, "params", [])
+    }
+    return re.sub(r"`(\w+)`", lambda name: options.get(name[1], name[0]), message)
 
 
 app = typer.Typer(

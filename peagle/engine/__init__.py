@@ -1,5 +1,6 @@
-"""Many requests at once: continuous batching over paged keys and values."""
+"""The engine: many requests at once on one machine."""
 
+from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EngineConfig"]

@@ -1,12 +1,13 @@
 """The engine: many requests at once, joining and leaving at every step.
 
-    add -> queue -> plan (scheduler) -> prefill, decode (stepper, on the device) -> read back -> pieces -> stream
+    add -> queue -> plan (scheduler) -> prefill, decode (stepper) -> read back -> detokenize -> stream
 
-A thread runs round after round (rounds.py); with `thread=False` whoever holds the engine runs `step()` himself.
+A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the caller runs `step()`.
 """
 
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,139 +15,71 @@ import torch
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, Sampling, parse_method
-from peagle.draft_shape import MAX_ADAPTIVE_K, MAX_ADAPTIVE_K_PARALLEL, DraftShape
+from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
+from peagle.engine.config import EngineConfig
 from peagle.engine.detokenizer import Detokenizer, token_decoder
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop, RequestState
+from peagle.engine.metrics import Metrics
 from peagle.engine.model.exactness import exact_multiple
-from peagle.engine.policy.adaptive import AdaptivePolicy, FixedPolicy, candidate_shapes
+from peagle.engine.policy.adaptive import AdaptivePolicy, DraftPolicy, FixedPolicy, candidate_shapes
 from peagle.engine.sampling.grammar_masks import GrammarState
 from peagle.engine.sampling.sampling_state import check_bias
 from peagle.engine.schedule.request import Request, RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
-from peagle.engine.step.stepper import Stepper, kv_shapes
-from peagle.engine.stream import Stream
+from peagle.engine.sizing import build_stepper, check_int8, largest_shape
+from peagle.engine.step.step_output import StepRecord
+from peagle.engine.stream import Stream, StreamPiece
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.kernels.cpu.library import kernel_state
-from peagle.kernels.cpu.matrix import can_pack
 from peagle.model_pair import ModelPair, Prompt, load_models
-from peagle.target import Target
 
-PAGE_SIZE = 64  # positions
-KV_MEMORY_FRACTION = 0.85  # of what is free on a GPU may become pages
-CPU_KV_TOKENS = 1 << 15  # positions of all requests together, on a CPU
-MAX_ADAPTIVE_NODES = 31  # of the trees that automatic K may choose
+GPU_PREFILL_CHUNK = 4096
+CPU_PREFILL_CHUNK = 512
 
 
 class Engine:
     def __init__(
-        self,
-        pair: ModelPair | str = DEFAULT_PAIR,
-        *,
-        method: str | None = None,
-        k: int | str = "auto",
-        tree: int | None = None,
-        max_batch: int = 64,
-        context: int | None = None,
-        tokens: int | None = None,
-        chunk: int | None = None,
-        max_queue: int = 1024,
-        page: int = PAGE_SIZE,
-        exact: bool | None = False,
-        int8: bool = False,
-        prefix_caching: bool = True,
-        graphs: bool = True,
-        thread: bool = True,
+        self, pair: ModelPair | str = DEFAULT_PAIR, config: EngineConfig | None = None
     ) -> None:
-        """`tree`: nodes of a candidate tree. A fixed K has a tree of so many; automatic K one of up to so many, if it
-        pays. 0: chains only; None: chains, and for automatic K on a GPU trees of up to 31. Automatic K goes to 7, with
-        a parallel drafter on a GPU to 11.
-
-        `tokens`: positions that fit the pages, all requests together; `chunk`: prompt tokens of one step.
-
-        `exact`: passes are per request and bit-equal with and without drafts; None: where float32 is not used and it
-        can be had. `int8`: matrices in 8 bits, on a CPU: faster, but the target's distribution is another one.
-        """
-        pair = load_models(pair) if isinstance(pair, str) else pair
-        if int8:
-            check_int8(pair.target)
-        self.pair, self.target = pair, pair.target
-        self.method: Method = parse_method(method or pair.pair.method)
+        self.config = config = config or EngineConfig()
+        self.pair = pair = load_models(pair) if isinstance(pair, str) else pair
+        self.target = pair.target
+        if config.int8:
+            check_int8(self.target)
+        self.method: Method = parse_method(config.method or pair.pair.method)
         drafter = None if self.method == "none" else pair.drafter(self.method)
-        gpu = self.target.device.type == "cuda"
-        if (
-            tree is None
-            and k == "auto"
-            and gpu
-            and not exact
-            and drafter is not None
-            and supports_trees(drafter)
-        ):
-            tree = MAX_ADAPTIVE_NODES
-        self.k_most = (
-            0 if drafter is None else largest_k(k, tree or 0, pair, gpu and supports_trees(drafter))
+        self.largest = largest_shape(config, pair, drafter)
+        self.context = min(config.context or self.target.context, self.target.context)
+        self._stepper = build_stepper(config, pair, drafter, self.largest, self.context)
+        if config.int8:
+            self._stepper.quantize()
+        self.weights = "int8" if config.int8 else self._stepper.weights
+        self.exact = self._enable_exact()
+        self._pages = self._page_allocator()
+        self._scheduler = self._make_scheduler()
+        self.loop = EngineLoop(  # Internal: only the engine's own tests look inside.
+            self._stepper,
+            self._scheduler,
+            self._policy(drafter),
+            self.largest,
+            self.exact,
+            config.cuda_graphs and self._on_gpu,
         )
-        self.largest = largest_shape(self.k_most, tree or 0, drafter, exact)
-        exact = False if exact is None and not self.largest.chain else exact
-        self.context = min(context or self.target.context, self.target.context)
-        pages = kv_page_count(
-            pair, drafter, tokens, page, max_batch, self.context, self.largest.nodes
-        )
-        if not self.largest.chain and pages * page < 2 * self.largest.nodes:
-            raise UserError(
-                f"{pages * page} positions hold no tree of {self.largest.nodes} nodes and a prompt: raise --kv-tokens,"
-                " or use a smaller --tree"
-            )
-        self.stepper = build_stepper(
-            self.target, drafter, self.largest, pages, page, max_batch, self.context
-        )
-        self.int8 = int8
-        if int8:
-            self.stepper.quantize()
-        self.weights = "int8" if int8 else self.stepper.weights
-        self.exact = self._make_exact(exact, page)
-        self.pages = PageAllocator(pages, page, caching=prefix_caching and not self.exact)
-        whole = (
-            self.context * max_batch
-        )  # exact: a prompt is never cut, or its bits would depend on its neighbors
-        self.scheduler = Scheduler(
-            self.pages,
-            max_batch,
-            whole if self.exact else chunk or (4096 if gpu else 512),
-            max_queue,
-            self.context,
-            slack=self.largest.nodes,
-            reserve=self.exact,
-            spare=0 if self.largest.chain else self.largest.nodes,
-        )
-        nodes = 0 if self.largest.chain else self.largest.nodes
-        chooser = (
-            FixedPolicy(self.largest)
-            if k != "auto" or drafter is None
-            else AdaptivePolicy(candidate_shapes(self.k_most, nodes))
-        )
-        self.rounds = EngineLoop(
-            self.stepper, self.scheduler, chooser, self.largest, self.exact, graphs and gpu
-        )
-        self.lock, self.metrics, self.seats = (
-            self.rounds.lock,
-            self.rounds.metrics,
-            self.rounds.seats,
-        )
-        self.ids = itertools.count()
-        self.decoder = (
-            None if self.target.tokenizer is None else token_decoder(self.target.tokenizer)
-        )
-        self.closed, self.failure = False, None  # type: bool, str | None
-        self._thread = (
-            threading.Thread(target=self._loop, name="peagle-engine", daemon=True)
-            if thread
-            else None
-        )
-        if self._thread is not None:
+        self._lock = self.loop.lock
+        self._ids = itertools.count()
+        tokenizer = self.target.tokenizer
+        self._decoder = None if tokenizer is None else token_decoder(tokenizer)
+        self._closed = False
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+        if config.thread:
+            self._thread = threading.Thread(target=self._run, name="peagle-engine", daemon=True)
             self._thread.start()
+
+    # --- requests ---------------------------------------------------------------------------------
 
     def add(
         self,
@@ -165,77 +98,85 @@ class Engine:
         grammar: Grammar | None = None,
         **sampling: Any,
     ) -> Stream:
-        """Queues a request; its answer comes through the stream, and keeps to the grammar where there is one.
+        """Queue a request. Its answer arrives through the stream and follows `grammar` if given.
 
-        `sampling`: the fields of core.Sampling.
+        `sampling`: the fields of `core.Sampling`.
         """
         if grammar is not None and ignore_eos:
-            raise UserError(
-                "ignore_eos does not go with a grammar: an answer ends where its grammar does"
-            )
+            raise UserError("`ignore_eos` does not go with a grammar: the grammar ends the answer")
         settings = Sampling(**sampling).seeded()
         ids = list(self.pair.encode(prompt, raw))
+        self._check_ids(ids, settings)
         limits = RequestLimits(
             max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs
         )
-        room = max(self.context - len(ids), 1)  # an answer ends with the context
+        room = max(self.context - len(ids), 1)  # The context bounds the answer.
         limits = replace(limits, max_tokens=min(max_tokens, room), min_tokens=min(min_tokens, room))
-        vocabulary = self.target.vocab_size
-        if bad := [token for token in ids if not 0 <= token < vocabulary]:
-            raise UserError(
-                f"token ids {bad[:5]} are outside the target's vocabulary of {vocabulary}"
+        detokenizer = Detokenizer(self._decoder, limits.stop, include_stop, limits.min_tokens)
+        stop_tokens = limits.stop_ids | (frozenset() if ignore_eos else self.target.stop_ids)
+        grammar_state = None
+        if grammar is not None:
+            grammar_state = GrammarState(
+                self.pair.grammars, grammar, stop_tokens, limits.min_tokens
             )
-        check_bias(settings, vocabulary)
-        words = Detokenizer(self.decoder, limits.stop, include_stop, limits.min_tokens)
-        stops = limits.stop_ids | (frozenset() if ignore_eos else self.target.stop_ids)
-        binding = (
-            None
-            if grammar is None
-            else GrammarState(self.pair.grammars, grammar, stops, limits.min_tokens)
-        )
-        with self.lock:
+        with self._lock:
             self._require_open()
-            request = Request(id or f"r{next(self.ids)}", ids, settings, limits, user)
-            self.scheduler.add(request)
+            request = Request(id or f"r{next(self._ids)}", ids, settings, limits, user)
+            self._scheduler.add(request)
             stream = Stream(request.id, len(ids), self.abort)
-            self.seats[request.id] = RequestState(stream, words, stops, binding)
+            self.loop.states[request.id] = RequestState(
+                stream, detokenizer, stop_tokens, grammar_state
+            )
             self.metrics.prompt_tokens += len(ids)
-            self.lock.notify_all()
+            self._lock.notify_all()
         return stream
 
     def abort(self, id: str) -> None:
-        """Gives a request up; one that is not there (any more) is none of our business."""
-        with self.lock:
-            request = self.scheduler.live.get(id)
+        """End a request. Unknown or finished ids are ignored."""
+        with self._lock:
+            request = self._scheduler.live.get(id)
             if request is not None:
-                self.rounds.finish(request, "abort")
+                self.loop.finish(request, "abort")
+
+    def fail(self, reason: str) -> Exception | None:
+        """Close the engine after an error: every live request ends with `reason`.
+
+        Returns the error that closing raised, if any: requests are told nevertheless.
+        """
+        self._failure = reason
+        try:
+            self.close()
+        except Exception as error:
+            self._closed = True
+            for state in list(self.loop.states.values()):
+                state.stream.put(StreamPiece(None, reason="error", error=reason))
+            return error
+        return None
+
+    # --- running ----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One round of the loop. False: there was nothing to do."""
+        """Run one step. Returns False if there was nothing to do."""
         self._require_open()
-        return self.rounds.run()
-
-    def form(self, nodes: int) -> DraftShape:
-        """That has so many: a chain, where one is as long."""
-        return DraftShape(nodes, nodes) if nodes <= self.k_most else DraftShape(self.k_most, nodes)
-
-    def warm_up(self) -> None:
-        """Before the first request: kernels are compiled, graphs captured."""
-        self.rounds.warm_up()
+        return self.loop.run()
 
     def drain(self) -> None:
-        """Runs until every request is answered; for engines without a thread."""
+        """Run until every request is answered; for engines without a thread."""
         while self.step():
             pass
 
+    def warm_up(self) -> None:
+        """Compile kernels and capture CUDA graphs before the first request."""
+        self.loop.warm_up()
+
     def close(self) -> None:
-        """Fails what is not answered yet."""
-        with self.lock:
-            if self.closed:
+        """Fail the requests that are not answered yet."""
+        with self._lock:
+            if self._closed:
                 return
-            self.closed = True
-            self.rounds.fail_all(self.failure or "the engine was closed")
-            self.lock.notify_all()
+            self._closed = True
+            self.loop.fail_all(self._failure or "the engine was closed")
+            self._lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -245,22 +186,50 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check_integrity(self) -> None:
-        with self.lock:
-            self.scheduler.check_integrity()
-            assert self.seats.keys() == self.scheduler.live.keys(), (
-                "a seat without a request, or the other way round"
-            )
-            taken = [seat.place for seat in self.seats.values() if seat.place is not None]
-            assert len(taken) == len(set(taken)) == self.stepper.places.taken, (
-                "a place is lost, or taken twice"
-            )
-            assert self.metrics.finished.total() + len(self.scheduler.live) == self.scheduler.added
+    # --- state, for servers and benchmarks --------------------------------------------------------
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.loop.metrics
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is not answered yet, or a launched pass is not read back yet."""
+        return bool(self._scheduler.live or self.loop.in_flight)
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._scheduler.live)
+
+    def is_waiting(self, id: str) -> bool:
+        """Whether this request is still in the queue, before its first step."""
+        request = self._scheduler.live.get(id)
+        return request is not None and request.status == "waiting"
+
+    @property
+    def max_batch(self) -> int:
+        return self._scheduler.max_batch
+
+    @property
+    def max_k(self) -> int:
+        return self.largest.k
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    def shape(self, nodes: int) -> DraftShape:
+        """The shape with this many nodes: a chain, if a chain can be that long."""
+        return DraftShape(min(nodes, self.max_k), nodes)
 
     def status(self) -> dict[str, Any]:
         """Counters and gauges, for people and for /metrics."""
-        with self.lock:
-            pages, scheduler = self.pages, self.scheduler
+        with self._lock:
+            pages, scheduler = self._pages, self._scheduler
             return self.metrics.as_dict() | {
                 "waiting": len(scheduler.waiting),
                 "running": len(scheduler.running),
@@ -268,126 +237,123 @@ class Engine:
                 "preemptions": scheduler.preemptions,
                 "method": self.method,
                 "exact": self.exact,
-                "int8": self.int8,
+                "int8": self.config.int8,
                 "weights": self.weights,
-                "kernels": "triton" if self.target.device.type == "cuda" else kernel_state(),
+                "kernels": "triton" if self._on_gpu else kernel_state(),
+                "prefix_queries": pages.asked,
+                "prefix_hits": pages.found,
+                "kv_tokens": pages.count * pages.size,
+                "context": self.context,
+                "k_most": self.max_k,
             }
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    def on_step(self, hook: Callable[[StepRecord], None] | None) -> None:
+        """Call `hook` with a record of every decode step from now on; None removes it."""
+        self.loop.step_hook = hook
 
-    def _loop(self) -> None:
+    def time_step(self, batch: int, shape: DraftShape) -> tuple[float | None, float | None]:
+        """Milliseconds of the two CUDA graphs of a step: verification, acceptance with drafting."""
+        return self._stepper.split(batch, shape)
+
+    def force_acceptance(self, probabilities: list[float]) -> None:
+        """For measurements: draft i is accepted with this probability, given the ones before."""
+        self._stepper.force(probabilities)
+
+    def check_integrity(self) -> None:
+        """Assert that pages, slots and requests agree."""
+        with self._lock:
+            self._scheduler.check_integrity()
+            states = self.loop.states
+            assert states.keys() == self._scheduler.live.keys(), "states and requests differ"
+            slots = [state.place for state in states.values() if state.place is not None]
+            assert len(slots) == len(set(slots)) == self._stepper.places.taken, "slots are lost"
+            finished = self.metrics.finished.total()
+            assert finished + len(self._scheduler.live) == self._scheduler.added
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is live and every KV page is free."""
+        return not self.busy and self._pages.free == self._pages.count
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
         while True:
-            with self.lock:
-                while not self.closed and not self.scheduler.live and not self.rounds.flights:
-                    self.lock.wait()
-                if self.closed:
+            with self._lock:
+                while not self._closed and not self.busy:
+                    self._lock.wait()
+                if self._closed:
                     return
             try:
                 self.step()
-            except Exception as error:  # whoever waits must be told
-                with self.lock:
-                    if not self.closed:
-                        self.failure = f"the engine stopped: {type(error).__name__}: {error}"
-                        self.closed = True
-                        self.rounds.fail_all(self.failure)
+            except Exception as error:  # Waiting callers must learn of it.
+                with self._lock:
+                    if not self._closed:
+                        self._failure = f"the engine stopped: {type(error).__name__}: {error}"
+                        self._closed = True
+                        self.loop.fail_all(self._failure)
                 return
 
     def _require_open(self) -> None:
-        if self.closed:
-            raise UserError(self.failure or "the engine is closed: make a new one")
+        if self._closed:
+            raise UserError(self._failure or "the engine is closed: create a new one")
 
-    # --- set-up -------------------------------------------------------------------------------------------------------
+    # --- set-up -----------------------------------------------------------------------------------
 
-    def _make_exact(self, wanted: bool | None, page: int) -> bool:
-        on = self.target.dtype != torch.float32 if wanted is None else wanted
-        if not on:
+    @property
+    def _on_gpu(self) -> bool:
+        return self.target.device.type == "cuda"
+
+    def _check_ids(self, ids: list[int], settings: Sampling) -> None:
+        if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
+            raise UserError(
+                f"token ids {bad[:5]} are outside the target's vocabulary of {self.vocab_size}"
+            )
+        check_bias(settings, self.vocab_size)
+
+    def _enable_exact(self) -> bool:
+        """Whether exact mode is on; it fills passes up to a multiple of rows."""
+        wanted = self.config.exact
+        if wanted is None and not self.largest.chain:
             return False
-        multiple = exact_multiple(self.stepper.verifier, self.target, page, self.k_most)
+        enabled = self.target.dtype != torch.float32 if wanted is None else wanted
+        if not enabled:
+            return False
+        multiple = exact_multiple(
+            self._stepper.verifier, self.target, self.config.page_size, self.max_k
+        )
         if multiple is None and wanted:
             raise UserError(
-                f"exact mode cannot be had for {self.target.name!r} here: rows depend on their neighbors"
-                " (as in mixtures of experts). Use --no-exact --dtype float32: a near tie is unlikely there"
+                f"exact mode is not supported for {self.target.name!r}: rows depend on other rows of"
+                " the batch (as in mixtures of experts). Leave out `exact` and set `dtype` to"
+                " float32: a near tie is unlikely there"
             )
-        self.stepper.multiple = multiple or 1
+        self._stepper.multiple = multiple or 1
         return multiple is not None
 
+    def _page_allocator(self) -> PageAllocator:
+        caching = self.config.prefix_caching and not self.exact
+        kv_cache = self._stepper.memory
+        return PageAllocator(kv_cache.pages, self.config.page_size, caching=caching)
 
-def check_int8(target: Target) -> None:
-    if target.device.type != "cpu":
-        raise UserError(
-            f"int8 is for a CPU, and the target is on {target.device.type}: leave it out, or --device cpu"
+    def _make_scheduler(self) -> Scheduler:
+        config, nodes = self.config, self.largest.nodes
+        chunk = config.prefill_chunk or (GPU_PREFILL_CHUNK if self._on_gpu else CPU_PREFILL_CHUNK)
+        if self.exact:  # A prompt in chunks would get bits that depend on other requests.
+            chunk = self.context * config.max_batch
+        return Scheduler(
+            self._pages,
+            config.max_batch,
+            chunk,
+            config.max_queue,
+            self.context,
+            slack=nodes,
+            reserve=self.exact,
+            spare=0 if self.largest.chain else nodes,
         )
-    if target.dtype != torch.bfloat16:
-        name = str(target.dtype).removeprefix("torch.")
-        raise UserError(
-            f"int8 multiplies bfloat16, and the target is in {name}: leave it out, or --dtype bfloat16"
-        )
-    if not can_pack(target.lm_head):
-        reason = (
-            "this CPU has no dot products of bf16 (avx512_bf16)"
-            if kernel_state() == "c"
-            else kernel_state()
-        )
-        raise UserError(f"int8 needs the C kernels ({reason}): leave it out")
 
-
-def largest_k(k: int | str, tree: int, pair: ModelPair, deep: bool) -> int:
-    """`deep`: rows are nearly free."""
-    if k == "auto":
-        most = max(MAX_ADAPTIVE_K_PARALLEL if deep else MAX_ADAPTIVE_K, pair.pair.k)
-        return min(most, max(tree - 1, MAX_ADAPTIVE_K)) if tree else most
-    if isinstance(k, int) and k >= 1:
-        return k
-    raise UserError(f"K is {k!r}: use a number of 1 or more, or auto")
-
-
-def supports_trees(drafter: Drafter) -> bool:
-    """Trees come from one parallel pass."""
-    return drafter.config.method == "p-eagle"
-
-
-def largest_shape(k: int, tree: int, drafter: Drafter | None, exact: bool | None) -> DraftShape:
-    if not tree or drafter is None:
-        return DraftShape(k, k)
-    if not supports_trees(drafter):
-        raise UserError(
-            "eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out --tree"
-        )
-    if exact:
-        raise UserError("exact mode verifies chains: leave out one of --exact and --tree")
-    return DraftShape(k, tree)
-
-
-def kv_page_count(
-    pair: ModelPair,
-    drafter: Any,
-    tokens: int | None,
-    page: int,
-    batch: int,
-    context: int,
-    nodes: int,
-) -> int:
-    """As many as asked for; else what a GPU has room for, or a modest number on a CPU; never more than can be used."""
-    most = batch * -(-(context + nodes + 1) // page)
-    if tokens is not None:
-        return max(1, min(most, -(-tokens // page)))
-    target = pair.target
-    if target.device.type != "cuda":
-        return min(most, -(-max(CPU_KV_TOKENS, context + nodes) // page))
-    each = sum(shape.bytes for shape in kv_shapes(target, drafter)) * page
-    free, _ = torch.cuda.mem_get_info(target.device)
-    return max(1, min(most, int(free * KV_MEMORY_FRACTION) // each))
-
-
-def build_stepper(
-    target: Any, drafter: Any, largest: DraftShape, pages: int, page: int, batch: int, context: int
-) -> Stepper:
-    try:
-        return Stepper(target, drafter, largest, pages, page, batch, context)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if "memory" not in str(error).lower():
-            raise
-        raise UserError(
-            f"{pages * page:,} positions of keys and values do not fit the memory: lower --kv-tokens, --max-batch or"
-            " --context"
-        ) from error
+    def _policy(self, drafter: Drafter | None) -> DraftPolicy:
+        if self.config.k != "auto" or drafter is None:
+            return FixedPolicy(self.largest)
+        nodes = 0 if self.largest.chain else self.largest.nodes
+        return AdaptivePolicy(candidate_shapes(self.max_k, nodes))

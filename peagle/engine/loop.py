@@ -7,6 +7,7 @@ back at once. So is a round with a request that is bound to a grammar: its next 
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -25,7 +26,7 @@ from peagle.engine.sampling.sampler import Logprobs, Sampler
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.engine.schedule.scheduler import Scheduler, StepPlan
-from peagle.engine.step.step_output import StepOutput
+from peagle.engine.step.step_output import StepOutput, StepRecord
 from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
 from peagle.engine.stream import Stream, StreamPiece, TokenLogprob
 
@@ -77,9 +78,10 @@ class InFlightPass:
     prefill: bool
     event: Any = None
     started: float = 0.0
-    timed: bool = (
-        False  # its time is that of a decode step that verified and made one form, and nothing else
-    )
+    # its time is that of a decode step that verified and made one form, and nothing else
+    timed: bool = False
+    verify_seconds: float | None = None
+    draft_seconds: float | None = None
 
 
 class EngineLoop:
@@ -97,11 +99,12 @@ class EngineLoop:
         self.largest, self.exact, self.graphs = largest, exact, graphs
         self.lock = threading.Condition()  # over everything here but the device's work
         self.metrics = Metrics(k=largest.k)
-        self.seats: dict[str, RequestState] = {}
-        self.flights: deque[InFlightPass] = deque()
+        self.states: dict[str, RequestState] = {}
+        self.in_flight: deque[InFlightPass] = deque()
         self.lookahead = 1 if stepper.places.device.type == "cuda" else 0
         self._processing: tuple[tuple[str, ...], Sampler | None] = ((), None)
         self._last_read = 0.0
+        self.step_hook: Callable[[StepRecord], None] | None = None
 
     def run(self) -> bool:
         """One round. False: there was nothing to do."""
@@ -119,8 +122,8 @@ class EngineLoop:
             self._decode(part, alone=not chunks)
         worked = bool(chunks or members)
         bound = any(member.seat.binding for member in (*members, *(member for _, member in chunks)))
-        while self.flights and (len(self.flights) > self.lookahead or bound or not worked):
-            self._read(self.flights.popleft())
+        while self.in_flight and (len(self.in_flight) > self.lookahead or bound or not worked):
+            self._read(self.in_flight.popleft())
             worked = True
         return worked
 
@@ -145,12 +148,12 @@ class EngineLoop:
         )  # the drafter may look further than the target
         plan = self.scheduler.plan(rows)
         for request in plan.preempted:
-            self._leave(self.seats[request.id])
+            self._leave(self.states[request.id])
         return plan
 
     def _member(self, request: Request, news: list[tuple[int, int, list[int]]]) -> BatchEntry:
         """The request at its place; `news`: what the device must be told of it."""
-        seat, places = self.seats[request.id], self.stepper.places
+        seat, places = self.states[request.id], self.stepper.places
         if seat.place is None:
             seat.place, seat.table, seat.drafted = places.take(), 0, NO_DRAFT
             seat.history = SamplingState(
@@ -282,8 +285,19 @@ class EngineLoop:
                 logprobs = Logprobs(*(x.to("cpu", non_blocking=True) for x in logprobs))
             event = torch.cuda.Event()
             event.record()
-        self.flights.append(
-            InFlightPass(requests, packed, logprobs, tree, prefill, event, started, timed)
+        self.in_flight.append(
+            InFlightPass(
+                requests,
+                packed,
+                logprobs,
+                tree,
+                prefill,
+                event,
+                started,
+                timed,
+                result.verify_seconds,
+                result.draft_seconds,
+            )
         )
 
     def _read(self, flight: InFlightPass) -> None:
@@ -313,6 +327,16 @@ class EngineLoop:
         if not flight.prefill:
             seconds = now - max(flight.started, self._last_read)
             self.metrics.step_seconds += seconds
+            if self.step_hook is not None:
+                self.step_hook(
+                    StepRecord(
+                        len(flight.requests),
+                        flight.tree,
+                        seconds,
+                        flight.verify_seconds,
+                        flight.draft_seconds,
+                    )
+                )
             if held:
                 self.chooser.observe(
                     len(flight.requests), flight.tree, seconds if flight.timed else None, held
@@ -322,7 +346,7 @@ class EngineLoop:
     def _take(
         self, request: Request, tokens: list[int], flight: InFlightPass, i: int, kept: int
     ) -> None:
-        seat, limits = self.seats[request.id], request.limits
+        seat, limits = self.states[request.id], request.limits
         drafted = (
             min(flight.tree.k, max(self.scheduler.context - 1 - request.computed, 0))
             if not flight.prefill
@@ -389,7 +413,7 @@ class EngineLoop:
             own = [page for page in request.pages if self.scheduler.pages.refs[page] == 1]
             self.stepper.memory.clear([*own, self.scheduler.pages.count])
         self.scheduler.finish(request, reason, error)
-        seat = self.seats.pop(request.id)
+        seat = self.states.pop(request.id)
         self._leave(seat)
         self.metrics.finished[reason] += 1
         seat.stream.put(StreamPiece(None, reason=reason, error=error))

@@ -131,7 +131,8 @@ def test_a_difference_and_its_margin() -> None:
 def test_nothing_of_it_needs_the_endpoint() -> None:
     """Where the engine runs there may be no httpx."""
     code = (
-        "import sys, peagle.cli, peagle.bench.native, peagle.bench.session, peagle.bench.tune, peagle.bench.scoring;"
+        "import sys, peagle.cli, peagle.bench.load.native, peagle.bench.session, peagle.bench.tune;"
+        "import peagle.bench.quality.scoring;"
         "assert 'peagle.bench.load.endpoint' not in sys.modules and 'peagle.data.fetch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

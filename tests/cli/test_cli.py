@@ -12,13 +12,12 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from peagle.catalog.pair import DrafterSource
-from peagle.cli import app
 from peagle.drafter.formats import compact
 from peagle.evaluate import demo
 from peagle.loaded import LoadedPair, load
+from tests.support.command_line import run
 from tests.support.tiny_models import MASK, make_drafter, make_target
 
 COMMANDS = ["pull", "generate", "demo", "serve", "bench", "tune", "export", "quantize", "check"]
@@ -50,12 +49,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = make_target(hidden_size=64)
     compact.save(make_drafter(other, "p-eagle", 1), root / "misfit", other)
     return root
-
-
-def run(*args: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exit_code == code, result.output + result.stderr + repr(result.exception)
-    return result.stdout if code == 0 else result.stderr
 
 
 def generate(tiny: Path, *args: object) -> dict:

@@ -3,8 +3,8 @@
 import pytest
 
 from peagle.core import METHODS, Method
-from tests.engine.test_engine import alone, ask, engine_of, serve, small, small_with_words
-from tests.reference.test_decode import tokens_of
+from tests.support.decoding import tokens_of
+from tests.support.engines import alone, ask, engine_of, serve, small, small_with_words
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -72,13 +72,15 @@ def test_no_stop_string_before_min_tokens(method: Method, prompt) -> None:
 def test_up_to_the_very_end_of_the_context(method: Method, length: int, prompt) -> None:
     limit = 300 if length > 1 else 9
     asked = [(prompt(length), {"max_tokens": limit}), (prompt(5), {"max_tokens": 6})]
-    answers = serve(engine_of(small(), method, tokens=600, max_batch=2), asked)
+    answers = serve(engine_of(small(), method, kv_tokens=600, max_batch=2), asked)
     assert answers == [alone(small(), method, ids, **settings) for ids, settings in asked]
     assert len(tokens_of(answers[0])) == min(limit, 256 - length)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", [{"context": 40}, {"tokens": 40}, {"context": 38, "page": 5}])
+@pytest.mark.parametrize(
+    "how", [{"context": 40}, {"kv_tokens": 40}, {"context": 38, "page_size": 5}]
+)
 def test_a_smaller_context(method: Method, how: dict[str, int], prompt) -> None:
     """As asked for, or what the pages hold."""
     engine, ids = engine_of(small(), method, **how), prompt(11)

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from peagle.core import METHODS, Method, Step
 from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.stream import Stream
-from tests.engine.test_engine import SETTINGS, alone, ask, engine_of, small, some_requests
-from tests.reference.test_decode import tokens_of
+from tests.support.decoding import tokens_of
+from tests.support.engines import SETTINGS, alone, ask, engine_of, small, some_requests
 
 ASKED = [
     (ids, {"max_tokens": 9 + 5 * i % 11, "seed": i, **SETTINGS[5 * i % len(SETTINGS)]})
@@ -62,10 +62,10 @@ class Machine(RuleBasedStateMachine):
         caching: bool,
     ) -> None:
         how: dict[str, Any] = {
-            "page": page,
-            "tokens": tokens,
+            "page_size": page,
+            "kv_tokens": tokens,
             "max_batch": batch,
-            "chunk": chunk,
+            "prefill_chunk": chunk,
             "max_queue": QUEUE,
         }
         self.engine = engine_of(small(), method, k, prefix_caching=caching, **how)
@@ -74,7 +74,7 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, len(ASKED) - 1), user=st.sampled_from("ab"))
     def add(self, number: int, user: str) -> None:
         ids, how = ASKED[number]
-        full = len(self.engine.scheduler.waiting) >= QUEUE
+        full = len(self.engine.loop.scheduler.waiting) >= QUEUE
         try:
             stream = self.engine.add(ids, user=user, **how)
         except QueueFull:
@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def step(self, count: int) -> None:
         for _ in range(count):
-            busy = bool(self.engine.scheduler.live)
+            busy = bool(self.engine.loop.scheduler.live)
             assert self.engine.step() == busy, "somebody waits, and nothing was done"
             self.engine.check_integrity()
 
@@ -95,11 +95,11 @@ class Machine(RuleBasedStateMachine):
     def abort(self, number: int) -> None:
         self.engine.abort(list(self.streams)[-1 - number % len(self.streams)])
 
-    @precondition(lambda self: len(self.engine.scheduler.live) > 3)
+    @precondition(lambda self: len(self.engine.loop.scheduler.live) > 3)
     @rule()
     def drain(self) -> None:
         self.engine.drain()
-        assert not self.engine.seats
+        assert not self.engine.loop.states
 
     @invariant()
     def whole(self) -> None:
@@ -110,7 +110,10 @@ class Machine(RuleBasedStateMachine):
             return
         self.engine.drain()
         self.engine.check_integrity()
-        assert not self.engine.seats and self.engine.pages.free == self.engine.pages.count
+        assert (
+            not self.engine.loop.states
+            and self.engine.loop.scheduler.pages.free == self.engine.loop.scheduler.pages.count
+        )
         for number, stream in self.streams.values():
             self.check(number, stream)
 

@@ -11,9 +11,9 @@ from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import verifier_for
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair
-from tests.engine.test_engine import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
 from tests.kernels.test_cpu_kernels import needs_dots
-from tests.reference.test_decode import tokens_of
+from tests.support.decoding import tokens_of
+from tests.support.engines import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
 from tests.support.tiny_models import CONFIGS, make_drafter, make_target
 
 COUNT = 33  # over the ends of two pages at least
@@ -37,14 +37,18 @@ def pair(name: str) -> LoadedPair:
 
 @cache
 def alone(name: str) -> list[list[int]]:
-    engine = engine_of(pair(name), "none", exact=True, page=PAGE, tokens=600, max_batch=1)
+    engine = engine_of(pair(name), "none", exact=True, page_size=PAGE, kv_tokens=600, max_batch=1)
     return [tokens_of(steps) for steps in serve(engine, ASKED)]
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
-    engine = engine_of(pair("llama"), method, exact=True, page=PAGE, tokens=600)
-    assert engine.exact and engine.stepper.multiple in MULTIPLES and engine.pages.caching is False
+    engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
+    assert (
+        engine.exact
+        and engine.loop.stepper.multiple in MULTIPLES
+        and engine.loop.scheduler.pages.caching is False
+    )
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
 
 
@@ -57,7 +61,7 @@ def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
     ],
 )
 def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
-    engine = engine_of(pair(name), "p-eagle", exact=True, page=PAGE, tokens=600)
+    engine = engine_of(pair(name), "p-eagle", exact=True, page_size=PAGE, kv_tokens=600)
     streams = [engine.add(ids, id=str(i), **how) for i, (ids, how) in enumerate(ASKED)]
     while engine.step():
         whisper(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
@@ -69,16 +73,16 @@ def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_nobody_is_preempted(method: Method) -> None:
     """Recomputing prompt and answer in one pass would give other bits: pages are reserved, and the second waits."""
-    engine = engine_of(pair("llama"), method, exact=True, page=PAGE, tokens=112)
+    engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=112)
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
-    assert not engine.scheduler.preemptions
+    assert not engine.loop.scheduler.preemptions
 
 
 def test_a_seed_too() -> None:
     asked = [(ids, {**how, "temperature": 1.0, "seed": i}) for i, (ids, how) in enumerate(ASKED)]
     answers = []
     for method in METHODS:
-        engine = engine_of(pair("llama"), method, exact=True, page=PAGE, tokens=600)
+        engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
         answers.append([tokens_of(steps) for steps in serve(engine, asked)])
     assert answers[0] == answers[1] == answers[2]
 
@@ -88,11 +92,11 @@ def test_where_rows_depend_on_their_neighbors_it_is_refused() -> None:
     experts = pair_of(make_target("qwen3-moe", hidden_size=64, moe_intermediate_size=128))
     with pytest.raises(
         UserError,
-        match=r"exact mode cannot be had for 'tiny qwen3-moe'.*mixtures of experts.*float32",
+        match=r"exact mode is not supported for 'tiny qwen3-moe'.*mixtures of experts.*float32",
     ):
         engine_of(experts, "none", exact=True)
     engine = engine_of(experts, "none")
-    assert not engine.exact and engine.stepper.multiple == 1
+    assert not engine.exact and engine.loop.stepper.multiple == 1
     assert [len(tokens_of(steps)) for steps in serve(engine, ASKED)] == [COUNT] * 2
 
 
@@ -110,7 +114,7 @@ def test_without_it_the_bits_differ() -> None:
 
 
 def test_large_blocks_are_probed_too() -> None:
-    engine = engine_of(pair("llama"), "p-eagle", k=20, exact=True, page=PAGE, tokens=600)
+    engine = engine_of(pair("llama"), "p-eagle", k=20, exact=True, page_size=PAGE, kv_tokens=600)
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
 
 
@@ -145,7 +149,7 @@ def test_passes_are_filled_up() -> None:
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_lossless_in_int8_too(method: Method) -> None:
     """With respect to the int8 target: drafts change nothing, neighbors neither."""
-    how = {"exact": True, "int8": True, "page": PAGE, "tokens": 600}
+    how = {"exact": True, "int8": True, "page_size": PAGE, "kv_tokens": 600}
     plain, drafted = (engine_of(pair("llama"), used, **how) for used in ("none", method))
     answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
     assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
@@ -154,11 +158,12 @@ def test_lossless_in_int8_too(method: Method) -> None:
 
 def test_int8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        UserError, match=r"int8 multiplies bfloat16, and the target is in float32.*--dtype bfloat16"
+        UserError,
+        match=r"int8 needs a target in bfloat16, and this one is in float32.*`dtype` to bfloat16",
     ):
         engine_of(pair_of(make_target()), "none", int8=True)
-    monkeypatch.setattr("peagle.engine.engine.possible", lambda weight: False)
-    with pytest.raises(UserError, match=r"int8 needs the C kernels \(.*\): leave it out"):
+    monkeypatch.setattr("peagle.engine.sizing.can_pack", lambda weight: False)
+    with pytest.raises(UserError, match=r"int8 needs the C kernels \(.*\): leave out `int8`"):
         engine_of(pair("llama"), "none", int8=True)
 
 

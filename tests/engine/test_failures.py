@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from peagle.core import METHODS, Method
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.stream import RequestFailed, Stream
 from peagle.errors import UserError
-from tests.engine.test_engine import (
-    TIGHT,
-    alone,
-    engine_of,
-    pair_of,
-    small,
-    some_requests,
-    steps_of,
-)
-from tests.reference.test_decode import tokens_of
+from tests.support.decoding import tokens_of
+from tests.support.engines import TIGHT, alone, engine_of, pair_of, small, some_requests, steps_of
 from tests.support.tiny_models import make_drafter, make_target
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -46,12 +38,12 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(prompt) -> None:
     engine = engine_of(small(), "p-eagle", context=64)
     first = engine.add(prompt(9), id="first", max_tokens=10)
     engine.step()
-    before = engine.status(), engine.pages.free
+    before = engine.status(), engine.loop.scheduler.pages.free
     for ids, how, words in REFUSED:
         with pytest.raises(UserError, match=words):
             engine.add(ids, **how)
         engine.check_integrity()
-    assert (engine.status(), engine.pages.free) == before
+    assert (engine.status(), engine.loop.scheduler.pages.free) == before
     engine.drain()
     assert steps_of(first) == alone(small(), "p-eagle", prompt(9), max_tokens=10)
 
@@ -73,14 +65,14 @@ def test_a_full_queue(prompt) -> None:
     ("how", "words"),
     [
         ({"k": 0}, "K is 0"),
-        ({"k": "many"}, "or auto"),
+        ({"k": "many"}, "or to auto"),
         ({"method": "medusa"}, "unknown method"),
-        ({"max_batch": 10**9, "tokens": 10**14}, "--kv-tokens, --max-batch or --context"),
+        ({"max_batch": 10**9, "kv_tokens": 10**14}, "`kv_tokens`, `max_batch` or `context`"),
     ],
 )
 def test_an_engine_that_cannot_be(how: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        Engine(small(), **{"method": "p-eagle", "thread": False} | how)
+        Engine(small(), EngineConfig(**{"method": "p-eagle", "thread": False} | how))
 
 
 # Logits that are not numbers.
@@ -147,7 +139,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(
     assert [steps_of(stream) for stream in streams] == poisoned.expected[method]
     assert (
         engine.status()["finished"]["error"] == len(failed)
-        and engine.pages.free == engine.pages.count
+        and engine.loop.scheduler.pages.free == engine.loop.scheduler.pages.count
     )
 
 
@@ -155,7 +147,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(
 def test_nothing_is_left_in_its_pages(poisoned: Poisoned, method: Method) -> None:
     """The good ones come after it, one by one, to the very pages that hold no numbers: also where it was aborted."""
     for end in (lambda engine, stream: engine.drain(), lambda engine, stream: stream.abort()):
-        engine = engine_of(poisoned.pair, method, tokens=52)
+        engine = engine_of(poisoned.pair, method, kv_tokens=52)
         for (ids, how), steps in zip(poisoned.good[:3], poisoned.expected[method], strict=False):
             bad = engine.add([poisoned.token, *poisoned.bad()], max_tokens=8)
             for _ in range(2):
@@ -185,7 +177,7 @@ def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
 
 
 def test_the_loop_dies_and_everybody_is_told(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
-    engine = Engine(small(), method="p-eagle", k=3, **TIGHT | {"max_batch": 2})
+    engine = Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT | {"max_batch": 2}))
 
     everybody = threading.Event()
 
@@ -193,7 +185,7 @@ def test_the_loop_dies_and_everybody_is_told(monkeypatch: pytest.MonkeyPatch, pr
         everybody.wait()
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(engine.stepper, "decode", lost)
+    monkeypatch.setattr(engine.loop.stepper, "decode", lost)
     with ThreadPoolExecutor() as pool:
         streams = [engine.add(prompt(5 + i), max_tokens=9) for i in range(2)]
         everybody.set()
@@ -211,9 +203,9 @@ def test_the_loop_dies_and_everybody_is_told(monkeypatch: pytest.MonkeyPatch, pr
 
 
 def test_waiting_requests_are_told_too(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
-    engine = Engine(small(), method="none", **TIGHT | {"max_batch": 1})
-    with engine.lock:  # all are there before the first step
-        monkeypatch.setattr(engine.rounds, "_prefill", lambda *_: 1 / 0)
+    engine = Engine(small(), EngineConfig(method="none", **TIGHT | {"max_batch": 1}))
+    with engine.loop.lock:  # all are there before the first step
+        monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
         streams = [engine.add(prompt(5), max_tokens=9) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
         for future in [pool.submit(list, stream) for stream in streams]:
@@ -224,7 +216,7 @@ def test_waiting_requests_are_told_too(monkeypatch: pytest.MonkeyPatch, prompt) 
 
 def test_a_caller_of_step_sees_the_error_itself(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
     engine = engine_of(small(), "none")
-    monkeypatch.setattr(engine.rounds, "_prefill", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
     engine.add(prompt(5))
     with pytest.raises(ZeroDivisionError):
         engine.step()
@@ -235,7 +227,7 @@ def test_pages_for_one_request_only(method: Method) -> None:
     """Everybody else is preempted, again and again; nobody fails."""
     asked = some_requests(6, seed=12, max_tokens=12, ignore_eos=True)
     longest = max(len(ids) for ids, _ in asked) + 12
-    engine = engine_of(small(), method, tokens=longest, max_batch=6)
+    engine = engine_of(small(), method, kv_tokens=longest, max_batch=6)
     streams = [engine.add(ids, **how) for ids, how in asked]
     while engine.step():
         engine.check_integrity()

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import cycle
-from string import ascii_lowercase, ascii_uppercase, digits
 from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.core import METHODS, Method
@@ -21,60 +20,13 @@ from peagle.engine import Engine
 from peagle.engine.stream import RequestRefused
 from peagle.errors import UserError
 from peagle.grammar import LEAST, LONGEST, Grammar, Grammars
-from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.engine.test_engine import (
-    ask,
-    engine_of,
-    pair_of,
-    serve,
-    some_requests,
-    steps_of,
-    whisper,
-)
-from tests.reference.test_decode import PATTERNS, tokens_of
-from tests.reference.test_sampling_rule import p_value
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.decoding import PATTERNS, tokens_of
+from tests.support.engines import ask, engine_of, pair_of, serve, some_requests, steps_of, whisper
+from tests.support.grammars import BOB, COMPACT, LATE, VOCAB, bound_pair
+from tests.support.statistics import p_value
+from tests.support.tiny_models import make_target
 
-SPECIAL = ("<pad>", "<eos>", "<bos>")
-LONG = (
-    '{"',
-    '":',
-    '",',
-    '"}',
-    "true",
-    "false",
-    "null",
-    "[]",
-    "{}",
-    '":"',
-    "ab",
-    "na",
-    "name",
-    "ag",
-    "bb",
-    "12",
-    "ok",
-)
-VOCAB = [*SPECIAL, *'{}[]":,-.\\_', "Ġ", "Ċ", *digits, *ascii_lowercase, *LONG, *ascii_uppercase][
-    :96
-]
-COMPACT = {"x-guidance": {"whitespace_pattern": " "}}  # else a random target writes little else
-BOB: dict[str, Any] = COMPACT | {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {
-            "type": "array",
-            "items": {"enum": ["ab", "bb", "ok"]},
-            "minItems": 1,
-            "maxItems": 3,
-        },
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
 SCHEMAS: list[dict[str, Any]] = [
     BOB,
     BOB | {"required": ["age"]},
@@ -110,33 +62,8 @@ GRAMMARS = [Grammar.json(schema) for schema in SCHEMAS] + [
 ]
 
 
-def letters() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of 96 tokens: what JSON is made of, and some longer ones."""
-    model = Tokenizer(models.BPE({token: i for i, token in enumerate(VOCAB)}, []))
-    model.pre_tokenizer, model.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    model.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token="<eos>", bos_token="<bos>"
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return tokenizer
-
-
-@cache
-def bound_pair(device: str = "cpu") -> LoadedPair:
-    target = Target(make_target(seed=3, num_hidden_layers=7).model.to(device), letters(), "tiny")
-    drafters = {
-        "p-eagle": make_drafter(target, "p-eagle", 1),
-        "eagle3": make_drafter(target, "eagle3", 1),
-    }
-    return pair_of(target, drafters)
-
-
 def bound_engine(method: str, k: int | str = 3, **how: Any) -> Engine:
-    return engine_of(bound_pair(), method, k, **{"tokens": 1200} | how)
+    return engine_of(bound_pair(), method, k, **{"kv_tokens": 1200} | how)
 
 
 ASKED = [
@@ -206,9 +133,9 @@ def test_pages_run_out(exact: bool) -> None:
     """Preempted requests go on where they were in their grammar; exact mode runs each by itself."""
     asked = [(ids[:8], settings | {"max_tokens": 60}) for ids, settings in ASKED]
     expected = [ask(bound_engine("none"), ids, **settings)[0] for ids, settings in asked]
-    engine = bound_engine("p-eagle", tokens=120, exact=exact)
+    engine = bound_engine("p-eagle", kv_tokens=120, exact=exact)
     assert [tokens_of(steps) for steps in serve(engine, asked)] == expected
-    assert engine.scheduler.preemptions or exact
+    assert engine.loop.scheduler.preemptions or exact
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -230,7 +157,7 @@ def test_neighbors_do_not_notice(lookahead: int) -> None:
     alone = [ask(bound_engine("none"), ids, **settings) for ids, settings in plain]
     mixed = [each for pair in zip(plain, ASKED, strict=True) for each in pair]
     engine = bound_engine("p-eagle")
-    engine.rounds.lookahead = lookahead
+    engine.loop.lookahead = lookahead
     streams = [engine.add(ids, **settings) for ids, settings in mixed]
     engine.drain()
     pieces = [list(stream) for stream in streams]
@@ -313,10 +240,10 @@ def test_logprobs_are_of_what_the_grammar_allows() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_on_cuda(method: Method) -> None:
     """Graphs and all, in float32 against the CPU."""
-    engine = engine_of(bound_pair("cuda"), method, tokens=1200)
+    engine = engine_of(bound_pair("cuda"), method, kv_tokens=1200)
     engine.warm_up()
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == without_drafts()
-    assert engine.rounds.graphs
+    assert engine.loop.graphs
 
 
 # Sampling: every answer to [ab]{1,3}, with its probability by definition.
@@ -349,11 +276,11 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     pair, ids, runs = bound_pair(), [12, 30, 44, 9], 600
     pair.target.tap(())
     exact = dict(outcomes(pair.target, ids, 3))
-    engine = bound_engine("p-eagle", 2, max_batch=64, tokens=3000)
+    engine = bound_engine("p-eagle", 2, max_batch=64, kv_tokens=3000)
     how = {"grammar": Grammar.regex("[ab]{1,3}"), "temperature": 8.0, "max_tokens": 4}
     streams = [engine.add(ids, seed=seed, **how) for seed in range(runs)]
     while engine.step():
-        engine.stepper.places.trees.chain[:, :2] = torch.tensor(
+        engine.loop.stepper.places.trees.chain[:, :2] = torch.tensor(
             [VOCAB.index(letter) for letter in drafts]
         )
     answers = [steps_of(stream) for stream in streams]
@@ -395,20 +322,7 @@ def test_bad_grammars(grammar: Grammar, word: str) -> None:
         and len(str(found.value)) < 500
     )
     engine.check_integrity()
-    assert not engine.seats
-
-
-# Its end is too much, its beginning is not.
-LATE = Grammar.json(
-    COMPACT
-    | {
-        "type": "array",
-        "minItems": 26,
-        "maxItems": 26,
-        "prefixItems": [{"const": 12}] * 25,
-        "items": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}},
-    }
-)
+    assert not engine.loop.states
 
 
 @pytest.mark.parametrize("method", METHODS)

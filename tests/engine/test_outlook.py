@@ -11,12 +11,11 @@ import torch
 from peagle.catalog.pair import Pair, TargetSource
 from peagle.draft_shape import DraftShape
 from peagle.drafter.branching import Branching
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.policy.adaptive import DraftChoice, FixedPolicy
 from peagle.loaded import LoadedPair
-from tests.support.training import trained
-from tests.train.test_acceptance import prompts
+from tests.support.training import prompts, trained
 
 K = 4
 
@@ -46,9 +45,10 @@ def test_it_reaches_whoever_chooses(rung: str, nodes: int) -> None:
     drafter.config = replace(drafter.config, calibration=(4.0,))
     pair = LoadedPair(Pair("tiny", TargetSource(()), {}), one.target, {"p-eagle": drafter})
     engine = Engine(
-        pair, k=K, tree=nodes if nodes > K else 0, max_batch=1, tokens=512, thread=False
+        pair,
+        EngineConfig(k=K, tree=nodes if nodes > K else 0, max_batch=1, kv_tokens=512, thread=False),
     )
-    engine.rounds.chooser = policy = Listening(engine.largest)
+    engine.loop.chooser = policy = Listening(engine.largest)
     for prompt in prompts(8) * 2:
         engine.add(prompt, max_tokens=40, ignore_eos=True)
         engine.drain()
@@ -87,8 +87,8 @@ def test_it_is_the_probability_of_each_draft_behind_the_one_before(rung: str) ->
 def test_a_plain_drafter_has_none() -> None:
     one = trained("p-eagle")
     pair = LoadedPair(Pair("tiny", TargetSource(()), {}), one.target, {"p-eagle": one.drafter})
-    engine = Engine(pair, k=K, max_batch=1, tokens=512, thread=False)
-    engine.rounds.chooser = policy = Listening(engine.largest)
+    engine = Engine(pair, EngineConfig(k=K, max_batch=1, kv_tokens=512, thread=False))
+    engine.loop.chooser = policy = Listening(engine.largest)
     engine.add(prompts(1)[0], max_tokens=20)
     engine.drain()
     assert policy.told and not any(policy.told)

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from peagle.core import Step
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.stream import RequestFailed, Stream, StreamPiece
 from peagle.errors import UserError
-from tests.engine.test_engine import TIGHT, alone, engine_of, small, some_requests, steps_of
+from tests.support.engines import TIGHT, alone, engine_of, small, some_requests, steps_of
 
 ASKED = some_requests(10, seed=21, max_tokens=12)
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(small(), method="p-eagle", k=3, **TIGHT) as engine:
+    with Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT)) as engine:
         yield engine
     engine.check_integrity()
 
@@ -130,11 +130,11 @@ def test_abort_between_plan_and_launch(
     engine = engine_of(small(), "p-eagle")
     streams = [engine.add(ids, **how) for ids, how in ASKED[:3]]
     if which == "decode":
-        while engine.scheduler.waiting or any(
-            request.status == "prefill" for request in engine.scheduler.running
+        while engine.loop.scheduler.waiting or any(
+            request.status == "prefill" for request in engine.loop.scheduler.running
         ):
             engine.step()
-    launch, gone = getattr(engine.rounds, f"_{which}"), []
+    launch, gone = getattr(engine.loop, f"_{which}"), []
 
     def late(*args: Any, **kwargs: Any) -> None:
         if not gone:
@@ -142,7 +142,7 @@ def test_abort_between_plan_and_launch(
             streams[0].abort()
         launch(*args, **kwargs)
 
-    monkeypatch.setattr(engine.rounds, f"_{which}", late)
+    monkeypatch.setattr(engine.loop, f"_{which}", late)
     engine.drain()
     engine.check_integrity()
     assert gone and list(streams[0])[-1].reason == "abort"
@@ -150,8 +150,8 @@ def test_abort_between_plan_and_launch(
 
 
 def test_close_fails_who_waits() -> None:
-    engine = Engine(small(), method="p-eagle", k=3, **TIGHT | {"max_batch": 1})
-    with engine.lock:
+    engine = Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT | {"max_batch": 1}))
+    with engine.loop.lock:
         streams = [engine.add(ids, **how) for ids, how in ASKED[:4]]
     engine.close()
     engine.close()

@@ -8,18 +8,20 @@ from itertools import chain
 import pytest
 import torch
 
-from peagle.draft_shape import MAX_TREE_NODES, NO_DRAFT, DraftShape, build_tree
+from peagle.draft_shape import MAX_TREE_NODES, NO_DRAFT, DraftShape
 from peagle.engine import Engine
-from peagle.engine.engine import largest_k
 from peagle.engine.loop import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts, accepted_counts
 from peagle.engine.policy.adaptive import AdaptivePolicy, candidate_shapes
+from peagle.engine.sizing import largest_k
 from peagle.errors import UserError
 from peagle.kernels.triton.accept_tree import accept_tree
-from peagle.kernels.triton.build_tree import DraftTrees
+from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.engine.test_engine import (
+from tests.engine.test_sampler import p_value
+from tests.support.decoding import tokens_of, transformers_generate
+from tests.support.engines import (
     ASKED,
     COUNT,
     MIXED,
@@ -33,8 +35,7 @@ from tests.engine.test_engine import (
     some_requests,
     steps_of,
 )
-from tests.engine.test_sampler import OPTIONS, PROMPT, p_value, target, three_tokens
-from tests.reference.test_decode import tokens_of, transformers_generate
+from tests.support.sampling import OPTIONS, PROMPT, target, three_tokens
 from tests.support.tiny_models import make_drafter, make_target
 
 K, NODES = 4, 12
@@ -50,7 +51,7 @@ def test_the_likeliest_nodes_are_in_the_tree() -> None:
                 float(logp[0, i, path[i - 1] if i else 0, at]) for i, at in enumerate(path)
             )
     best = sorted(sums, key=lambda path: -sums[path])[:20]
-    tree, paths = build_tree(logp, 20), [()]
+    tree, paths = tree_topology(logp, 20), [()]
     for node in range(20):
         paths.append((*paths[tree.parent[0, node]], int(tree.candidate[0, node])))
         assert len(paths[-1]) == tree.depth[0, node] and tree.parent[0, node] <= node
@@ -59,8 +60,8 @@ def test_the_likeliest_nodes_are_in_the_tree() -> None:
             row for row, path in enumerate(paths) if paths[-1][: len(path)] == path
         }
     assert paths[1:] == best
-    assert [x[:, :10].tolist() for x in build_tree(logp, 20)[:3]] == [
-        x.tolist() for x in build_tree(logp, 10)[:3]
+    assert [x[:, :10].tolist() for x in tree_topology(logp, 20)[:3]] == [
+        x.tolist() for x in tree_topology(logp, 10)[:3]
     ]
 
 
@@ -94,7 +95,7 @@ def test_forms() -> None:
 )
 def test_how_deep_automatic_form_goes(tree: int, deep: bool, k: int) -> None:
     """On a GPU rows are nearly free; a tree has more nodes than depths."""
-    assert largest_k("auto", tree, small(), deep) == k
+    assert largest_k("auto", tree, small().pair.k, deep) == k
     assert candidate_shapes(k, tree)[-1] == DraftShape(k, tree or k)
 
 
@@ -108,13 +109,13 @@ def branching(any_target: Target) -> LoadedPair:
 
 def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) -> None:
     """Trees of a random form in place of the drafter's own; somewhere in each is the truth, up to a random depth."""
-    trees = engine.stepper.places.trees
-    for id, seat in engine.seats.items():
+    trees = engine.loop.stepper.places.trees
+    for id, seat in engine.loop.states.items():
         if seat.place is None:
             continue
-        said = len(engine.scheduler.live[id].output)
+        said = len(engine.loop.scheduler.live[id].output)
         truth = (answers[id][said:] + [3] * K)[:K]
-        grown = build_tree(torch.randn(1, K, 1, 5).log_softmax(-1), NODES)
+        grown = tree_topology(torch.randn(1, K, 1, 5).log_softmax(-1), NODES)
         parents, depths = grown.parent[0].tolist(), grown.depth[0].tolist()
         ids = [(truth[depth - 1] + 1 + node) % 96 for node, depth in enumerate(depths)]
         at, right = chance.randrange(NODES) + 1, chance.randrange(K + 1)
@@ -130,7 +131,7 @@ def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) 
 
 def test_whatever_is_accepted(branching: LoadedPair) -> None:
     generated = [transformers_generate(branching.target, ids, COUNT) for ids, _ in ASKED]
-    engine, chance = engine_of(branching, "p-eagle", K, tree=NODES, tokens=140), random.Random(1)
+    engine, chance = engine_of(branching, "p-eagle", K, tree=NODES, kv_tokens=140), random.Random(1)
     streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
     while engine.step():
         engine.check_integrity()
@@ -147,15 +148,15 @@ def test_whatever_is_accepted(branching: LoadedPair) -> None:
 @pytest.mark.parametrize("nodes", [2 * NODES, 40])
 def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
     asked = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
-    engine = engine_of(small(), "p-eagle", K, tree=nodes, tokens=400)
-    assert engine.stepper.drafting is not None
-    engine.stepper.drafting.branching.calibration = (
+    engine = engine_of(small(), "p-eagle", K, tree=nodes, kv_tokens=400)
+    assert engine.loop.stepper.drafting is not None
+    engine.loop.stepper.drafting.branching.calibration = (
         4.0,
     )  # a drafter of 45 steps is surer than it says
     answers = serve(engine, asked)
     alone_ = [alone(small(), "p-eagle", ids, K, **settings) for ids, settings in asked]
     assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in alone_]
-    chains = engine_of(small(), "p-eagle", K, tokens=400)
+    chains = engine_of(small(), "p-eagle", K, kv_tokens=400)
     serve(chains, asked)
     assert engine.metrics.acceptance_length > 1.02 * chains.metrics.acceptance_length
 
@@ -164,7 +165,7 @@ def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
 def test_a_seed_gives_the_same_answer_beside_anybody(k: int | str) -> None:
     asked = list(enumerate(MIXED))
     random.Random(2).shuffle(asked)
-    engine = engine_of(small(), "p-eagle", k, tree=NODES, tokens=200)
+    engine = engine_of(small(), "p-eagle", k, tree=NODES, kv_tokens=200)
     answers = serve(engine, [each for _, each in asked])
     assert [tokens_of(steps) for steps in answers] == [one_by_one()[i] for i, _ in asked]
     assert engine.metrics.k_steps[NODES]
@@ -175,7 +176,7 @@ def test_up_to_the_very_end_of_the_context(left: int, prompt) -> None:
     """Nodes lie behind the end of the context, and no token does."""
     context = small().target.context
     ids = prompt(context - left)
-    engine = engine_of(small(), "p-eagle", K, tree=NODES, tokens=None)
+    engine = engine_of(small(), "p-eagle", K, tree=NODES, kv_tokens=None)
     tokens, pieces = ask(engine, ids, max_tokens=99, ignore_eos=True)
     assert tokens == tokens_of(alone(small(), "none", ids, max_tokens=99, ignore_eos=True))
     assert len(tokens) == left and pieces[-1].reason == "length"
@@ -188,7 +189,7 @@ def test_logprobs_are_those_of_the_accepted_path() -> None:
     ]
     told = []
     for how in ({"method": "none"}, {"method": "p-eagle", "k": K, "tree": NODES}):
-        engine = engine_of(small(), tokens=300, **how)
+        engine = engine_of(small(), kv_tokens=300, **how)
         streams = [engine.add(ids, **settings) for ids, settings in asked]
         engine.drain()
         told.append([one for stream in streams for piece in stream for one in piece.logprobs])
@@ -207,7 +208,7 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
     outputs: list[list[int]] = [[] for _ in range(runs)]
     accepted, chance = 0, torch.Generator().manual_seed(0)
     while min(map(len, outputs)) < 3:
-        tree = build_tree(torch.randn(runs, 2, 1, 4, generator=chance), nodes)
+        tree = tree_topology(torch.randn(runs, 2, 1, 4, generator=chance), nodes)
         drafts = torch.rand(runs, 2, vocab, generator=chance).argsort(
             -1
         )  # four of six tokens at each depth
@@ -260,13 +261,15 @@ def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt
     drafter = make_drafter(target, "p-eagle", 3, bidirectional=bidirectional)
     pair, ids, caches = pair_of(target, {"p-eagle": drafter}), prompt(50), []
     for chunk in (512, 16):
-        engine = engine_of(pair, "p-eagle", 5, page=16, chunk=chunk, tokens=400, max_batch=1)
+        engine = engine_of(
+            pair, "p-eagle", 5, page_size=16, prefill_chunk=chunk, kv_tokens=400, max_batch=1
+        )
         engine.add(ids, max_tokens=8, ignore_eos=True)
-        while not any(request.status == "decode" for request in engine.scheduler.running):
+        while not any(request.status == "decode" for request in engine.loop.scheduler.running):
             engine.step()
-        pages = engine.scheduler.running[0].pages
+        pages = engine.loop.scheduler.running[0].pages
         slots = [pages[at // 16] * 16 + at % 16 for at in range(50)]
-        caches.append(torch.stack([keys[slots] for keys in engine.stepper.memory.keys[-3:]]))
+        caches.append(torch.stack([keys[slots] for keys in engine.loop.stepper.memory.keys[-3:]]))
     torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
 
 
@@ -317,10 +320,10 @@ def test_an_outlook_that_does_not_come_true_is_not_believed(nodes: int) -> None:
 def test_what_cannot_be_is_refused() -> None:
     for how, words in (
         ({"method": "eagle3", "k": 3, "tree": 8}, "p-eagle drafter"),
-        ({"k": 3, "tree": 8, "exact": True}, "--exact"),
+        ({"k": 3, "tree": 8, "exact": True}, "`exact`"),
         ({"k": 8, "tree": 5}, "more nodes than K"),
         ({"k": 3, "tree": 99}, "at most"),
-        ({"k": 3, "tree": 31, "tokens": 16}, "--kv-tokens"),
+        ({"k": 3, "tree": 31, "kv_tokens": 16}, "`kv_tokens`"),
     ):
         with pytest.raises(UserError, match=words):
             engine_of(small(), **{"method": "p-eagle"} | how)

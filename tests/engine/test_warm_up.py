@@ -5,7 +5,7 @@ from collections.abc import Hashable
 import pytest
 
 from peagle.draft_shape import DraftShape
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.step.graphs import Graphs
 from tests.support.benching import tiny_pair
@@ -23,8 +23,8 @@ class Timed(Graphs):
 def test_costs_are_known_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, k: int | str
 ) -> None:
-    engine = Engine(tiny_pair(), method="p-eagle", k=k, max_batch=4, thread=False)
-    rounds, stepper = engine.rounds, engine.stepper
+    engine = Engine(tiny_pair(), EngineConfig(method="p-eagle", k=k, max_batch=4, thread=False))
+    rounds, stepper = engine.loop, engine.loop.stepper
     monkeypatch.setattr(rounds, "graphs", True)
     monkeypatch.setattr(rounds, "_capture", lambda *_: None)
     monkeypatch.setattr(stepper.prefilling, "capture", lambda *_: None)

@@ -22,7 +22,7 @@ from peagle.evaluate.evaluate import (
 )
 from peagle.loaded import LoadedPair, load
 from tests.cli import test_cli
-from tests.cli.test_cli import run
+from tests.support.command_line import run
 
 tiny = test_cli.tiny  # a target's folder with a word tokenizer, and drafters beside it
 TASKS = [Task("a", ("w6 w9 w30",)), Task("b", ("w7 w8", "w10 w11"))]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from peagle.export.check import check
 from peagle.export.export import export
 from peagle.target import Target
-from tests.drafter.test_checkpoint import VERIFIER, aws_layout
+from tests.support.checkpoints import VERIFIER, aws_layout
 from tests.support.tiny_models import make_drafter, make_target
 
 

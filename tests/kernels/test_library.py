@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from peagle.kernels.cpu import library
-from tests.engine.test_engine import engine_of, pair_of
+from tests.support.engines import engine_of, pair_of
 from tests.support.tiny_models import make_target
 
 COMPILER = next((path for name in ("gcc", "cc", "clang") if (path := shutil.which(name))), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 ANSWER = """
 from tests.support.tiny_models import make_target
-from tests.test_engine import engine_of, pair_of
+from tests.support.engines import engine_of, pair_of
 engine = engine_of(pair_of(make_target()), "none")
 stream = engine.add([7, 8, 9] * 7, max_tokens=20, ignore_eos=True)
 engine.drain()

@@ -17,7 +17,7 @@ from peagle.loaded import LoadedPair
 from peagle.reference import reference
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
-from tests.reference.test_decode import PATTERNS, Oracle, plain, tokens_of, transformers_generate
+from tests.support.decoding import PATTERNS, Oracle, plain, tokens_of, transformers_generate
 
 PROMPTS = (Path(__file__).parents[1] / "support" / "prompts.txt").read_text().splitlines()
 K = 7

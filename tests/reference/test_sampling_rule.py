@@ -3,10 +3,8 @@
 import itertools
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from peagle.core import Sampling
 from peagle.errors import UserError
@@ -14,6 +12,7 @@ from peagle.reference.decode import decode
 from peagle.reference.proposer import Verified, proposer_for
 from peagle.reference.sampling_rule import accept, choose, probabilities, uniforms
 from peagle.target import Target
+from tests.support.statistics import p_value
 from tests.support.tiny_models import AUX, make_drafter, make_target
 
 RUNS = 1500
@@ -60,19 +59,6 @@ def joint(target: Target, sampling: Sampling) -> dict[tuple[int, ...], float]:
             torch.stack([p[i, token] for i, token in enumerate(answer)]).double().prod()
         )
     return outcomes
-
-
-def p_value(counts: Counter, exact: dict[tuple[int, ...], float], runs: int) -> float:
-    """Chi-square; outcomes expected fewer than five times are pooled. Impossible outcomes fail outright."""
-    assert all(exact[answer] > 0 for answer in counts), "an outcome of probability 0 occurred"
-    common = [answer for answer, p in exact.items() if p * runs >= 5]
-    observed = [counts[answer] for answer in common]
-    expected = [exact[answer] * runs for answer in common]
-    rest = runs - sum(observed), runs - sum(expected)
-    if rest[1] > 1e-6 * runs:
-        observed.append(rest[0])
-        expected.append(rest[1])
-    return float(chisquare(observed, np.array(expected) * sum(observed) / sum(expected)).pvalue)
 
 
 def sample(target: Target, sampling: dict, runs: int, k: int = 2) -> tuple[Counter, int]:

@@ -10,6 +10,7 @@ from peagle.regenerate.batch_generator import BatchAnswer, BatchGenerator, Batch
 from peagle.regenerate.loops import is_looping
 from peagle.regenerate.slots import PREFIX
 from peagle.target import Target
+from tests.support.chat_targets import plain
 from tests.support.tiny_models import make_target
 
 SIZES = [3, 17, 1, 40, 9, 33, 2, 64, 12, 5, 21]
@@ -18,17 +19,6 @@ SIZES = [3, 17, 1, 40, 9, 33, 2, 64, 12, 5, 21]
 def prompts(sizes: list[int] = SIZES) -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
     return [torch.randint(3, 96, (n,), generator=generator).tolist() for n in sizes]
-
-
-def plain(target: Target, ids: list[int], tokens: int) -> list[int]:
-    """transformers' own greedy generation."""
-    out = target.model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids)),
-        max_new_tokens=tokens,
-        do_sample=False,
-    )
-    return out[0, len(ids) :].tolist()
 
 
 def answers(

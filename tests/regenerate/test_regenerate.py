@@ -7,8 +7,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from peagle.cli import app
@@ -19,40 +17,11 @@ from peagle.regenerate.answers import ANSWERS, Counts
 from peagle.regenerate.job import RegenerateSettings, regenerate
 from peagle.regenerate.prompts import Prompt, parse_temperatures, read_prompts
 from peagle.target import Target
-from tests.regenerate.test_batch_generator import plain
+from tests.support.chat_targets import TEMPLATE, make_chat_target, plain
 from tests.support.tiny_models import make_target
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] == 'w66' %}{{ raise_exception('no w66') }}{% endif %}"
-    "{% if m['role'] == 'user' %}<user> {{ m['content'] }} <end> {% else %}<bot> {{ m['content'] }} w1 {% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
-)
 FORGETFUL = TEMPLATE.replace("<bot> {{ m['content'] }} w1", "<bot> w1")  # leaves old answers out
 SETTINGS = RegenerateSettings(max_tokens=24, max_prompt=60, slots=3)
-
-
-def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    vocab = {f"w{i}": i for i in range(93)} | {"<user>": 93, "<end>": 94, "<bot>": 95}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def make_chat_target(template: str = TEMPLATE) -> Target:
-    """Tiny, with a chat template, and with a liking for its stop token."""
-    target = make_target()
-    target.model.lm_head.weight.data[1] *= 3
-    target.tokenizer = make_tokenizer(template)
-    return target
-
-
-def save_chat_target(folder: Path) -> Target:
-    target = make_chat_target()
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    return target
 
 
 @pytest.fixture(scope="module")

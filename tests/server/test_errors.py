@@ -229,10 +229,10 @@ def test_a_full_queue_is_429_and_leaves_nothing() -> None:
         assert front.engines.main is not None
         engine = front.engines.main.engine
         body = {"prompt": "w6 w9", "max_tokens": 4, "temperature": 0}
-        with engine.lock:  # nothing moves
+        with engine.loop.lock:  # nothing moves
             waiting = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(5)]
             await asyncio.sleep(0.3)
-            assert len(engine.scheduler.waiting) == 3
+            assert len(engine.loop.scheduler.waiting) == 3
         done = [await one for one in waiting]
         assert sorted(reply.status_code for reply in done) == [200, 200, 200, 429, 429]
         full = next(reply for reply in done if reply.status_code == 429)
@@ -246,7 +246,7 @@ def test_a_full_queue_is_429_and_leaves_nothing() -> None:
 def test_several_choices_of_which_one_does_not_fit_the_queue() -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         assert front.engines.main is not None
-        with front.engines.main.engine.lock:
+        with front.engines.main.engine.loop.lock:
             first = asyncio.create_task(
                 client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "n": 2})
             )
@@ -299,7 +299,7 @@ def test_an_engine_that_dies_comes_back(monkeypatch: pytest.MonkeyPatch) -> None
         assert front.engines.main is not None
         await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})
         broken = front.engines.main.engine
-        monkeypatch.setattr(broken.rounds, "_decode", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(broken.loop, "_decode", lambda *_, **__: 1 / 0)
         whole = client.post(TEXT, json={"prompt": "w6 w7", "max_tokens": 20, "ignore_eos": True})
         streamed = client.post(
             TEXT, json={"prompt": "w6 w8", "max_tokens": 20, "ignore_eos": True, "stream": True}
@@ -327,8 +327,8 @@ def test_an_engine_in_disorder_tells_its_requests_too(monkeypatch: pytest.Monkey
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         assert front.engines.main is not None
         engine = front.engines.main.engine
-        monkeypatch.setattr(engine.rounds, "_prefill", lambda *_: 1 / 0)
-        monkeypatch.setattr(engine.rounds, "fail_all", lambda *_: 1 / 0)
+        monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
+        monkeypatch.setattr(engine.loop, "fail_all", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
         await until(lambda: front.healthy)
         assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
@@ -348,7 +348,7 @@ def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
             return real(*args)
 
         monkeypatch.setattr(front.engines, "_engine", unwilling)
-        monkeypatch.setattr(front.engines.main.engine.rounds, "_prefill", lambda *_: 1 / 0)
+        monkeypatch.setattr(front.engines.main.engine.loop, "_prefill", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
         await until(lambda: front.healthy)
         assert len(calls) == 3 and front.engines.restarts == 3
@@ -360,7 +360,7 @@ def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_time_limit() -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         assert front.engines.main is not None
-        with front.engines.main.engine.lock:
+        with front.engines.main.engine.loop.lock:
             error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 504)
             reply = await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "stream": True})
         assert events(reply.text)[-1]["error"]["type"] == "timeout_error"

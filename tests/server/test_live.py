@@ -147,9 +147,9 @@ def test_clients_that_leave(live: tuple[LocalBackend, str], stream: bool) -> Non
     with slowed(front, 0.1):
         connections = [raw_request(url, head, body) for _ in range(5)]
         end = time.monotonic() + 20
-        while len(engine.scheduler.live) < 20 and time.monotonic() < end:
+        while len(engine.loop.scheduler.live) < 20 and time.monotonic() < end:
             time.sleep(0.01)
-        assert len(engine.scheduler.live) == 20
+        assert len(engine.loop.scheduler.live) == 20
         for connection in connections:
             connection.close()
         wait_free(front)

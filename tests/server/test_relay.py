@@ -415,7 +415,7 @@ def test_nobody_waits_for_what_is_still_prepared(
 ORPHANS = """
 import sys, time
 from pathlib import Path
-from tests.relaying import gateway_of, passing
+from tests.support.relaying import gateway_of, passing
 with passing(gateway_of(Path(sys.argv[1]))):
     print("ready", flush=True)
     time.sleep(600)

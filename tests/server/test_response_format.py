@@ -15,8 +15,8 @@ from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.grammar import Grammars
 from peagle.loaded import LoadedPair
 from peagle.server.engines.local_backend import LocalBackend
-from tests.engine.test_grammar import BOB, COMPACT, LATE, bound_pair
 from tests.support import serving
+from tests.support.grammars import BOB, COMPACT, LATE, bound_pair
 from tests.support.serving import TEXT
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "bob", "schema": BOB, "strict": True}}

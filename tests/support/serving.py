@@ -179,7 +179,8 @@ def all_free(front: LocalBackend) -> bool:
     for slot in front.engines.slots:
         slot.engine.check_integrity()
     return all(
-        not slot.busy and slot.engine.pages.free == slot.engine.pages.count
+        not slot.busy
+        and slot.engine.loop.scheduler.pages.free == slot.engine.loop.scheduler.pages.count
         for slot in front.engines.slots
     )
 
@@ -188,7 +189,7 @@ def all_free(front: LocalBackend) -> bool:
 def slowed(front: LocalBackend, seconds: float) -> Iterator[None]:
     """Every step of the server's own engine takes so long."""
     assert front.engines.main is not None
-    rounds = front.engines.main.engine.rounds
+    rounds = front.engines.main.engine.loop
     real = rounds.run
 
     def run() -> bool:

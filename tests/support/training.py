@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
 
 from peagle.core import Method, Sampling
 from peagle.drafter import Drafter
@@ -153,3 +155,32 @@ def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
     for parameter in drafter.dependency.parameters() if drafter.dependency else ():
         parameter.data.mul_(5)  # so short a training corrects little
     return Trained(target, drafter, data, entries)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(6, 96, (count, 4)).tolist()  # those of `write_answers`
+
+
+def row_losses(
+    normed: Tensor, teacher: Tensor, head: Tensor, kind: str, mix: float, softcap: float = 0.0
+) -> Tensor:
+    """[R], by PyTorch's own losses over whole logits."""
+    wanted = teacher @ head.T
+    wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
+    log_q = (normed @ head.T).log_softmax(-1)
+    kl = kl_div(log_q, wanted.softmax(-1), reduction="none").sum(-1)
+    ce = cross_entropy(normed @ head.T, wanted.argmax(-1), reduction="none")
+    tv = (log_q.exp() - wanted.softmax(-1)).abs().sum(-1) / 2
+    share = {"kl": 1.0, "ce": 0.0, "tv": 1.0}.get(kind, mix)
+    return share * (tv if kind.startswith("tv") else kl) + (1 - share) * ce
+
+
+QUICK = {"pack_tokens": 128, "k": 3, "steps": 8, "eval_k": 2, "held_out": 2, "save_every": 3}
+
+
+def config_in(folder: Path, **changes: object) -> TrainConfig:
+    return some_config(some_answers()[1] / "answers.jsonl", folder / "run", **(QUICK | changes))
+
+
+def start(config: TrainConfig) -> Trainer:
+    return make_run(some_answers()[0], config)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from peagle.catalog.pair import Pair, TargetSource
 from peagle.cli import app
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.weight import Weight
 from peagle.errors import UserError
 from peagle.kernels.cpu.library import library
@@ -194,7 +194,9 @@ def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> N
             Pair("tiny", TargetSource(order=("folder",)), {}),
             load_target(folders[name], torch.bfloat16, "cpu"),
         )
-        with Engine(pair, method="none", max_batch=1, tokens=64, thread=False) as engine:
+        with Engine(
+            pair, EngineConfig(method="none", max_batch=1, kv_tokens=64, thread=False)
+        ) as engine:
             words[name] = engine.status()["weights"]
     assert words == {
         name: name if name == "int8" else f"{name}, multiplied out to bfloat16" for name in NAMES

@@ -28,7 +28,7 @@ from peagle.train.evaluation.acceptance import (
 from peagle.train.features.features import Features
 from peagle.train.objective.passes import Passes
 from tests.support.tiny_models import AUX
-from tests.support.training import RUNGS, Trained, trained
+from tests.support.training import RUNGS, Trained, prompts, trained
 
 METHODS: list[Method] = ["p-eagle", "eagle3"]
 GREEDY = Sampling()
@@ -46,10 +46,6 @@ def loop(
 
 def tokens_of(steps: Sequence[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
-
-
-def prompts(count: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(6, 96, (count, 4)).tolist()  # those of `write_answers`
 
 
 def packed_of(conversations: list[Turns]) -> Pack:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from peagle import loaded
+from peagle import model_pair
 from peagle.cli import app
 from peagle.core import Sampling
 from peagle.drafter.config import config_for
@@ -210,7 +210,7 @@ def train(config: TrainConfig, target: Target, monkeypatch, online: bool) -> lis
     if online:
         monkeypatch.setattr(run, "load_teacher", lambda config, device: target)
     else:
-        monkeypatch.setattr(loaded, "load_target", refuse)
+        monkeypatch.setattr(model_pair, "load_target", refuse)
         monkeypatch.setattr(run, "load", refuse)
     job = run.TrainRun(config)
     assert job.plan().gigabytes > 0

@@ -21,7 +21,7 @@ from peagle.train.data.documents import (
     steps,
 )
 from peagle.train.data.vocabulary import draft_vocabulary
-from tests.regenerate.test_regenerate import make_chat_target
+from tests.support.chat_targets import make_chat_target
 from tests.support.tiny_models import make_target
 
 GOOD = {"key": "1@0", "ids": [7, 8, 9, 10, 11], "spans": [[2, 5]]}

@@ -8,6 +8,7 @@ import torch
 from peagle.core import Method
 from peagle.train.data.batch_transfer import flatten
 from peagle.train.data.pack import batch_of
+from peagle.train.features.capture import NO_CHAINS
 from peagle.train.features.features import Features, Remembered
 from peagle.train.journal import Journal
 from peagle.train.optim.parallel import World
@@ -15,7 +16,6 @@ from peagle.train.setup import material_of
 from peagle.train.trainer import Trainer
 from tests.support.tiny_models import AUX, make_target
 from tests.support.training import RUNGS, some_config, some_pack, write_answers
-from tests.train.test_capture import NO_CHAINS
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,7 @@ from peagle.train.objective.gradients import pack_gradients
 from peagle.train.objective.loss import Loss
 from peagle.train.objective.passes import Passes
 from tests.support.tiny_models import make_drafter, make_target
-from tests.support.training import RUNGS, some_features, some_pack
-from tests.train.test_loss import row_losses
+from tests.support.training import RUNGS, row_losses, some_features, some_pack
 
 K = 5
 TARGET = make_target()

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from peagle.train.objective import loss as module
 from peagle.train.objective.loss import Loss, TopK
+from tests.support.training import row_losses
 
 ROWS, D, V, K = 50, 16, 40, 5
 KINDS = [
@@ -26,20 +27,6 @@ def make(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor, Tenso
     normed, teacher = (torch.randn(rows, D, generator=generator) for _ in range(2))
     depth = torch.randint(0, K, (rows,), generator=generator, dtype=torch.int32)
     return normed, teacher, depth, torch.randn(V, D, generator=generator)
-
-
-def row_losses(
-    normed: Tensor, teacher: Tensor, head: Tensor, kind: str, mix: float, softcap: float = 0.0
-) -> Tensor:
-    """[R], by PyTorch's own losses over whole logits."""
-    wanted = teacher @ head.T
-    wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
-    log_q = (normed @ head.T).log_softmax(-1)
-    kl = kl_div(log_q, wanted.softmax(-1), reduction="none").sum(-1)
-    ce = cross_entropy(normed @ head.T, wanted.argmax(-1), reduction="none")
-    tv = (log_q.exp() - wanted.softmax(-1)).abs().sum(-1) / 2
-    share = {"kl": 1.0, "ce": 0.0, "tv": 1.0}.get(kind, mix)
-    return share * (tv if kind.startswith("tv") else kl) + (1 - share) * ce
 
 
 @pytest.mark.parametrize("chunk", [7, 25, 49, 50, 51, 4096])

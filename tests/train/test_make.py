@@ -18,7 +18,7 @@ from peagle.target import Target
 from peagle.train.card import card
 from peagle.train.config import TrainConfig
 from peagle.train.make import pack_tokens, recipe
-from tests.regenerate.test_regenerate import make_chat_target, save_chat_target
+from tests.support.chat_targets import make_chat_target, save_chat_target
 from tests.support.tiny_models import AUX, make_drafter, make_target
 
 

@@ -13,7 +13,7 @@ from peagle.cli import app
 from peagle.drafter.formats import checkpoint
 from peagle.train.config import read_config
 from peagle.train.run import TrainRun
-from tests.regenerate.test_regenerate import make_chat_target, save_chat_target
+from tests.support.chat_targets import make_chat_target, save_chat_target
 from tests.support.training import write_answers
 
 SMALL = "layers=1 k=4 eval_k=3 aux_layer_ids=1,3,6 mask_token_id=5 pack_tokens=256 held_out=4 log_every=1 steps=6"

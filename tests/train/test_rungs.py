@@ -25,11 +25,12 @@ from peagle.train.features.features import Chosen, Features, Remembered, online,
 from peagle.train.optim.optimizer import Optimizers
 from peagle.train.setup import begin_as_target, fitted
 from peagle.train.trainer import Trainer
-from tests.engine.test_engine import K, engine_of, pair_of, serve
+from tests.support.engines import K, engine_of, pair_of, serve
 from tests.support.tiny_models import AUX, make_drafter, make_target
 from tests.support.training import (
     RUNGS,
     make_run,
+    prompts,
     some_answers,
     some_batch,
     some_config,
@@ -37,7 +38,6 @@ from tests.support.training import (
     train,
     trained,
 )
-from tests.train.test_acceptance import prompts
 
 GREEDY = Sampling()
 
@@ -137,7 +137,7 @@ def test_lean_layers_inject(prompt) -> None:
     for injected in (True, False):
         engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
         if not injected:
-            engine.stepper.drafting.lean.inject = None
+            engine.loop.stepper.drafting.lean.inject = None
         served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
     one.target.tap(AUX)
     alone = [

@@ -9,8 +9,7 @@ import torch
 from peagle.errors import UserError
 from peagle.train.journal import Journal
 from peagle.train.state import states
-from tests.support.training import train
-from tests.train.test_trainer import config_in, start
+from tests.support.training import config_in, start, train
 
 
 def test_two_states_are_kept(tmp_path):

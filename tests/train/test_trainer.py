@@ -3,7 +3,6 @@
 import itertools
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,15 @@ from torch import Tensor
 from peagle.core import Method
 from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
-from peagle.train.config import TrainConfig
 from peagle.train.journal import Journal
 from peagle.train.state import states
 from peagle.train.trainer import Trainer
-from tests.support.training import make_run, some_answers, some_config, train
-
-QUICK = {"pack_tokens": 128, "k": 3, "steps": 8, "eval_k": 2, "held_out": 2, "save_every": 3}
-
-
-def config_in(folder: Path, **changes: object) -> TrainConfig:
-    return some_config(some_answers()[1] / "answers.jsonl", folder / "run", **(QUICK | changes))
-
-
-def start(config: TrainConfig) -> Trainer:
-    return make_run(some_answers()[0], config)
+from tests.support.training import (
+    config_in,
+    some_answers,
+    start,
+    train,
+)
 
 
 def losses(entries: list[dict]) -> list[float]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 
 from peagle.core import Method
-from peagle.engine import Engine
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.step.stepper import kv_shapes
 from peagle.loaded import LoadedPair
 
@@ -51,19 +51,19 @@ class EnginePool:
         each = self._each(method)
         tokens = max(self.longest + SLACK, min(self.tokens, self.budget // each))
         slack = 2 * k if isinstance(k, int) and not tree else SLACK
-        return Engine(
-            self.loaded,
+        config = EngineConfig(
             method=method,
             k=k or "auto",
             tree=tree,
             max_batch=self.batch,
             context=min(self.loaded.target.context, self.longest + slack),
-            tokens=tokens,
+            kv_tokens=tokens,
             max_queue=max(1024, self.batch),
             exact=self.exact,
             prefix_caching=False,
             thread=False,
         )
+        return Engine(self.loaded, config)
 
     def _each(self, method: str) -> int:
         """Bytes of a position."""

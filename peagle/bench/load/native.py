@@ -39,7 +39,8 @@ class NativeRunner:
         EngineLoad(self, engine, key.concurrency, lambda: None).drive(
             shortened(jobs, key.concurrency, self.warmup)
         )
-        halves = StepTimings(engine.stepper)
+        timings = StepTimings()
+        engine.on_step(timings.add)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -48,14 +49,14 @@ class NativeRunner:
         records = EngineLoad(self, engine, key.concurrency, seen).drive(jobs)
         ended = max((record.arrivals[-1] for record in records if record.arrivals), default=started)
         used = self.meter.joules()
-        halves.close()
+        engine.on_step(None)
         steps = CounterSnapshot(engine_metrics).minus(before)
         return CellRun(
             records,
             ended - started,
             spec=steps.spec if key.method != "none" else None,
             step_ms=steps.step_ms,
-            drafter_share=self._share(engine, key, steps, halves),
+            drafter_share=self._share(engine, key, steps, timings),
             k_steps=steps.k_steps,
             gpu_memory_bytes=self.pool.memory(engine) if device.type == "cuda" else None,
             energy_joules=used - joules if used is not None and joules is not None else None,
@@ -65,18 +66,18 @@ class NativeRunner:
         self.pool.close()
 
     def _share(
-        self, engine: Engine, key: CellKey, steps: Steps, halves: StepTimings
+        self, engine: Engine, key: CellKey, steps: Steps, timings: StepTimings
     ) -> float | None:
         """Of a step: acceptance and drafting."""
         if key.method == "none":
             return 0.0
         if not steps.k_steps or steps.step_ms is None:
             return None
-        if not halves.on:
+        if self.loaded.target.device.type == "cuda":
             most = max(steps.k_steps, key=lambda k: steps.k_steps[k])
-            drafting = engine.stepper.split(key.concurrency, engine.form(most))[1]
+            drafting = engine.time_step(key.concurrency, engine.shape(most))[1]
             return min(1.0, drafting / steps.step_ms) if drafting is not None else None
-        return halves.second / (halves.first + halves.second) if halves.second else None
+        return timings.draft_share
 
     def _sizes(self, jobs: Sequence[LoadJob], concurrency: int) -> tuple[int, int]:
         """(the longest request, all requests under way together), in positions."""

@@ -1,11 +1,7 @@
 """What an engine did between two moments: its counters, and the time of a step's two halves."""
 
-import time
-from collections.abc import Callable
-from typing import Any
-
 from peagle.engine.metrics import Metrics
-from peagle.engine.step.stepper import Stepper
+from peagle.engine.step.step_output import StepRecord
 from peagle.results.cell import SpecCounters
 
 
@@ -44,27 +40,21 @@ class Steps:
 
 
 class StepTimings:
-    """Seconds in the two halves of a step, where steps are no CUDA graphs: these replay, and are timed as such."""
+    """Seconds that the steps of an engine spent in verification and in drafting, on a CPU.
 
-    def __init__(self, stepper: Stepper) -> None:
-        self.on, self.first, self.second = stepper.places.device.type == "cpu", 0.0, 0.0
-        self.stepper = stepper
-        if self.on:
-            vars(stepper).update(
-                verify=self._timed("first", stepper.verify),
-                settle=self._timed("second", stepper.settle),
-            )
+    On a GPU both stay 0: steps are CUDA graphs there, and `Engine.time_step` replays them.
+    """
 
-    def _timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return work(*args)
-            finally:
-                setattr(self, name, getattr(self, name) + time.perf_counter() - started)
+    def __init__(self) -> None:
+        self.verify_seconds = 0.0
+        self.draft_seconds = 0.0
 
-        return run
+    def add(self, step: StepRecord) -> None:
+        self.verify_seconds += step.verify_seconds or 0.0
+        self.draft_seconds += step.draft_seconds or 0.0
 
-    def close(self) -> None:
-        if self.on:
-            del self.stepper.verify, self.stepper.settle  # the class's own again
+    @property
+    def draft_share(self) -> float | None:
+        if not self.draft_seconds:
+            return None
+        return self.draft_seconds / (self.verify_seconds + self.draft_seconds)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from peagle.draft_shape import DraftShape
 from peagle.engine.sampling.sampler import Logprobs
 
 
@@ -28,4 +29,17 @@ class StepOutput:
 
     packed: Tensor
     logprobs: Logprobs | None = None
-    outlook: Tensor | None = None  # see Settled
+    outlook: Tensor | None = None  # see AcceptOutput
+    verify_seconds: float | None = None  # on a CPU, where a step has finished when it returns
+    draft_seconds: float | None = None  # likewise: acceptance and drafting
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One decode step as a benchmark sees it."""
+
+    batch: int
+    shape: DraftShape
+    seconds: float
+    verify_seconds: float | None  # None on a GPU, where steps run as CUDA graphs
+    draft_seconds: float | None

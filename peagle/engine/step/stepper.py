@@ -6,6 +6,7 @@ target's tokens, and from them to the next drafts; between the two, logits are p
 than the likeliest token.
 """
 
+import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -133,7 +134,9 @@ class Stepper:
             chains[index[:count], : tree.k].tolist() if masks is not None else []
         )  # before the pass
         verify, settle = keys_of(batch, tree, made)
+        clock = [time.perf_counter()]
         block: VerifyInput = self.graphs.run(verify, lambda: self.verify(index, tree))
+        clock.append(time.perf_counter())
         logits, tokens = block.logits[:count], block.tokens[:count]
         if masks is not None:
             assert tree.chain
@@ -143,18 +146,24 @@ class Stepper:
             emitted = self.places.emitted[index[:count]]
             seen = None if tree.chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
+        clock.append(time.perf_counter())
         packed, rows, outlook = self.graphs.run(
             settle, lambda: self.settle(index, block, tree, made)
         )
+        clock.append(time.perf_counter())
         packed = packed[:count]
         told, kept = packed[:, : tree.k + 1], packed[:, tree.k + 1]
         if processing is not None:
             processing.commit(told, kept)
-        if top is None:
-            return StepOutput(packed, outlook=outlook)
-        if rows is not None:
-            logits = block.logits.flatten(0, 1)[rows].unflatten(0, (batch, -1))[:count]
-        return StepOutput(packed, logprobs(logits, told, top), outlook)
+        output = StepOutput(packed, outlook=outlook)
+        if self.places.device.type == "cpu":
+            output.verify_seconds = clock[1] - clock[0]
+            output.draft_seconds = clock[3] - clock[2]
+        if top is not None:
+            if rows is not None:
+                logits = block.logits.flatten(0, 1)[rows].unflatten(0, (batch, -1))[:count]
+            output.logprobs = logprobs(logits, told, top)
+        return output
 
     def verify(self, index: Tensor, tree: DraftShape) -> VerifyInput:
         """The target consumes the newest token and the drafts of each place."""

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.draft_shape import build_tree as grow_reference
-
 try:
     import triton
     import triton.language as tl
@@ -33,6 +31,43 @@ class DraftTrees(NamedTuple):
     masks: Tensor
 
 
+class TreeTopology(NamedTuple):
+    """Of each request: rows 1..N are nodes. All on one device."""
+
+    candidate: Tensor  # [B, N] int64: among the M of the node's depth
+    parent: Tensor  # [B, N] int32: its row
+    depth: Tensor  # [B, N] int32: 1..K
+    masks: Tensor  # [B, N + 1] int64
+
+
+def tree_topology(logp: Tensor, nodes: int) -> TreeTopology:
+    """logp [B, K, J, M]: of candidate i at depth k + 1 behind candidate j of the depth before; J = 1 where it does not
+    depend on that one. Behind the newest token j is 0.
+
+    The definition: of all children of what has been taken, take the likeliest, again and again; of equals the one whose
+    parent came first.
+    """
+    batch, k, width, count = logp.shape
+    each = torch.arange(batch, device=logp.device)
+    children = logp.new_full((batch, nodes + 1, count), -torch.inf)  # of each row
+    children[:, 0] = logp[:, 0, 0]
+    candidate, parent, depth = torch.zeros(
+        3, batch, nodes + 1, dtype=torch.long, device=logp.device
+    )
+    masks = torch.ones_like(parent)
+    for row in range(1, nodes + 1):
+        at = children.flatten(1).argmax(1)
+        above, chosen = at // count, at % count
+        total = children[each, above, chosen]
+        children[each, above, chosen] = -torch.inf
+        deep = depth[each, above] + 1
+        candidate[:, row], parent[:, row], depth[:, row] = chosen, above, deep
+        masks[:, row] = masks[each, above] | 1 << row
+        more = logp[each, deep.clamp(max=k - 1), chosen if width > 1 else 0]
+        children[:, row] = torch.where((deep < k)[:, None], total[:, None] + more, -torch.inf)
+    return TreeTopology(candidate[:, 1:], parent[:, 1:].int(), depth[:, 1:].int(), masks)
+
+
 def reference(
     logp: Tensor, ids: Tensor, names: Tensor | None, nodes: int, index: Tensor, trees: DraftTrees
 ) -> None:
@@ -44,7 +79,7 @@ def reference(
         at = logp[each, depth, at if width > 1 else 0].argmax(-1)
         trees.chain[index, depth] = tokens[each, depth, at]
     if nodes:
-        tree = grow_reference(logp, nodes)
+        tree = tree_topology(logp, nodes)
         trees.nodes[index, :nodes] = tokens[each[:, None], tree.depth.long() - 1, tree.candidate]
         trees.parents[index, :nodes], trees.depths[index, :nodes] = tree.parent, tree.depth
         trees.masks[index, : nodes + 1] = tree.masks

@@ -44,14 +44,12 @@ class EngineSlot:
 
     @property
     def busy(self) -> bool:
-        return bool(self.engine.scheduler.live or self.engine.rounds.flights)
+        return self.engine.busy
 
     def admit(self, at: float) -> None:
         """After a step that began at `at`: who does not wait any more?"""
-        live = self.engine.scheduler.live
         for id in list(self.pending):
-            request = live.get(id)
-            if request is None or request.status != "waiting":
+            if not self.engine.is_waiting(id):
                 self.pending.pop(id).admitted = at
 
 

@@ -20,7 +20,7 @@ from peagle.errors import UserError, nearest
 from peagle.server.backoff import Backoff
 from peagle.server.engines.driver import Driver, EngineSlot, Ticket
 from peagle.server.engines.method_choice import Key, choose_method
-from peagle.server.engines.status_counts import Tallies, status_of
+from peagle.server.engines.status_counts import Tallies
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
 from peagle.server.settings import ServerSettings
@@ -93,7 +93,7 @@ class ServerEngines:
     @property
     def context(self) -> int:
         """The most tokens of a prompt and its answer."""
-        return self.main.engine.scheduler.context if self.main is not None else 0
+        return self.main.engine.context if self.main is not None else 0
 
     def choose(self, method: str | None, k: int | str | None) -> Key:
         """What a request asked for, or the server's own."""
@@ -148,7 +148,7 @@ class ServerEngines:
         return stream, ticket
 
     def status(self) -> dict[str, dict[str, Any]]:
-        return {slot.name: status_of(slot) for slot in self.slots}
+        return {slot.name: slot.engine.status() for slot in self.slots}
 
     def counts(self) -> dict[str, Counter[Any]]:
         with self.tallies.lock:
@@ -213,28 +213,28 @@ class ServerEngines:
         self.state, self._since = "ready", time.monotonic()
 
     def _engine(self, key: Key, tokens: int | None, batch: int) -> Any:
-        from peagle.engine import Engine
+        from peagle.engine import Engine, EngineConfig
 
         how = self.settings
         own = (
             key[0] == self.key[0] and key[1] == how.k
         )  # a request that names a K of its own gets a chain
-        return Engine(
-            self.loaded or how.pair,
+        config = EngineConfig(
             method=key[0],
             k=key[1] or "auto",
             tree=how.tree if own else 0,
             max_batch=batch,
             context=how.context,
-            tokens=tokens,
-            chunk=how.chunk,
+            kv_tokens=tokens,
+            prefill_chunk=how.chunk,
             max_queue=how.max_queue,
             exact=how.exact,
             int8=how.int8,
             prefix_caching=how.prefix_caching,
-            graphs=how.graphs,
+            cuda_graphs=how.graphs,
             thread=False,
         )
+        return Engine(self.loaded or how.pair, config)
 
     def _other(self, key: Key) -> EngineSlot:
         if key in self.others:
@@ -279,13 +279,14 @@ class ServerEngines:
             logging.ERROR,
             error,
             engine=slot.name,
-            live=len(slot.engine.scheduler.live),
+            live=slot.engine.live_requests,
         )
-        slot.engine.failure = "the engine stopped: try again"
         ours = slot is self.main
         if ours:
             self.state = "restarting" if self.state == "ready" else self.state
-        end(slot)
+        failed = slot.engine.fail("the engine stopped: try again")
+        if failed is not None:
+            log_event("a dead engine could not be closed", logging.ERROR, failed, engine=slot.name)
         self._retire(slot)
         if ours:
             self._again(time.monotonic() - self._since, reload=False)
@@ -315,19 +316,6 @@ class ServerEngines:
             self._again(0.0, reload=True)
             return
         log_event("restarted", engine=self.key[0], restarts=self.restarts)
-
-
-def end(slot: EngineSlot) -> None:
-    """Tells everybody who waits for this engine, in whatever state its last step left it."""
-    from peagle.engine.stream import StreamPiece
-
-    try:
-        slot.engine.close()
-    except Exception as error:
-        log_event("a dead engine could not be closed", logging.ERROR, error, engine=slot.name)
-        slot.engine.closed = True
-        for seat in list(slot.engine.seats.values()):
-            seat.stream.put(StreamPiece(None, reason="error", error=slot.engine.failure))
 
 
 def release(loaded: "LoadedPair | None") -> None:

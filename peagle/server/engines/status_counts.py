@@ -42,23 +42,9 @@ class Tallies:
         return told
 
 
-def status_of(slot: EngineSlot) -> dict[str, Any]:
-    pages = slot.engine.pages
-    more = {
-        "prefix_queries": pages.asked,
-        "prefix_hits": pages.found,
-        "kv_tokens": pages.count * pages.size,
-    }
-    return (
-        slot.engine.status()
-        | more
-        | {"context": slot.engine.scheduler.context, "k_most": slot.engine.k_most}
-    )
-
-
 def counts_of(slot: EngineSlot) -> Counter[Any]:
     """Plain counters by name; (finished, reason) and (accepted_at, position) by two."""
-    status = status_of(slot)
+    status = slot.engine.status()
     told: Counter[Any] = Counter({name: status[name] for name in COUNTED})
     told.update({("finished", reason): count for reason, count in status["finished"].items()})
     told.update({("accepted_at", at): count for at, count in enumerate(status["accepted_at"])})

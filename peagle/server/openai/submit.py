@@ -30,12 +30,12 @@ async def ask(
             f"{len(prompts) * body.choices} answers at once: the queue holds {front.settings.max_queue}",
         )
     async with front.engines.slot(key) as slot:
-        context = slot.engine.scheduler.context
+        context = slot.engine.context
         for ids in prompts:
             if not ids:
                 raise ApiError(400, "the prompt has no tokens: give at least one", "prompt")
             check_room(context, len(ids), body.most)
-            check_ids(ids, slot.engine.target.vocab_size)
+            check_ids(ids, slot.engine.vocab_size)
         grammar = await compiled(front, body)
         scored = await scores(front, body, prompts)
         return begun(front, slot, body, prompts, grammar, scored)
@@ -49,7 +49,7 @@ def begun(
     grammar: "Grammar | None",
     scored: "list[list[TokenLogprob] | None]",
 ) -> Answer:
-    context, choices = slot.engine.scheduler.context, list[Choice]()
+    context, choices = slot.engine.context, list[Choice]()
     try:
         for number, ids in enumerate(prompts):
             for i in range(body.choices):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from peagle.core import Step
-from peagle.draft_shape import DraftShape, build_tree
+from peagle.draft_shape import DraftShape
+from peagle.kernels.triton.build_tree import tree_topology
 from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
 from peagle.train.data.attention_mask import mask_for
@@ -125,7 +126,7 @@ def tree_matches(
         rows = part.flatten(0, 1).to(drafter.lm_head.dtype)
         ids, logp = branching(rows, drafter.logits(rows), tree.k)
         grown, each = (
-            build_tree(logp, tree.nodes),
+            tree_topology(logp, tree.nodes),
             torch.arange(len(part), device=part.device)[:, None],
         )
         depth = grown.depth.long() - 1

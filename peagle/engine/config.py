@@ -1,0 +1,37 @@
+"""EngineConfig: every choice of an engine, in one place."""
+
+from dataclasses import dataclass
+
+from peagle.errors import UserError
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    method: str | None = None  # none, eagle3 or p-eagle; None: the pair's own
+    k: int | str = "auto"  # drafted tokens per step; auto: adaptive drafting
+    tree: int | None = None  # nodes of a draft tree, see below
+    max_batch: int = 64  # requests that decode at the same time
+    context: int | None = None  # tokens of a prompt and its answer; None: the target's context
+    kv_tokens: int | None = None  # positions in the KV cache, all requests together
+    prefill_chunk: int | None = None  # prompt tokens computed per step
+    max_queue: int = 1024
+    page_size: int = PAGE_SIZE  # positions per KV page
+    exact: bool | None = False  # see below
+    int8: bool = False  # multiply with 8-bit weights: CPU only, and not lossless
+    prefix_caching: bool = True
+    cuda_graphs: bool = True
+    thread: bool = True  # False: the caller runs `Engine.step`
+    """
+    `tree`: a fixed K drafts a tree with this many nodes; adaptive drafting may choose trees with up
+    to this many nodes. 0: chains only. None: chains, and with adaptive drafting on a GPU trees of up
+    to 31 nodes. Adaptive drafting uses K up to 7, or up to 11 with a parallel drafter on a GPU.
+
+    `exact`: every request gets its own pass, bit-equal with and without drafts. None: exact unless
+    the dtype is float32 or the target does not support it.
+    """
+
+    def __post_init__(self) -> None:
+        if self.k != "auto" and not (isinstance(self.k, int) and self.k >= 1):
+            raise UserError(f"K is {self.k!r}: set `k` to a number of at least 1, or to auto")

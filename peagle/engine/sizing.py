@@ -1,0 +1,109 @@
+"""What an engine allocates: the largest draft shape, the number of KV pages, the stepper."""
+
+import torch
+
+from peagle.draft_shape import MAX_ADAPTIVE_K, MAX_ADAPTIVE_K_PARALLEL, DraftShape
+from peagle.drafter import Drafter
+from peagle.engine.config import EngineConfig
+from peagle.engine.step.stepper import Stepper, kv_shapes
+from peagle.errors import UserError
+from peagle.kernels.cpu.library import kernel_state
+from peagle.kernels.cpu.matrix import can_pack
+from peagle.model_pair import ModelPair
+from peagle.target import Target
+
+KV_MEMORY_FRACTION = 0.85  # Fraction of free GPU memory used for KV pages.
+CPU_KV_TOKENS = 1 << 15  # Positions in the KV cache on a CPU, all requests together.
+MAX_ADAPTIVE_NODES = 31  # Largest tree that adaptive drafting chooses by default.
+
+
+def supports_trees(drafter: Drafter) -> bool:
+    """Trees come out of one parallel pass."""
+    return drafter.config.method == "p-eagle"
+
+
+def largest_shape(config: EngineConfig, pair: ModelPair, drafter: Drafter | None) -> DraftShape:
+    """The shape that no draft exceeds, in depth or in nodes."""
+    if drafter is None:
+        return DraftShape(0, 0)
+    parallel = supports_trees(drafter)
+    on_gpu = pair.target.device.type == "cuda"
+    nodes = config.tree
+    if nodes is None and config.k == "auto" and on_gpu and not config.exact and parallel:
+        nodes = MAX_ADAPTIVE_NODES
+    k = largest_k(config.k, nodes or 0, pair.pair.k, deep=on_gpu and parallel)
+    if not nodes:
+        return DraftShape(k, k)
+    if not parallel:
+        raise UserError(
+            "eagle3 drafts one token after another: leave out `tree`, or use a p-eagle drafter"
+        )
+    if config.exact:
+        raise UserError("exact mode verifies chains: set only one of `exact` and `tree`")
+    return DraftShape(k, nodes)
+
+
+def largest_k(k: int | str, nodes: int, pair_k: int, deep: bool) -> int:
+    """`deep`: extra draft rows are nearly free."""
+    if k != "auto":
+        return int(k)
+    limit = max(MAX_ADAPTIVE_K_PARALLEL if deep else MAX_ADAPTIVE_K, pair_k)
+    return min(limit, max(nodes - 1, MAX_ADAPTIVE_K)) if nodes else limit
+
+
+def kv_page_count(
+    config: EngineConfig, pair: ModelPair, drafter: Drafter | None, context: int, nodes: int
+) -> int:
+    """As many pages as configured, else as fit; never more than the batch can use."""
+    page_size = config.page_size
+    usable = config.max_batch * -(-(context + nodes + 1) // page_size)
+    if config.kv_tokens is not None:
+        return max(1, min(usable, -(-config.kv_tokens // page_size)))
+    target = pair.target
+    if target.device.type != "cuda":
+        return min(usable, -(-max(CPU_KV_TOKENS, context + nodes) // page_size))
+    page_bytes = page_size * sum(shape.bytes for shape in kv_shapes(target, drafter))
+    free_bytes, _ = torch.cuda.mem_get_info(target.device)
+    return max(1, min(usable, int(free_bytes * KV_MEMORY_FRACTION) // page_bytes))
+
+
+def build_stepper(
+    config: EngineConfig,
+    pair: ModelPair,
+    drafter: Drafter | None,
+    largest: DraftShape,
+    context: int,
+) -> Stepper:
+    pages = kv_page_count(config, pair, drafter, context, largest.nodes)
+    tokens = pages * config.page_size
+    if not largest.chain and tokens < 2 * largest.nodes:
+        raise UserError(
+            f"{tokens} KV positions do not hold a tree of {largest.nodes} nodes and a prompt:"
+            " raise `kv_tokens`, or lower `tree`"
+        )
+    try:
+        return Stepper(
+            pair.target, drafter, largest, pages, config.page_size, config.max_batch, context
+        )
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if "memory" not in str(error).lower():
+            raise
+        raise UserError(
+            f"{tokens:,} KV positions do not fit into memory: lower `kv_tokens`, `max_batch` or `context`"
+        ) from error
+
+
+def check_int8(target: Target) -> None:
+    if target.device.type != "cpu":
+        raise UserError(
+            f"int8 runs on a CPU only, and the target is on {target.device.type}: leave out `int8`"
+        )
+    if target.dtype != torch.bfloat16:
+        name = str(target.dtype).removeprefix("torch.")
+        raise UserError(
+            f"int8 needs a target in bfloat16, and this one is in {name}: leave out `int8`, or set `dtype` to bfloat16"
+        )
+    if not can_pack(target.lm_head):
+        state = kernel_state()
+        reason = "this CPU has no bf16 dot products (avx512_bf16)" if state == "c" else state
+        raise UserError(f"int8 needs the C kernels ({reason}): leave out `int8`")

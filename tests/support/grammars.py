@@ -1,0 +1,92 @@
+"""Grammars, and a pair whose tokens spell them."""
+
+from functools import cache
+from string import ascii_lowercase, ascii_uppercase, digits
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from peagle.grammar import Grammar
+from peagle.loaded import LoadedPair
+from peagle.target import Target
+from tests.support.engines import pair_of
+from tests.support.tiny_models import make_drafter, make_target
+
+SPECIAL = ("<pad>", "<eos>", "<bos>")
+LONG = (
+    '{"',
+    '":',
+    '",',
+    '"}',
+    "true",
+    "false",
+    "null",
+    "[]",
+    "{}",
+    '":"',
+    "ab",
+    "na",
+    "name",
+    "ag",
+    "bb",
+    "12",
+    "ok",
+)
+VOCAB = [*SPECIAL, *'{}[]":,-.\\_', "Ġ", "Ċ", *digits, *ascii_lowercase, *LONG, *ascii_uppercase][
+    :96
+]
+COMPACT = {"x-guidance": {"whitespace_pattern": " "}}  # else a random target writes little else
+BOB: dict[str, Any] = COMPACT | {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["ab", "bb", "ok"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 96 tokens: what JSON is made of, and some longer ones."""
+    model = Tokenizer(models.BPE({token: i for i, token in enumerate(VOCAB)}, []))
+    model.pre_tokenizer, model.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    model.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<eos>", bos_token="<bos>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+@cache
+def bound_pair(device: str = "cpu") -> LoadedPair:
+    target = Target(make_target(seed=3, num_hidden_layers=7).model.to(device), letters(), "tiny")
+    drafters = {
+        "p-eagle": make_drafter(target, "p-eagle", 1),
+        "eagle3": make_drafter(target, "eagle3", 1),
+    }
+    return pair_of(target, drafters)
+
+
+# Its end is too much, its beginning is not.
+LATE = Grammar.json(
+    COMPACT
+    | {
+        "type": "array",
+        "minItems": 26,
+        "maxItems": 26,
+        "prefixItems": [{"const": 12}] * 25,
+        "items": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}},
+    }
+)
