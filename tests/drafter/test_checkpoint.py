@@ -15,6 +15,30 @@ from peagle.target import Target
 from tests.support.checkpoints import VERIFIER, aws_layout
 from tests.support.tiny_models import AUX, MASK, make_drafter, make_target
 
+KINDS = {
+    "p-eagle full": ("p-eagle", 4, None, {}),
+    "p-eagle pruned": ("p-eagle", 3, 40, {}),
+    "p-eagle norms": ("p-eagle", 2, None, {"norm_before_residual": True, "norm_before_fc": True}),
+    "p-eagle bias": ("p-eagle", 2, None, {"attention_bias": True}),
+    "eagle3 full": ("eagle3", 1, None, {}),
+    "eagle3 pruned": (
+        "eagle3",
+        1,
+        24,
+        {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    ),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
+    method, layers, vocab, switches = request.param
+    made = make_drafter(target, method, layers, vocab, **switches)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():  # every tensor counts: no norm stays at 1, no bias at 0
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return made
+
 
 @pytest.mark.parametrize("to", ["peagle", "vllm", "speculators"])
 def test_round_trip(drafter: Drafter, target: Target, tmp_path: Path, to: str) -> None:

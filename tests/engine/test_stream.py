@@ -158,7 +158,7 @@ def test_close_fails_who_waits() -> None:
     for stream in streams[1:]:
         with pytest.raises(RequestFailed, match="the engine was closed"):
             list(stream)
-    with pytest.raises(UserError, match="make a new one"):
+    with pytest.raises(UserError, match="create a new one"):
         engine.add([5])
     assert engine._thread is not None and not engine._thread.is_alive()
     engine.check_integrity()
