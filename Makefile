@@ -24,9 +24,10 @@ demo: $(READY) ## Pull the default pair, decode three prompts with every method,
 test: lint types ## Lint, type-check and test
 	$(BIN)/pytest -n $(WORKERS)
 
-lint: $(READY) ## Check style and formatting
+lint: $(READY) ## Check style, formatting and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(READY) ## Check types
 	$(BIN)/mypy
