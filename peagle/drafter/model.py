@@ -183,7 +183,7 @@ class Drafter(nn.Module):
         """The most likely target id of each row, [R]."""
         return self.known(self.logits(normed).argmax(-1))
 
-    def judge(self, normed: Tensor, sure: Tensor) -> Tensor:
+    def confidence_logits(self, normed: Tensor, sure: Tensor) -> Tensor:
         """Log-odds that drafts are accepted, [...]: those of their log-probabilities `sure` [...], and what the
         confidence output adds for their rows [..., d]."""
         odds = sure - torch.log(-torch.expm1(sure.clamp(max=-1e-6)))

@@ -171,7 +171,7 @@ class DraftRunner:
         ):
             told = self.drafter.embed(chain[:, :-1].flatten()).view_as(normed[:, 1:])
             normed = torch.cat([normed[:, :1], self.drafter.dependency(normed[:, 1:], told)], 1)
-        return self.drafter.judge(normed, sure[..., 0]).sigmoid()
+        return self.drafter.confidence_logits(normed, sure[..., 0]).sigmoid()
 
     def follow(
         self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int

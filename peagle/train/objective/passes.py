@@ -95,7 +95,7 @@ class Passes(nn.Module):
 
     def judge(self, normed: Tensor, sure: Tensor) -> Tensor:
         """Log-odds that the drafts of rows [R, d] are accepted, [R]; `sure`: their log-probabilities."""
-        return self.drafter.judge(normed, sure)
+        return self.drafter.confidence_logits(normed, sure)
 
     def touch(self) -> Tensor:
         """Nothing, but every parameter takes part in it: see parallel.py."""
