@@ -48,7 +48,7 @@ def drafter_8b(layers: int = 4, device: str = "cuda") -> Drafter:
         drafter = Drafter(config)
     drafter = drafter.to(device)
     draw = {"device": device, "dtype": torch.bfloat16}
-    drafter.adopt(
+    drafter.set_embed_and_head(
         torch.randn(VOCAB, 4096, **draw) * 0.02,
         torch.randn(DRAFT_VOCAB, 4096, **draw) * 0.02,
         torch.arange(DRAFT_VOCAB, device=device),

@@ -105,7 +105,7 @@ def random_drafter(target: Target, method: Method, layers: int) -> Drafter:
     )
     with torch.device(target.device):
         drafter = Drafter(config).to(target.dtype)
-    drafter.adopt(target.embedding, target.lm_head)
+    drafter.set_embed_and_head(target.embedding, target.lm_head)
     return drafter.eval().requires_grad_(False)
 
 

@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Embeddings and lm_head rows are the target's where they are frozen (shared, not copied): see `adopt`."""
+    """Embeddings and lm_head rows are the target's where they are frozen (shared, not copied): see `set_embed_and_head`."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Drafter(nn.Module):
         embeds = embedding(self.known(ids), self.embed_tokens)
         return ids, self.dependency.pairs(normed, logits, embeds, embedding(ids, self.lm_head))
 
-    def adopt(
+    def set_embed_and_head(
         self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None
     ) -> None:
         """Takes the target's tensors (or a checkpoint's own). `target_ids` prunes the vocabulary."""

@@ -33,5 +33,5 @@ def untrained(
     if drafter.mask_embedding is not None:
         drafter.mask_embedding.data.copy_(target.embedding[config.mask_token_id])
     drafter = drafter.to(device=target.device, dtype=target.dtype)
-    drafter.adopt(target.embedding, target.lm_head, target_ids)
+    drafter.set_embed_and_head(target.embedding, target.lm_head, target_ids)
     return drafter.eval().requires_grad_(False)

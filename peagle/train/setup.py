@@ -121,7 +121,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
     )
     ids = None if target_ids is None else target_ids.to(target.device)
     drafter = untrained(drafter_config, target, config.seed, ids).float()
-    drafter.adopt(target.embedding, target.lm_head, ids)  # the target's own tensors, in its dtype
+    drafter.set_embed_and_head(target.embedding, target.lm_head, ids)  # the target's own tensors, in its dtype
     if config.init == "target":
         begin_as_target(drafter, target)
     elif config.init != "random":
@@ -205,7 +205,7 @@ def begin_as(drafter: Drafter, folder: Path, target: Target) -> None:
 def trained_copy(drafter: Drafter, state: dict[str, Any], target: Target) -> Drafter:
     """A drafter with the weights of a state, marked as trained, apart from the one in training."""
     copy = Drafter(replace(drafter.config, trained=True))
-    copy.adopt(drafter.embed_tokens, target.lm_head, drafter.target_ids)
+    copy.set_embed_and_head(drafter.embed_tokens, target.lm_head, drafter.target_ids)
     own = {name.removeprefix("drafter."): tensor for name, tensor in state.items()}
     if "embed_tokens" in own:
         copy.embed_tokens = own.pop("embed_tokens").to(target.dtype)

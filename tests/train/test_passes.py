@@ -112,7 +112,7 @@ def test_every_rung_matters(rung: str, monkeypatch):
     plain.load_state_dict(
         {name: t for name, t in one.drafter.state_dict().items() if "inject" not in name}
     )
-    plain.adopt(one.drafter.embed_tokens, one.drafter.lm_head, one.drafter.target_ids)
+    plain.set_embed_and_head(one.drafter.embed_tokens, one.drafter.lm_head, one.drafter.target_ids)
     ids = document(one, 3).tolist()
     with_it, without = (
         looped(o, ids, 10, monkeypatch)[0] for o in (one, replace(one, drafter=plain.eval()))

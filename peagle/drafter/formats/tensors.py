@@ -48,7 +48,7 @@ def build(
         {name: t for name, t in tensors.items() if name not in SHARED}, assign=True
     )
     drafter.rope = rope.to(device)
-    drafter.adopt(
+    drafter.set_embed_and_head(
         tensors["embed_tokens.weight"], tensors["lm_head.weight"], tensors.get("target_ids")
     )
     return drafter.eval().requires_grad_(False)
