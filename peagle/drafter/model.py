@@ -181,7 +181,7 @@ class Drafter(nn.Module):
 
     def best(self, normed: Tensor) -> Tensor:
         """The most likely target id of each row, [R]."""
-        return self.known(self.logits(normed).argmax(-1))
+        return self.target_token_ids(self.logits(normed).argmax(-1))
 
     def confidence_logits(self, normed: Tensor, sure: Tensor) -> Tensor:
         """Log-odds that drafts are accepted, [...]: those of their log-probabilities `sure` [...], and what the
@@ -189,7 +189,7 @@ class Drafter(nn.Module):
         odds = sure - torch.log(-torch.expm1(sure.clamp(max=-1e-6)))
         return odds if self.confidence is None else odds + self.confidence(normed)[..., 0].float()
 
-    def known(self, ids: Tensor) -> Tensor:
+    def target_token_ids(self, ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as the target's."""
         return ids if self.target_ids is None else self.target_ids[ids]
 
@@ -198,14 +198,14 @@ class Drafter(nn.Module):
         if self.dependency is None:
             return self.best(normed.flatten(0, 1)).view(normed.shape[:2])
         ids, pairs = self.pairs(normed)
-        return self.known(ids.gather(2, chain(pairs)[..., None])[..., 0])
+        return self.target_token_ids(ids.gather(2, chain(pairs)[..., None])[..., 0])
 
     def pairs(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """(the candidates of each row in the draft vocabulary [B, K, M], `pair_logits` of them [B, K, M, M])."""
         assert self.dependency is not None
         top = self.logits(normed.flatten(0, 1)).float().view(*normed.shape[:2], -1)
         logits, ids = top.topk(min(CANDIDATES_PER_DEPTH, top.shape[-1]), -1)
-        embeds = embedding(self.known(ids), self.embed_tokens)
+        embeds = embedding(self.target_token_ids(ids), self.embed_tokens)
         return ids, self.dependency.pairs(normed, logits, embeds, embedding(ids, self.lm_head))
 
     def set_embed_and_head(

@@ -131,7 +131,7 @@ def test_a_corrected_training_row_equals_the_pair():
     torch.testing.assert_close(pairs[:, 0, 0], plain[:, 0].gather(-1, ids[:, 0]))
     passes = Passes(drafter)
     for row, before in ((1, 0), (4, 13)):
-        told = drafter.known(ids[:, row - 1, before])
+        told = drafter.target_token_ids(ids[:, row - 1, before])
         logits = drafter.logits(passes("correct", normed[:, row], told))
         torch.testing.assert_close(
             pairs[:, row, before], logits.gather(-1, ids[:, row]), rtol=1e-4, atol=1e-4

@@ -158,7 +158,7 @@ class DraftRunner:
     def outlook(self, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor) -> Tensor:
         """[B, K]: how likely each draft of the chain is to be accepted, given that those before it are."""
         at = (
-            (self.drafter.known(ids) == chain[..., None]).int().argmax(-1)
+            (self.drafter.target_token_ids(ids) == chain[..., None]).int().argmax(-1)
         )  # [B, K] among the candidates
         before = at.roll(1, 1) if logp.shape[2] > 1 else torch.zeros_like(at)
         sure = logp.gather(2, before[..., None, None].expand(-1, -1, 1, logp.shape[3]))[

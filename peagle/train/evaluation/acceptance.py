@@ -130,7 +130,7 @@ def tree_matches(
             torch.arange(len(part), device=part.device)[:, None],
         )
         depth = grown.depth.long() - 1
-        holds = drafter.known(ids[each, depth, grown.candidate]) == own.gather(1, depth)
+        holds = drafter.target_token_ids(ids[each, depth, grown.candidate]) == own.gather(1, depth)
         good = 1 + (holds.long() << torch.arange(1, tree.nodes + 1, device=part.device)).sum(1)
         found.append(
             (grown.masks & ~good[:, None] == 0).sum(1) - 1
