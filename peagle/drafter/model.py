@@ -179,7 +179,7 @@ class Drafter(nn.Module):
         """[R, draft_vocab_size]"""
         return linear(normed, self.lm_head)
 
-    def best(self, normed: Tensor) -> Tensor:
+    def greedy_token_ids(self, normed: Tensor) -> Tensor:
         """The most likely target id of each row, [R]."""
         return self.target_token_ids(self.logits(normed).argmax(-1))
 
@@ -196,7 +196,7 @@ class Drafter(nn.Module):
     def drafts(self, normed: Tensor) -> Tensor:
         """The rows of blocks, [B, K, d] -> their drafts as target ids, [B, K]."""
         if self.dependency is None:
-            return self.best(normed.flatten(0, 1)).view(normed.shape[:2])
+            return self.greedy_token_ids(normed.flatten(0, 1)).view(normed.shape[:2])
         ids, pairs = self.pairs(normed)
         return self.target_token_ids(ids.gather(2, chain(pairs)[..., None])[..., 0])
 

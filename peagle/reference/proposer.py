@@ -70,7 +70,7 @@ class ChainProposer:
                 self.drafter.embed(ids), hidden, positions, attend_over(self.cache)
             )
             ids, hidden, positions = (
-                self.drafter.best(normed[-1:]),
+                self.drafter.greedy_token_ids(normed[-1:]),
                 feedback[-1:],
                 positions[-1:] + 1,
             )

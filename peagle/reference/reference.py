@@ -32,7 +32,7 @@ def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
         return drafter.drafts(run(drafter, rows, hidden, block)[0][None, -k:])[0]
     for _ in range(k):
         normed, feedback = run(drafter, rows, hidden)
-        rows = torch.cat([rows, drafter.best(normed[-1:])])
+        rows = torch.cat([rows, drafter.greedy_token_ids(normed[-1:])])
         hidden = torch.cat([hidden, feedback[-1:]])
     return rows[-k:]
 
