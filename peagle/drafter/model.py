@@ -141,7 +141,7 @@ class Drafter(nn.Module):
         self.rope = self.rope_for(self.config).to(self.fc.weight.device)
         return self
 
-    def fuse(self, g: Tensor) -> Tensor:
+    def combine_hidden_states(self, g: Tensor) -> Tensor:
         """g [R, taps * d_target] -> hidden [R, d]."""
         if self.input_norm is not None:
             g = self.input_norm(g)

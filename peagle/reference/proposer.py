@@ -38,14 +38,14 @@ class ParallelProposer:
         self.cache = RollbackCache(len(drafter.layers))
         assert drafter.mask_hidden is not None and drafter.config.mask_token_id is not None
         self.mask_id = drafter.config.mask_token_id
-        self.mask_hidden = drafter.fuse(drafter.mask_hidden[None])  # [1, d], projected once
+        self.mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden[None])  # [1, d], projected once
 
     @torch.inference_mode()
     def propose(self, verified: Verified, k: int) -> Tensor:
         rows = rows_of(verified, k, self.mask_id)
         real = rows.real
         hidden = torch.cat(
-            [self.drafter.fuse(verified.hidden[:real]), self.mask_hidden.expand(k - 1, -1)]
+            [self.drafter.combine_hidden_states(verified.hidden[:real]), self.mask_hidden.expand(k - 1, -1)]
         )
         attend = attend_over(self.cache, k - 1 if self.drafter.config.bidirectional else 0)
         normed, _ = self.drafter(self.drafter.embed(rows.ids), hidden, rows.positions, attend)
@@ -63,7 +63,7 @@ class ChainProposer:
     @torch.inference_mode()
     def propose(self, verified: Verified, k: int) -> Tensor:
         rows = rows_of(verified, 1, mask_id=0)
-        hidden = self.drafter.fuse(verified.hidden[: rows.real])
+        hidden = self.drafter.combine_hidden_states(verified.hidden[: rows.real])
         ids, positions, drafts = rows.ids, rows.positions, []
         for _ in range(k):
             normed, feedback = self.drafter(

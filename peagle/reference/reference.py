@@ -23,11 +23,11 @@ from peagle.target import Target
 @torch.inference_mode()
 def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
     """The k drafts after ids = x_0..x_n, given g = g_0..g_{n-1}."""
-    rows, hidden = ids[1:], drafter.fuse(g)
+    rows, hidden = ids[1:], drafter.combine_hidden_states(g)
     if drafter.config.method == "p-eagle":
         assert drafter.mask_hidden is not None and drafter.config.mask_token_id is not None
         rows = torch.cat([rows, rows.new_full((k - 1,), drafter.config.mask_token_id)])
-        hidden = torch.cat([hidden, drafter.fuse(drafter.mask_hidden.expand(k - 1, -1))])
+        hidden = torch.cat([hidden, drafter.combine_hidden_states(drafter.mask_hidden.expand(k - 1, -1))])
         block = k - 1 if drafter.config.bidirectional else 0
         return drafter.drafts(run(drafter, rows, hidden, block)[0][None, -k:])[0]
     for _ in range(k):

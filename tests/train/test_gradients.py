@@ -151,7 +151,7 @@ def dense_rows(
     embeds = torch.cat(
         [drafter.embed(torch.from_numpy(np.append(packed.ids[1:], 0))), mask_rows(drafter, more)]
     )
-    hidden = drafter.fuse(torch.cat([g, drafter.mask_hidden.expand(more, -1)]))
+    hidden = drafter.combine_hidden_states(torch.cat([g, drafter.mask_hidden.expand(more, -1)]))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -176,7 +176,7 @@ def unrolled_rows(
     ids = torch.from_numpy(packed.ids)
     for a in sorted({a for a, _ in wanted}):
         start = int(packed.start[a])
-        hidden, d = drafter.fuse(g[start : a + 1]), 0
+        hidden, d = drafter.combine_hidden_states(g[start : a + 1]), 0
         while (a, d) in wanted:
             rows = drafter.embed(ids[start + 1 : a + 2 + d])
             normed, feedback = drafter(rows, hidden, torch.arange(len(rows)), causal_attend)

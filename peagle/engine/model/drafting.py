@@ -46,7 +46,7 @@ class DraftRunner:
         self.fc = (
             Weight(drafter.fc.weight)
             if drafter.input_norm is None and drafter.fc_norm is None
-            else drafter.fuse
+            else drafter.combine_hidden_states
         )
         d = drafter.fc.weight.new_zeros(config.hidden_size)
         self.mask_id = -1 if config.mask_token_id is None else config.mask_token_id
@@ -55,7 +55,7 @@ class DraftRunner:
         )
         with torch.no_grad():
             self.mask_hidden = (
-                d if drafter.mask_hidden is None else drafter.fuse(drafter.mask_hidden[None])[0]
+                d if drafter.mask_hidden is None else drafter.combine_hidden_states(drafter.mask_hidden[None])[0]
             )
         self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
         self.branching = Branching(drafter, Weight)

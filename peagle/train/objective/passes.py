@@ -56,7 +56,7 @@ class Passes(nn.Module):
             values.setdefault(layer, v)
             return attention(q, k, v, mask)
 
-        normed, feedback = drafter(drafter.embed(ids), drafter.fuse(g), positions, attend)
+        normed, feedback = drafter(drafter.embed(ids), drafter.combine_hidden_states(g), positions, attend)
         return normed, feedback, (tuple(keys.values()), tuple(values.values()))
 
     def parallel(self, positions: Tensor, cache: KeysValues, mask: Mask) -> Tensor:
@@ -64,7 +64,7 @@ class Passes(nn.Module):
         drafter = self.drafter
         assert drafter.mask_hidden is not None and drafter.mask_embedding is not None
         rows = len(positions)
-        hidden = drafter.fuse(drafter.mask_hidden[None]).expand(rows, -1)
+        hidden = drafter.combine_hidden_states(drafter.mask_hidden[None]).expand(rows, -1)
         embeds = drafter.mask_embedding.expand(rows, -1).to(hidden.dtype)
         return drafter(embeds, hidden, positions, _with_context(cache, mask))[0]
 
