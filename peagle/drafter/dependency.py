@@ -30,7 +30,7 @@ class Dependency(nn.Module):
         """What a correction needs of each token: as the draft before [vocabulary, r], as a candidate [drafts, r]."""
         return linear(scaled(embed_tokens), self.before.weight), linear(lm_head, self.out.weight.T)
 
-    def pairs(self, normed: Tensor, logits: Tensor, embeds: Tensor, heads: Tensor) -> Tensor:
+    def score_pairs(self, normed: Tensor, logits: Tensor, embeds: Tensor, heads: Tensor) -> Tensor:
         """`pair_logits` of blocks of rows normed [B, K, d]: logits [B, K, M] of their candidates, which have the
         embeddings `embeds` and the rows `heads` of lm_head [B, K, M, d]."""
         dtype = self.out.weight.dtype  # while it is trained, the target's tables may be in another

@@ -197,16 +197,16 @@ class Drafter(nn.Module):
         """The rows of blocks, [B, K, d] -> their drafts as target ids, [B, K]."""
         if self.dependency is None:
             return self.greedy_token_ids(normed.flatten(0, 1)).view(normed.shape[:2])
-        ids, pairs = self.pairs(normed)
+        ids, pairs = self.score_pairs(normed)
         return self.target_token_ids(ids.gather(2, chain(pairs)[..., None])[..., 0])
 
-    def pairs(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+    def score_pairs(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """(the candidates of each row in the draft vocabulary [B, K, M], `pair_logits` of them [B, K, M, M])."""
         assert self.dependency is not None
         top = self.logits(normed.flatten(0, 1)).float().view(*normed.shape[:2], -1)
         logits, ids = top.topk(min(CANDIDATES_PER_DEPTH, top.shape[-1]), -1)
         embeds = embedding(self.target_token_ids(ids), self.embed_tokens)
-        return ids, self.dependency.pairs(normed, logits, embeds, embedding(ids, self.lm_head))
+        return ids, self.dependency.score_pairs(normed, logits, embeds, embedding(ids, self.lm_head))
 
     def set_embed_and_head(
         self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None

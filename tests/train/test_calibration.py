@@ -51,7 +51,7 @@ def test_scores_are_a_tree_s() -> None:
     drafter = trained("p-eagle", 48, "dependency").drafter
     torch.manual_seed(0)
     normed = torch.randn(5, 3, 32)
-    ids, pairs = drafter.pairs(normed)
+    ids, pairs = drafter.score_pairs(normed)
     rows = Rows(normed[:, 2], drafter.target_token_ids(ids[:, 1, 4]), ids[:, 1, 4])
     mine, plain = scores(drafter, rows, 2), drafter.logits(normed[:, 2])
     torch.testing.assert_close(mine.gather(1, ids[:, 2]), pairs[:, 2, 4], rtol=1e-4, atol=1e-4)

@@ -126,7 +126,7 @@ def test_a_corrected_training_row_equals_the_pair():
     drafter = trained("p-eagle", 48, "dependency").drafter
     torch.manual_seed(0)
     normed = torch.randn(3, K, drafter.config.hidden_size)
-    ids, pairs = drafter.pairs(normed)
+    ids, pairs = drafter.score_pairs(normed)
     plain = drafter.logits(normed)
     torch.testing.assert_close(pairs[:, 0, 0], plain[:, 0].gather(-1, ids[:, 0]))
     passes = Passes(drafter)
