@@ -224,7 +224,7 @@ class Drafter(nn.Module):
             target_ids,
         )
 
-    def own_embeddings(self) -> None:
+    def make_embeddings_trainable(self) -> None:
         """From now on the embedding table is a parameter of the drafter's own."""
         table = self.embed_tokens.detach().float().clone()
         del self.embed_tokens

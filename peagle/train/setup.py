@@ -127,7 +127,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
     elif config.init != "random":
         begin_as(drafter, Path(config.init), target)
     if config.train_embeddings:
-        drafter.own_embeddings()
+        drafter.make_embeddings_trainable()
     drafter.train().requires_grad_(not config.freeze)
     for part in filter(None, (drafter.dependency, drafter.confidence)):
         part.requires_grad_(True)

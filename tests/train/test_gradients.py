@@ -244,7 +244,7 @@ def test_equals_a_plain_computation(method: Method, draft_vocab: int | None, opt
 def test_trained_embeddings(method: Method):
     """The table's gradient too, over depth 0 and (EAGLE-3) the chains."""
     drafter, packed = ready(method, layers=1), some_pack(SHORT)
-    drafter.own_embeddings()
+    drafter.make_embeddings_trainable()
     g, last = some_features(packed)
     naive = reference(drafter, packed, g, last, "kl")
     assert "embed_tokens" in naive

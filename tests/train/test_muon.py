@@ -91,7 +91,7 @@ def test_the_update_is_orthogonal():
 
 def parts(optimizer: str) -> tuple[nn.Module, Optimizers]:
     drafter = make_drafter(make_target(), "p-eagle", 2).requires_grad_(True)
-    drafter.own_embeddings()
+    drafter.make_embeddings_trainable()
     return drafter, Optimizers(drafter, TrainConfig(optimizer=optimizer, lr=0.01, warmup=0.2), 20)
 
 
