@@ -114,18 +114,18 @@ class Drafter(nn.Module):
             )  # of the layers behind the first
             self.dependency = Dependency(d, config.dependency) if config.dependency else None
             self.confidence = nn.Linear(d, 1) if config.confidence else None
-        self.rope = self.rope_for(config)
+        self.rope = self.make_rope(config)
         self.embed_tokens: Tensor  # [vocab_size, d]
         self.lm_head: Tensor  # [draft_vocab_size, d]
         self.target_ids: Tensor | None  # [draft_vocab_size]: draft id -> target id; None: the same
         for name in ("embed_tokens", "lm_head", "target_ids"):
             self.register_buffer(name, None, persistent=False)
-        self.checkpointing = (
+        self.gradient_checkpointing = (
             False  # in training: run a block again rather than keep its activations
         )
 
     @staticmethod
-    def rope_for(config: DrafterConfig) -> LlamaRotaryEmbedding:
+    def make_rope(config: DrafterConfig) -> LlamaRotaryEmbedding:
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,
@@ -138,7 +138,7 @@ class Drafter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
         """`.to(...)`: RoPE's frequencies stay float32 whatever the dtype, or every angle would be off."""
         super()._apply(fn, recurse)
-        self.rope = self.rope_for(self.config).to(self.fc.weight.device)
+        self.rope = self.make_rope(self.config).to(self.fc.weight.device)
         return self
 
     def combine_hidden_states(self, g: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Drafter(nn.Module):
         for i, block in enumerate(self.layers):
             if i and self.config.inject:
                 hidden = hidden + self.inject[i - 1](fused)
-            if self.checkpointing and torch.is_grad_enabled():
+            if self.gradient_checkpointing and torch.is_grad_enabled():
                 hidden = checkpoint(block, hidden, embeds, rope, attend, use_reentrant=False)
             else:
                 hidden = block(hidden, embeds, rope, attend)

@@ -70,7 +70,7 @@ class Trainer:
         self.out = Path(config.out).expanduser()
         self.flex = target.device.type == "cuda"
         self.drafter = new_drafter(config, target, material.target_ids)
-        self.drafter.checkpointing = config.checkpointing
+        self.drafter.gradient_checkpointing = config.checkpointing
         dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
         self.passes = Passes(self.drafter, dtype)
         self.features = with_taps(

@@ -202,7 +202,7 @@ def test_any_number_of_segments(method: Method, checkpointing: bool):
     drafter, packed = ready(method), some_pack()
     g, last = some_features(packed)
     single = gradients(drafter, packed, g, last)
-    drafter.checkpointing = checkpointing
+    drafter.gradient_checkpointing = checkpointing
     for segments in (1, 2, 4, 8):
         assert_same(gradients(drafter, packed, g, last, segments), single)
 

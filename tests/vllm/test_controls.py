@@ -39,7 +39,7 @@ def lose_eps(drafter: Drafter) -> None:
 
 
 def lose_theta(drafter: Drafter) -> None:
-    drafter.rope = Drafter.rope_for(
+    drafter.rope = Drafter.make_rope(
         replace(drafter.config, rope={"rope_type": "default", "rope_theta": 10000.0})
     )
 

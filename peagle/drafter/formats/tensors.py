@@ -43,7 +43,7 @@ def build(
     }
     with torch.device("meta"):
         drafter = Drafter(config)
-    rope = Drafter.rope_for(config)
+    rope = Drafter.make_rope(config)
     drafter.load_state_dict(
         {name: t for name, t in tensors.items() if name not in SHARED}, assign=True
     )
