@@ -1,4 +1,4 @@
-"""P-EAGLE, parallel speculative decoding: the same tokens, sooner.
+"""P-EAGLE, parallel speculative decoding: the same tokens in less time.
 
 >>> import peagle
 >>> pair = peagle.load("smollm2-135m")
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """torch and transformers are imported when they are first needed, so that `peagle --help` is quick."""
+    """Import torch and transformers only when needed, so that `peagle --help` is fast."""
     if name in ("load", "LoadedPair"):
         from peagle import loaded
 

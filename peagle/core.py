@@ -1,7 +1,4 @@
-"""The nouns everybody passes around: Pair, Sampling, Step, Generation.
-
-A *pair* is a target, its drafters (one per method), the method and K to use unless told otherwise.
-"""
+"""The types that all packages exchange: Method, Format, Sampling, Step, Generation."""
 
 import secrets
 from collections.abc import Iterator, Mapping
@@ -12,82 +9,87 @@ from peagle.errors import UserError, nearest
 
 Method = Literal["none", "eagle3", "p-eagle"]
 METHODS: tuple[Method, ...] = get_args(Method)
-Format = Literal["peagle", "vllm", "speculators"]  # of a drafter's checkpoint
+Format = Literal["peagle", "vllm", "speculators"]  # formats of a drafter checkpoint
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
-def parse_method(word: str) -> Method:
+def parse_method(text: str) -> Method:
     for method in METHODS:
-        if word == method:
+        if text == method:
             return method
     raise UserError(
-        f"unknown method {word!r}: use one of {', '.join(METHODS)}.{nearest(word, list(METHODS))}"
+        f"unknown method {text!r}: use one of {', '.join(METHODS)}.{nearest(text, list(METHODS))}"
     )
 
 
 def check_k(k: int) -> int:
+    """Return `k`, the number of tokens to draft, or raise if it is below 1."""
     if k < 1:
         raise UserError(
-            f"K is {k}, but at least one token must be drafted: use -k 1 or more, or --method none"
+            f"`k` is {k}, but at least one token must be drafted: use 1 or more, or `method` none"
         )
     return k
 
 
-class Bias(Mapping[int, float]):
-    """Token id -> what is added to its logit. It cannot change, so that a Sampling can be compared, hashed and sent."""
+class LogitBias(Mapping[int, float]):
+    """Token id -> addend of its logit.
 
-    __slots__ = ("_of",)
+    Immutable: a Sampling can be compared, hashed and pickled.
+    """
 
-    def __init__(self, of: Mapping[int, float] | None = None) -> None:
-        self._of = dict(of or {})
+    __slots__ = ("_addends",)
+
+    def __init__(self, addends: Mapping[int, float] | None = None) -> None:
+        self._addends = dict(addends or {})
 
     def __getitem__(self, token: int) -> float:
-        return self._of[token]
+        return self._addends[token]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._of)
+        return iter(self._addends)
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._addends)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._of.items()))
+        return hash(frozenset(self._addends.items()))
 
     def __repr__(self) -> str:
-        return repr(self._of)
+        return repr(self._addends)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target's distribution is processed before a token is taken from it. Temperature 0 is greedy."""
+    """How the target's distribution is processed before a token is sampled.
+
+    The fields have the names and meanings of the OpenAI API and vLLM. Temperature 0 is greedy.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     min_p: float = 0.0
     seed: int | None = None
-    repetition_penalty: float = 1.0  # divides the logits of what the prompt or the answer said
-    presence_penalty: float = 0.0  # taken from the logits of what the answer said
-    frequency_penalty: float = 0.0  # taken as often as the answer said it
-    logit_bias: Mapping[int, float] = Bias()
+    repetition_penalty: float = 1.0  # divides the logits of tokens in the prompt or the answer
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the answer
+    logit_bias: Mapping[int, float] = LogitBias()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logit_bias", Bias(self.logit_bias))
+        object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
         bias = self.logit_bias
+        positive_penalty = 0 < self.repetition_penalty < float("inf")
+        # Every rule starts with the name of its field.
         rules = {
             "temperature must be 0 (greedy) or more": 0 <= self.temperature < float("inf"),
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (no limit) or more": self.top_k >= 0,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
             "seed must be 0 or more": self.seed is None or self.seed >= 0,
-            "repetition_penalty must be above 0 (1: none)": 0
-            < self.repetition_penalty
-            < float("inf"),
+            "repetition_penalty must be above 0 (1: none)": positive_penalty,
             "presence_penalty must be in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must be in [-2, 2]": -2 <= self.frequency_penalty <= 2,
-            "logit_bias must be in [-100, 100]": all(
-                -100 <= value <= 100 for value in bias.values()
-            ),
+            "logit_bias must be in [-100, 100]": all(-100 <= x <= 100 for x in bias.values()),
             "logit_bias must name token ids, 0 or more": all(token >= 0 for token in bias),
         }
         for rule, holds in rules.items():
@@ -96,21 +98,21 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return (
-            self.temperature < 1e-5
-        )  # below that, dividing by it overflows: the likeliest token takes all
+        """Whether the likeliest token is taken.
+
+        Dividing by a smaller temperature would overflow.
+        """
+        return self.temperature < 1e-5
 
     def seeded(self) -> "Sampling":
-        """The same, with a seed of its own where it samples and has none."""
-        return (
-            self
-            if self.greedy or self.seed is not None
-            else replace(self, seed=secrets.randbelow(2**31))
-        )
+        """The same, with a random seed if it samples and has none."""
+        if self.greedy or self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbelow(2**31))
 
     @property
     def penalized(self) -> bool:
-        """Does what was said before change what is said next?"""
+        """Whether earlier tokens change the distribution of the next one."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -119,16 +121,16 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """The argmax of the raw logits, and nothing else."""
+        """Whether the next token is the argmax of the raw logits."""
         return self.greedy and not self.penalized and not self.logit_bias
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One target pass: `accepted` of `drafted` tokens kept, then one token of the target's own.
+    """One target pass: `accepted` of `drafted` tokens, then the target's own (bonus) token.
 
-    `tokens` is what the request receives: accepted drafts + bonus, cut at a stop token or at max_tokens.
-    The counts are those of the whole pass, as vLLM counts them.
+    `tokens` are what the request receives: accepted drafts and the bonus token, cut at a stop token
+    or at max_tokens. The counts are those of the whole pass, as vLLM counts them.
     """
 
     tokens: tuple[int, ...]
@@ -138,7 +140,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to one prompt, and how it came about."""
+    """The answer to one prompt, with its steps, settings and times."""
 
     text: str
     token_ids: list[int]
@@ -151,40 +153,41 @@ class Generation:
     prefill_seconds: float
     seed: int | None = None
     dtype: str = ""
-    weights: str = ""  # what the target's matrices are multiplied as: the dtype, or a quantized target's format
+    weights: str = ""  # format of the target's matrices: the dtype, or fp8, int8, int4
     exact: bool = False
     trained: bool = True
-    tree: int = 0  # nodes, where drafts were trees
+    tree: int = 0  # nodes of the draft tree; 0: drafts were chains
 
     @property
-    def form(self) -> str:
-        """Such as K=7, or tree 32, K=7."""
+    def shape_text(self) -> str:
+        """The draft shape, like "K=7" or "tree 32, K=7"."""
         return f"tree {self.tree}, K={self.k}" if self.tree else f"K={self.k}"
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted / drafts, the bonus token counted: at most K + 1; 1.0 where nothing was drafted."""
+        """1 + accepted / drafts, with the bonus token: at most K + 1; 1.0 without drafts."""
         drafts = sum(step.drafted > 0 for step in self.steps)
         return 1 + sum(step.accepted for step in self.steps) / drafts if drafts else 1.0
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Position i (from 0): the share of passes that drafted i + 1 tokens or more and accepted them."""
-        shares = []
+        """For position i from 0: of the steps that drafted more than i tokens, the fraction that
+        accepted more than i."""
+        fractions = []
         for i in range(max((step.drafted for step in self.steps), default=0)):
-            tried = [step.accepted > i for step in self.steps if step.drafted > i]
-            shares.append(sum(tried) / len(tried))
-        return shares
+            outcomes = [step.accepted > i for step in self.steps if step.drafted > i]
+            fractions.append(sum(outcomes) / len(outcomes))
+        return fractions
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: the first token belongs to the prefill and is not counted."""
-        spent = self.seconds - self.prefill_seconds
-        return (len(self.token_ids) - 1) / spent if spent > 0 else 0.0
+        """Decoding speed; the first token belongs to the prefill and does not count."""
+        decode_seconds = self.seconds - self.prefill_seconds
+        return (len(self.token_ids) - 1) / decode_seconds if decode_seconds > 0 else 0.0
 
     @property
     def from_draft(self) -> list[bool]:
-        """For each token: was it an accepted draft (True) or the target's own (False)?"""
+        """For each token: True for an accepted draft, False for the target's own token."""
         return [i < step.accepted for step in self.steps for i in range(len(step.tokens))]
 
     def as_dict(self) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class Generation:
             "tree": self.tree,
             "steps": len(self.steps),
             "acceptance_length": round(self.acceptance_length, 4),
-            "accepted_per_position": [round(share, 4) for share in self.accepted_per_position],
+            "accepted_per_position": [round(x, 4) for x in self.accepted_per_position],
             "num_drafts": sum(step.drafted > 0 for step in self.steps),
             "num_draft_tokens": sum(step.drafted for step in self.steps),
             "num_accepted_tokens": sum(step.accepted for step in self.steps),

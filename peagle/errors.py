@@ -1,4 +1,7 @@
-"""The one exception a user's mistake raises: a line that says what is wrong and names the fix."""
+"""The exception for mistakes of the user: one line that says what is wrong and names the fix.
+
+The library names arguments in backticks (`kv_tokens`); the CLI replaces them by its options.
+"""
 
 
 class UserError(ValueError):
@@ -6,11 +9,11 @@ class UserError(ValueError):
 
 
 class ChecksumError(UserError):
-    """What came is not what was pinned: no other source is tried behind the user's back."""
+    """Downloaded data does not match the pinned checksum. No other source is tried after it."""
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """' Did you mean X?' for a misspelt word, or an empty string."""
+    """ " Did you mean 'x'?" for the known word closest to `word`, or an empty string."""
     from difflib import get_close_matches
 
     close = get_close_matches(word, known, n=1)

@@ -1,4 +1,4 @@
-"""This machine, as measurements name it."""
+"""The name of this machine's CPU, for records of measurements."""
 
 import platform
 from contextlib import suppress

@@ -102,7 +102,7 @@ def load_models(
     device = choose_device(device)
     source = find(str(target)) if target else pair
     folder = pull(source, progress=progress)
-    found = receipt(folder) or {}
+    origin = receipt(folder)
     name = source.target.hub or source.name
     chosen = choose_dtype(dtype, device)
     if target is None and drafter is None:  # what was tuned holds for the pair's own two
@@ -112,7 +112,8 @@ def load_models(
                 pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress)
             )
             pair = replace(pair, drafters={**pair.drafters, pair.method: own})
-    loaded = ModelPair(pair, load_target(folder, chosen, device, name, found.get("revision")))
+    revision = origin.revision if origin else None
+    loaded = ModelPair(pair, load_target(folder, chosen, device, name, revision))
     if drafter is not None:
         folder = Path(drafter).expanduser()
         given = checkpoint.load(folder, loaded.target, loaded.target.dtype)

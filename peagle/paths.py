@@ -1,4 +1,4 @@
-"""The user's cache and config folders, and files that appear whole or not at all."""
+"""Cache and config folders, and atomic writing: files and folders appear complete or not at all."""
 
 import json
 import os
@@ -29,23 +29,22 @@ def config_home() -> Path:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The absolute path, if a checkpoint may be written there: nothing that is not ours to replace lies in it."""
+    """The absolute path, if a checkpoint may be written there: other files must not be in it."""
     path = path.expanduser().resolve()
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: give a folder")
-    foreign = (
-        [f.name for f in path.iterdir() if f.name not in CHECKPOINT_FILES] if path.exists() else []
-    )
-    if foreign:
+    names = [file.name for file in path.iterdir()] if path.exists() else []
+    if foreign := [name for name in names if name not in CHECKPOINT_FILES]:
         raise UserError(
-            f"{path} holds {foreign[0]!r}, which is no part of a drafter: give a new or an empty folder"
+            f"{path} has {foreign[0]!r}, which is not part of a drafter:"
+            " give a new or an empty folder"
         )
     return path
 
 
 @contextmanager
 def publish_folder(final: Path) -> Iterator[Path]:
-    """A staging folder beside `final` that takes its place when the block ends without an error."""
+    """Yield a staging folder that replaces `final` if the block ends without an error."""
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
@@ -59,7 +58,7 @@ def publish_folder(final: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, final: Path) -> None:
-    """Moves `new` to `final`; what lay there steps aside first and comes back if the move fails."""
+    """Move `new` to `final`. An existing folder is moved aside and restored if the move fails."""
     if not final.exists():
         new.rename(final)
         return
@@ -76,7 +75,7 @@ def replace_folder(new: Path, final: Path) -> None:
 def save_tensors(
     tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """safetensors' own errors are no OSErrors: a full disk is one."""
+    """Save tensors; raise OSError where safetensors raises its own error, as for a full disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -95,7 +94,7 @@ def write_text(path: Path, content: str, executable: bool = False) -> None:
 
 
 def write_bytes(path: Path, content: bytes, executable: bool = False) -> None:
-    """Written beside and renamed."""
+    """Write a temporary file beside `path` and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(content)

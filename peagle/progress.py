@@ -1,4 +1,4 @@
-"""How a long pull tells where it stands: a callable, so that the library itself prints nothing."""
+"""Progress of long work: the library reports to a callable, the CLI passes one that draws bars."""
 
 import os
 import threading
@@ -16,11 +16,14 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.progress import Progress as Bar
+from rich.progress import Progress as ProgressBar
+
+POLL_SECONDS = 0.2
 
 
 class Progress(Protocol):
-    def __call__(self, what: str, done: int, total: int) -> None: ...
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of the work named `what`."""
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -29,7 +32,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 @contextmanager
 def shown(console: Console, quiet: bool = False) -> Iterator[Progress]:
-    """A bar per thing that is under way, in bytes. Nothing is drawn where nothing had to be done."""
+    """Yield a Progress that draws one bar, in bytes, for each name it is called with."""
     if quiet:
         yield silent
         return
@@ -39,7 +42,7 @@ def shown(console: Console, quiet: bool = False) -> Iterator[Progress]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    bar = Bar(*columns, TimeRemainingColumn(), console=console)
+    bar = ProgressBar(*columns, TimeRemainingColumn(), console=console)
     tasks: dict[str, TaskID] = {}
 
     def progress(what: str, done: int, total: int) -> None:
@@ -55,11 +58,14 @@ def shown(console: Console, quiet: bool = False) -> Iterator[Progress]:
             bar.stop()
 
 
-class watched:
-    """While the block runs, reports how many bytes lie below a folder."""
+class FolderProgress:
+    """While the block runs, reports the number of bytes in a folder."""
 
     def __init__(self, folder: Path, what: str, total: int, progress: Progress) -> None:
-        self.folder, self.what, self.total, self.progress = folder, what, total, progress
+        self.folder = folder
+        self.what = what
+        self.total = total
+        self.progress = progress
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -73,14 +79,14 @@ class watched:
             self.progress(self.what, self.total, self.total)
 
     def _watch(self) -> None:
-        while not self.stopped.wait(0.2):
+        while not self.stopped.wait(POLL_SECONDS):
             self.progress(self.what, min(folder_bytes(self.folder), self.total), self.total)
 
 
 def folder_bytes(folder: Path) -> int:
     total = 0
-    for place, _, names in os.walk(folder):  # unlike rglob, it does not mind folders that vanish
+    for parent, _, names in os.walk(folder):  # unlike rglob, it tolerates folders that vanish
         for name in names:
             with suppress(OSError):
-                total += os.stat(os.path.join(place, name)).st_size
+                total += os.stat(os.path.join(parent, name)).st_size
     return total

@@ -1,4 +1,4 @@
-"""The known pairs: what ships with the package and what the user added."""
+"""The catalog of pairs: those that the package ships, and those of the user."""
 
 from peagle.catalog.catalog import DEFAULT_PAIR, catalog, find, names
 

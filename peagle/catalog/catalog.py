@@ -1,12 +1,15 @@
-"""The catalog: pair names to pairs. The shipped entries are data, in catalog.toml; a user's own lie in their config
-folder, pairs/NAME.toml, one entry a file."""
+"""The catalog: pair names -> pairs.
+
+The shipped entries are in catalog.toml. Each pair of the user has a file pairs/NAME.toml in the
+config folder.
+"""
 
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.entry import HUB, parse_pair
+from peagle.catalog.entry import HUB_ID, parse_pair
 from peagle.catalog.pair import Pair, TargetSource
 from peagle.errors import UserError, nearest
 from peagle.paths import config_home
@@ -25,7 +28,7 @@ def shipped() -> dict[str, Pair]:
 
 
 def user_files() -> dict[str, Path]:
-    """A user's own pairs, unread, by name."""
+    """Name -> file of each pair of the user."""
     return {path.stem: path for path in sorted((config_home() / "pairs").glob("*.toml"))}
 
 
@@ -34,14 +37,14 @@ def names() -> list[str]:
 
 
 def catalog() -> dict[str, Pair]:
-    """Every pair; a user's file that cannot be read is an error that names it."""
+    """All pairs. A file of the user that cannot be read raises an error with its path."""
     return shipped() | {path.stem: read_pair(path) for path in user_files().values()}
 
 
 def read_pair(path: Path) -> Pair:
-    """A user's pair: the file's name is the pair's, relative folders begin beside it."""
+    """Read a pair of the user. Its name is the file name; folders are relative to the file."""
     if path.stem in shipped():
-        raise UserError(f"{path}: {path.stem!r} is a pair of peagle's own: rename the file")
+        raise UserError(f"{path}: {path.stem!r} is a shipped pair: rename the file")
     return parse_pair(path.stem, read_toml(path), path.resolve().parent, str(path))
 
 
@@ -50,27 +53,29 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:  # no TOML, or no UTF-8
-        raise UserError(f"{path} is no TOML: {error}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise UserError(f"{path} is not valid TOML ({error}): correct it") from error
 
 
 def find(name: str) -> Pair:
-    """The pair of that name or hub id, or a target alone: in a local folder, or of any other hub id."""
+    """Find a pair by its name or the hub id of its target.
+
+    The path of a folder and any other hub id give a pair without drafters.
+    """
     for pair in shipped().values():
         if name in (pair.name, pair.target.hub):
             return pair
     if name in (own := user_files()):
         return read_pair(own[name])
-    if (Path(name).expanduser() / "config.json").is_file():
-        return Pair(
-            name, TargetSource(order=("folder",), folder=Path(name).expanduser()), drafters={}
-        )
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return Pair(name, TargetSource(order=("folder",), folder=folder), drafters={})
     for pair in catalog().values():
         if name == pair.target.hub:
             return pair
-    if HUB.fullmatch(name) and not Path(name).exists():
+    if HUB_ID.fullmatch(name) and not Path(name).exists():
         return Pair(name.replace("/", "--"), TargetSource(order=("hub",), hub=name), drafters={})
     raise UserError(
-        f"unknown pair {name!r}: use one of {', '.join(names())}, a hub id OWNER/NAME, or the path of a folder with a"
-        f" target (config.json, safetensors, tokenizer).{nearest(name, names())}"
+        f"unknown pair {name!r}: use one of {', '.join(names())}, a hub id OWNER/NAME, or the path"
+        f" of a folder with a target (config.json, safetensors, tokenizer).{nearest(name, names())}"
     )

@@ -11,34 +11,34 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Wheels:
-    """A GGUF file that lies in pieces inside package wheels; only its checksum makes it trustworthy."""
+    """A GGUF file in pieces inside package wheels; the checksum identifies it."""
 
-    packages: tuple[str, ...]  # "name==version", in the order the pieces are joined
-    members: tuple[str, ...]  # the path of each piece inside its wheel
+    packages: tuple[str, ...]  # "name==version", in the order of the pieces
+    members: tuple[str, ...]  # path of each piece inside its wheel
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSource:
-    """Where a target's files come from. `order` says which source is tried first."""
+    """The sources of a target; those in `order` are tried one after another."""
 
     order: tuple[str, ...]
     folder: Path | None = None
     hub: str | None = None
     revision: str | None = None
     wheels: Wheels | None = None
-    digits_split: bool = False  # the GGUF tokenizer lost its digit splitting: see pull/gguf.py
+    digits_split: bool = False  # restore the digit splitting of a GGUF tokenizer (pull/gguf.py)
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSource:
-    """A trained drafter lies in `folder` or on the hub; without either, an untrained one is built from these sizes."""
+    """A trained drafter in `folder` or on the hub, else the sizes of an untrained one."""
 
     folder: Path | None = None
     hub: str | None = None
     revision: str | None = None
-    long_context: str | None = None  # a hub id: the same, for contexts above 10,000 tokens
+    long_context: str | None = None  # hub id of the drafter for contexts above 10,000 tokens
     format: Format | None = None
     depth: int | None = None  # K in training; None: unknown
     layers: int = 4
@@ -53,7 +53,7 @@ class DrafterSource:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """What was found to be the fastest under some load: `none` has K 0."""
+    """The fastest method and K under some load; the method none has K 0."""
 
     method: Method
     k: int
@@ -67,23 +67,25 @@ class Pair:
     method: Method = "p-eagle"
     k: int = 7
     license: str = "unknown"
-    k_by_concurrency: Mapping[int, Best] = field(
-        default_factory=dict
-    )  # measured here by `peagle tune`, or empty
+    # Measured on this machine by `peagle tune`; empty without a measurement.
+    k_by_concurrency: Mapping[int, Best] = field(default_factory=dict)
     production: Production = field(default_factory=Production)
 
     def best(self, concurrency: int) -> Best:
-        """As tuned at the nearest load that is no higher (else at the lowest); untuned, the pair's own method and K."""
+        """The tuned choice for the highest concurrency up to this one, else for the lowest.
+
+        Without tuning, the pair's own method and K.
+        """
         if not self.k_by_concurrency:
             return Best(self.method, 0 if self.method == "none" else self.k)
-        known = sorted(self.k_by_concurrency)
-        return self.k_by_concurrency[max([c for c in known if c <= concurrency], default=known[0])]
+        tuned = sorted(self.k_by_concurrency)
+        return self.k_by_concurrency[max([c for c in tuned if c <= concurrency], default=tuned[0])]
 
     def drafter(self, method: Method) -> DrafterSource:
         if method not in self.drafters:
-            has = ", ".join(self.drafters) or "no drafter at all"
+            available = ", ".join(self.drafters) or "no drafter at all"
             raise UserError(
-                f"pair {self.name!r} has no {method} drafter (it has {has}):"
-                " give one with --drafter DIR, or use --method none"
+                f"pair {self.name!r} has no {method} drafter (it has {available}):"
+                " give one with `drafter`, or use `method` none"
             )
         return self.drafters[method]

@@ -1,6 +1,6 @@
-"""What `peagle tune` found: the best method and K at each concurrency, for this machine. One file a pair.
+"""Results of `peagle tune`: the best method and K at each concurrency on a machine.
 
-PEAGLE_HOME/pairs/NAME.json holds an entry for every machine (GPU or processor, and dtype) it was measured on.
+Each pair has a file PEAGLE_HOME/pairs/NAME.json with one entry per machine (GPU or CPU, and dtype).
 """
 
 import hashlib
@@ -20,16 +20,17 @@ FORMAT = "peagle-tuned/1"
 
 
 def tuned_path(pair: Pair) -> Path:
-    """By the pair's name; a pair that is a folder gets its path's digest beside its name."""
+    """The file of the pair; for a folder, its name includes a digest of the path."""
     folder = pair.target.folder
     if folder is None or not re.search(r"[\\/]", pair.name):
         return cache_home() / "pairs" / f"{re.sub(r'[^A-Za-z0-9_.+-]+', '-', pair.name)}.json"
-    digest = hashlib.sha256(str(folder.expanduser().resolve()).encode()).hexdigest()[:8]
-    return cache_home() / "pairs" / f"{folder.expanduser().resolve().name}-{digest}.json"
+    path = folder.expanduser().resolve()
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return cache_home() / "pairs" / f"{path.name}-{digest}.json"
 
 
 def machine_of(device: Any, dtype: Any) -> str:
-    """What a measurement holds for."""
+    """The key of a measurement: device, number of CPU threads, dtype."""
     import torch
 
     name = torch.cuda.get_device_name(device) if str(device).startswith("cuda") else cpu_name()
@@ -38,26 +39,27 @@ def machine_of(device: Any, dtype: Any) -> str:
 
 
 def read_tuned(pair: Pair, machine: str) -> dict[int, Best]:
-    """Empty where nothing was tuned here; a broken file is as good as none."""
-    found: dict[int, Best] = {}
+    """The best choice by concurrency; empty without a readable measurement of this machine."""
+    choices: dict[int, Best] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         entries = json.loads(tuned_path(pair).read_text())["machines"][machine]["by_concurrency"]
         for entry in entries:
-            found[int(entry["concurrency"])] = Best(parse_method(entry["method"]), int(entry["k"]))
-    return found
+            best = Best(parse_method(entry["method"]), int(entry["k"]))
+            choices[int(entry["concurrency"])] = best
+    return choices
 
 
 def write_tuned(pair: Pair, machine: str, entry: dict[str, Any]) -> Path:
+    """Add or replace the entry of `machine`; entries of other machines stay."""
     path = tuned_path(pair)
-    known: dict[str, Any] = {}
+    machines: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
-        known = dict(json.loads(path.read_text())["machines"])
+        machines = dict(json.loads(path.read_text())["machines"])
+    content = {"format": FORMAT, "pair": pair.name, "machines": machines | {machine: entry}}
     try:
-        write_json(
-            path, {"format": FORMAT, "pair": pair.name, "machines": known | {machine: entry}}
-        )
+        write_json(path, content)
     except OSError as error:
         raise UserError(
-            f"cannot write {path} ({error}): set PEAGLE_HOME to a folder that can be written"
+            f"cannot write {path} ({error}): set PEAGLE_HOME to a writable folder"
         ) from error
     return path

@@ -1,4 +1,7 @@
-"""What can be said about a pair without a network: its folders are there, and hold what the entry says."""
+"""Validate a pair without a network: its folders exist and have what the entry says.
+
+The entry itself was checked when it was read (entry.py).
+"""
 
 from pathlib import Path
 
@@ -10,71 +13,67 @@ from peagle.export.check import Finding
 
 
 def validate(pair: Pair) -> list[Finding]:
-    """The entry itself was checked when it was read."""
-    findings = _target(pair)
+    findings = _check_target(pair)
     for method, source in pair.drafters.items():
-        findings += _drafter(pair, method, source)
-    unknown = [
-        name for name in ("vllm", "memory_gb", "instances") if not getattr(pair.production, name)
-    ]
-    if unknown:
+        findings += _check_drafter(pair, method, source)
+    requirements = ("vllm", "memory_gb", "instances")
+    if unknown := [name for name in requirements if not getattr(pair.production, name)]:
         findings.append(Finding("warning", f"production: {', '.join(unknown)} unknown"))
     return findings
 
 
-def _target(pair: Pair) -> list[Finding]:
+def _check_target(pair: Pair) -> list[Finding]:
     target = pair.target
-    found = []
+    findings = []
     if target.folder is not None:
-        there = (target.folder / "config.json").is_file()
-        text = f"target: {target.folder}" + (
-            "" if there else " holds no target: config.json is missing"
-        )
-        found.append(Finding("ok" if there else "error", text))
+        if (target.folder / "config.json").is_file():
+            findings.append(Finding("ok", f"target: {target.folder}"))
+        else:
+            text = f"target: {target.folder} has no target: config.json is missing"
+            findings.append(Finding("error", text))
     if target.hub is not None:
-        found.append(
-            Finding(
-                "ok", f"target: {target.hub} is well formed; whether the hub has it is not asked"
-            )
-        )
-    return found
+        findings.append(_hub_finding("target", target.hub))
+    return findings
 
 
-def _drafter(pair: Pair, method: Method, source: DrafterSource) -> list[Finding]:
+def _hub_finding(part: str, hub_id: str) -> Finding:
+    return Finding("ok", f"{part}: {hub_id} is well formed; whether it exists is not checked")
+
+
+def _check_drafter(pair: Pair, method: Method, source: DrafterSource) -> list[Finding]:
     if source.folder is not None:
-        return _folder(pair, method, source, source.folder)
+        return _check_drafter_folder(pair, method, source, source.folder)
     if source.hub is not None:
-        return [
-            Finding(
-                "ok", f"{method}: {source.hub} is well formed; whether the hub has it is not asked"
-            )
-        ]
+        return [_hub_finding(method, source.hub)]
     return [Finding("warning", f"{method}: no trained drafter yet; an untrained one drafts noise")]
 
 
-def _folder(pair: Pair, method: Method, source: DrafterSource, folder: Path) -> list[Finding]:
+def _check_drafter_folder(
+    pair: Pair, method: Method, source: DrafterSource, folder: Path
+) -> list[Finding]:
     try:
-        found = read(folder)
+        checkpoint = read(folder)
     except UserError as error:
         return [Finding("error", f"{method}: {error}")]
-    config, context = found.config, pair.production.context
-    said = (
+    config = checkpoint.config
+    context = pair.production.context
+    comparisons = (
         ("method", method, config.method),
-        ("format", source.format, found.format),
+        ("format", source.format, checkpoint.format),
         ("depth", source.depth, config.k_trained),
     )
     errors = [
-        f"{method}: the entry says {key} {told}, {folder} says {true}"
-        for key, told, true in said
-        if None not in (told, true) and told != true
+        f"the entry says {field} {in_entry}, {folder} says {in_folder}"
+        for field, in_entry, in_folder in comparisons
+        if None not in (in_entry, in_folder) and in_entry != in_folder
     ]
-    errors += [f"{method}: {line}" for line in found.problems()]
+    errors += checkpoint.problems()
     if method == pair.method and config.k_trained and pair.k > config.k_trained:
-        errors.append(f"{method}: K is {pair.k}, but it was trained to depth {config.k_trained}")
+        errors.append(f"K is {pair.k}, but it was trained to depth {config.k_trained}")
     if context is not None and context > config.max_position_embeddings:
         errors.append(
-            f"{method}: made for {config.max_position_embeddings} tokens, the context is {context}"
+            f"it supports {config.max_position_embeddings} tokens, but the context is {context}"
         )
-    return [Finding("error", line) for line in errors] or [
-        Finding("ok", f"{method}: {folder} is what the entry says")
-    ]
+    if errors:
+        return [Finding("error", f"{method}: {line}") for line in errors]
+    return [Finding("ok", f"{method}: {folder} agrees with the entry")]

@@ -1,4 +1,7 @@
-"""The command line. One file a command; torch is imported only by those that need it."""
+"""The typer application: the order of commands, errors as one line, and output helpers.
+
+Every command has its own file. Only commands that need torch import it.
+"""
 
 import os
 import re
@@ -12,7 +15,13 @@ from typer.core import TyperGroup
 from peagle import __version__
 from peagle.errors import UserError
 
-TRAINING = ["make-drafter", "regenerate", "capture", "train"]
+COMMAND_ORDER = (
+    *("catalog", "pairs", "pull"),
+    *("generate", "demo", "serve"),
+    *("evaluate", "bench", "report", "compare", "cost", "tune", "bench-step"),
+    *("make-drafter", "regenerate", "capture", "train"),
+    *("export", "quantize", "check", "deploy", "sagemaker"),
+)
 
 out = Console()
 err = Console(stderr=True)
@@ -23,18 +32,16 @@ def warn(line: str) -> None:
 
 
 class Commands(TyperGroup):
-    """A user's mistake is one line and exit code 2, never a traceback."""
+    """The group of all commands. A mistake of the user gives one line and exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        measuring = ["evaluate", "bench", "report", "compare", "cost", "tune", "bench-step"]
-        running = ["generate", "demo", "serve"]
-        shipping = ["export", "quantize", "check", "deploy", "sagemaker"]
-        return ["catalog", "pairs", "pull", *running, *measuring, *TRAINING, *shipping]
+        return list(COMMAND_ORDER)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """In a SageMaker container the environment tells `serve` what to do; what is typed has the last word.
+        """Complete the arguments of `serve`.
 
-        What stands behind `--` is for vLLM.
+        In a SageMaker container, options come from the environment; typed options follow and take
+        precedence. Arguments after `--` are passed to vLLM.
         """
         if args[:1] == ["serve"]:
             from peagle.server.sagemaker import arguments, asked_for, passed_on
@@ -63,16 +70,23 @@ class Commands(TyperGroup):
 
 
 def name_options(message: str, command: Any) -> str:
-    """Replace arguments of the library by the options of `command`.
+    """Replace the arguments of the library in a message by the options of `command`.
 
-    >>> name_options("lower `kv_tokens`", command)  # doctest: +SKIP
-    'lower --kv-tokens'
+    A name in backticks that is not an option of the command stays. Example, for `peagle serve`:
+    "lower `kv_tokens`" -> "lower --kv-tokens".
     """
-    options = {
-        param.name: next((word for word in param.opts if word.startswith("--")), param.opts[0])
-        for param in getattr(command, "params", [])
-    }
-    return re.sub(r"`(\w+)`", lambda name: options.get(name[1], name[0]), message)
+    options = option_names(command)
+    return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), message)
+
+
+def option_names(command: Any) -> dict[str, str]:
+    """Parameter name -> option; for a group of commands, those of all its commands."""
+    names: dict[str, str] = {}
+    for subcommand in getattr(command, "commands", {}).values():
+        names |= option_names(subcommand)
+    for param in getattr(command, "params", []):
+        names[param.name] = next((o for o in param.opts if o.startswith("--")), param.opts[0])
+    return names
 
 
 app = typer.Typer(
@@ -84,17 +98,18 @@ app = typer.Typer(
 )
 
 
-def version(wanted: bool) -> None:
-    if wanted:
+def print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"peagle {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def main(
-    show: Annotated[
-        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Parallel speculative decoding: a drafter guesses K tokens in one pass, the target checks them in one pass,
-    and the answer is the target's own, token by token."""
+    """Parallel speculative decoding: a drafter guesses K tokens in one pass, the target checks them
+    in one pass, and the answer is the target's own, token by token."""

@@ -1,4 +1,4 @@
-"""Options that mean the same in every command."""
+"""Options with the same meaning in every command."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,17 +15,17 @@ Method = Annotated[
 K = Annotated[
     int | None,
     typer.Option(
-        "-k", "--k", help="How many tokens to draft. Default: the pair's.", show_default=False
+        "-k", "--k", help="Number of tokens to draft. Default: the pair's.", show_default=False
     ),
 ]
 Tree = Annotated[
-    int, typer.Option("--tree", help="Draft trees of so many nodes, K deep; 0: chains.")
+    int, typer.Option("--tree", help="Draft trees with this many nodes and depth K; 0: chains.")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="The longest answer.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Maximum length of the answer.")]
 Drafter = Annotated[
     Path | None,
     typer.Option(
-        "--drafter", help="A drafter's folder, instead of the pair's.", show_default=False
+        "--drafter", help="Folder of a drafter that replaces the pair's.", show_default=False
     ),
 ]
 Target = Annotated[
@@ -38,20 +38,23 @@ Exact = Annotated[
     bool | None,
     typer.Option(
         "--exact/--no-exact",
-        help="Bit-equal with and without drafts, even at near ties. Default: where it is needed and can be had.",
+        help="Bit-identical answers with and without drafts, even at near ties."
+        " Default: on where it is needed and supported.",
         show_default=False,
     ),
 ]
 Int8 = Annotated[
     bool,
     typer.Option(
-        "--int8", help="Matrices in 8 bits, on a CPU: faster, but the target's answers may differ."
+        "--int8",
+        help="Matrices in 8 bits, on a CPU: faster, but the target's answers may differ.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", help="auto (what is fast here, measured), float32, bfloat16 or float16."
+        "--dtype",
+        help="float32, bfloat16, float16, or auto: the one measured to be fastest here.",
     ),
 ]

@@ -38,9 +38,9 @@ def export_drafter(
 def lost(folder: Path) -> list[str]:
     """What vLLM does not serve of the drafter in this folder: a line, or none."""
     from peagle.drafter.formats.checkpoint import read
-    from peagle.export.vllm_subset import notice
+    from peagle.export.vllm_subset import subset_notice
 
-    line = notice(read(folder).config)
+    line = subset_notice(read(folder).config)
     return [] if line is None else [line]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog import find
-from peagle.catalog.entry import HUB
+from peagle.catalog.entry import HUB_ID
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.core import Method, check_k, parse_method
 from peagle.deploy.spec import DRAFTER_MOUNT, TARGET_MOUNT, Deployment
@@ -113,7 +113,7 @@ def given_drafter(pair: Pair, word: str, wanted: Method | None) -> Drafter:
         if wanted not in (None, config.method):
             raise UserError(f"{word} holds a {config.method} drafter, not {wanted}: drop --method")
         return Drafter(config.method, folder.resolve(), config.k_trained, config.trained)
-    if not HUB.fullmatch(word):
+    if not HUB_ID.fullmatch(word):
         raise UserError(f"--drafter {word!r} is neither a folder nor a hub id (ORG/NAME)")
     known = {source.hub: (method, source.depth) for method, source in pair.drafters.items()}
     method, depth = known.get(word, (wanted or pair.method, None))

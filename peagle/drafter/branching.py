@@ -1,7 +1,8 @@
-"""What may follow: the likeliest tokens of each depth, and how likely each is behind those of the depth before.
+"""Candidates of every depth and their log-probabilities, from the rows of one parallel pass.
 
-From the rows of one parallel pass. Without a dependency a depth does not know the one before: then there is one line of
-log-probabilities a depth, else one for each candidate before. Both are calibrated (`DrafterConfig.calibration`).
+A depth has M candidates. Without a dependency the depths are independent of each other, and each
+has one line of M log-probabilities. With a dependency each has M lines, one for every candidate of
+the depth before. Both are calibrated (`DrafterConfig.calibration`).
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from peagle.kernels.triton.candidates import candidates
 Product = Callable[[Tensor], Tensor]
 
 
-def plain(weight: Tensor) -> Product:
+def plain_product(weight: Tensor) -> Product:
     return lambda x: linear(x, weight)
 
 
@@ -27,41 +28,50 @@ class Branching:
     def __init__(
         self,
         drafter: Drafter,
-        product: Callable[[Tensor], Product] = plain,
+        make_product: Callable[[Tensor], Product] = plain_product,
         calibration: tuple[float, ...] = (),
     ) -> None:
-        """`product`: how rows are multiplied with a matrix; `calibration`: instead of the drafter's own."""
-        config, ids = drafter.config, drafter.target_ids
+        """`make_product` turns a matrix into a function that multiplies rows with it.
+
+        `calibration` replaces the drafter's own.
+        """
+        config = drafter.config
         self.device = drafter.lm_head.device
         self.count = min(CANDIDATES_PER_DEPTH, config.draft_vocab_size)
         self.calibration = calibration or config.calibration or (1.0,)
         self.factors: dict[tuple[int, int], Tensor] = {}
         self.here: Product | None = None
         if drafter.dependency is not None:
-            self.here = product(drafter.dependency.here.weight.detach())
-            before, after = drafter.dependency.tables(drafter.embed_tokens, drafter.lm_head)
-            self.before, self.after = (
-                (before if ids is None else before[ids]).contiguous(),
-                after.contiguous(),
-            )
+            self.here = make_product(drafter.dependency.here.weight.detach())
+            previous, candidate = drafter.dependency.tables(drafter.embed_tokens, drafter.lm_head)
+            if drafter.target_ids is not None:
+                previous = previous[drafter.target_ids]
+            self.previous = previous.contiguous()  # [draft_vocab_size, r]
+            self.candidate = candidate.contiguous()  # [draft_vocab_size, r]
 
     def __call__(self, normed: Tensor, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """normed [B * K, d] and its logits -> (ids [B, K, M] of the draft vocabulary, logp [B, K, 1 or M, M])."""
+        """normed [B * K, d] and its logits -> (ids [B, K, M], logprobs [B, K, 1 or M, M]).
+
+        The ids are those of the draft vocabulary.
+        """
         shape = (-1, k, self.count)
-        factor = self.factor(len(normed) // k, k)
+        factor = self.calibration_factor(len(normed) // k, k)
         ids, values, totals = candidates(logits, factor, self.count)
         if self.here is None:
-            logp = (values - totals[:, None]).view(shape)[:, :, None]
+            logprobs = (values - totals[:, None]).view(shape)[:, :, None]
         else:
-            logp = candidate_pairs(
-                ids, values, totals, factor, self.here(normed), self.before, self.after, k
+            logprobs = candidate_pairs(
+                ids, values, totals, factor, self.here(normed), self.previous, self.candidate, k
             )
-            logp = logp.view(*shape, self.count)
-        return ids.view(shape), logp
+            logprobs = logprobs.view(*shape, self.count)
+        return ids.view(shape), logprobs
 
-    def factor(self, batch: int, k: int) -> Tensor:
-        """[B * K]: what logits are multiplied by, by depth. Kept: a graph reads it where it lies."""
+    def calibration_factor(self, batch: int, k: int) -> Tensor:
+        """[B * K] factors of the logits by depth; depths behind the last given one repeat it.
+
+        The tensor is cached and never moves, because a CUDA graph reads it at its address.
+        """
         if (batch, k) not in self.factors:
-            told = (*self.calibration, *[self.calibration[-1]] * k)[:k]
-            self.factors[batch, k] = torch.tensor(told, device=self.device).repeat(batch)
+            factors = (*self.calibration, *[self.calibration[-1]] * k)[:k]
+            self.factors[batch, k] = torch.tensor(factors, device=self.device).repeat(batch)
         return self.factors[batch, k]

@@ -1,4 +1,4 @@
-"""What a drafter is: sizes, switches, and which target it was made for."""
+"""The configuration of a drafter: sizes, switches, and the target it belongs to."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,13 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from peagle.target import Target
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
+    """Every field is a key of config.json in our own checkpoint format."""
+
     method: Method
     num_layers: int
     hidden_size: int
@@ -21,29 +25,25 @@ class DrafterConfig:
     head_dim: int
     vocab_size: int
     draft_vocab_size: int
-    aux_layer_ids: (
-        tuple[int, ...] | None
-    )  # None: the checkpoint does not say; the target's default is taken
+    # Layers whose input is tapped. None: the checkpoint has none, and the target's default applies.
+    aux_layer_ids: tuple[int, ...] | None
     target_hidden_size: int
     num_taps: int
     max_position_embeddings: int
-    rope: dict[str, Any] = field(
-        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
-    )
+    rope: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
     rms_norm_eps: float = 1e-5
     mask_token_id: int | None = None
-    norm_before_residual: bool = False  # layer 0's residual is the normed hidden state
+    norm_before_residual: bool = False  # the residual of layer 0 is the normed hidden state
     norm_before_fc: bool = False  # one norm over all taps before fc
     fc_norm: bool = False  # one norm per tap before fc
     norm_output: bool = False  # EAGLE-3 feeds back the normed output
     attention_bias: bool = False
-    inject: bool = False  # the fused taps enter every layer, not the first alone
-    bidirectional: bool = False  # mask rows of a block see each other, later ones too
-    dependency: int = 0  # rank of the correction by the draft before (dependency.py); 0: none
-    confidence: bool = False  # an output that corrects how likely a row's draft is to be accepted
-    calibration: tuple[
-        float, ...
-    ] = ()  # log-probabilities of depth k are of logits times this; empty: 1
+    inject: bool = False  # the combined taps enter every layer, not only the first
+    bidirectional: bool = False  # the mask rows of a block see each other, also later ones
+    dependency: int = 0  # rank of the correction by the previous draft (dependency.py); 0: none
+    confidence: bool = False  # an output that corrects the acceptance probability of a row's draft
+    # Factor on the logits of depth k before log-probabilities are computed; empty: 1 everywhere.
+    calibration: tuple[float, ...] = ()
     k_trained: int | None = None
     target: str | None = None
     target_revision: str | None = None
@@ -52,34 +52,41 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         if self.method == "p-eagle" and self.mask_token_id is None:
             raise UserError(
-                "a p-eagle drafter needs a mask token id: set mask_token_id (ptd_token_id in vLLM's format)"
+                "a p-eagle drafter needs a mask token: set `mask_token_id` (ptd_token_id in vLLM's"
+                " format)"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
-                f"mask token id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
+                f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of"
+                f" {self.vocab_size}: choose a smaller id"
             )
-        if self.aux_layer_ids is not None and len(self.aux_layer_ids) != self.num_taps:
-            raise UserError(
-                f"{len(self.aux_layer_ids)} aux layer ids, but fc takes {self.num_taps} taps"
-            )
-        if self.aux_layer_ids is not None and list(self.aux_layer_ids) != sorted(
-            set(self.aux_layer_ids)
-        ):
-            raise UserError(
-                f"aux layer ids {list(self.aux_layer_ids)} must rise without repeats:"
-                " vLLM taps each layer once, in the order of the layers. Give them with aux_layer_ids"
-            )
+        if self.aux_layer_ids is not None:
+            self._check_aux_layer_ids(self.aux_layer_ids)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
+                f"the number of heads, {self.num_heads}, is not a multiple of the"
+                f" {self.num_kv_heads} key-value heads: change `num_heads` or `num_kv_heads`"
+            )
+
+    def _check_aux_layer_ids(self, ids: tuple[int, ...]) -> None:
+        if len(ids) != self.num_taps:
+            raise UserError(
+                f"`aux_layer_ids` has {len(ids)} ids, but fc takes {self.num_taps} taps:"
+                " give one id for each tap"
+            )
+        if list(ids) != sorted(set(ids)):
+            raise UserError(
+                f"`aux_layer_ids` {list(ids)} must be ascending without repeats:"
+                " vLLM taps each layer once, in the order of the layers"
             )
 
     @property
     def pruned(self) -> bool:
+        """Whether the draft vocabulary is a part of the target's."""
         return self.draft_vocab_size != self.vocab_size
 
     def misfits(self, target: "Target") -> list[str]:
-        """Why this drafter cannot draft for that target: a line each, empty where it fits."""
+        """Why this drafter cannot draft for `target`, one line per reason; empty if it can."""
         lines = []
         if self.target_hidden_size != target.hidden_size:
             lines.append(
@@ -88,15 +95,15 @@ class DrafterConfig:
         if self.vocab_size != target.vocab_size:
             lines.append(f"vocabulary {self.vocab_size} against the target's {target.vocab_size}")
         layers = len(target.layers)
-        if bad := [i for i in self.aux_layer_ids or () if not 0 <= i < layers]:
-            lines.append(f"aux layers {bad}, but the target has layers 0 to {layers - 1}")
+        if invalid := [i for i in self.aux_layer_ids or () if not 0 <= i < layers]:
+            lines.append(f"aux layers {invalid}, but the target has layers 0 to {layers - 1}")
         return lines
 
     def require_fit(self, target: "Target") -> None:
         if lines := self.misfits(target):
-            made_for = f" (it was made for {self.target})" if self.target else ""
+            trained_for = f" (it was made for {self.target})" if self.target else ""
             raise UserError(
-                f"the drafter does not fit target {target.name!r}{made_for}: {'; '.join(lines)}."
+                f"the drafter does not fit target {target.name!r}{trained_for}: {'; '.join(lines)}."
                 " Use the target it was trained for, or train one for this target"
             )
 
@@ -110,13 +117,12 @@ def config_for(
     draft_vocab_size: int | None = None,
     **switches: Any,
 ) -> DrafterConfig:
-    """A drafter of the target's own width: its heads, MLP, RoPE and context."""
+    """Configure a drafter with the target's width, heads, MLP size, RoPE and context."""
     from peagle.target import default_aux_layer_ids
 
     text = target.config
     ids = aux_layer_ids or default_aux_layer_ids(len(target.layers))
     heads = text.num_attention_heads
-    rope = rope_of(text)
     return DrafterConfig(
         method=method,
         num_layers=num_layers,
@@ -131,7 +137,7 @@ def config_for(
         target_hidden_size=text.hidden_size,
         num_taps=len(ids),
         max_position_embeddings=target.context,
-        rope=rope,
+        rope=rope_parameters(text),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
         mask_token_id=mask_token_id if method == "p-eagle" else None,
         target=target.name,
@@ -140,12 +146,12 @@ def config_for(
     )
 
 
-def rope_of(text_config: Any) -> dict[str, Any]:
-    """transformers' rope_parameters; for a target with one set per layer type, those of its full attention."""
-    rope = dict(
-        getattr(text_config, "rope_parameters", None)
-        or {"rope_type": "default", "rope_theta": 10000.0}
-    )
+def rope_parameters(text_config: Any) -> dict[str, Any]:
+    """RoPE parameters in the form of transformers.
+
+    For a target with one set per layer type, those of its full-attention layers.
+    """
+    rope = dict(getattr(text_config, "rope_parameters", None) or DEFAULT_ROPE)
     if "rope_type" not in rope:
         rope = dict(rope.get("full_attention") or next(iter(rope.values())))
     return rope

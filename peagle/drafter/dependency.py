@@ -1,12 +1,12 @@
-"""Drafts that know each other: a low-rank correction of a row by the draft before it, without another pass.
+"""Dependency between drafts: a low-rank correction of a row by the previous draft, in one pass.
 
-Row k >= 1 of a block knows nothing of what row k - 1 drafted. With that draft x the row becomes
+Row k >= 1 of a block does not know what row k - 1 drafted. Given that draft x, the row becomes
 
-    n' = n + out(silu(here(n) + before(e)))        e: the embedding of x, scaled to a root mean square of 1
+    n' = n + out(silu(here(n) + before(e)))    e: the embedding of x, scaled to root mean square 1
 
-and its logits lm_head(n') = lm_head(n) + (lm_head out) silu(...): a correction of rank r. It is applied to a row's
-likeliest candidates only, so that all pairs of neighboring candidates are scored at once, and a chain or a tree is
-read off the scores.
+and its logits become lm_head(n') = lm_head(n) + (lm_head out) silu(...): a correction of rank r.
+Only the likeliest candidates of a row are corrected, so all pairs of neighboring candidates are
+scored at once, and a chain or a tree is read off the scores.
 """
 
 import torch
@@ -15,46 +15,59 @@ from torch.nn.functional import linear, rms_norm, silu
 
 
 class Dependency(nn.Module):
+    """The three matrices; their names are tensor names of the checkpoint."""
+
     def __init__(self, d: int, rank: int) -> None:
         super().__init__()
         self.before = nn.Linear(d, rank, bias=False)
         self.here = nn.Linear(d, rank, bias=False)
         self.out = nn.Linear(rank, d, bias=False)
-        nn.init.zeros_(self.out.weight)  # it begins as no correction
+        nn.init.zeros_(self.out.weight)  # training starts without a correction
 
     def forward(self, normed: Tensor, embeds: Tensor) -> Tensor:
-        """normed [R, d], embeds [R, d] of the draft before each row -> the corrected rows [R, d]."""
-        return normed + self.out(silu(self.here(normed) + self.before(scaled(embeds))))
+        """normed [R, d], embeds [R, d] of each row's previous draft -> corrected rows [R, d]."""
+        return normed + self.out(silu(self.here(normed) + self.before(scale_to_unit_rms(embeds))))
 
     def tables(self, embed_tokens: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
-        """What a correction needs of each token: as the draft before [vocabulary, r], as a candidate [drafts, r]."""
-        return linear(scaled(embed_tokens), self.before.weight), linear(lm_head, self.out.weight.T)
+        """The terms of every token: as previous draft [V, r], as candidate [draft V, r]."""
+        previous = linear(scale_to_unit_rms(embed_tokens), self.before.weight)
+        candidate = linear(lm_head, self.out.weight.T)
+        return previous, candidate
 
-    def score_pairs(self, normed: Tensor, logits: Tensor, embeds: Tensor, heads: Tensor) -> Tensor:
-        """`pair_logits` of blocks of rows normed [B, K, d]: logits [B, K, M] of their candidates, which have the
-        embeddings `embeds` and the rows `heads` of lm_head [B, K, M, d]."""
-        dtype = self.out.weight.dtype  # while it is trained, the target's tables may be in another
-        return pair_logits(
-            logits, self.here(normed.to(dtype)), *self.tables(embeds.to(dtype), heads.to(dtype))
-        )
+    def score_pairs(
+        self, normed: Tensor, logits: Tensor, embeds: Tensor, head_rows: Tensor
+    ) -> Tensor:
+        """Pair logits [B, K, M, M] of rows normed [B, K, d], see `pair_logits`.
+
+        logits [B, K, M] are those of the candidates; embeds and head_rows [B, K, M, d] their
+        embeddings and their rows of lm_head.
+        """
+        dtype = self.out.weight.dtype  # in training, the target's tables may have another dtype
+        here = self.here(normed.to(dtype))
+        previous, candidate = self.tables(embeds.to(dtype), head_rows.to(dtype))
+        return pair_logits(logits, here, previous, candidate)
 
 
-def scaled(embeds: Tensor) -> Tensor:
+def scale_to_unit_rms(embeds: Tensor) -> Tensor:
     return rms_norm(embeds, embeds.shape[-1:], eps=1e-6)
 
 
-def pair_logits(logits: Tensor, here: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """logits [B, K, M] of the candidates; here [B, K, r] of each row; before, after [B, K, M, r]: each candidate's rows
-    of the two tables -> [B, K, M, M]: of candidate i behind candidate j of the row before, corrected from row 1 on."""
+def pair_logits(logits: Tensor, here: Tensor, previous: Tensor, candidate: Tensor) -> Tensor:
+    """Logits [B, K, M, M] of candidate i (last axis) after candidate j of the previous row.
+
+    logits [B, K, M] of the candidates, here [B, K, r] of each row, previous and candidate [B, K, M,
+    r]: the candidates' rows of the two tables. Row 0 has no previous row and stays uncorrected.
+    """
     first = logits[:, :1, None].expand(-1, -1, logits.shape[2], -1)
-    between = silu(here[:, 1:, None] + before[:, :-1])  # [B, K - 1, M before, r]
-    return torch.cat([first, logits[:, 1:, None] + between @ after[:, 1:].transpose(-1, -2)], 1)
+    between = silu(here[:, 1:, None] + previous[:, :-1])  # [B, K - 1, M previous, r]
+    corrected = logits[:, 1:, None] + between @ candidate[:, 1:].transpose(-1, -2)
+    return torch.cat([first, corrected], 1)
 
 
-def chain(pairs: Tensor) -> Tensor:
-    """pairs [B, K, M, M] -> [B, K]: the likeliest candidate, then the likeliest behind it, and so on."""
-    rows = torch.arange(len(pairs), device=pairs.device)
-    chosen = [pairs[:, 0, 0].argmax(-1)]
-    for k in range(1, pairs.shape[1]):
-        chosen.append(pairs[rows, k, chosen[-1]].argmax(-1))
+def select_chain(pair_logits: Tensor) -> Tensor:
+    """[B, K, M, M] -> [B, K]: the likeliest candidate, then the likeliest after it, and so on."""
+    batch = torch.arange(len(pair_logits), device=pair_logits.device)
+    chosen = [pair_logits[:, 0, 0].argmax(-1)]
+    for k in range(1, pair_logits.shape[1]):
+        chosen.append(pair_logits[batch, k, chosen[-1]].argmax(-1))
     return torch.stack(chosen, 1)

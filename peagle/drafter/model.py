@@ -1,7 +1,8 @@
-"""The drafter's network: one Llama-like block with switches serves P-EAGLE and EAGLE-3.
+"""The network of the drafter: one Llama-like block with switches serves P-EAGLE and EAGLE-3.
 
-Rows are flat, [R, ...]: no batch axis. The model knows nothing of caches or masks; whoever runs it passes `attend`,
-which receives a layer's q [R, heads, head_dim], k and v [R, kv_heads, head_dim] and returns [R, heads, head_dim].
+Rows are flat, [R, ...], without a batch axis. The model has neither a cache nor a mask: the caller
+passes `attend`, which receives a layer's q [R, heads, head_dim] and k, v [R, kv_heads, head_dim]
+and returns [R, heads, head_dim].
 """
 
 from collections.abc import Callable
@@ -15,27 +16,23 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.dependency import Dependency, chain
+from peagle.drafter.dependency import Dependency, select_chain
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Rope = tuple[Tensor, Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output
+Rope = tuple[Tensor, Tensor]  # cos, sin: [R, 1, head_dim] each
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DrafterConfig, width: int) -> None:
+    def __init__(self, config: DrafterConfig, input_size: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        q, kv, bias = (
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-            config.attention_bias,
-        )
-        self.q_proj = nn.Linear(width, q, bias=bias)
-        self.k_proj = nn.Linear(width, kv, bias=bias)
-        self.v_proj = nn.Linear(width, kv, bias=bias)
-        self.o_proj = nn.Linear(
-            q, config.hidden_size, bias=bias
-        )  # as in vLLM: the switch means all four
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        bias = config.attention_bias  # as in vLLM, the switch covers all four projections
+        self.q_proj = nn.Linear(input_size, q_size, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
         q, k, v = (
@@ -48,26 +45,27 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        d, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, inner, bias=False)
-        self.up_proj = nn.Linear(d, inner, bias=False)
-        self.down_proj = nn.Linear(inner, d, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """Layer 0 is EAGLE-3's fused layer: its attention reads cat[norm(embedding), norm(hidden)], width 2d.
+    """One decoder layer.
 
-    The others are plain pre-norm Llama layers over the hidden state.
+    Layer 0 is the fused layer of EAGLE-3: its attention reads cat[norm(embedding), norm(hidden)],
+    which is 2d wide. The other layers are plain pre-norm Llama layers over the hidden state.
     """
 
     def __init__(self, config: DrafterConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.norm_before_residual = config.norm_before_residual
-        d, eps = config.hidden_size, config.rms_norm_eps
+        d = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(d, eps)
         self.hidden_norm = nn.RMSNorm(d, eps) if layer == 0 else None
         self.self_attn = Attention(config, 2 * d if layer == 0 else d)
@@ -75,54 +73,56 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, hidden: Tensor, embeds: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """hidden, embeds [R, d] -> hidden [R, d]."""
         if self.hidden_norm is not None:
             normed = self.hidden_norm(hidden)
             residual = normed if self.norm_before_residual else hidden
-            x = torch.cat([self.input_layernorm(embeds), normed], -1)
+            x = torch.cat([self.input_layernorm(embeds), normed], -1)  # [R, 2d]
         else:
-            residual, x = hidden, self.input_layernorm(hidden)
+            residual = hidden
+            x = self.input_layernorm(hidden)
         hidden = residual + self.self_attn(x, rope, self.layer, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Drafter(nn.Module):
-    """Embeddings and lm_head rows are the target's where they are frozen (shared, not copied): see `set_embed_and_head`."""
+    """The drafter. Frozen embeddings and lm_head rows are the target's own tensors, not copies.
+
+    `set_embed_and_head` must be called before the drafter runs.
+    """
+
+    embed_tokens: Tensor  # [vocab_size, d]
+    lm_head: Tensor  # [draft_vocab_size, d]
+    target_ids: Tensor | None  # [draft_vocab_size] draft id -> target id; None: ids are the same
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        d, eps, taps = config.hidden_size, config.rms_norm_eps, config.num_taps
-        wide = taps * config.target_hidden_size
-        self.input_norm = nn.RMSNorm(wide, eps) if config.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(taps))
-            if config.fc_norm
-            else None
-        )
-        self.fc = nn.Linear(wide, d, bias=False)
+        self.gradient_checkpointing = False
+        d = config.hidden_size
+        eps = config.rms_norm_eps
+        taps = config.num_taps
+        tap_size = config.target_hidden_size
+        self.input_norm = nn.RMSNorm(taps * tap_size, eps) if config.norm_before_fc else None
+        self.fc_norm = None
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(tap_size, eps) for _ in range(taps))
+        self.fc = nn.Linear(taps * tap_size, d, bias=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(d, eps)
         parallel = config.method == "p-eagle"
-        self.mask_hidden = nn.Parameter(torch.randn(wide)) if parallel else None
+        self.mask_hidden = nn.Parameter(torch.randn(taps * tap_size)) if parallel else None
         self.mask_embedding = nn.Parameter(torch.randn(d) * 0.02) if parallel else None
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # a seed gives the same weights with and without these
-            deeper = range(1, config.num_layers) if config.inject else ()
-            self.inject = nn.ModuleList(
-                nn.Linear(d, d, bias=False) for _ in deeper
-            )  # of the layers behind the first
+        # Optional parts draw from a forked generator, so that a seed gives the other weights the
+        # same values with and without these parts.
+        with torch.random.fork_rng(devices=[]):
+            injected_layers = range(1, config.num_layers) if config.inject else ()
+            self.inject = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in injected_layers)
             self.dependency = Dependency(d, config.dependency) if config.dependency else None
             self.confidence = nn.Linear(d, 1) if config.confidence else None
         self.rope = self.make_rope(config)
-        self.embed_tokens: Tensor  # [vocab_size, d]
-        self.lm_head: Tensor  # [draft_vocab_size, d]
-        self.target_ids: Tensor | None  # [draft_vocab_size]: draft id -> target id; None: the same
         for name in ("embed_tokens", "lm_head", "target_ids"):
             self.register_buffer(name, None, persistent=False)
-        self.gradient_checkpointing = (
-            False  # in training: run a block again rather than keep its activations
-        )
 
     @staticmethod
     def make_rope(config: DrafterConfig) -> LlamaRotaryEmbedding:
@@ -136,7 +136,7 @@ class Drafter(nn.Module):
         return LlamaRotaryEmbedding(llama)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
-        """`.to(...)`: RoPE's frequencies stay float32 whatever the dtype, or every angle would be off."""
+        """Keep RoPE frequencies in float32 under `.to(dtype)`: rounded ones change the angles."""
         super()._apply(fn, recurse)
         self.rope = self.make_rope(self.config).to(self.fc.weight.device)
         return self
@@ -147,12 +147,12 @@ class Drafter(nn.Module):
             g = self.input_norm(g)
         if self.fc_norm is not None:
             chunks = g.chunk(self.config.num_taps, -1)
-            g = torch.cat(
-                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1
-            )
+            normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
+            g = torch.cat(normed, -1)
         return self.fc(g)
 
     def embed(self, ids: Tensor) -> Tensor:
+        """ids [R] -> embeddings [R, d]; the mask token has its own learned row."""
         embeds = embedding(ids, self.embed_tokens)
         if self.mask_embedding is None or self.config.mask_token_id is None:
             return embeds
@@ -161,13 +161,17 @@ class Drafter(nn.Module):
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden to feed back), [R, d] each."""
+        """Run all layers.
+
+        embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden state that
+        EAGLE-3 feeds back), [R, d] each.
+        """
         cos, sin = self.rope(hidden, positions[None])
         rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, head_dim]
-        fused = hidden
+        combined = hidden
         for i, block in enumerate(self.layers):
             if i and self.config.inject:
-                hidden = hidden + self.inject[i - 1](fused)
+                hidden = hidden + self.inject[i - 1](combined)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 hidden = checkpoint(block, hidden, embeds, rope, attend, use_reentrant=False)
             else:
@@ -176,56 +180,58 @@ class Drafter(nn.Module):
         return normed, normed if self.config.norm_output else hidden
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[R, draft_vocab_size]"""
+        """normed [R, d] -> [R, draft_vocab_size]."""
         return linear(normed, self.lm_head)
 
     def greedy_token_ids(self, normed: Tensor) -> Tensor:
-        """The most likely target id of each row, [R]."""
+        """normed [R, d] -> the most likely target id of each row, [R]."""
         return self.target_token_ids(self.logits(normed).argmax(-1))
 
-    def confidence_logits(self, normed: Tensor, sure: Tensor) -> Tensor:
-        """Log-odds that drafts are accepted, [...]: those of their log-probabilities `sure` [...], and what the
-        confidence output adds for their rows [..., d]."""
-        odds = sure - torch.log(-torch.expm1(sure.clamp(max=-1e-6)))
+    def target_token_ids(self, draft_ids: Tensor) -> Tensor:
+        """Map ids of the draft vocabulary to ids of the target's vocabulary."""
+        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+
+    def confidence_logits(self, normed: Tensor, logprobs: Tensor) -> Tensor:
+        """Log-odds [...] that drafts are accepted.
+
+        They are the log-odds of the drafts' log-probabilities [...], plus what the confidence
+        output adds for their rows, normed [..., d].
+        """
+        odds = logprobs - torch.log(-torch.expm1(logprobs.clamp(max=-1e-6)))
         return odds if self.confidence is None else odds + self.confidence(normed)[..., 0].float()
 
-    def target_token_ids(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as the target's."""
-        return ids if self.target_ids is None else self.target_ids[ids]
-
     def drafts(self, normed: Tensor) -> Tensor:
-        """The rows of blocks, [B, K, d] -> their drafts as target ids, [B, K]."""
+        """Rows that predict draft 1..K, normed [B, K, d] -> drafts as target ids, [B, K]."""
         if self.dependency is None:
             return self.greedy_token_ids(normed.flatten(0, 1)).view(normed.shape[:2])
-        ids, pairs = self.score_pairs(normed)
-        return self.target_token_ids(ids.gather(2, chain(pairs)[..., None])[..., 0])
+        ids, pair_logits = self.score_pairs(normed)
+        return self.target_token_ids(ids.gather(2, select_chain(pair_logits)[..., None])[..., 0])
 
     def score_pairs(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """(the candidates of each row in the draft vocabulary [B, K, M], `pair_logits` of them [B, K, M, M])."""
+        """normed [B, K, d] -> (draft ids of the candidates [B, K, M], pair logits [B, K, M, M])."""
         assert self.dependency is not None
-        top = self.logits(normed.flatten(0, 1)).float().view(*normed.shape[:2], -1)
-        logits, ids = top.topk(min(CANDIDATES_PER_DEPTH, top.shape[-1]), -1)
+        all_logits = self.logits(normed.flatten(0, 1)).float().view(*normed.shape[:2], -1)
+        logits, ids = all_logits.topk(min(CANDIDATES_PER_DEPTH, all_logits.shape[-1]), -1)
         embeds = embedding(self.target_token_ids(ids), self.embed_tokens)
-        return ids, self.dependency.score_pairs(normed, logits, embeds, embedding(ids, self.lm_head))
+        head_rows = embedding(ids, self.lm_head)
+        return ids, self.dependency.score_pairs(normed, logits, embeds, head_rows)
 
     def set_embed_and_head(
         self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None
     ) -> None:
-        """Takes the target's tensors (or a checkpoint's own). `target_ids` prunes the vocabulary."""
+        """Use these tensors of the target or a checkpoint; `target_ids` prunes the vocabulary."""
         config = self.config
         if config.pruned and target_ids is not None and len(lm_head) == config.vocab_size:
             lm_head = lm_head[target_ids]
         assert embed_tokens.shape == (config.vocab_size, config.hidden_size), embed_tokens.shape
         assert lm_head.shape == (config.draft_vocab_size, config.hidden_size), lm_head.shape
         assert (target_ids is not None) == config.pruned
-        self.embed_tokens, self.lm_head, self.target_ids = (
-            embed_tokens.detach(),
-            lm_head.detach(),
-            target_ids,
-        )
+        self.embed_tokens = embed_tokens.detach()
+        self.lm_head = lm_head.detach()
+        self.target_ids = target_ids
 
     def make_embeddings_trainable(self) -> None:
-        """From now on the embedding table is a parameter of the drafter's own."""
+        """Replace the shared embedding table by a float32 parameter of the drafter."""
         table = self.embed_tokens.detach().float().clone()
         del self.embed_tokens
         self.embed_tokens = nn.Parameter(table)
@@ -239,19 +245,18 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Cache-free: every row sees itself and the rows before it."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    """Attention without a cache: every row sees itself and the rows before it."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, R, head_dim]
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 def masked_attend(mask: Tensor) -> Attend:
-    """Cache-free: row i sees the rows that mask [R, R] says."""
+    """Attention without a cache: row i sees row j where mask [R, R] is true at [i, j]."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(
-            0, 1
-        )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, R, head_dim]
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
     return attend
 
@@ -259,7 +264,10 @@ def masked_attend(mask: Tensor) -> Attend:
 def row_mask(
     rows: int, past: int = 0, block: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """[rows, past + rows]: new row i sees everything up to itself; the last `block` rows see each other."""
+    """Attention mask [rows, past + rows] of new rows behind `past` cached ones.
+
+    Row i sees everything up to itself; the last `block` rows also see each other.
+    """
     mask = torch.ones(rows, past + rows, dtype=torch.bool, device=device).tril(past)
     mask[rows - block :, past + rows - block :] = True
     return mask

@@ -1,22 +1,24 @@
-"""Complete checkpoints for vLLM: every tensor inside, nothing left to be guessed, proven by reading it back."""
+"""Complete checkpoints for vLLM: no tensor or key is missing, verified by reading them back."""
 
 import json
 from copy import deepcopy
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from peagle.drafter.formats import checkpoint, speculators, vllm
 from peagle.drafter.formats.llama import names_to_theirs
+from peagle.drafter.formats.speculators import VerifierConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
-from peagle.export.vllm_subset import vllm_subset
+from peagle.export.vllm_subset import complete_tensors, vllm_subset
 from peagle.paths import checkpoint_folder, publish_folder, save_tensors, write_json
 from peagle.reference import reference
 
 ExportFormat = Literal["vllm", "speculators"]
+MAX_VERIFIED_K = 8
 
 
 def export(
@@ -24,27 +26,25 @@ def export(
     folder: Path,
     to: ExportFormat,
     k: int,
-    verifier: dict[str, Any],
+    verifier: VerifierConfig,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes `folder` whole or not at all. `verifier`: the target's {"name_or_path", "architectures"}.
+    """Write `folder` atomically: it appears complete or not at all.
 
-    What vLLM lacks is left out (lacking.py).
+    Parts that vLLM does not support are left out (vllm_subset.py). Only the speculators format
+    stores `k` and `verifier`, the name of the target.
     """
     drafter = vllm_subset(drafter)
     config = drafter.config
     if config.aux_layer_ids is None:
-        raise UserError(
-            "the drafter does not say which layers it taps: load it together with its target"
-        )
+        raise UserError("the drafter has no `aux_layer_ids`: load it together with its target")
     dtype = dtype or drafter.fc.weight.dtype
     if to == "vllm":
-        raw, first_layer = vllm.config_to_json(config, dtype), vllm.FIRST_LAYER
+        config_json = vllm.config_to_json(config, dtype)
+        first_layer = vllm.FIRST_LAYER
     else:
-        raw, first_layer = (
-            speculators.config_to_json(config, k, dtype, verifier),
-            speculators.FIRST_LAYER,
-        )
+        config_json = speculators.config_to_json(config, k, dtype, verifier)
+        first_layer = speculators.FIRST_LAYER
     tensors = {name: t.cpu() for name, t in complete_tensors(drafter).items()}
     theirs = {
         name: t.to(dtype if t.is_floating_point() else None, copy=True).contiguous()
@@ -52,26 +52,20 @@ def export(
     }
     with publish_folder(checkpoint_folder(folder)) as staging:
         save_tensors(theirs, staging / "model.safetensors")
-        write_json(staging / "config.json", raw)
-        same, total = same_drafts(
-            deepcopy(drafter).to(dtype), checkpoint.load(staging, None), min(k, 8)
-        )
-        if same != total:
+        write_json(staging / "config.json", config_json)
+        reloaded = checkpoint.load(staging, None)
+        equal, total = same_drafts(deepcopy(drafter).to(dtype), reloaded, min(k, MAX_VERIFIED_K))
+        if equal != total:
             raise UserError(
-                f"the exported drafter drafts differently ({same} of {total} drafts equal): nothing written"
+                f"the exported drafter drafts differently ({equal} of {total} drafts are equal):"
+                " nothing was written"
             )
 
 
-def complete_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:
-    """By our names; the shared ones included."""
-    tensors = dict(drafter.state_dict())
-    tensors |= {"embed_tokens.weight": drafter.embed_tokens, "lm_head.weight": drafter.lm_head}
-    return tensors | ({} if drafter.target_ids is None else {"target_ids": drafter.target_ids})
-
-
-def same_drafts(one: Drafter, other: Drafter, k: int, contexts: int = 8) -> tuple[int, int]:
-    """On random contexts: how many of the drafts of two drafters are equal, of how many."""
-    config, same = one.config, 0
+def same_drafts(drafter: Drafter, other: Drafter, k: int, contexts: int = 8) -> tuple[int, int]:
+    """Draft with both on random contexts; return how many drafts are equal, and of how many."""
+    config = drafter.config
+    equal = 0
     generator = torch.Generator().manual_seed(0)
     for i in range(contexts):
         n = 2 + 3 * i
@@ -79,22 +73,27 @@ def same_drafts(one: Drafter, other: Drafter, k: int, contexts: int = 8) -> tupl
         g = torch.randn(n, config.num_taps * config.target_hidden_size, generator=generator)
         drafts = [
             reference.propose(d, g.to(d.fc.weight), ids.to(d.fc.weight.device), k).cpu()
-            for d in (one, other)
+            for d in (drafter, other)
         ]
-        same += int((drafts[0] == drafts[1]).sum())
-    return same, contexts * k
+        equal += int((drafts[0] == drafts[1]).sum())
+    return equal, contexts * k
 
 
 def vllm_command(folder: Path, to: ExportFormat, drafter: Drafter, k: int, target: str) -> str:
-    """How vLLM serves the export: all four keys, none left to be guessed, and the runner that P-EAGLE needs."""
+    """The shell command with which vLLM serves the export.
+
+    It gives all four keys, because vLLM guesses missing ones, and selects the runner that supports
+    P-EAGLE.
+    """
     parallel = drafter.config.method == "p-eagle"
     runner = "VLLM_USE_V2_MODEL_RUNNER=0 " if parallel else ""
     if to == "speculators":
         return f"{runner}vllm serve {quote(str(folder))}"
-    spec = {
+    speculative_config = {
         "method": "eagle3",
         "model": str(folder),
         "num_speculative_tokens": k,
         "parallel_drafting": parallel,
     }
-    return f"{runner}vllm serve {quote(target)} --speculative-config {quote(json.dumps(spec))}"
+    option = quote(json.dumps(speculative_config))
+    return f"{runner}vllm serve {quote(target)} --speculative-config {option}"

@@ -1,52 +1,68 @@
-"""What vLLM lacks, and a drafter as vLLM runs it: without that.
+"""The part of a drafter that vLLM supports.
 
-Rows do not depend on a dependency, a confidence output or calibrated probabilities: what remains is a plain drafter.
-Taps in every layer and bidirectional blocks change each row, so nothing right remains without them.
+The rows do not depend on the dependency, the confidence output or the calibration: without them, a
+plain drafter remains. Taps in every layer and bidirectional blocks change every row, so a drafter
+with these cannot be converted.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.formats.tensors import build
+from peagle.drafter.formats.tensors import build_drafter
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
 
-LEFT_OUT: dict[str, Any] = {"dependency": 0, "confidence": False, "calibration": ()}
-NEEDED = {"inject": "the taps in every layer", "bidirectional": "bidirectional blocks"}
+REMOVABLE: dict[str, Any] = {"dependency": 0, "confidence": False, "calibration": ()}
+REQUIRED = {"inject": "taps in every layer", "bidirectional": "bidirectional blocks"}
 
 
 def left_out_parts(config: DrafterConfig) -> list[str]:
-    return [name for name in LEFT_OUT if getattr(config, name)]
+    return [name for name in REMOVABLE if getattr(config, name)]
 
 
-def notice(config: DrafterConfig) -> str | None:
-    """What a user is told, in one line; None where nothing is lost."""
+def subset_notice(config: DrafterConfig) -> str | None:
+    """A one-line warning about the parts that are left out; None if there are none."""
     if not (names := left_out_parts(config)):
         return None
     return (
-        f"vLLM cannot serve the drafter's {' and '.join(names)}, left out: fewer drafts may be accepted."
-        " `peagle evaluate --as-vllm` shows how many"
+        f"vLLM does not support the drafter's {' and '.join(names)}, which are left out:"
+        " fewer drafts may be accepted"
     )
 
 
 def vllm_subset(drafter: Drafter) -> Drafter:
-    """The same weights without what vLLM lacks; the drafter itself where it has nothing of that."""
+    """The same weights without what vLLM lacks; the drafter itself if nothing must be removed."""
     config = drafter.config
-    if needed := [name for name in NEEDED if getattr(config, name)]:
-        what = " and ".join(NEEDED[name] for name in needed)
-        settings = " and ".join(f"{name} = false" for name in needed)
+    if required := [name for name in REQUIRED if getattr(config, name)]:
+        parts = " and ".join(REQUIRED[name] for name in required)
+        settings = " and ".join(f"{name} = false" for name in required)
         raise UserError(
-            f"vLLM cannot serve {what} of this drafter: train one with {settings} for vLLM"
+            f"vLLM does not support {parts} of this drafter: train one with {settings} for vLLM"
         )
     if not left_out_parts(config):
         return drafter
+    removed = ("dependency.", "confidence.", "embed_tokens")
     tensors = {
         name: tensor
         for name, tensor in drafter.state_dict().items()
-        if not name.startswith(("dependency.", "confidence.", "embed_tokens"))
+        if not name.startswith(removed)
     }
-    tensors |= {"embed_tokens.weight": drafter.embed_tokens, "lm_head.weight": drafter.lm_head}
-    tensors |= {} if drafter.target_ids is None else {"target_ids": drafter.target_ids}
     weight = drafter.fc.weight
-    return build(replace(config, **LEFT_OUT), tensors, weight.dtype, weight.device)
+    tensors |= shared_tensors(drafter)
+    return build_drafter(replace(config, **REMOVABLE), tensors, weight.dtype, weight.device)
+
+
+def complete_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """All tensors by our names, the shared ones included."""
+    return dict(drafter.state_dict()) | shared_tensors(drafter)
+
+
+def shared_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """The tensors that may be the target's own."""
+    tensors = {"embed_tokens.weight": drafter.embed_tokens, "lm_head.weight": drafter.lm_head}
+    if drafter.target_ids is not None:
+        tensors["target_ids"] = drafter.target_ids
+    return tensors

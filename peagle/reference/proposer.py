@@ -1,4 +1,4 @@
-"""Drafting with a cache: from what the target has just verified to the next K drafts."""
+"""Drafting with a KV cache: from the tokens that the target has verified to the next K drafts."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,46 +15,51 @@ from peagle.target.cache import RollbackCache
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One target pass over a request: what it consumed, and what came of it."""
+    """One target pass over a request: the tokens it consumed and what it found."""
 
-    ids: Tensor  # [T] the tokens consumed, at positions first..first + T - 1
+    ids: Tensor  # [T] tokens consumed, at positions first..first + T - 1
     hidden: Tensor  # [T, taps * d] their g
     first: int
-    rejected: int  # the last `rejected` of them do not count
+    rejected: int  # the last `rejected` tokens are not part of the answer
     newest: Tensor  # [1] the newest token, not consumed yet
 
 
 class Proposer(Protocol):
     def propose(self, verified: Verified, k: int) -> Tensor:
-        """The next k tokens as the drafter guesses them, [k]. Called once after every target pass."""
+        """The next k drafts, [k]. Must be called once after every target pass."""
         ...
 
 
 class ParallelProposer:
-    """P-EAGLE: context rows and K-1 mask rows in one pass. The mask rows leave the cache again."""
+    """P-EAGLE: context rows and K - 1 mask rows in one pass.
+
+    The mask rows are removed from the cache: the next pass runs these positions with real inputs.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
+        assert drafter.mask_hidden is not None and drafter.config.mask_token_id is not None
         self.drafter = drafter
         self.cache = RollbackCache(len(drafter.layers))
-        assert drafter.mask_hidden is not None and drafter.config.mask_token_id is not None
         self.mask_id = drafter.config.mask_token_id
-        self.mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden[None])  # [1, d], projected once
+        # [1, d], projected once
+        self.mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden[None])
 
     @torch.inference_mode()
     def propose(self, verified: Verified, k: int) -> Tensor:
-        rows = rows_of(verified, k, self.mask_id)
-        real = rows.real
-        hidden = torch.cat(
-            [self.drafter.combine_hidden_states(verified.hidden[:real]), self.mask_hidden.expand(k - 1, -1)]
-        )
+        rows = request_rows(verified, k, self.mask_id)
+        context = self.drafter.combine_hidden_states(verified.hidden[: rows.real])
+        hidden = torch.cat([context, self.mask_hidden.expand(k - 1, -1)])  # [R, d]
         attend = attend_over(self.cache, k - 1 if self.drafter.config.bidirectional else 0)
         normed, _ = self.drafter(self.drafter.embed(rows.ids), hidden, rows.positions, attend)
-        self.cache.rollback(verified.first + real)
+        self.cache.rollback(verified.first + rows.real)
         return self.drafter.drafts(normed[rows.sampled])[0]
 
 
 class ChainProposer:
-    """EAGLE-3: context rows, then K-1 passes of one row fed with the last draft and the drafter's own hidden state."""
+    """EAGLE-3: context rows in one pass, then K - 1 passes of one row each.
+
+    Each of these rows gets the last draft and the drafter's own hidden state.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -62,31 +67,30 @@ class ChainProposer:
 
     @torch.inference_mode()
     def propose(self, verified: Verified, k: int) -> Tensor:
-        rows = rows_of(verified, 1, mask_id=0)
+        rows = request_rows(verified, 1, mask_id=0)
+        ids = rows.ids
         hidden = self.drafter.combine_hidden_states(verified.hidden[: rows.real])
-        ids, positions, drafts = rows.ids, rows.positions, []
+        positions = rows.positions
+        drafts = []
         for _ in range(k):
-            normed, feedback = self.drafter(
-                self.drafter.embed(ids), hidden, positions, attend_over(self.cache)
-            )
-            ids, hidden, positions = (
-                self.drafter.greedy_token_ids(normed[-1:]),
-                feedback[-1:],
-                positions[-1:] + 1,
-            )
+            embeds = self.drafter.embed(ids)
+            normed, feedback = self.drafter(embeds, hidden, positions, attend_over(self.cache))
+            ids = self.drafter.greedy_token_ids(normed[-1:])
+            hidden = feedback[-1:]
+            positions = positions[-1:] + 1
             drafts.append(ids)
         self.cache.rollback(verified.first + rows.real)
         return torch.cat(drafts)
 
 
 def proposer_for(drafter: Drafter) -> Proposer:
-    return (
-        ParallelProposer(drafter) if drafter.config.method == "p-eagle" else ChainProposer(drafter)
-    )
+    if drafter.config.method == "p-eagle":
+        return ParallelProposer(drafter)
+    return ChainProposer(drafter)
 
 
-def rows_of(verified: Verified, k: int, mask_id: int) -> Rows:
-    """The row layout for a batch of one."""
+def request_rows(verified: Verified, k: int, mask_id: int) -> Rows:
+    """The row layout for a batch of one request."""
     ids = verified.ids
     return draft_rows(
         ids,
@@ -100,13 +104,16 @@ def rows_of(verified: Verified, k: int, mask_id: int) -> Rows:
 
 
 def attend_over(cache: RollbackCache, block: int = 0) -> Attend:
-    """An `attend` that appends the new rows to the cache and lets each see everything up to itself, and the last
-    `block` rows each other."""
+    """An `attend` that appends the new rows to the cache.
+
+    Each row sees everything up to itself, and the last `block` rows also see each other.
+    """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, R, head_dim]
         keys, values = cache.update(k, v, layer)
-        rows, past = q.shape[2], keys.shape[2] - q.shape[2]
+        rows = q.shape[2]
+        past = keys.shape[2] - rows
         mask = row_mask(rows, past, block, q.device) if rows > 1 and (past or block) else None
         out = scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=rows > 1 and mask is None, enable_gqa=True

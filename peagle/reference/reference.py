@@ -1,13 +1,27 @@
-"""The definition of right: speculative decoding without a cache, a page long and slow.
+"""The definition of correct output: speculative decoding without any cache, short and slow.
 
-Everything is recomputed from the tokens in every step, and the drafter's rows are written down one by one as the table
-says (rows.py has a worked example). The target has consumed x_0..x_{n-1}, x_n is the newest token:
+Every step recomputes everything from the tokens. Names, as in the paper:
 
-    row j = 0..n-1      emb(x_{j+1})   g_j           position j        row n-1 predicts draft 1
-    row n-1+i, i >= 1   emb(mask)      mask_hidden   position n-1+i    predicts draft i+1   (P-EAGLE)
-                        emb(draft i)   own output                                           (EAGLE-3)
+    x_0..x_{n-1}   tokens that the target has consumed
+    x_n            the newest token, not consumed yet
+    g_p            the tapped residual streams of the target at position p, side by side: [taps * d]
+    K              number of drafts of a step
 
-In a bidirectional drafter the mask rows see each other; with a dependency the drafts are read off one after another.
+Row layout of the drafter (row_layout.py has a worked example). Ids are shifted by one, hidden
+states and positions are not; K drafts need K - 1 mask rows:
+
+    row                 embedding      hidden        position   predicts
+    j = 0..n-2          emb(x_{j+1})   g_j           j          nothing, context only
+    n-1                 emb(x_n)       g_{n-1}       n-1        draft 1
+    n-1+i, i = 1..K-1   emb(mask)      mask_hidden   n-1+i      draft i+1    (P-EAGLE)
+                        emb(draft i)   own output    n-1+i      draft i+1    (EAGLE-3)
+
+Every row sees itself and all rows before it. In a bidirectional drafter the mask rows also see each
+other; with a dependency, each draft corrects the next one without another pass.
+
+Acceptance rule: the target consumes x_n and the drafts d_1..d_K in one pass and chooses its own
+tokens t_0..t_K there. The longest prefix with d_i == t_{i-1} is accepted, say a drafts; then t_a
+follows as the bonus token. The output is always t_0..t_a: the target's own tokens.
 """
 
 import torch
@@ -15,37 +29,44 @@ from torch import Tensor
 
 from peagle.core import Sampling, Step
 from peagle.drafter import Drafter
-from peagle.drafter.model import causal_attend, masked_attend, row_mask
+from peagle.drafter.model import Attend, causal_attend, masked_attend, row_mask
 from peagle.reference.sampling_rule import choose, uniforms
 from peagle.target import Target
 
 
 @torch.inference_mode()
 def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The k drafts after ids = x_0..x_n, given g = g_0..g_{n-1}."""
-    rows, hidden = ids[1:], drafter.combine_hidden_states(g)
+    """The k drafts [k] after ids = x_0..x_n [n + 1], given g = g_0..g_{n-1} [n, taps * d]."""
+    row_ids = ids[1:]  # [n]
+    hidden = drafter.combine_hidden_states(g)  # [n, d]
     if drafter.config.method == "p-eagle":
         assert drafter.mask_hidden is not None and drafter.config.mask_token_id is not None
-        rows = torch.cat([rows, rows.new_full((k - 1,), drafter.config.mask_token_id)])
-        hidden = torch.cat([hidden, drafter.combine_hidden_states(drafter.mask_hidden.expand(k - 1, -1))])
+        mask_ids = row_ids.new_full((k - 1,), drafter.config.mask_token_id)
+        mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden.expand(k - 1, -1))
         block = k - 1 if drafter.config.bidirectional else 0
-        return drafter.drafts(run(drafter, rows, hidden, block)[0][None, -k:])[0]
+        normed, _ = run_drafter(
+            drafter, torch.cat([row_ids, mask_ids]), torch.cat([hidden, mask_hidden]), block
+        )  # [n + k - 1, d]
+        return drafter.drafts(normed[None, -k:])[0]
     for _ in range(k):
-        normed, feedback = run(drafter, rows, hidden)
-        rows = torch.cat([rows, drafter.greedy_token_ids(normed[-1:])])
+        normed, feedback = run_drafter(drafter, row_ids, hidden)
+        row_ids = torch.cat([row_ids, drafter.greedy_token_ids(normed[-1:])])
         hidden = torch.cat([hidden, feedback[-1:]])
-    return rows[-k:]
+    return row_ids[-k:]
 
 
-def run(drafter: Drafter, rows: Tensor, hidden: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
-    """Causal, but that the last `block` rows see each other."""
-    attend = (
-        masked_attend(row_mask(len(rows), block=block, device=rows.device))
-        if block
-        else causal_attend
-    )
-    positions = torch.arange(len(rows), device=rows.device)
-    return drafter(drafter.embed(rows), hidden, positions, attend)
+def run_drafter(
+    drafter: Drafter, row_ids: Tensor, hidden: Tensor, block: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Run all rows, row_ids [R] and hidden [R, d], with causal attention.
+
+    The last `block` rows also see each other. Returns (normed output, hidden state to feed back).
+    """
+    attend: Attend = causal_attend
+    if block:
+        attend = masked_attend(row_mask(len(row_ids), block=block, device=row_ids.device))
+    positions = torch.arange(len(row_ids), device=row_ids.device)
+    return drafter(drafter.embed(row_ids), hidden, positions, attend)
 
 
 def decode(
@@ -56,23 +77,28 @@ def decode(
     max_tokens: int,
     sampling: Sampling,
 ) -> list[Step]:
-    """Steps of at least max_tokens tokens in all; no stop tokens. Each is one target pass over everything so far."""
-    noise = uniforms(sampling.seed, max_tokens + k + 1)
-    ids, drafts = (
-        torch.tensor(prompt, device=target.device),
-        torch.empty(0, dtype=torch.long, device=target.device),
-    )
+    """Steps with at least max_tokens tokens in total; stop tokens have no effect.
+
+    Each step is one target pass over everything so far.
+    """
+    noise = uniforms(sampling.seed, max_tokens + k + 1)  # one number per position of the answer
+    ids = torch.tensor(prompt, device=target.device)  # [n + 1] x_0..x_n
+    drafts = ids[:0]  # [K] d_1..d_K; none in the first step
     steps: list[Step] = []
     done = 0
     while done < max_tokens:
+        # Verify: the rows of x_n, d_1..d_K choose t_0..t_K.
         out = target.forward(torch.cat([ids, drafts]), keep=len(drafts) + 1)
         tokens = choose(out.logits, sampling, noise[done : done + len(out.logits)])
-        kept = 0
-        while kept < len(drafts) and tokens[kept] == drafts[kept]:
-            kept += 1
-        steps.append(Step(tuple(tokens[: kept + 1].tolist()), len(drafts), kept))
-        done += kept + 1
-        g = out.hidden[: len(ids) + kept]  # of the tokens that stay; rejected ones leave no trace
-        ids = torch.cat([ids, tokens[: kept + 1]])
+        # Accept the longest prefix of the drafts that the target chose, too.
+        accepted = 0
+        while accepted < len(drafts) and tokens[accepted] == drafts[accepted]:
+            accepted += 1
+        emitted = tokens[: accepted + 1]
+        steps.append(Step(tuple(emitted.tolist()), len(drafts), accepted))
+        done += accepted + 1
+        # Draft from the tokens that stay; rejected ones leave no trace.
+        g = out.hidden[: len(ids) + accepted]
+        ids = torch.cat([ids, emitted])
         drafts = propose(drafter, g, ids, k) if drafter else drafts
     return steps

@@ -140,7 +140,7 @@ def test_the_shipped_drafters_are_what_the_catalog_says() -> None:
         (changed("k", 9), "K is 9, but the drafter was trained to depth 8"),
         (changed("production.k", {"1": 12}), "K is 12, but the drafter was trained to depth 8"),
         (changed("production.k", {"one": 3}), "k must be like"),
-        (changed("target", {}), "says not where the target comes from"),
+        (changed("target", {}), "has no source of the target"),
         (changed("target.hub", "nonsense"), "a hub id is ORG/NAME"),
         (
             changed("target.sources", ["wheels"]),
@@ -148,9 +148,9 @@ def test_the_shipped_drafters_are_what_the_catalog_says() -> None:
         ),
         (changed("target.wheels", {"packages": ["a==1"]}), "wheels need members"),
         (changed("drafters.p-eagle.format", "vlm"), "unknown format 'vlm'.*Did you mean 'vllm'"),
-        (changed("production.vllm", ">=0.18"), "the first version is wanted"),
+        (changed("production.vllm", ">=0.18"), "must be the first version"),
         (changed("production.instances", ["g5.xlarge"]), "a type is like ml.g7e.2xlarge"),
-        (changed("production.flags", {"port": 1}), "flags cannot hold 'port'"),
+        (changed("production.flags", {"port": 1}), "flags cannot have 'port'"),
         (changed("production.flags", {"--dtype": "half"}), "leave the dashes out"),
         (changed("production.flags", {"enable-prefix-caching": False}), "a flag is true, a text"),
         (changed("production", 3), "production must be a table"),
@@ -204,8 +204,8 @@ def test_a_pair_of_ones_own(config: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["smollm2-135m", "--target", "a/b"], "a pair of peagle's own"),
-        (["Mine!", "--target", "a/b"], "is no pair's name"),
+        (["smollm2-135m", "--target", "a/b"], "is a shipped pair"),
+        (["Mine!", "--target", "a/b"], "is not a valid name of a pair"),
         (["mine"], "needs a target"),
         (["mine", "--target", "nowhere"], "a hub id is ORG/NAME"),
         (
@@ -232,9 +232,9 @@ def test_a_file_is_added_with_its_folders(tmp_path: Path, config: Path) -> None:
     run("catalog", "validate", file)
     run("catalog", "add", file)
     assert find("written").target.folder == tmp_path / "target" and find("written").license == "MIT"
-    assert "says it all" in run("catalog", "add", file, "--target", "a/b", "--force", code=2)
+    assert "describes the whole pair" in run("catalog", "add", file, "--target", "a/b", "--force", code=2)
     file.write_text("[target\n")
-    assert "is no TOML" in run("catalog", "add", file, "--force", code=2)
+    assert "is not valid TOML" in run("catalog", "add", file, "--force", code=2)
 
 
 def test_a_folders_drafter_tells_its_own(tmp_path: Path, config: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_folders_drafter_tells_its_own(tmp_path: Path, config: Path) -> None:
     run("catalog", "add", "mine", "--target", "a/b", "--drafter", tmp_path / "drafter", "-k", 3)
     source = find("mine").drafters["eagle3"]
     assert (source.format, source.depth, source.folder) == ("peagle", 6, tmp_path / "drafter")
-    assert "holds eagle3, not p-eagle" in run(
+    assert "is eagle3, not p-eagle" in run(
         "catalog",
         "add",
         "other",
@@ -275,7 +275,7 @@ def test_a_broken_file_stops_only_who_needs_it(config: Path) -> None:
     assert not said["ok"] and said["pairs"]["broken"][0]["level"] == "error"
     assert all(line["level"] != "error" for line in said["pairs"]["gpt-oss-20b"])
     (config / "broken.toml").rename(config / "gpt-oss-20b.toml")
-    assert "a pair of peagle's own" in run("catalog", "list", code=2)
+    assert "is a shipped pair" in run("catalog", "list", code=2)
 
 
 def test_the_table_fits(config: Path) -> None:

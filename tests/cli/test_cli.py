@@ -167,7 +167,7 @@ MISTAKES = {
     "bad device": (["generate", "{target}", "w1", "--device", "tpu9"], "cannot be used here"),
     "export of nothing": (["export", "{root}/nothing", "{root}/out"], "unknown pair"),
     "export over a file": (["export", "{root}/p-eagle", "{root}/p-eagle/config.json"], "is a file"),
-    "export over someone's work": (["export", "{root}/p-eagle", "{root}"], "no part of a drafter"),
+    "export over someone's work": (["export", "{root}/p-eagle", "{root}"], "not part of a drafter"),
     "export with K below 1": (
         ["export", "{root}/p-eagle", "{root}/out", "-k", "0"],
         "at least one token",

@@ -150,7 +150,7 @@ def test_a_failed_export_leaves_the_old_one(
     export(drafter, tmp_path / "d", "vllm", 3, VERIFIER)
     before = (tmp_path / "d" / "model.safetensors").read_bytes()
     monkeypatch.setattr("peagle.export.export.same_drafts", lambda *_: (1, 2))
-    with pytest.raises(UserError, match="nothing written"):
+    with pytest.raises(UserError, match="nothing was written"):
         export(make_drafter(target, "p-eagle", 2), tmp_path / "d", "vllm", 3, VERIFIER)
     assert (tmp_path / "d" / "model.safetensors").read_bytes() == before
     assert [f.name for f in tmp_path.iterdir()] == ["d"]
@@ -168,15 +168,15 @@ def edit(folder: Path, **changes) -> None:
         (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
         (lambda d: (d / "model.safetensors").write_bytes(b"junk"), "cannot be read"),
         (lambda d: (d / "model.safetensors").unlink(), "no .safetensors file"),
-        (lambda d: (d / "config.json").write_text('{"model_type": "bert"}'), "no drafter we know"),
+        (lambda d: (d / "config.json").write_text('{"model_type": "bert"}'), "no known drafter format"),
         (
             lambda d: (d / "config.json").write_text('{"model_type": "llama"}'),
             "lacks 'hidden_size'",
         ),
-        (lambda d: (d / "config.json").write_text("[]"), "no JSON object"),
-        (lambda d: edit(d, hidden_size="32"), "cannot be understood"),
-        (lambda d: edit(d, ptd_token_id="x"), "cannot be understood"),
-        (lambda d: edit(d, rope_scaling={"rope_type": "nonsense"}), "cannot be understood"),
+        (lambda d: (d / "config.json").write_text("[]"), "not a JSON object"),
+        (lambda d: edit(d, hidden_size="32"), "not a valid drafter configuration"),
+        (lambda d: edit(d, ptd_token_id="x"), "not a valid drafter configuration"),
+        (lambda d: edit(d, rope_scaling={"rope_type": "nonsense"}), "not a valid drafter configuration"),
     ],
 )
 def test_broken_folders(target: Target, tmp_path: Path, spoil, words: str) -> None:

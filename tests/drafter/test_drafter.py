@@ -91,11 +91,11 @@ def test_misfits_are_named(target: Target, overrides: dict[str, int], words: str
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mask_token_id": None}, "needs a mask token id"),
+        ({"mask_token_id": None}, "needs a mask token"),
         ({"mask_token_id": 96}, "outside the vocabulary"),
-        ({"aux_layer_ids": (3, 1, 6)}, "must rise"),
-        ({"aux_layer_ids": (1, 3)}, "2 aux layer ids, but fc takes 3"),
-        ({"num_kv_heads": 3}, "evenly"),
+        ({"aux_layer_ids": (3, 1, 6)}, "must be ascending"),
+        ({"aux_layer_ids": (1, 3)}, "has 2 ids, but fc takes 3"),
+        ({"num_kv_heads": 3}, "not a multiple of the 3 key-value heads"),
     ],
 )
 def test_impossible_configurations(target: Target, change: dict, words: str) -> None:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact, int8
+from peagle.drafter.formats.speculators import VerifierConfig
 from peagle.errors import UserError
 from peagle.export.check import check
-from peagle.export.export import complete_tensors, export, same_drafts
+from peagle.export.export import export, same_drafts
+from peagle.export.vllm_subset import complete_tensors
 from peagle.paths import checkpoint_folder
 from peagle.target import Target
 from tests.support.tiny_models import make_drafter
 
-VERIFIER = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
+VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 KINDS = {
     "p-eagle full": ("p-eagle", 4, None, {}),
     "p-eagle pruned": ("p-eagle", 3, 40, {"norm_before_fc": True}),

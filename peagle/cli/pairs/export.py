@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,107 +14,141 @@ from peagle.errors import UserError
 from peagle.paths import checkpoint_folder
 
 if TYPE_CHECKING:
+    from peagle.drafter.config import DrafterConfig
+    from peagle.export.export import ExportFormat
     from peagle.loaded import LoadedPair
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A written checkpoint, as it is reported to the user."""
+
+    folder: Path
+    format: str
+    config: "DrafterConfig"
+    k: int
+    command: str  # with which vLLM serves it
+    target: str  # the name of the target in it
 
 
 @app.command()
 def export(
     drafter: Annotated[
-        str, typer.Argument(help="A drafter's folder, or a pair's name for the one it uses.")
+        str, typer.Argument(help="Folder of a drafter, or the name of a pair for its drafter.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the checkpoint is written.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the new checkpoint.")],
     to: Annotated[str, typer.Option("--to", help="vllm or speculators.")] = "vllm",
     target: Target = None,
     method: MethodOption = None,
     k: K = None,
     dtype: Annotated[
         str,
-        typer.Option("--dtype", help="What tensors are stored in: bfloat16, float32 or float16."),
+        typer.Option("--dtype", help="Type of the stored tensors: bfloat16, float32 or float16."),
     ] = "bfloat16",
     verifier: Annotated[
         str | None,
         typer.Option(
             "--verifier",
-            help="What a speculators checkpoint calls its target. Default: the hub id if it"
-            " came from there, else its folder.",
+            help="Name of the target in a speculators checkpoint. Default: the hub id if the"
+            " target came from there, else its folder.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a complete checkpoint that vLLM serves, and prove by reading it back that its drafts are the same.
+    """Write a complete checkpoint that vLLM serves, and verify that it gives the same drafts.
 
     Example: peagle export smollm2-135m exported/ --to vllm
     """
-    if to not in ("vllm", "speculators"):
-        raise UserError(f"unknown format {to!r}: use --to vllm or --to speculators")
+    export_format = parse_export_format(to)
     check_k(1 if k is None else k)
+    from peagle.drafter.formats.speculators import VerifierConfig
     from peagle.export.export import export as write
     from peagle.export.export import vllm_command
-    from peagle.export.vllm_subset import left_out_parts, notice
     from peagle.target.precision import choose_dtype
 
-    checkpoint_folder(folder)  # refused before anything is loaded
-    stored_as = choose_dtype(dtype, "cpu")
-    loaded, name = load_for(drafter, target, method)
-    made = loaded.drafter(name)
-    k = k or loaded.pair.k
-    name_or_path = verifier or served_name(loaded)
-    served = {"name_or_path": name_or_path, "architectures": architectures(loaded)}
-    write(made, folder, to, k, served, stored_as)  # type: ignore[arg-type]
-    command = vllm_command(folder.resolve(), to, made, k, name_or_path)  # type: ignore[arg-type]
+    checkpoint_folder(folder)  # refuse the folder before anything is loaded
+    stored_dtype = choose_dtype(dtype, "cpu")
+    pair, chosen = load_pair(drafter, target, method)
+    model = pair.drafter(chosen)
+    k = k or pair.pair.k
+    name = verifier or served_name(pair)
+    verifier_config = VerifierConfig(name, architectures(pair))
+    write(model, folder, export_format, k, verifier_config, stored_dtype)
+    command = vllm_command(folder.resolve(), export_format, model, k, name)
+    print_exported(Exported(folder, to, model.config, k, command, name), as_json)
+
+
+def parse_export_format(text: str) -> "ExportFormat":
+    if text == "vllm":
+        return "vllm"
+    if text == "speculators":
+        return "speculators"
+    raise UserError(f"unknown format {text!r}: use --to vllm or --to speculators")
+
+
+def print_exported(exported: Exported, as_json: bool) -> None:
+    from peagle.export.vllm_subset import left_out_parts, subset_notice
+
+    config = exported.config
     if as_json:
-        answer = {
-            "folder": str(folder),
-            "format": to,
-            "method": name,
-            "k": k,
-            "trained": made.config.trained,
+        content = {
+            "folder": str(exported.folder),
+            "format": exported.format,
+            "method": config.method,
+            "k": exported.k,
+            "trained": config.trained,
+            "left_out": left_out_parts(config),
+            "command": exported.command,
         }
-        print(json.dumps(answer | {"left_out": left_out_parts(made.config), "command": command}))
+        print(json.dumps(content))
         return
-    if lost := notice(made.config):
-        warn(lost)
-    print(f"{folder}: {name} drafter in {to} format, drafts identical after reloading")
-    if not made.config.trained:
+    if notice := subset_notice(config):
+        warn(f"{notice}. `peagle evaluate --as-vllm` measures how many")
+    print(
+        f"{exported.folder}: {config.method} drafter in {exported.format} format,"
+        " drafts identical after reloading"
+    )
+    if not config.trained:
         out.print("[yellow]this drafter is untrained: its drafts are noise[/]")
-    print(f"serve it: {command}")
-    if to == "speculators" and Path(name_or_path).is_absolute():
+    print(f"serve it: {exported.command}")
+    if exported.format == "speculators" and Path(exported.target).is_absolute():
         print("it names its target by a path of this machine: --verifier gives it another name")
 
 
-def load_for(drafter: str, target: str | None, method: str | None) -> "tuple[LoadedPair, Method]":
-    """The drafter with its target in float32, so that nothing is rounded twice."""
+def load_pair(drafter: str, target: str | None, method: str | None) -> "tuple[LoadedPair, Method]":
+    """Load the drafter with its target in float32, so that weights are rounded only once."""
     from peagle.drafter.formats.checkpoint import read
     from peagle.loaded import load
 
     folder = Path(drafter).expanduser()
     if not folder.is_dir():
         pair = find(drafter)
-        wanted = parse_method(method or pair.method)
-        if wanted == "none":
+        chosen = parse_method(method or pair.method)
+        if chosen == "none":
             raise UserError(
-                f"none has no drafter to export: use --method {' or '.join(pair.drafters)}"
+                f"the method none has no drafter: use --method {' or '.join(pair.drafters)}"
             )
-        pair.drafter(wanted)
-        return load(pair, target=target, dtype="float32", device="cpu"), wanted
+        pair.drafter(chosen)
+        return load(pair, target=target, dtype="float32", device="cpu"), chosen
     config = read(folder).config
     if method and parse_method(method) != config.method:
-        raise UserError(f"{drafter} holds a {config.method} drafter, not {method}: drop --method")
-    made_for = target or config.target
-    if made_for is None:
-        raise UserError(f"{drafter} does not say which target it was made for: give --target")
-    return load(find(made_for), drafter=folder, dtype="float32", device="cpu"), config.method
+        raise UserError(f"{drafter} is a {config.method} drafter, not {method}: drop --method")
+    target_name = target or config.target
+    if target_name is None:
+        raise UserError(f"{drafter} does not name its target: give --target")
+    return load(find(target_name), drafter=folder, dtype="float32", device="cpu"), config.method
 
 
-def served_name(loaded: "LoadedPair") -> str:
-    """What vLLM can find the target by: its hub id if it came from there, else the folder it was loaded from."""
+def served_name(pair: "LoadedPair") -> str:
+    """The name by which vLLM finds the target: its hub id if it is from there, else its folder."""
     from peagle.pull import receipt
 
-    folder = loaded.target.folder
+    folder = pair.target.folder
     assert folder is not None
-    return str(loaded.target.name if (receipt(folder) or {}).get("source") == "hub" else folder)
+    origin = receipt(folder)
+    return str(pair.target.name if origin and origin.source == "hub" else folder)
 
 
-def architectures(loaded: "LoadedPair") -> list[str]:
-    return loaded.target.model.config.architectures or [type(loaded.target.model).__name__]
+def architectures(pair: "LoadedPair") -> list[str]:
+    return pair.target.model.config.architectures or [type(pair.target.model).__name__]

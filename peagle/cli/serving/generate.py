@@ -89,7 +89,7 @@ def generate(
         return
     print()
     err.print(
-        f"[dim]{answer.method} {answer.form}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
+        f"[dim]{answer.method} {answer.shape_text}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
         f" acceptance length {answer.acceptance_length:.2f}, {answer.tokens_per_second:.1f} tokens/s,"
         f" {answer.weights}{', exact' if answer.exact else ''}, finished by {answer.finish_reason}[/]",
         highlight=False,

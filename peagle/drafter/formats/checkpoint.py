@@ -1,4 +1,4 @@
-"""Any drafter folder, read: ours, vLLM's native format (AWS's too), or speculators'."""
+"""Read a drafter folder of any format: our own, vLLM's native one (also AWS's), or speculators'."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,13 @@ from peagle.core import Format
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats import compact, speculators, vllm
 from peagle.drafter.formats.llama import names_to_ours
-from peagle.drafter.formats.tensors import build, own_shapes, read_json, read_tensors, shared_shapes
+from peagle.drafter.formats.tensors import (
+    build_drafter,
+    own_shapes,
+    read_json,
+    read_tensors,
+    shared_shapes,
+)
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
 from peagle.target import Target, default_aux_layer_ids
@@ -21,18 +27,19 @@ from peagle.target import Target, default_aux_layer_ids
 class Checkpoint:
     folder: Path
     format: Format
-    raw: dict[str, Any]  # config.json as it is
+    raw: dict[str, Any]  # config.json, unchanged
     config: DrafterConfig
     tensors: dict[str, Tensor]  # by our names
-    stored: frozenset[str]  # the names in the file
+    stored: frozenset[str]  # tensor names in the file
 
     def problems(self) -> list[str]:
-        """Missing, unexpected and mis-shaped tensors, a line each."""
-        own, shared = own_shapes(self.config), shared_shapes(self.config)
-        needed = own if self.format == "peagle" else own | shared
+        """List missing, unexpected and misshaped tensors and invalid token ids, one line each."""
+        own = own_shapes(self.config)
+        shared = shared_shapes(self.config)
+        required = own if self.format == "peagle" else own | shared
         if self.format == "peagle" and self.config.pruned:
-            needed = needed | {"target_ids": shared["target_ids"]}
-        lines = [f"tensor {name} is missing" for name in needed if name not in self.tensors]
+            required = required | {"target_ids": shared["target_ids"]}
+        lines = [f"tensor {name} is missing" for name in required if name not in self.tensors]
         for name, tensor in self.tensors.items():
             shape = (own | shared).get(name)
             if shape is None:
@@ -42,80 +49,90 @@ class Checkpoint:
                     f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}"
                 )
         ids = self.tensors.get("target_ids")
-        if (
-            ids is not None
-            and ids.numel()
-            and (
-                ids.min() < 0 or ids.max() >= self.config.vocab_size or len(ids.unique()) < len(ids)
-            )
-        ):
+        if ids is not None and ids.numel() and not is_injective(ids, self.config.vocab_size):
             lines.append(
-                "the draft vocabulary (d2t) points outside the target's vocabulary, or twice to one token"
+                "the draft vocabulary (d2t) names tokens outside the target's vocabulary,"
+                " or names a token twice"
             )
         return lines
 
 
+def is_injective(ids: Tensor, vocab_size: int) -> bool:
+    """Whether every id is in the vocabulary and none occurs twice."""
+    in_range = bool(ids.min() >= 0 and ids.max() < vocab_size)
+    return in_range and len(ids.unique()) == len(ids)
+
+
 def read(folder: Path) -> Checkpoint:
+    """Read a folder without checking its tensors: see `Checkpoint.problems`."""
     folder = Path(folder)
     if not folder.is_dir():
-        what = "it is a file, give its folder" if folder.exists() else "there is no such folder"
-        raise UserError(f"no drafter in {folder}: {what}")
-    raw, tensors = read_json(folder / "config.json"), read_tensors(folder)
+        reason = "it is a file, give its folder" if folder.exists() else "there is no such folder"
+        raise UserError(f"no drafter in {folder}: {reason}")
+    raw = read_json(folder / "config.json")
+    tensors = read_tensors(folder)
     try:
-        found = _parse(folder, raw, tensors)
-        own_shapes(found.config)
+        checkpoint = _parse(folder, raw, tensors)
+        own_shapes(checkpoint.config)
     except UserError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
         raise UserError(
-            f"{folder / 'config.json'} cannot be understood ({error!r}): write the checkpoint again"
+            f"{folder / 'config.json'} is not a valid drafter configuration ({error!r}):"
+            " write the checkpoint again"
         ) from error
-    return found
+    return checkpoint
 
 
 def _parse(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     stored = frozenset(tensors)
+    format: Format
     if compact.is_compact(raw):
         config = compact.config_from_json(raw)
-        return Checkpoint(
-            folder, "peagle", raw, config, compact.unpacked(raw, config, tensors), stored
-        )
-    fc = next(
-        (t for name, t in tensors.items() if name.endswith("fc.weight") and t.ndim == 2), None
-    )
-    width = None if fc is None else fc.shape[1]
+        unpacked = compact.unpack_tensors(raw, config, tensors)
+        return Checkpoint(folder, "peagle", raw, config, unpacked, stored)
     if speculators.is_speculators(raw):
-        config = speculators.config_from_json(raw, width)
-        return Checkpoint(
-            folder, "speculators", raw, config, names_to_ours(tensors, config), stored
+        format = "speculators"
+        config = speculators.config_from_json(raw, _fc_input_size(tensors))
+    elif vllm.is_vllm(raw):
+        format = "vllm"
+        config = vllm.config_from_json(raw, _fc_input_size(tensors))
+    else:
+        raise UserError(
+            f"{folder} has no known drafter format (model_type {raw.get('model_type')!r}):"
+            " give a folder of `peagle export`, or one that vLLM serves as eagle3"
         )
-    if vllm.is_vllm(raw):
-        config = vllm.config_from_json(raw, width)
-        return Checkpoint(folder, "vllm", raw, config, names_to_ours(tensors, config), stored)
-    raise UserError(
-        f"{folder} holds no drafter we know (model_type {raw.get('model_type')!r}):"
-        " give a folder of `peagle export`, or one that vLLM serves as eagle3"
-    )
+    return Checkpoint(folder, format, raw, config, names_to_ours(tensors, config), stored)
+
+
+def _fc_input_size(tensors: dict[str, Tensor]) -> int | None:
+    for name, tensor in tensors.items():
+        if name.endswith("fc.weight") and tensor.ndim == 2:
+            return tensor.shape[1]
+    return None
 
 
 def load(folder: Path, target: Target | None, dtype: torch.dtype | None = None) -> Drafter:
-    """A drafter ready to draft. Without a target, a complete checkpoint (not ours) can still be loaded."""
+    """Load a drafter that is ready to draft. Only our own format needs the target for that."""
     checkpoint = read(folder)
-    config, tensors = checkpoint.config, checkpoint.tensors
+    config = checkpoint.config
+    tensors = checkpoint.tensors
     if target is not None:
         config.require_fit(target)
         if config.aux_layer_ids is None:
             config = replace(config, aux_layer_ids=default_aux_layer_ids(len(target.layers)))
-        tensors = compact.complete(config, tensors, target)
+        tensors = compact.add_target_tensors(config, tensors, target)
     elif missing := [
         name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensors
     ]:
         raise UserError(
-            f"{folder} leaves {' and '.join(missing)} to its target {config.target!r}: give --target"
+            f"{folder} does not store {' and '.join(missing)}, which its target {config.target!r}"
+            " has: give `target`"
         )
     if problems := replace(checkpoint, config=config, tensors=tensors).problems():
         raise UserError(
-            f"the drafter in {folder} is broken: {'; '.join(problems[:3])}. `peagle check` shows all"
+            f"the drafter in {folder} is broken: {'; '.join(problems[:3])}."
+            " `peagle check` shows all problems"
         )
-    kept = tensors["fc.weight"].dtype
-    return build(config, tensors, dtype or kept, target.device if target else torch.device("cpu"))
+    device = target.device if target else torch.device("cpu")
+    return build_drafter(config, tensors, dtype or tensors["fc.weight"].dtype, device)

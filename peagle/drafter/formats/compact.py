@@ -1,8 +1,9 @@
-"""Our own format: only what differs from the target.
+"""Our own checkpoint format, which stores only what differs from the target.
 
-config.json holds every field of DrafterConfig; model.safetensors the drafter's own tensors. Frozen embeddings and
-lm_head rows stay with the target, a pruned vocabulary is `target_ids`, a learned mask embedding one row.
-With "weights": "int8" in config.json matrices are stored as int8.py says; without that key, as they are.
+config.json has every field of DrafterConfig, model.safetensors the drafter's own tensors. Frozen
+embeddings and lm_head rows are the target's and not stored. A pruned vocabulary is stored as
+`target_ids`, a learned mask embedding as one row. With "weights": "int8" in config.json, matrices
+are stored as int8.py describes; without that key, in floating point.
 """
 
 from dataclasses import asdict, fields
@@ -13,15 +14,16 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.formats import int8 as rows
+from peagle.drafter.formats import int8 as int8_format
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError, nearest
 from peagle.paths import checkpoint_folder, publish_folder, save_tensors, write_json
 from peagle.target import Target
 
 FORMAT = "peagle"
-VERSION = 1
-WEIGHTS = ("float", "int8")  # how matrices may be stored; "float" where config.json does not say
+FORMAT_VERSION = 1
+WEIGHT_FORMATS = ("float", "int8")  # "float" where config.json has no "weights"
+FORMAT_KEYS = ("format", "format_version", "weights")  # keys beside those of DrafterConfig
 
 
 def is_compact(raw: dict[str, Any]) -> bool:
@@ -35,95 +37,93 @@ def save(
     dtype: torch.dtype | None = None,
     int8: bool = False,
 ) -> None:
-    """Writes the folder whole or not at all.
+    """Write the folder atomically: it appears complete or not at all.
 
-    `int8`: matrices take a byte a weight (int8.py). `dtype`: what all other floating-point tensors are stored in.
+    With `int8`, matrices take one byte per weight (int8.py). `dtype` is the type in which all other
+    floating-point tensors are stored.
     """
-    tensors = _own(drafter, target)
+    tensors = _own_tensors(drafter, target)
     if int8:
-        tensors = rows.pack(tensors, drafter.config.vocab_size)
-    stored = {
-        name: t.to(
-            dtype if dtype and t.is_floating_point() and not name.endswith(rows.SCALE) else None,
-            copy=True,
-        )
-        for name, t in tensors.items()
-    }
-    how = {"format": FORMAT, "format_version": VERSION} | ({"weights": "int8"} if int8 else {})
+        tensors = int8_format.pack(tensors, drafter.config.vocab_size)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        converts = tensor.is_floating_point() and not name.endswith(int8_format.SCALE)
+        stored[name] = tensor.to(dtype if dtype and converts else None, copy=True).contiguous()
+    header: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}
+    if int8:
+        header["weights"] = "int8"
     with publish_folder(checkpoint_folder(folder)) as staging:
-        save_tensors(
-            {name: t.contiguous() for name, t in stored.items()}, staging / "model.safetensors"
-        )
-        write_json(staging / "config.json", how | asdict(drafter.config))
+        save_tensors(stored, staging / "model.safetensors")
+        write_json(staging / "config.json", header | asdict(drafter.config))
 
 
-def _own(drafter: Drafter, target: Target) -> dict[str, Tensor]:
-    """What the target does not have, on the CPU."""
+def _own_tensors(drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    """The tensors that the target does not have, on the CPU."""
     tensors = dict(drafter.state_dict())
     tensors.pop("embed_tokens", None)  # a parameter while it is trained
     if not _equal(drafter.embed_tokens, target.embedding):
         tensors["embed_tokens.weight"] = drafter.embed_tokens
-    rows = target.lm_head if drafter.target_ids is None else target.lm_head[drafter.target_ids]
-    if not _equal(drafter.lm_head, rows):
+    ids = drafter.target_ids
+    if not _equal(drafter.lm_head, target.lm_head if ids is None else target.lm_head[ids]):
         tensors["lm_head.weight"] = drafter.lm_head
-    if drafter.target_ids is not None:
-        tensors["target_ids"] = drafter.target_ids.int()
+    if ids is not None:
+        tensors["target_ids"] = ids.int()
     return {name: t.detach().cpu() for name, t in tensors.items()}
 
 
 def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
-    if raw.get("format_version") != VERSION:
+    if raw.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"this drafter has format version {raw.get('format_version')}, we read {VERSION}: update peagle"
+            f"this drafter has format version {raw.get('format_version')}, but this peagle reads"
+            f" version {FORMAT_VERSION}: update peagle"
         )
-    if raw.get("weights", "float") not in WEIGHTS:
+    if raw.get("weights", "float") not in WEIGHT_FORMATS:
         raise UserError(
-            f"this drafter's weights are stored as {raw['weights']!r}, we read {' and '.join(WEIGHTS)}: update peagle"
+            f"the weights of this drafter are stored as {raw['weights']!r}, but this peagle reads"
+            f" {' and '.join(WEIGHT_FORMATS)}: update peagle"
         )
-    given = {
-        key: value
-        for key, value in raw.items()
-        if key not in ("format", "format_version", "weights")
-    }
+    values = {key: value for key, value in raw.items() if key not in FORMAT_KEYS}
     known = [f.name for f in fields(DrafterConfig)]
-    for key in given:
+    for key in values:
         if key not in known:
             raise UserError(
                 f"unknown key {key!r} in the drafter's config.json.{nearest(key, known)}"
             )
     for key in ("aux_layer_ids", "calibration"):
-        if given.get(key) is not None:
-            given[key] = tuple(given[key])
+        if values.get(key) is not None:
+            values[key] = tuple(values[key])
     try:
-        return DrafterConfig(**given)
+        return DrafterConfig(**values)
     except TypeError as error:
         raise UserError(f"the drafter's config.json is incomplete: {error}") from error
 
 
-def unpacked(
+def unpack_tensors(
     raw: dict[str, Any], config: DrafterConfig, stored: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The file's tensors by our names, whichever way config.json says they are stored."""
-    return rows.unpack(stored, config.vocab_size) if raw.get("weights") == "int8" else stored
+    """The file's tensors by our names, decoded if config.json says that they are int8."""
+    if raw.get("weights") == "int8":
+        return int8_format.unpack(stored, config.vocab_size)
+    return stored
 
 
-def complete(
+def add_target_tensors(
     config: DrafterConfig, tensors: dict[str, Tensor], target: Target
 ) -> dict[str, Tensor]:
-    """Adds what the target holds: embeddings and lm_head rows."""
+    """Add what the checkpoint leaves to the target: embeddings and lm_head rows."""
     ids = tensors.get("target_ids")
-    added = dict(tensors)
+    complete = dict(tensors)
     if ids is not None:
-        added["target_ids"] = ids = ids.long()
-    if "embed_tokens.weight" not in added:
-        added["embed_tokens.weight"] = target.embedding
-    if "lm_head.weight" not in added:
-        added["lm_head.weight"] = (
+        complete["target_ids"] = ids = ids.long()
+    if "embed_tokens.weight" not in complete:
+        complete["embed_tokens.weight"] = target.embedding
+    if "lm_head.weight" not in complete:
+        complete["lm_head.weight"] = (
             target.lm_head if ids is None else target.lm_head[ids.to(target.device)]
         )
-    if config.mask_token_id is not None and "mask_embedding" not in added:
-        added["mask_embedding"] = target.embedding[config.mask_token_id]
-    return added
+    if config.mask_token_id is not None and "mask_embedding" not in complete:
+        complete["mask_embedding"] = target.embedding[config.mask_token_id]
+    return complete
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

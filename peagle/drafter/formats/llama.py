@@ -1,4 +1,4 @@
-"""The part both of vLLM's formats share: Llama sizes in a config, and tensor names with a fused layer 0."""
+"""What both of vLLM's formats share: Llama sizes in config.json, and names of tensors."""
 
 from typing import Any
 
@@ -8,14 +8,17 @@ from torch import Tensor
 from peagle.drafter.config import DrafterConfig
 from peagle.errors import UserError
 
-ORIGIN = ("target", "target_revision", "k_trained", "trained")
+ORIGIN_FIELDS = ("target", "target_revision", "k_trained", "trained")
 
 
 def sizes_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Llama's config keys. RoPE in the spelling old and new vLLM both read: rope_theta + rope_scaling."""
+    """Config keys of Llama.
+
+    RoPE is written as rope_theta and rope_scaling, which old and new versions of vLLM read.
+    """
     rope = dict(config.rope)
     theta = rope.pop("rope_theta", 10000.0)
-    word = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -32,25 +35,29 @@ def sizes_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
         "attention_bias": config.attention_bias,
         "tie_word_embeddings": False,
-        "torch_dtype": word,
-        "dtype": word,
+        "torch_dtype": dtype_name,
+        "dtype": dtype_name,
     }
 
 
 def origin_to_json(config: DrafterConfig) -> dict[str, Any]:
-    """Where a drafter comes from, in a key of our own that vLLM passes over."""
-    return {"peagle": {field: getattr(config, field) for field in ORIGIN}}
+    """The drafter's target and training, under a key of our own that vLLM ignores."""
+    return {"peagle": {field: getattr(config, field) for field in ORIGIN_FIELDS}}
 
 
 def origin_from_json(raw: dict[str, Any]) -> dict[str, Any]:
-    told = raw.get("peagle") or {}
-    return {field: told[field] for field in ORIGIN if field in told}
+    origin = raw.get("peagle") or {}
+    return {field: origin[field] for field in ORIGIN_FIELDS if field in origin}
 
 
-def sizes_from_json(raw: dict[str, Any], fc_inputs: int | None) -> dict[str, Any]:
-    """DrafterConfig's size fields; `fc_inputs` is the width of fc.weight, where the file has it."""
+def sizes_from_json(raw: dict[str, Any], fc_input_size: int | None) -> dict[str, Any]:
+    """The size fields of DrafterConfig.
+
+    `fc_input_size` is the width of fc.weight, if the file has it.
+    """
     try:
-        d, heads = raw["hidden_size"], raw["num_attention_heads"]
+        d = raw["hidden_size"]
+        heads = raw["num_attention_heads"]
         sizes = {
             "num_layers": raw["num_hidden_layers"],
             "hidden_size": d,
@@ -65,7 +72,7 @@ def sizes_from_json(raw: dict[str, Any], fc_inputs: int | None) -> dict[str, Any
         ) from missing
     if (act := raw.get("hidden_act", "silu")) != "silu":
         raise UserError(
-            f"the drafter's hidden_act is {act!r}: only silu drafters exist in this family"
+            f"the drafter's hidden_act is {act!r}: only drafters with silu are supported"
         )
     target_d = raw.get("target_hidden_size") or d
     ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -76,15 +83,26 @@ def sizes_from_json(raw: dict[str, Any], fc_inputs: int | None) -> dict[str, Any
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
         "target_hidden_size": target_d,
         "aux_layer_ids": tuple(ids) if ids else None,
-        "num_taps": fc_inputs // target_d if fc_inputs else len(ids or (0, 0, 0)),
-        "rope": _rope(raw),
+        "num_taps": fc_input_size // target_d if fc_input_size else len(ids or (0, 0, 0)),
+        "rope": _rope_from_json(raw),
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "attention_bias": raw.get("attention_bias", False),
     }
 
 
+def _rope_from_json(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    return rope
+
+
 def names_to_ours(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
-    """Their names and shapes to ours. The mask's row of the embedding becomes `mask_embedding`."""
+    """Convert vLLM's names and shapes to ours.
+
+    d2t holds offsets, target id = i + d2t[i]. The mask token's row of the embedding table becomes
+    `mask_embedding`.
+    """
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         ours[name.removeprefix("model.").replace("midlayer.", "layers.0.")] = tensor
@@ -94,43 +112,36 @@ def names_to_ours(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str
         ours["target_ids"] = offsets + torch.arange(len(offsets))
     elif offsets is not None and offsets.any():
         raise UserError(
-            "d2t reorders a full vocabulary: leave it out, or set draft_vocab_size to its length"
+            "d2t reorders a full vocabulary: remove it, or set draft_vocab_size to its length"
         )
-    if config.method == "p-eagle":
-        if "mask_hidden" in ours:
-            ours["mask_hidden"] = ours["mask_hidden"].flatten()
-        table = ours.get("embed_tokens.weight")
-        if (
-            table is not None
-            and config.mask_token_id is not None
-            and config.mask_token_id < len(table)
-        ):
-            ours["mask_embedding"] = table[config.mask_token_id].clone()
-    else:
+    if config.method != "p-eagle":
         ours.pop("mask_hidden", None)
+        return ours
+    if "mask_hidden" in ours:
+        ours["mask_hidden"] = ours["mask_hidden"].flatten()
+    table = ours.get("embed_tokens.weight")
+    mask_id = config.mask_token_id
+    if table is not None and mask_id is not None and mask_id < len(table):
+        ours["mask_embedding"] = table[mask_id].clone()
     return ours
 
 
 def names_to_theirs(
     tensors: dict[str, Tensor], config: DrafterConfig, first_layer: str
 ) -> dict[str, Tensor]:
-    """Ours to theirs; `first_layer` is 'midlayer.' or 'layers.0.'. Complete: nothing is left to the target."""
+    """Convert our complete tensors to vLLM's names and shapes.
+
+    `first_layer` is the name of layer 0 in the format: 'midlayer.' or 'layers.0.'.
+    """
     theirs = {name.replace("layers.0.", first_layer, 1): tensor for name, tensor in tensors.items()}
-    if (row := theirs.pop("mask_embedding", None)) is not None:
+    if (mask_embedding := theirs.pop("mask_embedding", None)) is not None:
         table = theirs["embed_tokens.weight"].clone()
-        table[config.mask_token_id] = row
+        table[config.mask_token_id] = mask_embedding
         theirs["embed_tokens.weight"] = table
         theirs["mask_hidden"] = theirs["mask_hidden"].view(1, 1, -1)
     if (ids := theirs.pop("target_ids", None)) is not None:
-        theirs["d2t"] = ids.long() - torch.arange(len(ids))
-        theirs["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(
-            0, ids.long(), True
-        )
+        ids = ids.long()
+        theirs["d2t"] = ids - torch.arange(len(ids))
+        in_draft_vocab = torch.zeros(config.vocab_size, dtype=torch.bool)
+        theirs["t2d"] = in_draft_vocab.index_fill_(0, ids, True)
     return theirs
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
-    return rope

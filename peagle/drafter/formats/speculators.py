@@ -1,5 +1,6 @@
-"""The speculators format: one folder that `vllm serve` starts from, target and K included."""
+"""The speculators format: one folder for `vllm serve`, which names the target and K."""
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,19 @@ from peagle.drafter.formats.llama import (
 from peagle.errors import UserError
 
 FIRST_LAYER = "layers.0."
-KINDS: dict[Method, tuple[str, str]] = {
+# Method -> (algorithm, architecture)
+ALGORITHMS: dict[Method, tuple[str, str]] = {
     "p-eagle": ("peagle", "PEagleDraftModel"),
     "eagle3": ("eagle3", "Eagle3DraftModel"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierConfig:
+    """The target, as a speculators checkpoint names it."""
+
+    name_or_path: str
+    architectures: list[str]
 
 
 def is_speculators(raw: dict[str, Any]) -> bool:
@@ -26,29 +36,29 @@ def is_speculators(raw: dict[str, Any]) -> bool:
 
 
 def config_to_json(
-    config: DrafterConfig, k: int, dtype: torch.dtype, verifier: dict[str, Any]
+    config: DrafterConfig, k: int, dtype: torch.dtype, verifier: VerifierConfig
 ) -> dict[str, Any]:
-    """`verifier` names the target: {"name_or_path": ..., "architectures": [...]}"""
     if config.method == "p-eagle" and (config.fc_norm or config.norm_output):
         raise UserError(
-            "vLLM drops fc_norm and norm_output of a speculators P-EAGLE checkpoint: use --to vllm"
+            "vLLM ignores fc_norm and norm_output of a P-EAGLE checkpoint in the speculators"
+            " format: use the vllm format"
         )
-    kind, architecture = KINDS[config.method]
+    algorithm, architecture = ALGORITHMS[config.method]
     raw = {
         "architectures": [architecture],
-        "speculators_model_type": kind,
+        "speculators_model_type": algorithm,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids or ()),
         "speculators_config": {
-            "algorithm": kind,
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
-            "verifier": verifier,
+            "verifier": asdict(verifier),
         },
-        # vLLM counts the taps by num_aux_hidden_states in here; without it, it takes 3
+        # vLLM reads the number of taps from num_aux_hidden_states and assumes 3 without it.
         "transformer_layer_config": sizes_to_json(config, dtype)
         | {"num_aux_hidden_states": config.num_taps},
         "tie_word_embeddings": False,
@@ -58,14 +68,16 @@ def config_to_json(
     return raw | {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
 
 
-def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfig:
-    kind = raw["speculators_model_type"]
-    method = next((method for method, (name, _) in KINDS.items() if name == kind), None)
+def config_from_json(raw: dict[str, Any], fc_input_size: int | None) -> DrafterConfig:
+    algorithm = raw["speculators_model_type"]
+    methods = {name: method for method, (name, _) in ALGORITHMS.items()}
+    method = methods.get(algorithm)
     layer = raw.get("transformer_layer_config") or {}
-    if method is None or layer.get("model_type", "llama") != "llama":
-        shape = layer.get("model_type", "llama")
+    model_type = layer.get("model_type", "llama")
+    if method is None or model_type != "llama":
         raise UserError(
-            f"a speculators checkpoint of kind {kind!r} with {shape} layers: only peagle and eagle3 on llama"
+            f"the speculators checkpoint has algorithm {algorithm!r} and {model_type} layers:"
+            " only peagle and eagle3 with llama layers are supported"
         )
     outer = {
         key: raw[key]
@@ -82,6 +94,6 @@ def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfi
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
         fc_norm=method == "eagle3" and bool(raw.get("fc_norm", False)),
         norm_output=method == "eagle3" and bool(raw.get("norm_output", False)),
-        **sizes_from_json(layer | outer | ids, fc_inputs),
+        **sizes_from_json(layer | outer | ids, fc_input_size),
         **origin,
     )

@@ -1,7 +1,8 @@
-"""The tensors of a drafter, by our own names: which there are, and in which shape.
+"""The tensors of a drafter by our own names: which exist, in which shape, and how they are read.
 
-Our names are those of `Drafter.state_dict()` plus what is shared with the target: `embed_tokens.weight`,
-`lm_head.weight`, and for a pruned vocabulary `target_ids` (draft id -> target id).
+Our names are those of `Drafter.state_dict()` and of what is shared with the target:
+`embed_tokens.weight`, `lm_head.weight`, and for a pruned vocabulary `target_ids` (draft id ->
+target id).
 """
 
 import json
@@ -16,17 +17,17 @@ from peagle.drafter.model import Drafter
 from peagle.errors import UserError
 
 Shapes = dict[str, tuple[int, ...]]
-SHARED = ("embed_tokens.weight", "lm_head.weight", "target_ids")
+SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight", "target_ids")
 
 
 def own_shapes(config: DrafterConfig) -> Shapes:
-    """What only the drafter has."""
+    """Shapes of the tensors that only the drafter has."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
 
 
 def shared_shapes(config: DrafterConfig) -> Shapes:
-    """What it may share with the target."""
+    """Shapes of the tensors that the drafter may share with the target."""
     shapes: Shapes = {
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
@@ -34,19 +35,18 @@ def shared_shapes(config: DrafterConfig) -> Shapes:
     return shapes | ({"target_ids": (config.draft_vocab_size,)} if config.pruned else {})
 
 
-def build(
+def build_drafter(
     config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Drafter:
-    """A drafter from complete tensors: ours and the shared ones."""
+    """Build a drafter from complete tensors: its own and the shared ones."""
     tensors = {
         name: t.to(device, dtype if t.is_floating_point() else None) for name, t in tensors.items()
     }
     with torch.device("meta"):
         drafter = Drafter(config)
     rope = Drafter.make_rope(config)
-    drafter.load_state_dict(
-        {name: t for name, t in tensors.items() if name not in SHARED}, assign=True
-    )
+    own = {name: t for name, t in tensors.items() if name not in SHARED_TENSORS}
+    drafter.load_state_dict(own, assign=True)
     drafter.rope = rope.to(device)
     drafter.set_embed_and_head(
         tensors["embed_tokens.weight"], tensors["lm_head.weight"], tensors.get("target_ids")
@@ -64,12 +64,12 @@ def read_json(path: Path) -> dict:
             f"{path} is not valid JSON ({error}): write the checkpoint again"
         ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object: write the checkpoint again")
+        raise UserError(f"{path} is not a JSON object: write the checkpoint again")
     return content
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, by the names they have there."""
+    """All tensors of the folder's safetensors files, by the names in the files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"no drafter in {folder}: there is no .safetensors file")

@@ -1,4 +1,4 @@
-"""vLLM's native format, and AWS's: a Llama config with the keys its EAGLE-3 loader reads."""
+"""vLLM's native format, also used by AWS: a Llama config with the keys of its EAGLE-3 loader."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from peagle.drafter.formats.llama import (
 
 FIRST_LAYER = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order vLLM looks for them
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM reads
 
 
 def is_vllm(raw: dict[str, Any]) -> bool:
@@ -38,15 +38,15 @@ def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
-def config_from_json(raw: dict[str, Any], fc_inputs: int | None) -> DrafterConfig:
-    mask = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
-    method: Method = "eagle3" if mask is None else "p-eagle"
+def config_from_json(raw: dict[str, Any], fc_input_size: int | None) -> DrafterConfig:
+    mask_id = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
+    method: Method = "eagle3" if mask_id is None else "p-eagle"
     switches: dict[str, Any] = {switch: bool(raw.get(switch, False)) for switch in SWITCHES}
     switches["norm_before_fc"] |= bool((raw.get("eagle_config") or {}).get("norm_before_fc", False))
     return DrafterConfig(
         method=method,
-        mask_token_id=None if mask is None else int(mask),
+        mask_token_id=None if mask_id is None else int(mask_id),
         **switches,
-        **sizes_from_json(raw, fc_inputs),
+        **sizes_from_json(raw, fc_input_size),
         **origin_from_json(raw),
     )

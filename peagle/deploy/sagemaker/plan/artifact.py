@@ -53,7 +53,7 @@ def target(pair: Pair, progress: Progress = silent, fetch: bool = False) -> Arti
     folder = target_folder(pair)
     if found := receipt(folder):
         return pinned(
-            f"{found['source']} {pair.target.hub or pair.name}", found["revision"], folder
+            f"{found.source} {pair.target.hub or pair.name}", found.revision, folder
         )
     source = source_order(pair, None)[0]
     if source == "wheels" and pair.target.wheels:
@@ -84,8 +84,8 @@ def drafter(
         pull_drafter(replace(pair, drafters={method: source}), method, progress)
     folder = cache_home() / "drafters" / pair.name / method
     found = receipt(folder)
-    if found and found.get("hub") == hub:
-        return pinned(f"hub {hub}", found["revision"], folder)
+    if found and found.hub == hub:
+        return pinned(f"hub {hub}", found.revision, folder)
     return pinned(f"hub {hub}", source.revision or "main")
 
 

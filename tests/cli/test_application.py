@@ -1,0 +1,57 @@
+"""Messages of the library name arguments; the command line names options."""
+
+from typing import Annotated
+
+import pytest
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from peagle.cli.application import Commands, name_options
+from peagle.errors import UserError
+
+single = typer.Typer()
+KTokens = Annotated[int, typer.Option("--kv-tokens")]
+K = Annotated[int, typer.Option("-k", "--k")]
+
+
+@single.command()
+def serve(pair: str, kv_tokens: KTokens = 1, k: K = 7) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("lower `kv_tokens`", "lower --kv-tokens"),
+        ("lower `kv_tokens` or raise `k`", "lower --kv-tokens or raise --k"),
+        ("unknown `pair`", "unknown pair"),
+        ("set `unknown_name`", "set `unknown_name`"),
+        ("run `peagle pull` first", "run `peagle pull` first"),
+        ("kv_tokens without backticks", "kv_tokens without backticks"),
+    ],
+)
+def test_name_options(message: str, expected: str) -> None:
+    assert name_options(message, get_command(single)) == expected
+
+
+def test_name_options_of_a_group_are_those_of_its_commands() -> None:
+    group = typer.Typer()
+    group.command("serve")(serve)
+    group.command("other")(lambda: None)
+    assert name_options("lower `kv_tokens`", get_command(group)) == "lower --kv-tokens"
+    assert name_options("lower `kv_tokens`", None) == "lower `kv_tokens`"
+
+
+def test_errors_of_a_command_name_its_options() -> None:
+    app = typer.Typer(cls=Commands)
+
+    @app.callback()
+    def main() -> None: ...
+
+    @app.command("serve")
+    def failing(kv_tokens: KTokens = 1) -> None:
+        raise UserError("raise `kv_tokens`")
+
+    result = CliRunner().invoke(app, ["serve"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: raise --kv-tokens\n"
