@@ -35,7 +35,7 @@ from peagle.kernels.triton import (
     swiglu,
 )
 from peagle.row_layout import draft_rows
-from peagle.target.quantized.codes import Codes
+from peagle.target.quantized.codes import QuantizedWeight
 from tests.kernels.test_kernels import INTERPRETED, index_of_one_element, interpreted  # noqa: F401 (a fixture for every test)
 from tests.support import tree_kernel_cases
 from tests.support.comparing import near, some
@@ -301,7 +301,7 @@ def multiplies_small(
 def shrinks(n: int, columns: int, small: torch.dtype, device: str, dtype: torch.dtype) -> None:
     """A quantized target's weight is read by its codes: scales that no other rounding would find."""
     dtype = torch.bfloat16 if device == "cuda" else dtype
-    codes = Codes(
+    codes = QuantizedWeight(
         (40 * some(n, columns, seed=1)).to(small), some(n, 1, seed=3).abs() / 40 + 0.01
     ).to(torch.device(device))
     weight = Weight(torch.zeros(n, columns, dtype=dtype, device=device), None, codes)

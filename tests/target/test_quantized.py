@@ -18,7 +18,7 @@ from peagle.errors import UserError
 from peagle.kernels.cpu.library import library
 from peagle.loaded import LoadedPair
 from peagle.target import Target, load_target
-from peagle.target.quantized.codes import Codes, beside, quantize_matrix
+from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights, quantize_matrix
 from peagle.target.quantized.formats import FORMATS
 from peagle.target.quantized.layout import packed, read_codes, stored, unpacked
 from peagle.target.quantized.write import quantize
@@ -207,7 +207,7 @@ def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> N
 def test_a_weight_that_shrank_is_its_codes() -> None:
     """Scales that no other rounding would find, so that nothing but the codes can be right."""
     whole = torch.randint(-100, 101, (50, 128), dtype=torch.int8)
-    codes = Codes(whole, torch.rand(50, 1) + 0.5)
+    codes = QuantizedWeight(whole, torch.rand(50, 1) + 0.5)
     bias = torch.randn(50).bfloat16()
     weight = Weight(codes.matrix(torch.bfloat16), bias, codes)
     assert weight.shrink()
@@ -220,14 +220,14 @@ def test_a_weight_that_shrank_is_its_codes() -> None:
 
 def test_merged_codes() -> None:
     one, other = (
-        Codes(torch.full((2, 4), i, dtype=torch.int8), torch.ones(2, 1) * i) for i in (1, 2)
+        QuantizedWeight(torch.full((2, 4), i, dtype=torch.int8), torch.ones(2, 1) * i) for i in (1, 2)
     )
-    both = beside([one, other])
+    both = concatenate_weights([one, other])
     assert (
         both is not None and both.codes[:, 0].tolist() == [1, 1, 2, 2] == both.scales[:, 0].tolist()
     )
-    assert beside([one, None]) is None
-    assert beside([one, Codes(other.codes, torch.ones(2, 2))]) is None
+    assert concatenate_weights([one, None]) is None
+    assert concatenate_weights([one, QuantizedWeight(other.codes, torch.ones(2, 2))]) is None
 
 
 def test_a_target_in_several_files(tmp_path: Path, folders: dict[str, Path]) -> None:

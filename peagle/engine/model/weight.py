@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from peagle.kernels.cpu.matrix import Matrix, can_pack, quantized_matrix
 from peagle.kernels.triton.skinny_gemm import fits, gated_skinny_gemm, reads, skinny_gemm
 from peagle.kernels.triton.swiglu import swiglu
-from peagle.target.quantized.codes import Codes
+from peagle.target.quantized.codes import QuantizedWeight
 
 ROWS = 8  # the library's layout is the best for about so many rows
 PAYS = 32 << 20  # weights from which on reading codes is faster on an H200 (docs/quantized.md)
@@ -24,7 +24,7 @@ PAYS = 32 << 20  # weights from which on reading codes is faster on an H200 (doc
 
 class Weight:
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, codes: Codes | None = None
+        self, weight: Tensor, bias: Tensor | None = None, codes: QuantizedWeight | None = None
     ) -> None:
         self.plain, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.codes, self.scales = codes, None  # type: Codes | None, Tensor | None

@@ -18,7 +18,7 @@ CLIPS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class QuantizedWeight:
     codes: Tensor  # [N, K] int8 or float8_e4m3fn
     scales: Tensor  # [N, groups]
 
@@ -37,7 +37,7 @@ class Codes:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
 
 
-def beside(parts: list[Codes | None]) -> Codes | None:
+def concatenate_weights(parts: list[QuantizedWeight | None]) -> QuantizedWeight | None:
     """Of several matrices with the same inputs, one behind the other; None where one of them has none."""
     found = [part for part in parts if part is not None]
     if (
@@ -45,12 +45,12 @@ def beside(parts: list[Codes | None]) -> Codes | None:
         or len({(part.codes.dtype, part.scales.shape[1]) for part in found}) > 1
     ):
         return None
-    return Codes(
+    return QuantizedWeight(
         torch.cat([part.codes for part in found]), torch.cat([part.scales for part in found])
     )
 
 
-def quantize_matrix(weight: Tensor, to: Format, group: int | None) -> Codes:
+def quantize_matrix(weight: Tensor, to: Format, group: int | None) -> QuantizedWeight:
     """weight [N, K]: for each row or group the clip with the least squared error."""
     n, k = weight.shape
     x = weight.float().view(n, -1, group or k)  # [N, groups, inputs]
@@ -66,7 +66,7 @@ def quantize_matrix(weight: Tensor, to: Format, group: int | None) -> Codes:
         error = (rounded(x, step, to).float() * step - x).square().sum(2, keepdim=True)
         scales = torch.where(error < best, step, scales)
         best = torch.minimum(error, best)
-    return Codes(rounded(x, scales, to).view(n, k), scales[:, :, 0].to(to.scales))
+    return QuantizedWeight(rounded(x, scales, to).view(n, k), scales[:, :, 0].to(to.scales))
 
 
 def rounded(x: Tensor, step: Tensor, to: Format) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.target.quantized.codes import Codes
+from peagle.target.quantized.codes import QuantizedWeight
 from peagle.target.quantized.formats import Format
 
 WEIGHT, PACKED, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
@@ -20,7 +20,7 @@ FOREIGN = (".weight_zero_point", ".weight_g_idx", ".weight_global_scale", ".inpu
 AGAIN = "quantize the target again with `peagle quantize`"
 
 
-def stored(name: str, codes: Codes, to: Format) -> dict[str, Tensor]:
+def stored(name: str, codes: QuantizedWeight, to: Format) -> dict[str, Tensor]:
     """The tensors of module `name`."""
     if to.layout != "pack-quantized":
         return {name + WEIGHT: codes.codes, name + SCALE: codes.scales}
@@ -44,9 +44,9 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return (parts - (1 << bits - 1)).to(torch.int8).flatten(1)
 
 
-def read_codes(tensors: dict[str, Tensor]) -> tuple[dict[str, Codes], dict[str, Tensor]]:
+def read_codes(tensors: dict[str, Tensor]) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
     """The codes by module, and what is stored plainly by its name."""
-    plain, found = dict(tensors), dict[str, Codes]()
+    plain, found = dict(tensors), dict[str, QuantizedWeight]()
     if foreign := sorted(name for name in tensors if name.endswith(FOREIGN)):
         raise UserError(
             f"tensor {foreign[0]}: we read symmetric rows and groups alone, without an order. {AGAIN}"
@@ -79,7 +79,7 @@ def _from_words(name: str, words: Tensor, shape: Tensor | None) -> Tensor:
     return unpacked(words, bits)
 
 
-def _checked(name: str, codes: Tensor | None, scales: Tensor) -> Codes:
+def _checked(name: str, codes: Tensor | None, scales: Tensor) -> QuantizedWeight:
     if codes is None or codes.dtype not in SMALL or codes.ndim != 2:
         kind = "missing" if codes is None else f"{codes.dtype} {list(codes.shape)}"
         raise UserError(
@@ -94,4 +94,4 @@ def _checked(name: str, codes: Tensor | None, scales: Tensor) -> Codes:
         )
     if not scales.is_floating_point() or not (scales.isfinite() & (scales > 0)).all():
         raise UserError(f"{name}{SCALE} holds numbers that are not above 0: {AGAIN}")
-    return Codes(codes, scales)
+    return QuantizedWeight(codes, scales)

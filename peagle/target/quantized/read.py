@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import UserError
-from peagle.target.quantized.codes import Codes, beside
+from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights
 from peagle.target.quantized.layout import AGAIN, PACKED, WEIGHT, read_codes
 from peagle.target.quantized.shards import read_shard, shards
 
@@ -37,7 +37,7 @@ def format_name(quantization: dict[str, Any]) -> str:
     return kinds.pop().replace("float", "fp") if len(kinds) == 1 else "mixed"
 
 
-def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Codes]]:
+def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row (words: no, their inputs stay)."""
     stored = {name: tensor for file in shards(folder) for name, tensor in read_shard(file).items()}
     codes, tensors = read_codes(stored)
@@ -47,7 +47,7 @@ def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str,
     }
 
 
-def attach(model: nn.Module, codes: dict[str, Codes], device: str) -> None:
+def attach(model: nn.Module, codes: dict[str, QuantizedWeight], device: str) -> None:
     """To the layers they belong to, where kernels of that device could read them: `joined_codes` finds them there."""
     for name, found in codes.items():
         if not device.startswith("cpu") or found.codes.dtype == torch.int8:
@@ -55,12 +55,12 @@ def attach(model: nn.Module, codes: dict[str, Codes], device: str) -> None:
             layer.codes = found
 
 
-def joined_codes(layers: list[Any]) -> Codes | None:
+def joined_codes(layers: list[Any]) -> QuantizedWeight | None:
     """Of linear layers with the same inputs, as one and on their device; kept for the next engine."""
     first = layers[0]
     if hasattr(first, "joined"):
         return first.joined
-    found = beside([getattr(layer, "codes", None) for layer in layers])
+    found = concatenate_weights([getattr(layer, "codes", None) for layer in layers])
     if found is not None:
         first.joined = found = found.to(first.weight.device)
         for layer in layers:
