@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from peagle.errors import UserError
 from peagle.target.cache import RollbackCache
-from peagle.target.quantized.read import attach, format_name, quantization_of, read
+from peagle.target.quantized.read import attach_quantized, format_name, read_quantization, read_quantized
 
 NO_LIMIT = 1 << 20  # the context of a target that does not say
 
@@ -175,7 +175,7 @@ def load_target(
         )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    quantization = quantization_of(folder)
+    quantization = read_quantization(folder)
     try:
         load: Any = AutoModelForCausalLM.from_pretrained if quantization is None else load_quantized
         model, info = load(
@@ -201,7 +201,7 @@ def load_target(
         )
     target = Target(model.to(device), tokenizer, name or str(folder), revision)
     target.folder = folder.resolve()
-    attach(model, info.get("codes", {}), device)
+    attach_quantized(model, info.get("codes", {}), device)
     target.format = None if quantization is None else format_name(quantization)
     target.require_rollback()
     return target
@@ -211,12 +211,12 @@ def load_quantized(
     folder: Path, dtype: torch.dtype, **how: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model in `dtype` whose weights were multiplied out, and the codes of those that may be read in 8 bits."""
-    format_name(quantization_of(folder) or {})  # a layout that we do not read
+    format_name(read_quantization(folder) or {})  # a layout that we do not read
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     del config.quantization_config
     with torch.device("meta"):
         kind: Any = type(AutoModelForCausalLM.from_config(config))
-    tensors, codes = read(folder, dtype)
+    tensors, codes = read_quantized(folder, dtype)
     model, info = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **how)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -21,7 +21,7 @@ from peagle.kernels.cpu.layer import Whole, Work
 from peagle.kernels.cpu.library import library
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.rope_store import rope_store, turn
-from peagle.target.quantized.read import joined_codes
+from peagle.target.quantized.read import merge_quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def merged(parts: list[Any]) -> bool:
 
 def weight_of(parts: list[Any]) -> Weight:
     """Of linear layers with the same inputs."""
-    return Weight(*merge(parts), joined_codes(parts))
+    return Weight(*merge(parts), merge_quantized(parts))
 
 
 def layer_of(

@@ -16,7 +16,7 @@ METHOD = "compressed-tensors"
 LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
 
-def quantization_of(folder: Path) -> dict[str, Any] | None:
+def read_quantization(folder: Path) -> dict[str, Any] | None:
     """What config.json says of compressed-tensors; None for any other target, also one that is quantized otherwise."""
     try:
         found = json.loads((folder / "config.json").read_text()).get("quantization_config")
@@ -37,7 +37,7 @@ def format_name(quantization: dict[str, Any]) -> str:
     return kinds.pop().replace("float", "fp") if len(kinds) == 1 else "mixed"
 
 
-def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
+def read_quantized(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row (words: no, their inputs stay)."""
     stored = {name: tensor for file in shards(folder) for name, tensor in read_shard(file).items()}
     codes, tensors = read_codes(stored)
@@ -47,7 +47,7 @@ def read(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str,
     }
 
 
-def attach(model: nn.Module, codes: dict[str, QuantizedWeight], device: str) -> None:
+def attach_quantized(model: nn.Module, codes: dict[str, QuantizedWeight], device: str) -> None:
     """To the layers they belong to, where kernels of that device could read them: `joined_codes` finds them there."""
     for name, found in codes.items():
         if not device.startswith("cpu") or found.codes.dtype == torch.int8:
@@ -55,7 +55,7 @@ def attach(model: nn.Module, codes: dict[str, QuantizedWeight], device: str) -> 
             layer.codes = found
 
 
-def joined_codes(layers: list[Any]) -> QuantizedWeight | None:
+def merge_quantized(layers: list[Any]) -> QuantizedWeight | None:
     """Of linear layers with the same inputs, as one and on their device; kept for the next engine."""
     first = layers[0]
     if hasattr(first, "joined"):

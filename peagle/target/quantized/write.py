@@ -22,7 +22,7 @@ from peagle.target.quantized.card import TITLE, card
 from peagle.target.quantized.codes import quantize_matrix
 from peagle.target.quantized.formats import Format, quantization_config
 from peagle.target.quantized.layout import WEIGHT, stored
-from peagle.target.quantized.read import quantization_of
+from peagle.target.quantized.read import read_quantization
 from peagle.target.quantized.shards import INDEX, read_shard, shards
 
 OURS = ("README.md", "peagle.json")  # a card and a receipt are of their own folder
@@ -187,7 +187,7 @@ def out_folder(out: Path, source: Path) -> Path:
 def is_ours(folder: Path) -> bool:
     told = folder / "README.md"
     return (
-        quantization_of(folder) is not None
+        read_quantization(folder) is not None
         and told.is_file()
         and told.read_text().startswith(TITLE)
     )
