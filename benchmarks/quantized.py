@@ -29,7 +29,7 @@ from peagle.evaluate.evaluate import summarize
 from peagle.export.export import export
 from peagle.loaded import LoadedPair, load
 from peagle.regenerate.loops import repetitive
-from peagle.target.quantized.formats import FORMATS
+from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
 
 PAIR, PLAIN = "smollm2-135m", "bf16"
@@ -45,7 +45,7 @@ def make(work: Path, data: Path, count: int) -> None:
     work.mkdir(parents=True, exist_ok=True)
     (work / PLAIN).unlink(missing_ok=True)
     (work / PLAIN).symlink_to(source)
-    for name, to in FORMATS.items():
+    for name, to in WEIGHT_FORMATS.items():
         if not (work / name / "config.json").is_file():
             print(json.dumps(quantize(source, work / name, to).as_dict()), flush=True)
     served = {"name_or_path": str(source), "architectures": pair.target.model.config.architectures}
@@ -159,7 +159,7 @@ class Measuring:
     def tell(self, pair: LoadedPair, cell: Json) -> None:
         self.cells.append(cell)
         head = {"tokens": self.tokens, "k": self.k, "device": str(pair.target.device)}
-        sizes = {name: weights(self.work / name) for name in (PLAIN, *FORMATS)}
+        sizes = {name: weights(self.work / name) for name in (PLAIN, *WEIGHT_FORMATS)}
         self.out.write_text(json.dumps(head | {"bytes": sizes, "cells": self.cells}, indent=1))
         print(json.dumps(cell), flush=True)
 
@@ -178,7 +178,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("work", type=Path)
     running.add_argument("out", type=Path)
-    running.add_argument("--formats", default=",".join([PLAIN, *FORMATS]))
+    running.add_argument("--formats", default=",".join([PLAIN, *WEIGHT_FORMATS]))
     running.add_argument(
         "--methods", default=",".join(METHODS), help="none first: the others are compared with it"
     )

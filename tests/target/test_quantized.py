@@ -19,12 +19,12 @@ from peagle.kernels.cpu.library import library
 from peagle.loaded import LoadedPair
 from peagle.target import Target, load_target
 from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights, quantize_matrix
-from peagle.target.quantized.formats import FORMATS
-from peagle.target.quantized.layout import packed, read_codes, stored, unpacked
+from peagle.target.quantized.formats import WEIGHT_FORMATS
+from peagle.target.quantized.layout import pack_codes, parse_quantized, weight_tensors, unpack_codes
 from peagle.target.quantized.write import quantize
 from tests.support.tiny_models import make_drafter, make_target
 
-NAMES = list(FORMATS)
+NAMES = list(WEIGHT_FORMATS)
 OFF = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}  # of a random matrix' length, at most
 PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22, 41, 5], list(range(10, 40))]
 dots = library()
@@ -47,14 +47,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folders(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("quantized")
-    for name, to in FORMATS.items():
+    for name, to in WEIGHT_FORMATS.items():
         quantize(source, root / name, to)
-    return {name: root / name for name in FORMATS}
+    return {name: root / name for name in WEIGHT_FORMATS}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_stay_close(name: str) -> None:
-    to = FORMATS[name]
+    to = WEIGHT_FORMATS[name]
     torch.manual_seed(0)
     matrix = torch.randn(16, 256) * torch.logspace(-4, 2, 16)[:, None]
     matrix[5] = 0
@@ -71,7 +71,7 @@ def test_codes_stay_close(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_cutting_an_outlier_off_pays(name: str) -> None:
     torch.manual_seed(0)
-    to, matrix = FORMATS[name], torch.randn(1, 1 << 16)
+    to, matrix = WEIGHT_FORMATS[name], torch.randn(1, 1 << 16)
     matrix[0, 0] = 6.0
     back = quantize_matrix(matrix, to, None).matrix(torch.float32)
     step = 6.0 / to.whole
@@ -84,21 +84,21 @@ def test_words_hold_the_first_code_in_the_lowest_bits() -> None:
     codes = torch.tensor(
         [[-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int8
     )
-    words = packed(codes, 4)
+    words = pack_codes(codes, 4)
     assert words.dtype == torch.int32 and [w & 0xFFFFFFFF for w in words[0].tolist()] == [
         0x76543210,
         0xFEDCBA98,
     ]
-    assert torch.equal(unpacked(words, 4), codes)
+    assert torch.equal(unpack_codes(words, 4), codes)
     bytes_ = torch.randint(-128, 128, (5, 32), dtype=torch.int8)
-    assert torch.equal(unpacked(packed(bytes_, 8), 8), bytes_)
+    assert torch.equal(unpack_codes(pack_codes(bytes_, 8), 8), bytes_)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_stored_is_what_is_read(name: str) -> None:
-    to, matrix = FORMATS[name], torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    to, matrix = WEIGHT_FORMATS[name], torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
     codes = quantize_matrix(matrix, to, to.group_of([128, 192]))
-    read, plain = read_codes(stored("a.b", codes, to) | {"norm.weight": torch.ones(3)})
+    read, plain = parse_quantized(weight_tensors("a.b", codes, to) | {"norm.weight": torch.ones(3)})
     assert plain.keys() == {"norm.weight"} and read.keys() == {"a.b"}
     assert torch.equal(read["a.b"].codes.float(), codes.codes.float())
     assert torch.equal(read["a.b"].scales, codes.scales)
@@ -107,28 +107,28 @@ def test_what_is_stored_is_what_is_read(name: str) -> None:
 def test_eight_bits_in_words_and_one_scale_for_all_are_read_too() -> None:
     """Others write such checkpoints."""
     whole = torch.randint(-127, 128, (4, 8), dtype=torch.int8)
-    tensors = {"a.weight_packed": packed(whole, 8), "a.weight_shape": torch.tensor([4, 8])}
-    codes, _ = read_codes(tensors | {"a.weight_scale": torch.tensor([0.5])})
+    tensors = {"a.weight_packed": pack_codes(whole, 8), "a.weight_shape": torch.tensor([4, 8])}
+    codes, _ = parse_quantized(tensors | {"a.weight_scale": torch.tensor([0.5])})
     assert torch.equal(codes["a"].matrix(torch.float32), whole * 0.5) and codes["a"].by_row
 
 
 def test_groups_divide_every_matrix() -> None:
-    assert FORMATS["int4"].group_of([576, 1536]) == 64
-    assert FORMATS["int4"].group_of([4096, 14336]) == 128
-    assert FORMATS["int8"].group_of([576, 1536]) is None
-    assert FORMATS["int4"].group_of([576, 1536], 32) == 32
+    assert WEIGHT_FORMATS["int4"].group_of([576, 1536]) == 64
+    assert WEIGHT_FORMATS["int4"].group_of([4096, 14336]) == 128
+    assert WEIGHT_FORMATS["int8"].group_of([576, 1536]) is None
+    assert WEIGHT_FORMATS["int4"].group_of([576, 1536], 32) == 32
     with pytest.raises(UserError, match="a multiple of 32 inputs"):
-        FORMATS["int4"].group_of([48, 64])
+        WEIGHT_FORMATS["int4"].group_of([48, 64])
     with pytest.raises(UserError, match="a multiple of 128 inputs"):
-        FORMATS["int4"].group_of([576, 1536], 128)
+        WEIGHT_FORMATS["int4"].group_of([576, 1536], 128)
     for name, wanted in (("int4", 16), ("int8", 64)):
         with pytest.raises(UserError, match=f"a group of {wanted} cannot be had in {name}"):
-            FORMATS[name].group_of([576], wanted)
+            WEIGHT_FORMATS[name].group_of([576], wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_is_complete(name: str, folders: dict[str, Path], source: Path) -> None:
-    folder, to = folders[name], FORMATS[name]
+    folder, to = folders[name], WEIGHT_FORMATS[name]
     config = json.loads((folder / "config.json").read_text())
     told = config.pop("quantization_config")
     assert config == json.loads((source / "config.json").read_text())
@@ -155,7 +155,7 @@ def test_a_target_is_what_its_codes_stand_for(
         load_target(folder, torch.float32, "cpu") for folder in (folders[name], source)
     )
     assert (target.format, plain.format) == (name, None)
-    codes, _ = read_codes(load_file(folders[name] / "model.safetensors"))
+    codes, _ = parse_quantized(load_file(folders[name] / "model.safetensors"))
     for module, found in codes.items():
         weight = target.model.get_submodule(module).weight
         assert torch.equal(weight, found.matrix(torch.float32)), module
@@ -233,7 +233,7 @@ def test_merged_codes() -> None:
 def test_a_target_in_several_files(tmp_path: Path, folders: dict[str, Path]) -> None:
     source = saved(tmp_path / "source", max_shard_size="40KB")
     assert len(list(source.glob("*.safetensors"))) > 2
-    quantize(source, tmp_path / "out", FORMATS["int8"])
+    quantize(source, tmp_path / "out", WEIGHT_FORMATS["int8"])
     assert {f.name for f in source.glob("*.safetensors*")} == {
         f.name for f in (tmp_path / "out").glob("*.safetensors*")
     }
@@ -294,7 +294,7 @@ def test_an_unknown_layout_is_refused(folders: dict[str, Path], tmp_path: Path) 
 
 
 def test_what_cannot_be_quantized(folders: dict[str, Path], source: Path, tmp_path: Path) -> None:
-    int8 = FORMATS["int8"]
+    int8 = WEIGHT_FORMATS["int8"]
     with pytest.raises(UserError, match="quantized already"):
         quantize(folders["fp8"], tmp_path / "out", int8)
     with pytest.raises(UserError, match="only dense targets"):

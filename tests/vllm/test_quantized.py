@@ -11,8 +11,8 @@ from parity_cases import Case
 from parity_models import tiny_target
 from safetensors.torch import load_file
 
-from peagle.target.quantized.formats import FORMATS
-from peagle.target.quantized.layout import read_codes
+from peagle.target.quantized.formats import WEIGHT_FORMATS
+from peagle.target.quantized.layout import parse_quantized
 from peagle.target.quantized.write import quantize
 
 pytestmark = pytest.mark.vllm
@@ -25,13 +25,13 @@ PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22], list(range(10, 40)), [1, 2]]
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("work")
     tiny_target(CASE, root / "fp32").model.to(torch.bfloat16).save_pretrained(root / "bf16")
-    for name, to in FORMATS.items():
+    for name, to in WEIGHT_FORMATS.items():
         quantize(root / "bf16", root / name, to)
     (root / "prompts.json").write_text(json.dumps({"tiny": PROMPTS}))
     return root
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_the_package_reads_the_same_weights(name: str, work: Path) -> None:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -42,7 +42,7 @@ def test_the_package_reads_the_same_weights(name: str, work: Path) -> None:
     theirs = BaseCompressor.get_value_from_registry(config.format)
     assert theirs.can_compress(torch.nn.Linear, scheme)
     tensors = load_file(work / name / "model.safetensors")
-    codes, _ = read_codes(tensors)
+    codes, _ = parse_quantized(tensors)
     assert len(codes) == 8 * 7
     for module, ours in codes.items():
         own = {

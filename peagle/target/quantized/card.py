@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.target.quantized.codes import CLIPS
-from peagle.target.quantized.formats import FORMATS
+from peagle.target.quantized.formats import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
     from peagle.target.quantized.write import Written
@@ -21,7 +21,7 @@ def card(source: Path, config: dict[str, Any], written: "Written") -> str:
     made_of = config.get("_name_or_path") or config.get("_model_name_or_path") or source.name
     how = WORDS[written.format].format(group=written.group)
     told, cut = written.as_dict(), ""
-    if FORMATS[written.format].searched:
+    if WEIGHT_FORMATS[written.format].searched:
         cut = (
             f" The largest magnitude that is kept is the one of {len(CLIPS)}, from {CLIPS[-1]:g} to {CLIPS[0]:g} of it,"
             " with the least squared error."
@@ -35,7 +35,7 @@ def card(source: Path, config: dict[str, Any], written: "Written") -> str:
             "",
             "| | |",
             "|---|---|",
-            f"| layout | compressed-tensors, {FORMATS[written.format].layout} |",
+            f"| layout | compressed-tensors, {WEIGHT_FORMATS[written.format].layout} |",
             f"| matrices | {told['matrices']} |",
             f"| bytes | {told['bytes_before']:,} -> {told['bytes_after']:,} |",
             f"| error, as a share of the weights' length | {written.error:.3%} |",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from peagle.target.quantized.formats import Format
+from peagle.target.quantized.formats import WeightFormat
 
 CLIPS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
 
@@ -50,7 +50,7 @@ def concatenate_weights(parts: list[QuantizedWeight | None]) -> QuantizedWeight 
     )
 
 
-def quantize_matrix(weight: Tensor, to: Format, group: int | None) -> QuantizedWeight:
+def quantize_matrix(weight: Tensor, to: WeightFormat, group: int | None) -> QuantizedWeight:
     """weight [N, K]: for each row or group the clip with the least squared error."""
     n, k = weight.shape
     x = weight.float().view(n, -1, group or k)  # [N, groups, inputs]
@@ -69,6 +69,6 @@ def quantize_matrix(weight: Tensor, to: Format, group: int | None) -> QuantizedW
     return QuantizedWeight(rounded(x, scales, to).view(n, k), scales[:, :, 0].to(to.scales))
 
 
-def rounded(x: Tensor, step: Tensor, to: Format) -> Tensor:
+def rounded(x: Tensor, step: Tensor, to: WeightFormat) -> Tensor:
     wide = (x / step).clamp(to.low, to.high)
     return (wide if to.codes.is_floating_point else wide.round()).to(to.codes)

@@ -19,7 +19,7 @@ GROUPS = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class WeightFormat:
     name: str
     layout: str  # compressed-tensors' name of it
     bits: int
@@ -52,25 +52,25 @@ class Format:
         )
 
 
-FORMATS = {
+WEIGHT_FORMATS = {
     found.name: found
     for found in (
-        Format("fp8", "float-quantized", 8, -448, 448, 448, torch.float8_e4m3fn, torch.float32),
-        Format("int8", "int-quantized", 8, -127, 127, 127, torch.int8, torch.float32),
-        Format("int4", "pack-quantized", 4, -8, 7, 7, torch.int8, torch.bfloat16, grouped=True),
+        WeightFormat("fp8", "float-quantized", 8, -448, 448, 448, torch.float8_e4m3fn, torch.float32),
+        WeightFormat("int8", "int-quantized", 8, -127, 127, 127, torch.int8, torch.float32),
+        WeightFormat("int4", "pack-quantized", 4, -8, 7, 7, torch.int8, torch.bfloat16, grouped=True),
     )
 }
 
 
-def find_format(name: str) -> Format:
-    if name not in FORMATS:
+def find_format(name: str) -> WeightFormat:
+    if name not in WEIGHT_FORMATS:
         raise UserError(
-            f"unknown format {name!r}: use one of {', '.join(FORMATS)}.{nearest(name, list(FORMATS))}"
+            f"unknown format {name!r}: use one of {', '.join(WEIGHT_FORMATS)}.{nearest(name, list(WEIGHT_FORMATS))}"
         )
-    return FORMATS[name]
+    return WEIGHT_FORMATS[name]
 
 
-def quantization_config(to: Format, group: int | None, ignored: list[str]) -> dict[str, Any]:
+def quantization_config(to: WeightFormat, group: int | None, ignored: list[str]) -> dict[str, Any]:
     """For config.json. `ignored`: linear layers that stay as they are."""
     kind = "float" if to.codes.is_floating_point else "int"
     weights = _arguments(to.bits, kind, "channel" if group is None else "group", False, group)

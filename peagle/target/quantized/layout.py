@@ -12,7 +12,7 @@ from torch import Tensor
 
 from peagle.errors import UserError
 from peagle.target.quantized.codes import QuantizedWeight
-from peagle.target.quantized.formats import Format
+from peagle.target.quantized.formats import WeightFormat
 
 WEIGHT, PACKED, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
 SMALL = (torch.int8, torch.float8_e4m3fn)
@@ -20,31 +20,31 @@ FOREIGN = (".weight_zero_point", ".weight_g_idx", ".weight_global_scale", ".inpu
 AGAIN = "quantize the target again with `peagle quantize`"
 
 
-def stored(name: str, codes: QuantizedWeight, to: Format) -> dict[str, Tensor]:
+def weight_tensors(name: str, codes: QuantizedWeight, to: WeightFormat) -> dict[str, Tensor]:
     """The tensors of module `name`."""
     if to.layout != "pack-quantized":
         return {name + WEIGHT: codes.codes, name + SCALE: codes.scales}
     shape = torch.tensor(codes.codes.shape)
     return {
-        name + PACKED: packed(codes.codes, to.bits),
+        name + PACKED: pack_codes(codes.codes, to.bits),
         name + SCALE: codes.scales,
         name + SHAPE: shape,
     }
 
 
-def packed(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """int8 [N, K] -> int32 [N, K * bits / 32]"""
     each = 32 // bits
     words = (codes.long() + (1 << bits - 1)).view(len(codes), -1, each) << torch.arange(0, 32, bits)
     return words.sum(2).to(torch.int32)  # the highest bit becomes the sign
 
 
-def unpacked(words: Tensor, bits: int) -> Tensor:
+def unpack_codes(words: Tensor, bits: int) -> Tensor:
     parts = (words[:, :, None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & ((1 << bits) - 1)
     return (parts - (1 << bits - 1)).to(torch.int8).flatten(1)
 
 
-def read_codes(tensors: dict[str, Tensor]) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
+def parse_quantized(tensors: dict[str, Tensor]) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
     """The codes by module, and what is stored plainly by its name."""
     plain, found = dict(tensors), dict[str, QuantizedWeight]()
     if foreign := sorted(name for name in tensors if name.endswith(FOREIGN)):
@@ -76,7 +76,7 @@ def _from_words(name: str, words: Tensor, shape: Tensor | None) -> Tensor:
         raise UserError(
             f"{name}{PACKED} {list(words.shape)} is no matrix of {n} x {k} in 4 or 8 bits: {AGAIN}"
         )
-    return unpacked(words, bits)
+    return unpack_codes(words, bits)
 
 
 def _checked(name: str, codes: Tensor | None, scales: Tensor) -> QuantizedWeight:

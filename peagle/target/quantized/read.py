@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from peagle.errors import UserError
 from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights
-from peagle.target.quantized.layout import AGAIN, PACKED, WEIGHT, read_codes
+from peagle.target.quantized.layout import AGAIN, PACKED, WEIGHT, parse_quantized
 from peagle.target.quantized.shards import read_shard, shards
 
 METHOD = "compressed-tensors"
@@ -40,7 +40,7 @@ def format_name(quantization: dict[str, Any]) -> str:
 def read_quantized(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """Every tensor in `dtype`, and by module the codes in 8 bits with a scale a row (words: no, their inputs stay)."""
     stored = {name: tensor for file in shards(folder) for name, tensor in read_shard(file).items()}
-    codes, tensors = read_codes(stored)
+    codes, tensors = parse_quantized(stored)
     tensors |= {name + WEIGHT: found.matrix(dtype) for name, found in codes.items()}
     return tensors, {
         name: found for name, found in codes.items() if found.by_row and name + PACKED not in stored

@@ -20,8 +20,8 @@ from peagle.paths import publish_folder, save_tensors, write_json
 from peagle.progress import Progress, silent
 from peagle.target.quantized.card import TITLE, card
 from peagle.target.quantized.codes import quantize_matrix
-from peagle.target.quantized.formats import Format, quantization_config
-from peagle.target.quantized.layout import WEIGHT, stored
+from peagle.target.quantized.formats import WeightFormat, quantization_config
+from peagle.target.quantized.layout import WEIGHT, weight_tensors
 from peagle.target.quantized.read import read_quantization
 from peagle.target.quantized.shards import INDEX, read_shard, shards
 
@@ -69,7 +69,7 @@ class Written:
 
 
 def quantize(
-    source: Path, out: Path, to: Format, progress: Progress = silent, group: int | None = None
+    source: Path, out: Path, to: WeightFormat, progress: Progress = silent, group: int | None = None
 ) -> Written:
     """Writes `out` whole or not at all. `group`: inputs that share a scale in int4; None: as many as can be."""
     out = out_folder(out, source)
@@ -98,7 +98,7 @@ def write_shards(
     source: Path,
     staging: Path,
     matrices: dict[str, int],
-    to: Format,
+    to: WeightFormat,
     written: Written,
     progress: Progress,
 ) -> dict[str, str]:
@@ -125,12 +125,12 @@ def write_shards(
     return places
 
 
-def in_codes(module: str, tensor: Tensor, to: Format, written: Written) -> dict[str, Tensor]:
+def in_codes(module: str, tensor: Tensor, to: WeightFormat, written: Written) -> dict[str, Tensor]:
     if not tensor.isfinite().all():
         raise UserError(f"{module}{WEIGHT} is not finite: such a target cannot be quantized")
     codes = quantize_matrix(tensor, to, written.group)
     written.add(module, tensor.float(), codes.matrix(torch.float32))
-    return stored(module, codes, to)
+    return weight_tensors(module, codes, to)
 
 
 def linear_layers(source: Path) -> tuple[dict[str, int], list[str]]:
