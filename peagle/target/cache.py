@@ -1,7 +1,8 @@
-"""A KV cache that can be rolled back: what the target verified and did not keep is forgotten.
+"""A KV cache with rollback: positions of rejected drafts are dropped.
 
-It serves transformers' models (as `past_key_values`) and the drafter alike. Every layer keeps all positions, sliding
-ones too: their window is applied by the attention mask, so a rollback never needs an entry that was evicted.
+It serves models of transformers (as `past_key_values`) and the drafter. Every layer stores all
+positions, also layers with a sliding window: the attention mask applies the window, so a rollback
+never needs an evicted entry.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-FIRST_CAPACITY = 256
+INITIAL_CAPACITY = 256  # positions
 
 
 class RollbackLayer(DynamicLayer):
@@ -20,25 +21,23 @@ class RollbackLayer(DynamicLayer):
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (
-            _room(key_states, FIRST_CAPACITY),
-            _room(value_states, FIRST_CAPACITY),
-        )
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.keys = _allocate(key_states, INITIAL_CAPACITY)
+        self.values = _allocate(value_states, INITIAL_CAPACITY)
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Append new positions; return the keys and values of all positions."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
-            self.keys, self.values = (
-                _grown(self.keys, self.length, end),
-                _grown(self.values, self.length, end),
-            )
+            self.keys = _grow(self.keys, self.length, end)
+            self.values = _grow(self.values, self.length, end)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -49,27 +48,27 @@ class RollbackLayer(DynamicLayer):
 
 
 class RollbackCache(Cache):
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers=[RollbackLayer() for _ in range(layers)])
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[RollbackLayer() for _ in range(num_layers)])
 
     @property
     def length(self) -> int:
         return self.get_seq_length()
 
     def rollback(self, length: int) -> None:
-        """Keeps the first `length` positions."""
+        """Keep only the first `length` positions."""
         assert 0 <= length <= self.length, f"cannot roll back from {self.length} to {length}"
         for layer in self.layers:
             assert isinstance(layer, RollbackLayer)
             layer.length = length
 
 
-def _room(like: Tensor, capacity: int) -> Tensor:
+def _allocate(like: Tensor, capacity: int) -> Tensor:
     return like.new_empty(*like.shape[:-2], capacity, like.shape[-1])
 
 
-def _grown(old: Tensor, length: int, needed: int) -> Tensor:
-    """Doubling keeps the copies amortised: no step copies the whole cache."""
-    new = _room(old, max(needed, 2 * old.shape[-2]))
+def _grow(old: Tensor, length: int, required: int) -> Tensor:
+    """Double the capacity, so that few steps copy the cache."""
+    new = _allocate(old, max(required, 2 * old.shape[-2]))
     new[:, :, :length] = old[:, :, :length]
     return new

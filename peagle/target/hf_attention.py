@@ -1,4 +1,4 @@
-"""transformers' own attention functions, behind whatever stands in front of them."""
+"""The attention functions of transformers, for code that replaces them and calls the original."""
 
 import sys
 from collections.abc import Callable
@@ -9,6 +9,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def hf_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
-    """The attention of that name; "eager" is the one of the module's own file."""
-    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
+    """The attention function with that name; "eager" is the one in the module's own file."""
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)

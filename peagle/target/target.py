@@ -1,7 +1,8 @@
-"""The target: any transformers causal LM, with taps on the residual stream.
+"""The target: any causal LM of transformers, with taps on its residual stream.
 
-Tap `l` is the un-normed residual stream *entering* decoder layer `l` (transformers' `hidden_states[l]`, vLLM's aux
-layer id `l`), taken by a hook in the forward pass that computes the logits: no second pass, no other layer kept.
+Tap `l` is the un-normed residual stream *entering* decoder layer `l`: `hidden_states[l]` of
+transformers, aux layer id `l` of vLLM. Hooks capture the taps in the forward pass that computes the
+logits: there is no second pass, and no other layer is stored.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,22 @@ from transformers.utils import logging
 
 from peagle.errors import UserError
 from peagle.target.cache import RollbackCache
-from peagle.target.quantized.read import attach_quantized, format_name, read_quantization, read_quantized
+from peagle.target.quantized.codes import QuantizedWeight
+from peagle.target.quantized.read import (
+    attach_quantized,
+    format_name,
+    read_quantization,
+    read_quantized,
+)
 
-NO_LIMIT = 1 << 20  # the context of a target that does not say
+UNLIMITED_CONTEXT = 1 << 20  # for a target whose config has no limit
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 @dataclass(slots=True)
 class TargetOutput:
-    logits: Tensor  # [kept rows, vocabulary]
-    hidden: Tensor  # [rows, taps * d]: g, the taps side by side; [rows, 0] without taps
+    logits: Tensor  # [rows with logits, vocabulary]
+    hidden: Tensor  # [rows, taps * d] g, the taps side by side; [rows, 0] without taps
 
 
 class Target:
@@ -46,8 +54,8 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
         self.revision = revision
-        self.folder: Path | None = None  # where it was loaded from
-        self.format: str | None = None  # of a quantized one
+        self.folder: Path | None = None  # from which it was loaded
+        self.format: str | None = None  # of quantized weights: fp8, int8, int4 or mixed
         self.layers = decoder_layers(model)
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -67,7 +75,7 @@ class Target:
 
     @property
     def context(self) -> int:
-        return getattr(self.config, "max_position_embeddings", None) or NO_LIMIT
+        return getattr(self.config, "max_position_embeddings", None) or UNLIMITED_CONTEXT
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +95,7 @@ class Target:
 
     @property
     def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
         generation = self.model.generation_config
         eos = generation.eos_token_id if generation is not None else None
         eos = self.config.eos_token_id if eos is None else eos
@@ -94,13 +103,13 @@ class Target:
         return frozenset(ids)
 
     def tap(self, aux_layer_ids: Sequence[int]) -> None:
-        """From now on `forward` also delivers the residual stream entering these layers, in this order."""
+        """Make `forward` also return the residual stream entering these layers, in this order."""
         check_aux_layer_ids(aux_layer_ids, len(self.layers))
         for hook in self._hooks:
             hook.remove()
         self.aux_layer_ids = tuple(aux_layer_ids)
         self._hooks = [
-            self.layers[i].register_forward_pre_hook(self._keep(i), with_kwargs=True)
+            self.layers[i].register_forward_pre_hook(self._capture_hook(i), with_kwargs=True)
             for i in set(aux_layer_ids)
         ]
 
@@ -111,7 +120,7 @@ class Target:
     def forward(
         self, ids: Tensor, cache: RollbackCache | None = None, keep: int = 0
     ) -> TargetOutput:
-        """ids [rows] continue what the cache holds; logits of the last `keep` rows (0: of all)."""
+        """Run ids [rows] after the tokens in the cache; logits of the last `keep` rows (0: all)."""
         out = self.model(
             input_ids=ids[None],
             past_key_values=cache,
@@ -134,32 +143,33 @@ class Target:
         self._taps.clear()
         return TargetOutput(last, hidden)
 
-    def _keep(self, layer: int) -> Any:
+    def _capture_hook(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._taps[layer] = args[0] if args else kwargs["hidden_states"]  # [1, rows, d]
 
         return hook
 
     def require_rollback(self) -> None:
-        """Refuses a target with a state that a rollback does not undo, as recurrent layers have: tried, not guessed."""
+        """Raise if a rollback does not restore the target's state, as with recurrent layers.
+
+        A short run decides: a rejected block, a rollback, and a comparison with a fresh pass.
+        """
         ids = torch.arange(8, device=self.device) % self.vocab_size
         try:
             cache = self.new_cache()
             self.forward(ids[:4], cache)
-            self.forward(ids[:3], cache)  # a block that is rejected
+            self.forward(ids[:3], cache)  # a rejected block
             cache.rollback(4)
-            after, fresh = (
-                self.forward(ids[4:], cache).logits.float(),
-                self.forward(ids).logits[4:].float(),
-            )
-            undone = cache.length == 8 and torch.allclose(
-                after, fresh, rtol=0.1, atol=0.05 * float(fresh.abs().max())
-            )
+            continued = self.forward(ids[4:], cache).logits.float()
+            fresh = self.forward(ids).logits[4:].float()
+            tolerance = 0.05 * float(fresh.abs().max())
+            equal = torch.allclose(continued, fresh, rtol=0.1, atol=tolerance)
+            restored = equal and cache.length == 8
         except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError):
-            undone = False
-        if not undone:
+            restored = False
+        if not restored:
             raise UserError(
-                f"target {self.name!r} cannot be rolled back after a rejected draft (it is no plain attention model):"
+                f"target {self.name!r} cannot be rolled back after a rejected draft:"
                 " use a target whose layers are all attention layers"
             )
 
@@ -167,86 +177,84 @@ class Target:
 def load_target(
     folder: Path, dtype: torch.dtype, device: str, name: str = "", revision: str | None = None
 ) -> Target:
-    """Reads config, safetensors and tokenizer from a local folder; never touches the network."""
+    """Load config, safetensors and tokenizer from a local folder, without a network."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"no target in {folder}: config.json is missing. Give a folder that `peagle pull` made"
+            f"no target in {folder}: config.json is missing. Give a folder from `peagle pull`"
         )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     quantization = read_quantization(folder)
+    target_format: str | None = None
+    weights: dict[str, QuantizedWeight] = {}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "local_files_only": True,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     try:
-        load: Any = AutoModelForCausalLM.from_pretrained if quantization is None else load_quantized
-        model, info = load(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        tokenizer = (
-            AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            if has_tokenizer(folder)
-            else None
-        )
+        if quantization is None:
+            model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        else:
+            target_format = format_name(quantization)  # raises for unsupported layouts
+            model, info, weights = load_quantized(folder, options)
+        tokenizer = None
+        if any((folder / file).is_file() for file in TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except UserError:
         raise
-    except Exception as error:  # transformers raises whatever the file brings up
+    except Exception as error:  # transformers raises exceptions of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load the target in {folder}: {reason}") from error
     if missing := sorted(info["missing_keys"]):
         raise UserError(
-            f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}: get it again"
+            f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}:"
+            " download or copy it again"
         )
     target = Target(model.to(device), tokenizer, name or str(folder), revision)
     target.folder = folder.resolve()
-    attach_quantized(model, info.get("codes", {}), device)
-    target.format = None if quantization is None else format_name(quantization)
+    attach_quantized(model, weights, device)
+    target.format = target_format
     target.require_rollback()
     return target
 
 
 def load_quantized(
-    folder: Path, dtype: torch.dtype, **how: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model in `dtype` whose weights were multiplied out, and the codes of those that may be read in 8 bits."""
-    format_name(read_quantization(folder) or {})  # a layout that we do not read
+    folder: Path, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any], dict[str, QuantizedWeight]]:
+    """A model with dequantized weights, its loading info, and the weights that kernels can read."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     del config.quantization_config
     with torch.device("meta"):
-        kind: Any = type(AutoModelForCausalLM.from_config(config))
-    tensors, codes = read_quantized(folder, dtype)
-    model, info = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **how)
+        model_class: Any = type(AutoModelForCausalLM.from_config(config))
+    tensors, weights = read_quantized(folder, options["dtype"])
+    model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model, info | {"codes": codes}
-
-
-def has_tokenizer(folder: Path) -> bool:
-    return any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    )
+    return model, info, weights
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers, whatever the architecture calls it."""
+    """The list of decoder layers, independent of its name in the architecture."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UserError(f"cannot find the {count} decoder layers of {type(model).__name__}")
+    raise UserError(
+        f"cannot find the {count} decoder layers of {type(model).__name__}: use another target"
+    )
 
 
 def default_aux_layer_ids(layers: int) -> tuple[int, int, int]:
-    """vLLM's default: what a checkpoint without ids means."""
+    """vLLM's default, which applies to a checkpoint without ids."""
     return (2, layers // 2, layers - 3)
 
 
 def check_aux_layer_ids(ids: Sequence[int], layers: int) -> None:
-    if bad := [i for i in ids if not 0 <= i < layers]:
+    if invalid := [i for i in ids if not 0 <= i < layers]:
         raise UserError(
-            f"aux layer ids {bad} do not exist: the target has layers 0 to {layers - 1},"
-            " and an id names the residual stream entering that layer"
+            f"aux layer ids {invalid} do not exist: the target has layers 0 to {layers - 1},"
+            " and an id means the residual stream entering that layer"
         )

@@ -24,14 +24,16 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"float32": 100.0, "bfloat16": 900.0}, torch.float32),
     ],
 )
-def test_the_faster_one_is_taken(
-    times: dict, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_faster_one_is_taken(times: dict, expected: torch.dtype) -> None:
     calls = []
-    monkeypatch.setattr(precision, "measure", lambda: calls.append(1) or times)
-    assert precision.choose_dtype("auto", "cpu") == expected
-    assert precision.choose_dtype("auto", "cpu") == expected
-    assert len(calls) == 1, "measured once, then remembered"
+
+    def measure() -> dict[str, float]:
+        calls.append(1)
+        return times
+
+    assert precision.choose_dtype("auto", "cpu", measure) == expected
+    assert precision.choose_dtype("auto", "cpu", measure) == expected
+    assert len(calls) == 1, "measured once, then stored"
 
 
 def test_measuring_is_quick_and_remembered(own_home: Path) -> None:

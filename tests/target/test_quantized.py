@@ -1,4 +1,4 @@
-"""Quantized targets: how far codes are off, what a folder holds, that drafts change nothing, and what is refused."""
+"""Quantized targets: errors of codes, complete folders, the same answers with drafts, refusals."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from peagle.loaded import LoadedPair
 from peagle.target import Target, load_target
 from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights, quantize_matrix
 from peagle.target.quantized.formats import WEIGHT_FORMATS
-from peagle.target.quantized.layout import pack_codes, parse_quantized, weight_tensors, unpack_codes
+from peagle.target.quantized.layout import pack_codes, parse_quantized, unpack_codes, weight_tensors
 from peagle.target.quantized.write import quantize
 from tests.support.tiny_models import make_drafter, make_target
 
@@ -58,7 +58,7 @@ def test_codes_stay_close(name: str) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(16, 256) * torch.logspace(-4, 2, 16)[:, None]
     matrix[5] = 0
-    codes = quantize_matrix(matrix, to, to.group_of([256]))
+    codes = quantize_matrix(matrix, to, to.choose_group_size([256]))
     assert (codes.codes.dtype, codes.scales.dtype) == (to.codes, to.scales)
     assert codes.scales.shape == (16, 2 if name == "int4" else 1)
     back = codes.matrix(torch.float32)
@@ -74,7 +74,7 @@ def test_cutting_an_outlier_off_pays(name: str) -> None:
     to, matrix = WEIGHT_FORMATS[name], torch.randn(1, 1 << 16)
     matrix[0, 0] = 6.0
     back = quantize_matrix(matrix, to, None).matrix(torch.float32)
-    step = 6.0 / to.whole
+    step = 6.0 / to.full_scale
     plain = (matrix / step).round() * step
     assert (back - matrix).square().sum() < 0.9 * (plain - matrix).square().sum()
     assert back.max() < 5.9
@@ -96,8 +96,11 @@ def test_words_hold_the_first_code_in_the_lowest_bits() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_stored_is_what_is_read(name: str) -> None:
-    to, matrix = WEIGHT_FORMATS[name], torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
-    codes = quantize_matrix(matrix, to, to.group_of([128, 192]))
+    to, matrix = (
+        WEIGHT_FORMATS[name],
+        torch.randn(8, 128, generator=torch.Generator().manual_seed(0)),
+    )
+    codes = quantize_matrix(matrix, to, to.choose_group_size([128, 192]))
     read, plain = parse_quantized(weight_tensors("a.b", codes, to) | {"norm.weight": torch.ones(3)})
     assert plain.keys() == {"norm.weight"} and read.keys() == {"a.b"}
     assert torch.equal(read["a.b"].codes.float(), codes.codes.float())
@@ -113,17 +116,17 @@ def test_eight_bits_in_words_and_one_scale_for_all_are_read_too() -> None:
 
 
 def test_groups_divide_every_matrix() -> None:
-    assert WEIGHT_FORMATS["int4"].group_of([576, 1536]) == 64
-    assert WEIGHT_FORMATS["int4"].group_of([4096, 14336]) == 128
-    assert WEIGHT_FORMATS["int8"].group_of([576, 1536]) is None
-    assert WEIGHT_FORMATS["int4"].group_of([576, 1536], 32) == 32
+    assert WEIGHT_FORMATS["int4"].choose_group_size([576, 1536]) == 64
+    assert WEIGHT_FORMATS["int4"].choose_group_size([4096, 14336]) == 128
+    assert WEIGHT_FORMATS["int8"].choose_group_size([576, 1536]) is None
+    assert WEIGHT_FORMATS["int4"].choose_group_size([576, 1536], 32) == 32
     with pytest.raises(UserError, match="a multiple of 32 inputs"):
-        WEIGHT_FORMATS["int4"].group_of([48, 64])
+        WEIGHT_FORMATS["int4"].choose_group_size([48, 64])
     with pytest.raises(UserError, match="a multiple of 128 inputs"):
-        WEIGHT_FORMATS["int4"].group_of([576, 1536], 128)
+        WEIGHT_FORMATS["int4"].choose_group_size([576, 1536], 128)
     for name, wanted in (("int4", 16), ("int8", 64)):
-        with pytest.raises(UserError, match=f"a group of {wanted} cannot be had in {name}"):
-            WEIGHT_FORMATS[name].group_of([576], wanted)
+        with pytest.raises(UserError, match=f"{name} does not support a `group` of {wanted}"):
+            WEIGHT_FORMATS[name].choose_group_size([576], wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,7 +164,7 @@ def test_a_target_is_what_its_codes_stand_for(
         assert torch.equal(weight, found.matrix(torch.float32)), module
         before = plain.model.get_submodule(module).weight
         assert (weight - before).norm() <= OFF[name] * before.norm()
-        assert hasattr(target.model.get_submodule(module), "codes") == (
+        assert hasattr(target.model.get_submodule(module), "quantized_weight") == (
             name == "int8"
         )  # what a CPU can read
     assert target.stop_ids == plain.stop_ids
@@ -220,7 +223,8 @@ def test_a_weight_that_shrank_is_its_codes() -> None:
 
 def test_merged_codes() -> None:
     one, other = (
-        QuantizedWeight(torch.full((2, 4), i, dtype=torch.int8), torch.ones(2, 1) * i) for i in (1, 2)
+        QuantizedWeight(torch.full((2, 4), i, dtype=torch.int8), torch.ones(2, 1) * i)
+        for i in (1, 2)
     )
     both = concatenate_weights([one, other])
     assert (
@@ -260,7 +264,7 @@ SPOILT: dict[str, tuple[str, Callable[[dict[str, Tensor], str], object], str]] =
         lambda t, m: t.update({m + ".weight_scale": torch.ones(2, 2)}),
         "does not fit a matrix",
     ),
-    "no shape": ("int4", lambda t, m: t.pop(m + ".weight_shape"), "do not belong together"),
+    "no shape": ("int4", lambda t, m: t.pop(m + ".weight_shape"), "do not match"),
     "other shape": ("int4", lambda t, m: t[m + ".weight_shape"].add_(1), "in 4 or 8 bits"),
     "zero points": (
         "int8",
@@ -289,7 +293,7 @@ def test_an_unknown_layout_is_refused(folders: dict[str, Path], tmp_path: Path) 
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("pack-quantized", "nvfp4-pack-quantized"))
-    with pytest.raises(UserError, match="stored as nvfp4-pack-quantized, and we read"):
+    with pytest.raises(UserError, match="stored as nvfp4-pack-quantized, but only"):
         load_target(tmp_path, torch.float32, "cpu")
 
 
@@ -301,7 +305,7 @@ def test_what_cannot_be_quantized(folders: dict[str, Path], source: Path, tmp_pa
         quantize(saved(tmp_path / "moe", "qwen3-moe"), tmp_path / "out", int8)
     with pytest.raises(UserError, match="another one"):
         quantize(source, source, int8)
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="has other files"):
         quantize(source, tmp_path, int8)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         quantize(tmp_path, tmp_path / "out", int8)

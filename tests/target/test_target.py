@@ -1,4 +1,4 @@
-"""Taps deliver transformers' hidden_states[l], in the pass that computes the logits, on every architecture."""
+"""Taps are hidden_states[l] of transformers, captured in the pass that computes the logits."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_one_pass_over_each_layer(target: Target, prompt) -> None:
 
 
 def test_rollback_equals_never_having_seen_it(any_target: Target, prompt) -> None:
-    """Verify a wrong block, roll back, go on: logits and taps as without the block. Sliding windows included."""
+    """After a wrong block and a rollback, logits and taps are those without the block."""
     ids, wrong = torch.tensor(prompt(24)), torch.tensor(prompt(7))
     any_target.tap((2, 6))
     cache = any_target.new_cache()

@@ -1,1 +1,1 @@
-"""A target in fewer bits, in the compressed-tensors layout that vLLM serves: written, and read."""
+"""Quantized targets in the compressed-tensors layout of vLLM: formats, writing, reading."""

@@ -1,47 +1,54 @@
-"""The card of a quantized target: what it was made of, how, and how far it is off."""
+"""The README of a quantized target: its source, its format, and the error of its weights."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.target.quantized.codes import CLIPS
+from peagle.target.quantized.codes import CLIP_FRACTIONS
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
-    from peagle.target.quantized.write import Written
+    from peagle.target.quantized.write import QuantizationReport
 
 TITLE = "# Quantized target"
-WORDS = {
-    "fp8": "Weights in fp8 (e4m3) with a scale per output; a server may round inputs to fp8, with a scale per token.",
-    "int8": "Weights in int8 with a scale per output; a server may round inputs to int8, with a scale per token.",
-    "int4": "Weights in int4 with a scale for {group} inputs of an output; inputs as they are.",
+DESCRIPTIONS = {
+    "fp8": "Weights in fp8 (e4m3) with one scale per output; a server may round inputs to fp8,"
+    " with one scale per token.",
+    "int8": "Weights in int8 with one scale per output; a server may round inputs to int8,"
+    " with one scale per token.",
+    "int4": "Weights in int4 with one scale per {group} inputs of an output; inputs are not"
+    " rounded.",
 }
 
 
-def card(source: Path, config: dict[str, Any], written: "Written") -> str:
-    made_of = config.get("_name_or_path") or config.get("_model_name_or_path") or source.name
-    how = WORDS[written.format].format(group=written.group)
-    told, cut = written.as_dict(), ""
-    if WEIGHT_FORMATS[written.format].searched:
-        cut = (
-            f" The largest magnitude that is kept is the one of {len(CLIPS)}, from {CLIPS[-1]:g} to {CLIPS[0]:g} of it,"
-            " with the least squared error."
+def card(source: Path, config: dict[str, Any], report: "QuantizationReport") -> str:
+    source_name = config.get("_name_or_path") or config.get("_model_name_or_path") or source.name
+    format = WEIGHT_FORMATS[report.format]
+    description = DESCRIPTIONS[report.format].format(group=report.group)
+    search = ""
+    if format.searches_clip:
+        search = (
+            f" The clipping point is the one of {len(CLIP_FRACTIONS)} candidates, from"
+            f" {CLIP_FRACTIONS[-1]:g} to {CLIP_FRACTIONS[0]:g} of the largest magnitude, with the"
+            " least squared error."
         )
+    values = report.as_dict()
     return "\n".join(
         [
-            f"{TITLE}: {made_of}, {written.format}",
+            f"{TITLE}: {source_name}, {report.format}",
             "",
-            f"{how} Rounded to the nearest.{cut} No data was used. Embeddings, lm_head, norms and biases are as they"
-            " were.",
+            f"{description} Rounded to the nearest.{search} No data was used. Embeddings, lm_head,"
+            " norms and biases are unchanged.",
             "",
             "| | |",
             "|---|---|",
-            f"| layout | compressed-tensors, {WEIGHT_FORMATS[written.format].layout} |",
-            f"| matrices | {told['matrices']} |",
-            f"| bytes | {told['bytes_before']:,} -> {told['bytes_after']:,} |",
-            f"| error, as a share of the weights' length | {written.error:.3%} |",
-            f"| the worst matrix | {told['worst']}, {told['worst_error']:.3%} |",
+            f"| layout | compressed-tensors, {format.layout} |",
+            f"| matrices | {values['matrices']} |",
+            f"| bytes | {values['bytes_before']:,} -> {values['bytes_after']:,} |",
+            f"| error, relative to the norm of the weights | {report.error:.3%} |",
+            f"| the worst matrix | {values['worst']}, {values['worst_error']:.3%} |",
             "",
-            "`peagle generate PAIR PROMPT --target DIR` runs it with the pair's drafter, `vllm serve DIR` serves it.",
+            "`peagle generate PAIR PROMPT --target DIR` runs it with the drafter of the pair,"
+            " `vllm serve DIR` serves it.",
             "",
         ]
     )

@@ -1,10 +1,10 @@
-"""Codes: a matrix as small numbers and the scales they are multiplied with.
+"""Quantized weights: a matrix as small numbers (codes) and scales.
 
-    W[n, k] is about codes[n, k] * scales[n, k // group]
+    W[n, k] is approximately codes[n, k] * scales[n, k // group]
 
-Rounding is to the nearest. Of whole numbers, how much of a row's (or group's) largest magnitude is kept is searched:
-cutting an outlier off may leave the others closer to what they were. A number of fp8 is as exact as any other of its
-kind, whatever the scale: nothing is searched there.
+Codes are rounded to the nearest. For integers, the clipping point of each row or group is searched:
+clipping an outlier may reduce the error of the other weights. For fp8 nothing is searched, because
+its relative error does not depend on the scale.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from peagle.target.quantized.formats import WeightFormat
 
-CLIPS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
+# Candidate clipping points as fractions of the largest magnitude of a row or group.
+CLIP_FRACTIONS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,51 +25,50 @@ class QuantizedWeight:
 
     @property
     def by_row(self) -> bool:
-        """One scale an output: it can be applied behind the sum."""
+        """Whether each output has one scale, which can be applied after the sum over the inputs."""
         return self.scales.shape[1] == 1
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], multiplied out in float32 and rounded once."""
+        """The dequantized matrix [N, K], multiplied in float32 and rounded once."""
         n, groups = self.scales.shape
         wide = self.codes.float().view(n, groups, -1) * self.scales.float()[:, :, None]
         return wide.view(n, -1).to(dtype)
 
-    def to(self, device: torch.device) -> "Codes":
+    def to(self, device: torch.device) -> "QuantizedWeight":
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
 
 
 def concatenate_weights(parts: list[QuantizedWeight | None]) -> QuantizedWeight | None:
-    """Of several matrices with the same inputs, one behind the other; None where one of them has none."""
-    found = [part for part in parts if part is not None]
-    if (
-        len(found) < len(parts)
-        or len({(part.codes.dtype, part.scales.shape[1]) for part in found}) > 1
-    ):
+    """Concatenate the outputs of matrices with the same inputs.
+
+    None if one of them is not quantized or if their formats differ.
+    """
+    weights = [part for part in parts if part is not None]
+    formats = {(weight.codes.dtype, weight.scales.shape[1]) for weight in weights}
+    if len(weights) < len(parts) or len(formats) > 1:
         return None
-    return QuantizedWeight(
-        torch.cat([part.codes for part in found]), torch.cat([part.scales for part in found])
-    )
+    codes = torch.cat([weight.codes for weight in weights])
+    scales = torch.cat([weight.scales for weight in weights])
+    return QuantizedWeight(codes, scales)
 
 
-def quantize_matrix(weight: Tensor, to: WeightFormat, group: int | None) -> QuantizedWeight:
-    """weight [N, K]: for each row or group the clip with the least squared error."""
+def quantize_matrix(weight: Tensor, format: WeightFormat, group: int | None) -> QuantizedWeight:
+    """Quantize weight [N, K]; each row or group uses the clipping point with the least error."""
     n, k = weight.shape
     x = weight.float().view(n, -1, group or k)  # [N, groups, inputs]
-    peak = x.abs().amax(2, keepdim=True)
-    best = scales = torch.full_like(peak, torch.inf)
-    for clip in CLIPS if to.searched else CLIPS[:1]:
-        step = (
-            (peak * (clip / to.whole))
-            .to(to.scales)
-            .float()
-            .clamp_min(torch.finfo(torch.bfloat16).tiny)
-        )
-        error = (rounded(x, step, to).float() * step - x).square().sum(2, keepdim=True)
-        scales = torch.where(error < best, step, scales)
-        best = torch.minimum(error, best)
-    return QuantizedWeight(rounded(x, scales, to).view(n, k), scales[:, :, 0].to(to.scales))
+    peak = x.abs().amax(2, keepdim=True)  # [N, groups, 1]
+    least_error = scales = torch.full_like(peak, torch.inf)
+    smallest = torch.finfo(torch.bfloat16).tiny  # a row of zeros has a positive scale, too
+    for clip in CLIP_FRACTIONS if format.searches_clip else CLIP_FRACTIONS[:1]:
+        step = (peak * (clip / format.full_scale)).to(format.scales).float().clamp_min(smallest)
+        error = (round_to_codes(x, step, format).float() * step - x).square()
+        error = error.sum(2, keepdim=True)
+        scales = torch.where(error < least_error, step, scales)
+        least_error = torch.minimum(error, least_error)
+    codes = round_to_codes(x, scales, format).view(n, k)
+    return QuantizedWeight(codes, scales[:, :, 0].to(format.scales))
 
 
-def rounded(x: Tensor, step: Tensor, to: WeightFormat) -> Tensor:
-    wide = (x / step).clamp(to.low, to.high)
-    return (wide if to.codes.is_floating_point else wide.round()).to(to.codes)
+def round_to_codes(x: Tensor, step: Tensor, format: WeightFormat) -> Tensor:
+    wide = (x / step).clamp(format.low, format.high)
+    return (wide if format.codes.is_floating_point else wide.round()).to(format.codes)

@@ -1,7 +1,8 @@
-"""`peagle quantize`: from a target's folder to one in fewer bits that vLLM serves as it is.
+"""`peagle quantize`: write a target in fewer bits, in a folder that vLLM serves.
 
-The matrices of the linear layers become codes; embeddings, lm_head, norms and biases stay. A file of the source becomes
-a file of the same name, one after another: no more than one of them is in memory.
+The matrices of the linear layers are quantized; embeddings, lm_head, norms and biases are copied.
+Each file of the source becomes a file of the same name, one after another, so that only one of them
+is in memory.
 """
 
 import json
@@ -23,37 +24,42 @@ from peagle.target.quantized.codes import quantize_matrix
 from peagle.target.quantized.formats import WeightFormat, quantization_config
 from peagle.target.quantized.layout import WEIGHT, weight_tensors
 from peagle.target.quantized.read import read_quantization
-from peagle.target.quantized.shards import INDEX, read_shard, shards
+from peagle.target.quantized.shards import INDEX, read_shard, shard_paths
 
-OURS = ("README.md", "peagle.json")  # a card and a receipt are of their own folder
-WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
+NOT_COPIED = ("README.md", "peagle.json", INDEX)  # each folder has its own
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 
 
 @dataclass(slots=True)
-class Written:
-    """What became of a target. Errors are shares of a matrix' own length: |codes * scales - W| / |W|."""
+class QuantizationReport:
+    """Sizes and errors. The error of a matrix is |codes * scales - W| / |W|."""
 
     format: str
     group: int | None
     bytes_before: int = 0
     bytes_after: int = 0
     errors: dict[str, float] = field(default_factory=dict)  # by matrix
-    squares: list[float] = field(
-        default_factory=lambda: [0.0, 0.0]
-    )  # of all differences, of all weights
+    difference_squares: float = 0.0  # sums over all matrices
+    weight_squares: float = 0.0
 
     @property
     def error(self) -> float:
-        return math.sqrt(self.squares[0] / self.squares[1]) if self.squares[1] else 0.0
+        """The error of all matrices together."""
+        if not self.weight_squares:
+            return 0.0
+        return math.sqrt(self.difference_squares / self.weight_squares)
 
     @property
     def worst(self) -> str:
+        """The matrix with the largest error."""
         return max(self.errors, key=self.errors.__getitem__)
 
     def add(self, name: str, before: Tensor, after: Tensor) -> None:
-        apart, length = float((after - before).square().sum()), float(before.square().sum())
-        self.errors[name] = math.sqrt(apart / length) if length else 0.0
-        self.squares = [self.squares[0] + apart, self.squares[1] + length]
+        difference = float((after - before).square().sum())
+        length = float(before.square().sum())
+        self.errors[name] = math.sqrt(difference / length) if length else 0.0
+        self.difference_squares += difference
+        self.weight_squares += length
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -69,125 +75,135 @@ class Written:
 
 
 def quantize(
-    source: Path, out: Path, to: WeightFormat, progress: Progress = silent, group: int | None = None
-) -> Written:
-    """Writes `out` whole or not at all. `group`: inputs that share a scale in int4; None: as many as can be."""
-    out = out_folder(out, source)
+    source: Path,
+    out: Path,
+    format: WeightFormat,
+    progress: Progress = silent,
+    group: int | None = None,
+) -> QuantizationReport:
+    """Write `out` atomically: it appears complete or not at all.
+
+    `group` is the number of inputs that share a scale in int4; None: the largest possible.
+    """
+    out = check_out_folder(out, source)
     matrices, ignored = linear_layers(source)
-    written = Written(to.name, to.group_of(matrices.values(), group))
+    report = QuantizationReport(format.name, format.choose_group_size(matrices.values(), group))
     with publish_folder(out) as staging:
         for file in source.iterdir():
-            if file.is_file() and file.name not in (*OURS, INDEX) and file.suffix not in WEIGHTS:
+            copied = file.name not in NOT_COPIED and file.suffix not in WEIGHT_SUFFIXES
+            if file.is_file() and copied:
                 shutil.copyfile(file, staging / file.name)
-        places = write_shards(source, staging, matrices, to, written, progress)
+        weight_map = write_shards(source, staging, matrices, format, report, progress)
         if (source / INDEX).is_file():
-            write_json(
-                staging / INDEX,
-                {"metadata": {"total_size": written.bytes_after}, "weight_map": places},
-            )
+            index = {"metadata": {"total_size": report.bytes_after}, "weight_map": weight_map}
+            write_json(staging / INDEX, index)
         config = json.loads((source / "config.json").read_text())
-        write_json(
-            staging / "config.json",
-            config | {"quantization_config": quantization_config(to, written.group, ignored)},
-        )
-        (staging / "README.md").write_text(card(source, config, written))
-    return written
+        quantization = quantization_config(format, report.group, ignored)
+        write_json(staging / "config.json", config | {"quantization_config": quantization})
+        (staging / "README.md").write_text(card(source, config, report))
+    return report
 
 
 def write_shards(
     source: Path,
     staging: Path,
     matrices: dict[str, int],
-    to: WeightFormat,
-    written: Written,
+    format: WeightFormat,
+    report: QuantizationReport,
     progress: Progress,
 ) -> dict[str, str]:
-    """Tensor name -> file name."""
-    files, left, places = shards(source), set(matrices), dict[str, str]()
-    what, total, done = f"rounding to {to.name}", sum(file.stat().st_size for file in files), 0
-    for file in files:
-        small: dict[str, Tensor] = {}
-        for name, tensor in read_shard(file).items():
+    """Quantize all files; return tensor name -> file name."""
+    paths = shard_paths(source)
+    missing = set(matrices)
+    weight_map: dict[str, str] = {}
+    what = f"rounding to {format.name}"
+    total = sum(path.stat().st_size for path in paths)
+    done = 0
+    for path in paths:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in read_shard(path).items():
             module = name.removesuffix(WEIGHT)
             if name.endswith(WEIGHT) and module in matrices:
-                small |= in_codes(module, tensor, to, written)
-                left.discard(module)
+                tensors |= quantize_weight(module, tensor, format, report)
+                missing.discard(module)
             else:
-                small[name] = tensor
-            written.bytes_before += tensor.nbytes
-            progress(what, min(done := done + tensor.nbytes, total), total)
-        save_tensors(small, staging / file.name)
-        places |= dict.fromkeys(small, file.name)
-        written.bytes_after += sum(tensor.nbytes for tensor in small.values())
+                tensors[name] = tensor
+            report.bytes_before += tensor.nbytes
+            done += tensor.nbytes
+            progress(what, min(done, total), total)
+        save_tensors(tensors, staging / path.name)
+        weight_map |= dict.fromkeys(tensors, path.name)
+        report.bytes_after += sum(tensor.nbytes for tensor in tensors.values())
     progress(what, total, total)
-    if left:
-        raise UserError(f"the target in {source} lacks {min(left)}{WEIGHT}: copy it again")
-    return places
+    if missing:
+        raise UserError(f"the target in {source} lacks {min(missing)}{WEIGHT}: copy it again")
+    return weight_map
 
 
-def in_codes(module: str, tensor: Tensor, to: WeightFormat, written: Written) -> dict[str, Tensor]:
+def quantize_weight(
+    module: str, tensor: Tensor, format: WeightFormat, report: QuantizationReport
+) -> dict[str, Tensor]:
     if not tensor.isfinite().all():
         raise UserError(f"{module}{WEIGHT} is not finite: such a target cannot be quantized")
-    codes = quantize_matrix(tensor, to, written.group)
-    written.add(module, tensor.float(), codes.matrix(torch.float32))
-    return weight_tensors(module, codes, to)
+    weight = quantize_matrix(tensor, format, report.group)
+    report.add(module, tensor.float(), weight.matrix(torch.float32))
+    return weight_tensors(module, weight, format)
 
 
 def linear_layers(source: Path) -> tuple[dict[str, int], list[str]]:
-    """The layers to quantize with their inputs, and the linear layers that stay."""
-    model = skeleton(source)
+    """The layers to quantize with their numbers of inputs, and the linear layers to keep."""
+    model = build_without_weights(source)
     head = model.get_output_embeddings()
     names = {
         module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    inside = set(model.get_decoder().modules())
-    known = {id(module.weight) for module in names} | {id(model.get_input_embeddings().weight)}
-    if strange := [n for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in known]:
+    in_decoder = set(model.get_decoder().modules())
+    supported = {id(module.weight) for module in names} | {id(model.get_input_embeddings().weight)}
+    if unsupported := [
+        name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in supported
+    ]:
         raise UserError(
-            f"{strange[0]} is no matrix of a linear layer (as of experts): only dense targets are quantized"
+            f"{unsupported[0]} is not the matrix of a linear layer (it may belong to experts):"
+            " only dense targets can be quantized"
         )
     chosen = {
         name: module.in_features
         for module, name in names.items()
-        if module in inside and module is not head
+        if module in in_decoder and module is not head
     }
-    return chosen, [name for module, name in names.items() if name not in chosen]
+    return chosen, [name for name in names.values() if name not in chosen]
 
 
-def skeleton(source: Path) -> Any:
-    """The model without its weights."""
+def build_without_weights(source: Path) -> Any:
     if not (source / "config.json").is_file():
         raise UserError(
-            f"no target in {source}: config.json is missing. Give a folder that `peagle pull` made"
+            f"no target in {source}: config.json is missing. Give a folder from `peagle pull`"
         )
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # transformers raises whatever the file brings up
+    except Exception as error:  # transformers raises exceptions of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot understand the target in {source}: {reason}") from error
+        raise UserError(f"transformers cannot read the target in {source}: {reason}") from error
     if getattr(config, "quantization_config", None):
-        raise UserError(f"the target in {source} is quantized already: give the one it was made of")
+        raise UserError(f"the target in {source} is quantized already: give its source")
     return model
 
 
-def out_folder(out: Path, source: Path) -> Path:
+def check_out_folder(out: Path, source: Path) -> Path:
     """The absolute path, if it may be written: new, empty, or a quantized target of ours."""
     out = out.expanduser().resolve()
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give a folder")
     if out == source.resolve():
-        raise UserError("--out is the target's own folder: give another one")
-    if out.exists() and any(out.iterdir()) and not is_ours(out):
-        raise UserError(f"{out} holds something else: give a new or an empty folder")
+        raise UserError("the output is the folder of the target: give another one")
+    if out.exists() and any(out.iterdir()) and not is_quantized_target(out):
+        raise UserError(f"{out} has other files: give a new or an empty folder")
     return out
 
 
-def is_ours(folder: Path) -> bool:
-    told = folder / "README.md"
-    return (
-        read_quantization(folder) is not None
-        and told.is_file()
-        and told.read_text().startswith(TITLE)
-    )
+def is_quantized_target(folder: Path) -> bool:
+    readme = folder / "README.md"
+    is_ours = readme.is_file() and readme.read_text().startswith(TITLE)
+    return is_ours and read_quantization(folder) is not None
