@@ -78,7 +78,7 @@ def main(data: str, python: str | None = None) -> None:
                 found.setdefault("transformers", []).append(generate_speed(pair, prompts[:count]))
         if python and concurrency != 4:
             with tempfile.TemporaryDirectory() as folder:
-                export(pair.drafter("p-eagle"), Path(folder) / "d", "vllm", 5, {})
+                export(pair.drafter("p-eagle"), Path(folder) / "d", "vllm", 5)
                 for name, drafter in (
                     ("vllm none", None),
                     ("vllm p-eagle K=5", Path(folder) / "d"),

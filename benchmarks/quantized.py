@@ -48,9 +48,8 @@ def make(work: Path, data: Path, count: int) -> None:
     for name, to in WEIGHT_FORMATS.items():
         if not (work / name / "config.json").is_file():
             print(json.dumps(quantize(source, work / name, to).as_dict()), flush=True)
-    served = {"name_or_path": str(source), "architectures": pair.target.model.config.architectures}
     for method in pair.pair.drafters:
-        export(pair.drafter(method), work / "drafters" / method, "vllm", pair.pair.k, served)
+        export(pair.drafter(method), work / "drafters" / method, "vllm", pair.pair.k)
     prompts = {
         name: [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
         for name, tasks in read_sets(list(SETS), data, count).items()

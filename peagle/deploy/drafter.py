@@ -26,7 +26,7 @@ def export_drafter(
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as beside:
         made = Path(beside) / final.name
-        export(load_drafter(folder, pair, progress), made, "vllm", k, {}, torch.bfloat16)
+        export(load_drafter(folder, pair, progress), made, "vllm", k, None, torch.bfloat16)
         if final.exists() and same(made, final):
             return False
         if final.exists() and not force:

@@ -26,7 +26,7 @@ def export(
     folder: Path,
     to: ExportFormat,
     k: int,
-    verifier: VerifierConfig,
+    verifier: VerifierConfig | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write `folder` atomically: it appears complete or not at all.
@@ -42,6 +42,8 @@ def export(
     if to == "vllm":
         config_json = vllm.config_to_json(config, dtype)
         first_layer = vllm.FIRST_LAYER
+    elif verifier is None:
+        raise UserError("a speculators checkpoint names its target: give `verifier`")
     else:
         config_json = speculators.config_to_json(config, k, dtype, verifier)
         first_layer = speculators.FIRST_LAYER

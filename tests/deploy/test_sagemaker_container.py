@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     target = make_target()
     target.model.save_pretrained(root / "model")
     word_tokenizer().save_pretrained(root / "model")
-    export(make_drafter(target, "p-eagle", 2), root / "eagle", "vllm", 3, {})
+    export(make_drafter(target, "p-eagle", 2), root / "eagle", "vllm", 3)
     return {"model": root / "model", "eagle": root / "eagle"}
 
 
