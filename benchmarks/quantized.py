@@ -1,15 +1,20 @@
-"""What a quantized target costs and gives: the shipped pair in bf16, fp8, int8 and int4, the same drafters.
+"""Costs and gains of a quantized target: the shipped pair in bf16, fp8, int8, int4, same drafters.
 
-    python -m tests.measure_quantized make WORK DATA [--prompts 8]     the targets, the drafters for vLLM, the prompts
-    python -m tests.measure_quantized run WORK OUT.json [--seconds 540] [--tokens 128] [-k 7] [--speed] [--quick]
-    python tests/vllm/measure_quantized.py WORK OUT.json               the same in vLLM, in its own environment
+    python -m benchmarks.quantized make WORK DATA [--prompts 8]
+    python -m benchmarks.quantized run WORK OUT.json [--seconds 540] [--tokens 128] [-k 7]
+                                                     [--speed] [--quick]
+    python benchmarks/vllm/quantized.py WORK OUT.json    # in vLLM, in its own environment
 
-DATA: the folder with humaneval.jsonl, mt_bench.jsonl, gsm8k.jsonl. Greedy, in exact mode where it can be had (not with
-`--quick`), one request at a time: the acceptance length, the answers beside those of bf16, how many of them repeat
-themselves (that is easy to draft), and that drafts change nothing. Along bf16's answers, by what the codes stand for:
-the KL divergence of the target's distribution from bf16's, and the share of tokens that stay the likeliest. `--speed`:
-tokens a second too, not exact, as a ratio to bf16 with the same method. OUT is written after every cell; what did not
-fit the time is not in it.
+`make` writes the targets, the drafters for vLLM and the prompts; DATA is the folder with
+humaneval.jsonl, mt_bench.jsonl and gsm8k.jsonl.
+
+`run` decodes greedily, one request at a time, in exact mode where it is supported (not with
+`--quick`). It records the acceptance length, the agreement of the answers with those of bf16, the
+number of repetitive answers (these are easy to draft), and that drafts change nothing. Along the
+answers of bf16, it records the KL divergence of the dequantized target from bf16 and the fraction
+of tokens that stay the likeliest. With `--speed` it also records tokens per second, not in exact
+mode, as a ratio to bf16 with the same method. OUT is written after every cell; cells that did not
+fit into the time are missing.
 """
 
 import argparse
@@ -32,13 +37,14 @@ from peagle.regenerate.loops import repetitive
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
 
-PAIR, PLAIN = "smollm2-135m", "bf16"
+PAIR = "smollm2-135m"
+PLAIN = "bf16"
 SETS = ("humaneval", "mt_bench", "gsm8k")
 Json = dict[str, Any]
 
 
 def make(work: Path, data: Path, count: int) -> None:
-    """WORK/bf16 (a link), fp8, int8, int4, drafters/, prompts.json."""
+    """Write WORK/bf16 (a link), fp8, int8, int4, drafters/, prompts.json."""
     pair = load(PAIR, dtype="bfloat16", device="cpu")
     source = pair.target.folder
     assert source is not None
@@ -57,7 +63,7 @@ def make(work: Path, data: Path, count: int) -> None:
     (work / "prompts.json").write_text(json.dumps(prompts))
 
 
-def answered(
+def generate_answers(
     pair: LoadedPair,
     method: Method,
     k: int,
@@ -74,18 +80,16 @@ def distribution(pair: LoadedPair, ids: list[int], answer: list[int]) -> Tensor:
     return logits[len(ids) - 1 : -1].float().log_softmax(-1).cpu()
 
 
-class Measuring:
+class Benchmark:
     def __init__(
         self, work: Path, out: Path, tokens: int, k: int, device: str, speed: bool, quick: bool
     ) -> None:
-        self.work, self.out, self.tokens, self.k, self.device, self.speed = (
-            work,
-            out,
-            tokens,
-            k,
-            device,
-            speed,
-        )
+        self.work = work
+        self.out = out
+        self.tokens = tokens
+        self.k = k
+        self.device = device
+        self.speed = speed
         self.exact = False if quick else None
         self.prompts: dict[str, list[list[int]]] = json.loads((work / "prompts.json").read_text())
         self.answers: dict[tuple[str, Method, str], list[list[int]]] = {}
@@ -101,51 +105,59 @@ class Measuring:
             for label in self.prompts:
                 for method in methods:
                     if time.monotonic() < end:
-                        self.tell(pair, self.cell(pair, name, method, label))
+                        self.record(pair, self.measure_cell(pair, name, method, label))
             for method in methods if self.speed else ():
                 if time.monotonic() < end:
-                    self.tell(pair, self.timed(pair, name, method))
+                    self.record(pair, self.measure_speed(pair, name, method))
 
-    def cell(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
-        got = answered(pair, method, self.k, self.prompts[label], self.tokens, self.exact)
-        answers = self.answers[name, method, label] = [one.token_ids for one in got]
+    def measure_cell(self, pair: LoadedPair, name: str, method: Method, label: str) -> Json:
+        generations = generate_answers(
+            pair, method, self.k, self.prompts[label], self.tokens, self.exact
+        )
+        answers = self.answers[name, method, label] = [
+            generation.token_ids for generation in generations
+        ]
         cell: Json = {
             "format": name,
             "method": method,
             "set": label,
-            "weights": got[0].weights,
-            "exact": got[0].exact,
+            "weights": generations[0].weights,
+            "exact": generations[0].exact,
         }
         if method == "none":
-            cell |= {"repetitive": sum(map(repetitive, answers))} | self.apart(pair, name, label)
+            cell |= {"repetitive": sum(map(repetitive, answers))} | self.compare_distributions(
+                pair, name, label
+            )
         else:
-            found = summarize((step for one in got for step in one.steps), self.k)
-            cell["acceptance_length"] = round(found.acceptance_length, 4)
-            cell["per_position"] = [round(share, 4) for share in found.accepted_per_position]
+            steps = (step for generation in generations for step in generation.steps)
+            summary = summarize(steps, self.k)
+            cell["acceptance_length"] = round(summary.acceptance_length, 4)
+            cell["per_position"] = [round(share, 4) for share in summary.accepted_per_position]
             if (name, "none", label) in self.answers:
                 cell["as_none"] = agreement(self.answers[name, "none", label], answers)
         if name != PLAIN and (PLAIN, method, label) in self.answers:
             cell["as_bf16"] = agreement(self.answers[PLAIN, method, label], answers)
         return cell
 
-    def apart(self, pair: LoadedPair, name: str, label: str) -> Json:
-        """The distributions along bf16's answers."""
+    def compare_distributions(self, pair: LoadedPair, name: str, label: str) -> Json:
+        """KL divergence and agreement along the answers of bf16."""
         if (PLAIN, "none", label) not in self.answers:
             return {}
         texts = zip(self.prompts[label], self.answers[PLAIN, "none", label], strict=True)
-        found = [distribution(pair, ids, answer) for ids, answer in texts]
+        distributions = [distribution(pair, ids, answer) for ids, answer in texts]
         if name == PLAIN:
-            self.distributions[label] = found
+            self.distributions[label] = distributions
             return {}
         pairs = [
-            (p.float(), q.float()) for p, q in zip(self.distributions[label], found, strict=True)
+            (p.float(), q.float())
+            for p, q in zip(self.distributions[label], distributions, strict=True)
         ]
         divergence = torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs]).mean()
-        kept = torch.cat([(p.argmax(-1) == q.argmax(-1)).float() for p, q in pairs]).mean()
-        return {"kl": round(float(divergence), 5), "likeliest_kept": round(float(kept), 4)}
+        agreeing = torch.cat([(p.argmax(-1) == q.argmax(-1)).float() for p, q in pairs]).mean()
+        return {"kl": round(float(divergence), 5), "likeliest_kept": round(float(agreeing), 4)}
 
-    def timed(self, pair: LoadedPair, name: str, method: Method) -> Json:
-        """All prompts, one request at a time."""
+    def measure_speed(self, pair: LoadedPair, name: str, method: Method) -> Json:
+        """Tokens per second over all prompts, one request at a time."""
         prompts = [ids for of_set in self.prompts.values() for ids in of_set]
         speed = measure_prompts(pair, method, self.k, 1, prompts, self.tokens, 2).tokens_per_second
         if name == PLAIN:
@@ -155,15 +167,15 @@ class Measuring:
             {"of_bf16": round(speed / self.speeds[method], 3)} if method in self.speeds else {}
         )
 
-    def tell(self, pair: LoadedPair, cell: Json) -> None:
+    def record(self, pair: LoadedPair, cell: Json) -> None:
         self.cells.append(cell)
         head = {"tokens": self.tokens, "k": self.k, "device": str(pair.target.device)}
-        sizes = {name: weights(self.work / name) for name in (PLAIN, *WEIGHT_FORMATS)}
+        sizes = {name: weight_bytes(self.work / name) for name in (PLAIN, *WEIGHT_FORMATS)}
         self.out.write_text(json.dumps(head | {"bytes": sizes, "cells": self.cells}, indent=1))
         print(json.dumps(cell), flush=True)
 
 
-def weights(folder: Path) -> int:
+def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -186,16 +198,22 @@ def main() -> None:
     running.add_argument("-k", type=int, default=7)
     running.add_argument("--device", default="auto")
     running.add_argument("--speed", action="store_true")
-    running.add_argument("--quick", action="store_true", help="not exact: near ties may part")
-    asked = parser.parse_args()
-    if asked.command == "make":
-        make(asked.work, asked.data, asked.prompts)
+    running.add_argument("--quick", action="store_true", help="not exact: near ties may differ")
+    options = parser.parse_args()
+    if options.command == "make":
+        make(options.work, options.data, options.prompts)
         return
-    measuring = Measuring(
-        asked.work, asked.out, asked.tokens, asked.k, asked.device, asked.speed, asked.quick
+    benchmark = Benchmark(
+        options.work,
+        options.out,
+        options.tokens,
+        options.k,
+        options.device,
+        options.speed,
+        options.quick,
     )
-    methods = [parse_method(word) for word in asked.methods.split(",")]
-    measuring.run(asked.formats.split(","), methods, time.monotonic() + asked.seconds)
+    methods = [parse_method(word) for word in options.methods.split(",")]
+    benchmark.run(options.formats.split(","), methods, time.monotonic() + options.seconds)
 
 
 if __name__ == "__main__":

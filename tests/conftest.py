@@ -9,9 +9,8 @@ from peagle.loaded import LoadedPair, load
 from peagle.target import Target
 from tests.support.tiny_models import CONFIGS, make_target
 
-torch.set_num_threads(
-    1
-)  # Matrices are tiny and pytest runs two workers: a second thread only waits.
+# Matrices are tiny and pytest runs two workers: a second thread only waits.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))
@@ -31,5 +30,5 @@ def prompt() -> Callable[[int], list[int]]:
 
 @pytest.fixture(scope="session")
 def real() -> LoadedPair:
-    """SmolLM2-135M in float32, pulled if it is not on this machine yet."""
+    """SmolLM2-135M in float32, downloaded if necessary."""
     return load("smollm2-135m", dtype="float32", device="cpu")

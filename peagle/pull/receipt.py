@@ -24,10 +24,10 @@ def receipt(folder: Path) -> Receipt | None:
         complete = all(
             (folder / name).stat().st_size == size for name, size in content["files"].items()
         )
-        found = Receipt(**content)
+        parsed = Receipt(**content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if complete else None
+    return parsed if complete else None
 
 
 def write_receipt(folder: Path, source: str, revision: str, hub: str | None = None) -> None:

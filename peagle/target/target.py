@@ -196,7 +196,8 @@ def load_target(
     }
     try:
         if quantization is None:
-            model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+            load: Any = AutoModelForCausalLM.from_pretrained
+            model, info = load(folder, **options)
         else:
             target_format = format_name(quantization)  # raises for unsupported layouts
             model, info, weights = load_quantized(folder, options)

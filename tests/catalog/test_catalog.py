@@ -1,4 +1,4 @@
-"""The shipped catalog says what is known and no more; a user's own pairs are found everywhere, mistakes named."""
+"""The shipped catalog, the pairs of the user, and the messages for mistakes."""
 
 import json
 import tomllib
@@ -94,14 +94,14 @@ def test_what_is_known_of_the_launch() -> None:
 
 
 def test_k_by_load() -> None:
-    told = shipped()["gpt-oss-120b"].production
-    assert [told.best_k(c) for c in (1, 7, 8, 64)] == [7, 7, 3, 3]
+    production = shipped()["gpt-oss-120b"].production
+    assert [production.best_k(c) for c in (1, 7, 8, 64)] == [7, 7, 3, 3]
     assert Production().best_k(4) is None
     assert Production(k={4: 2}).best_k(1) == 2, "below the lowest, the lowest holds"
 
 
 def test_memory_is_computed_or_unknown() -> None:
-    """gpt-oss-20b: 12.8 GiB, and 24 layers * 2 * 8 heads * 64 * 2 bytes for each of 8,192 positions."""
+    """gpt-oss-20b: 12.8 GiB, and 24 layers * 2 * 8 heads * 64 * 2 bytes for 8,192 positions."""
     by_hand = (12.8 * 2**30 + 24 * 2 * 8 * 64 * 2 * 8192) / 1e9
     assert shipped()["gpt-oss-20b"].production.memory_gb == pytest.approx(by_hand, abs=0.06)
     assert shipped()["gemma-4-31b"].production.memory_gb is None
@@ -112,13 +112,13 @@ def test_memory_is_computed_or_unknown() -> None:
 
 
 def test_the_shipped_drafters_are_what_the_catalog_says() -> None:
-    said = json.loads(run("catalog", "validate", "--json"))
-    assert said["ok"] and set(said["pairs"]) == set(shipped())
+    content = json.loads(run("catalog", "validate", "--json"))
+    assert content["ok"] and set(content["pairs"]) == set(shipped())
     assert any(
         "p-eagle" in line["text"] and line["level"] == "ok"
-        for line in said["pairs"]["smollm2-135m"]
+        for line in content["pairs"]["smollm2-135m"]
     )
-    assert any("unknown" in line["text"] for line in said["pairs"]["gemma-4-31b"])
+    assert any("unknown" in line["text"] for line in content["pairs"]["gemma-4-31b"])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,8 @@ def test_a_file_is_added_with_its_folders(tmp_path: Path, config: Path) -> None:
     run("catalog", "validate", file)
     run("catalog", "add", file)
     assert find("written").target.folder == tmp_path / "target" and find("written").license == "MIT"
-    assert "describes the whole pair" in run("catalog", "add", file, "--target", "a/b", "--force", code=2)
+    message = run("catalog", "add", file, "--target", "a/b", "--force", code=2)
+    assert "describes the whole pair" in message
     file.write_text("[target\n")
     assert "is not valid TOML" in run("catalog", "add", file, "--force", code=2)
 
@@ -271,9 +272,9 @@ def test_a_broken_file_stops_only_who_needs_it(config: Path) -> None:
     assert "broken.toml" in run("catalog", "list", code=2) and "broken.toml" in run(
         "pull", "broken", code=2
     )
-    said = json.loads(run("catalog", "validate", "--json", code=2))
-    assert not said["ok"] and said["pairs"]["broken"][0]["level"] == "error"
-    assert all(line["level"] != "error" for line in said["pairs"]["gpt-oss-20b"])
+    content = json.loads(run("catalog", "validate", "--json", code=2))
+    assert not content["ok"] and content["pairs"]["broken"][0]["level"] == "error"
+    assert all(line["level"] != "error" for line in content["pairs"]["gpt-oss-20b"])
     (config / "broken.toml").rename(config / "gpt-oss-20b.toml")
     assert "is a shipped pair" in run("catalog", "list", code=2)
 
@@ -288,13 +289,14 @@ def test_the_table_fits(config: Path) -> None:
 
 
 def test_json_says_null_where_nothing_is_known() -> None:
-    said = {pair["name"]: pair for pair in json.loads(run("catalog", "list", "--json"))}
-    assert said == {pair["name"]: pair for pair in json.loads(run("pairs", "--json"))}, (
+    pairs = {pair["name"]: pair for pair in json.loads(run("catalog", "list", "--json"))}
+    assert pairs == {pair["name"]: pair for pair in json.loads(run("pairs", "--json"))}, (
         "its former name"
     )
-    assert said["gemma-4-31b"]["vllm"] is None and said["gemma-4-31b"]["memory"]["need_gb"] is None
-    assert said["gpt-oss-120b"]["k_by_concurrency"] == {"1": 7, "8": 3}
-    assert json.loads(run("catalog", "show", "gpt-oss-20b", "--json")) == said["gpt-oss-20b"]
+    assert pairs["gemma-4-31b"]["vllm"] is None
+    assert pairs["gemma-4-31b"]["memory"]["need_gb"] is None
+    assert pairs["gpt-oss-120b"]["k_by_concurrency"] == {"1": 7, "8": 3}
+    assert json.loads(run("catalog", "show", "gpt-oss-20b", "--json")) == pairs["gpt-oss-20b"]
 
 
 def test_show_names_what_is_unknown() -> None:
@@ -319,13 +321,13 @@ def test_the_config_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_target_of_the_hub_alone() -> None:
     """Any OWNER/NAME; a path that is not there is no hub id."""
-    found = find("acme/model-7b.v2")
-    assert (found.name, found.target.order, found.target.hub) == (
+    pair = find("acme/model-7b.v2")
+    assert (pair.name, pair.target.order, pair.target.hub) == (
         "acme--model-7b.v2",
         ("hub",),
         "acme/model-7b.v2",
     )
-    assert not found.drafters
+    assert not pair.drafters
     assert find("HuggingFaceTB/SmolLM2-135M-Instruct").name == "smollm2-135m"
     for path in ("./model", "../model", "a/b/c", "/model"):
         with pytest.raises(UserError, match="unknown pair"):

@@ -1,4 +1,4 @@
-"""The command line on a tiny pair: answers, JSON, and exit code 2 with one line for every mistake."""
+"""The command line on a tiny pair: answers, JSON, one line and exit code 2 for every mistake."""
 
 import io
 import json
@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from peagle.catalog.pair import DrafterSource
-from peagle.drafter.formats import compact
 from peagle.evaluate import demo
 from peagle.loaded import LoadedPair, load
-from tests.support.command_line import run
-from tests.support.tiny_models import MASK, make_drafter, make_target
+from tests.support.command_line import run, save_tiny_pair
+from tests.support.tiny_models import make_drafter
 
 COMMANDS = ["pull", "generate", "demo", "serve", "bench", "tune", "export", "quantize", "check"]
 COMMANDS += [
@@ -33,22 +30,8 @@ COMMANDS += [
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target folder with a word tokenizer and a chat template, and a drafter beside it."""
-    root = tmp_path_factory.mktemp("tiny")
-    target = make_target()
-    target.model.save_pretrained(root / "target")
-    vocab = {f"w{i}": i for i in range(94) if i != MASK} | {"<user>": 94, "<unk>": 95}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="w1")
-    tokenizer.chat_template = "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
-    tokenizer.save_pretrained(root / "target")
-    target.name = str(root / "target")
-    compact.save(make_drafter(target, "p-eagle", 2), root / "p-eagle", target)
-    compact.save(make_drafter(target, "eagle3", 1), root / "eagle3", target)
-    other = make_target(hidden_size=64)
-    compact.save(make_drafter(other, "p-eagle", 1), root / "misfit", other)
-    return root
+    """A target folder with a word tokenizer and a chat template, and drafters beside it."""
+    return save_tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
 def generate(tiny: Path, *args: object) -> dict:
@@ -83,9 +66,9 @@ def test_methods_agree_and_json_is_complete(tiny: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_trees_answer_as_chains_do(tiny: Path, temperature: float) -> None:
-    how = ("--temperature", temperature, "--seed", 3)
-    plain = generate(tiny, "--method", "none", *how)
-    answer = generate(tiny, "-k", 3, "--drafter", tiny / "p-eagle", "--tree", 12, *how)
+    options = ("--temperature", temperature, "--seed", 3)
+    plain = generate(tiny, "--method", "none", *options)
+    answer = generate(tiny, "-k", 3, "--drafter", tiny / "p-eagle", "--tree", 12, *options)
     assert (answer["tree"], answer["k"], plain["tree"]) == (12, 3, 0)
     assert len(answer["accepted_per_position"]) == 3  # depths, not nodes
     if not temperature:
@@ -233,10 +216,10 @@ def test_mistakes_are_one_line_and_code_2(tiny: Path, args: list[str], words: st
         shutil.copytree(tiny / "target", bare)
         (bare / "chat_template.jinja").unlink(missing_ok=True)
     filled = [arg.format(target=tiny / "target", root=tiny) for arg in args]
-    told = run(*filled, code=2)
-    assert words in told
-    assert told.count("\n") == 1
-    assert "Traceback" not in told
+    message = run(*filled, code=2)
+    assert words in message
+    assert message.count("\n") == 1
+    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -277,13 +260,14 @@ def test_loading_and_generating_needs_no_network(
 
 
 def test_streamed_text_is_the_whole_answer(tiny: Path) -> None:
-    pair, pieces = load(str(tiny / "target"), dtype="float32"), []
+    pair = load(str(tiny / "target"), dtype="float32")
+    pieces: list[str] = []
     answer = pair.generate("w6 w9", method="none", max_tokens=12, on_text=pieces.append)
     assert "".join(pieces) == answer.text
 
 
 def test_demo(tiny: Path) -> None:
-    """All of it on a tiny pair: every method, the same answers, who drafted what, the warning, the table."""
+    """Every method gives the same answers; the table and the warning are complete."""
     pair = load(str(tiny / "target"), dtype="bfloat16")
     drafters = {method: make_drafter(pair.target, method, 1) for method in ("p-eagle", "eagle3")}
     sources = {method: DrafterSource() for method in drafters}
@@ -309,6 +293,7 @@ def test_pairs_as_json() -> None:
 
 
 def test_light_imports() -> None:
-    """`peagle --help` and `import peagle` load neither torch nor transformers, nor the server's packages."""
-    code = "import sys, peagle, peagle.cli; print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
+    """`peagle --help` and `import peagle` load neither torch, transformers nor fastapi."""
+    heavy = "('torch', 'transformers', 'fastapi')"
+    code = f"import sys, peagle, peagle.cli; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

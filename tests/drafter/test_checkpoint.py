@@ -33,11 +33,11 @@ KINDS = {
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     method, layers, vocab, switches = request.param
-    made = make_drafter(target, method, layers, vocab, **switches)
+    drafter = make_drafter(target, method, layers, vocab, **switches)
     generator = torch.Generator().manual_seed(0)
-    for parameter in made.parameters():  # every tensor counts: no norm stays at 1, no bias at 0
+    for parameter in drafter.parameters():  # every tensor counts: no norm stays at 1, no bias at 0
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return made
+    return drafter
 
 
 @pytest.mark.parametrize("to", ["peagle", "vllm", "speculators"])
@@ -168,7 +168,10 @@ def edit(folder: Path, **changes) -> None:
         (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
         (lambda d: (d / "model.safetensors").write_bytes(b"junk"), "cannot be read"),
         (lambda d: (d / "model.safetensors").unlink(), "no .safetensors file"),
-        (lambda d: (d / "config.json").write_text('{"model_type": "bert"}'), "no known drafter format"),
+        (
+            lambda d: (d / "config.json").write_text('{"model_type": "bert"}'),
+            "no known drafter format",
+        ),
         (
             lambda d: (d / "config.json").write_text('{"model_type": "llama"}'),
             "lacks 'hidden_size'",
@@ -176,7 +179,10 @@ def edit(folder: Path, **changes) -> None:
         (lambda d: (d / "config.json").write_text("[]"), "not a JSON object"),
         (lambda d: edit(d, hidden_size="32"), "not a valid drafter configuration"),
         (lambda d: edit(d, ptd_token_id="x"), "not a valid drafter configuration"),
-        (lambda d: edit(d, rope_scaling={"rope_type": "nonsense"}), "not a valid drafter configuration"),
+        (
+            lambda d: edit(d, rope_scaling={"rope_type": "nonsense"}),
+            "not a valid drafter configuration",
+        ),
     ],
 )
 def test_broken_folders(target: Target, tmp_path: Path, spoil, words: str) -> None:

@@ -1,4 +1,4 @@
-"""The block against transformers' own Llama layer, the switches, and the checks of a configuration."""
+"""The block equals the Llama layer of transformers; switches and checks of a configuration."""
 
 from dataclasses import replace
 
@@ -23,15 +23,14 @@ def test_plain_layers_are_llama_layers(target: Target) -> None:
             for key in ("hidden_size", "intermediate_size", "head_dim")
         }
     )
-    llama.num_attention_heads, llama.num_key_value_heads, llama.rms_norm_eps = (
-        4,
-        2,
-        config.rms_norm_eps,
-    )
+    llama.num_attention_heads = 4
+    llama.num_key_value_heads = 2
+    llama.rms_norm_eps = config.rms_norm_eps
     llama._attn_implementation = "eager"
     theirs = LlamaDecoderLayer(llama, 0)
     theirs.load_state_dict(block.state_dict())
-    hidden, positions = torch.randn(11, config.hidden_size), torch.arange(3, 14)
+    hidden = torch.randn(11, config.hidden_size)
+    positions = torch.arange(3, 14)
     cos, sin = LlamaRotaryEmbedding(llama)(hidden, positions[None])
     mask = torch.full((11, 11), -torch.inf).triu(1)[None, None]
     expected = theirs(hidden[None], attention_mask=mask, position_embeddings=(cos, sin))
@@ -55,7 +54,7 @@ def test_frozen_tensors_are_shared_not_copied(target: Target) -> None:
 
 
 def test_rope_stays_float32(target: Target) -> None:
-    """Rounded frequencies would train and draft with wrong angles, and change when the drafter is reloaded."""
+    """Rounded frequencies would give wrong angles, and change when the drafter is reloaded."""
     drafter = make_drafter(target, "p-eagle", 1)
     frequencies = drafter.rope.inv_freq.clone()
     assert drafter.to(torch.bfloat16).rope.inv_freq.dtype == torch.float32

@@ -157,8 +157,11 @@ SPOILT = {
     "no scale": (lambda t: t.pop("fc.weight.scale"), "fc.weight.scale is missing"),
     "nan": (lambda t: t["fc.weight.scale"].fill_(float("nan")), "not above 0"),
     "negative": (lambda t: t["fc.weight.scale"].neg_(), "not above 0"),
-    "short": (lambda t: t.update({"fc.weight.scale": t["fc.weight.scale"][:-1].clone()}), "a row"),
-    "integers": (lambda t: t.update({"fc.weight.scale": t["fc.weight.scale"].int()}), "a row"),
+    "short": (
+        lambda t: t.update({"fc.weight.scale": t["fc.weight.scale"][:-1].clone()}),
+        "per row",
+    ),
+    "integers": (lambda t: t.update({"fc.weight.scale": t["fc.weight.scale"].int()}), "per row"),
     "no matrix": (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
     "short bits": (
         lambda t: t.update({int8.BITS: t[int8.BITS][:-1].clone()}),
@@ -178,7 +181,7 @@ def test_broken_files_are_refused(folder: Path, target: Target, edit, words: str
 def test_an_unknown_storage_is_refused(folder: Path, target: Target) -> None:
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"int8"', '"int4"'))
-    with pytest.raises(UserError, match="stored as 'int4', we read float and int8"):
+    with pytest.raises(UserError, match="stored as 'int4', but this peagle reads float and int8"):
         checkpoint.load(folder, target)
     path.write_text(path.read_text().replace('"weights": "int4",', ""))
     with pytest.raises(UserError, match="scale is unexpected"):

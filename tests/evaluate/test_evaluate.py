@@ -21,12 +21,15 @@ from peagle.evaluate.evaluate import (
     summarize,
 )
 from peagle.loaded import LoadedPair, load
-from tests.cli import test_cli
-from tests.support.command_line import run
+from tests.support.command_line import run, save_tiny_pair
 
-tiny = test_cli.tiny  # a target's folder with a word tokenizer, and drafters beside it
 TASKS = [Task("a", ("w6 w9 w30",)), Task("b", ("w7 w8", "w10 w11"))]
 SETTINGS = EvaluateSettings(ks=(3, 5), temperatures=(0.0, 1.0), max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

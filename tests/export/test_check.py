@@ -16,10 +16,10 @@ from tests.support.tiny_models import make_drafter, make_target
 
 
 def levels(findings: list) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {"ok": [], "warning": [], "error": []}
+    by_level: dict[str, list[str]] = {"ok": [], "warning": [], "error": []}
     for finding in findings:
-        found[finding.level].append(finding.text)
-    return found
+        by_level[finding.level].append(finding.text)
+    return by_level
 
 
 def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -41,10 +41,10 @@ def folder(target: Target, tmp_path: Path) -> Path:
 
 
 def test_a_good_one_passes_and_its_drafts_are_proven(folder: Path, target: Target) -> None:
-    found = levels(check(folder, target))
-    assert found["error"] == []
-    assert found["warning"] == ["the drafter is untrained: its drafts are noise"]
-    assert sum("56 of 56 drafts identical" in text for text in found["ok"]) == 2
+    by_level = levels(check(folder, target))
+    assert by_level["error"] == []
+    assert by_level["warning"] == ["the drafter is untrained: its drafts are noise"]
+    assert sum("56 of 56 drafts identical" in text for text in by_level["ok"]) == 2
 
 
 TENSOR_FAULTS = {
@@ -96,10 +96,10 @@ def test_config_faults(folder: Path, target: Target, spoil, words: str) -> None:
 
 def test_absent_aux_ids_are_pointed_out(target: Target, tmp_path: Path) -> None:
     aws_layout(make_drafter(target, "p-eagle", 4), tmp_path / "d")
-    found = levels(check(tmp_path / "d", target))
-    assert any("no aux layer ids" in text for text in found["warning"])
-    assert any("d2t with a full vocabulary" in text for text in found["warning"])
-    assert found["error"] == []
+    by_level = levels(check(tmp_path / "d", target))
+    assert any("no aux layer ids" in text for text in by_level["warning"])
+    assert any("d2t with a full vocabulary" in text for text in by_level["warning"])
+    assert by_level["error"] == []
 
 
 def test_an_ordinary_token_is_no_mask(real) -> None:

@@ -1,4 +1,4 @@
-"""Parts that vLLM lacks are left out and reported, or refused; `evaluate --as-vllm` shows the rest."""
+"""Parts that vLLM lacks are left out and reported, or the drafter is refused."""
 
 import json
 from dataclasses import replace
@@ -95,9 +95,9 @@ def test_five_taps_are_served(target: Target, tmp_path: Path):
 
 def test_check_tells_what_is_left_out(target: Target, tmp_path: Path):
     compact.save(shaken(target, **MORE), tmp_path / "d", target)
-    found = [(finding.level, finding.text) for finding in check(tmp_path / "d", target)]
-    assert ("warning", subset_notice(checkpoint.read(tmp_path / "d").config)) in found
-    assert sum("56 of 56 drafts identical" in text for _, text in found) == 2
+    findings = [(finding.level, finding.text) for finding in check(tmp_path / "d", target)]
+    assert ("warning", subset_notice(checkpoint.read(tmp_path / "d").config)) in findings
+    assert sum("56 of 56 drafts identical" in text for _, text in findings) == 2
     compact.save(shaken(target, inject=True), tmp_path / "e", target)
     assert any("taps in every layer" in finding.text for finding in check(tmp_path / "e", target))
 
@@ -118,8 +118,8 @@ def run(*words: object, code: int = 0):
     return result
 
 
-@pytest.mark.parametrize("how", [[], ["--jump"]])
-def test_evaluate_as_vllm(tiny: Path, tmp_path: Path, how: list[str]):
+@pytest.mark.parametrize("options", [[], ["--jump"]])
+def test_evaluate_as_vllm(tiny: Path, tmp_path: Path, options: list[str]):
     """What decoding the exported drafter gives."""
     given = [
         "evaluate",
@@ -131,26 +131,25 @@ def test_evaluate_as_vllm(tiny: Path, tmp_path: Path, how: list[str]):
         "--max-tokens",
         16,
         "--json",
-        *how,
+        *options,
     ]
     given += ["--device", "cpu", "--dtype", "float32", "--json"]
     run("export", tiny / "more", tmp_path / "d", "--target", tiny / "target", "--dtype", "float32")
     as_it_would = run(*given, "--drafter", tiny / "more", "--as-vllm")
-    told, exported = (
-        json.loads(as_it_would.stdout),
-        json.loads(run(*given, "--drafter", tmp_path / "d").stdout),
-    )
-    assert "left out" in as_it_would.stderr and told["as_vllm"] and "as_vllm" not in exported
-    counts = [(one["drafts"], one["accepted"]) for one in told["results"]]
-    assert counts == [(one["drafts"], one["accepted"]) for one in exported["results"]]
+    subset = json.loads(as_it_would.stdout)
+    exported = json.loads(run(*given, "--drafter", tmp_path / "d").stdout)
+    assert "left out" in as_it_would.stderr and subset["as_vllm"] and "as_vllm" not in exported
+    counts = [(result["drafts"], result["accepted"]) for result in subset["results"]]
+    assert counts == [(result["drafts"], result["accepted"]) for result in exported["results"]]
     refused = run(*given, "--drafter", tiny / "injected", "--as-vllm", code=2)
     assert "train one with inject = false" in refused.stderr
 
 
 def test_export_tells_what_is_left_out(tiny: Path, tmp_path: Path):
     given = ["export", tiny / "more", tmp_path / "d", "--target", tiny / "target"]
-    said = run(*given)
-    assert "dependency and confidence and calibration" in said.stderr and "--as-vllm" in said.stderr
+    result = run(*given)
+    assert "dependency and confidence and calibration" in result.stderr
+    assert "--as-vllm" in result.stderr
     assert json.loads(run(*given, "--json").stdout)["left_out"] == [
         "dependency",
         "confidence",

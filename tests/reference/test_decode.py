@@ -1,4 +1,4 @@
-"""Losslessness: every road to an answer gives the same tokens, whatever the drafter says."""
+"""Losslessness: every method gives the same tokens, for any drafter."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def test_adversarial_drafters(
 def test_proposals_equal_the_reference_whatever_was_accepted(
     target: Target, method, prompt
 ) -> None:
-    """The cached drafter sees right, wrong and half-right blocks go by and still drafts as if it had no cache."""
+    """After right, wrong and half-right blocks, the cached drafter drafts as without a cache."""
     drafter = make_drafter(target, method, layers=4 if method == "p-eagle" else 1, draft_vocab=40)
     target.tap(AUX)
     ids, k = prompt(6), 5
@@ -60,10 +60,11 @@ def test_proposals_equal_the_reference_whatever_was_accepted(
     sequence = ids + answer
 
     class Watcher:
-        """Drafts half-right blocks, and compares what the real drafter would say at each step."""
+        """Drafts half-right blocks, and compares the drafter with the reference at each step."""
 
         def __init__(self) -> None:
-            self.mine, self.compared = proposer_for(drafter), 0
+            self.mine = proposer_for(drafter)
+            self.compared = 0
             self.turns = itertools.cycle(PATTERNS.values())
 
         def propose(self, verified: Verified, k: int) -> torch.Tensor:
@@ -82,7 +83,7 @@ def test_proposals_equal_the_reference_whatever_was_accepted(
 
 
 def test_a_drafter_that_agrees_is_accepted(target: Target, prompt) -> None:
-    """Not only noise: a drafter whose head always says the target's favorite token has drafts accepted."""
+    """A drafter that always drafts the target's most frequent token has accepted drafts."""
     drafter = make_drafter(target, "p-eagle", 2)
     target.tap(AUX)
     ids = prompt(8)
@@ -105,9 +106,8 @@ def test_stop_token_inside_an_accepted_block(target: Target, prompt) -> None:
     end = answer.index(stop) + 1
     steps = list(decode(target, Oracle(ids, answer, [True]), ids, 7, 30, GREEDY, frozenset({stop})))
     assert tokens_of(steps) == answer[:end]
-    assert (
-        steps[-1].accepted == 7
-    )  # the pass accepted them all; the request receives the tokens up to the stop
+    # The pass accepts all drafts; the request receives the tokens up to the stop token.
+    assert steps[-1].accepted == 7
 
 
 @pytest.mark.parametrize("length", [1, 2, 250, 253, 254, 255])

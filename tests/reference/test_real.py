@@ -1,4 +1,4 @@
-"""The real default target, SmolLM2-135M-Instruct: lossless, within its memory, quick to load."""
+"""The real default target, SmolLM2-135M-Instruct: lossless, within its memory, fast to load."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_lossless_short(real: LoadedPair, text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
 def test_lossless_128(real: LoadedPair, number: int) -> None:
-    """The cache-free reference takes minutes a prompt: the two methods take turns."""
+    """The reference takes minutes per prompt, so the two methods alternate."""
     expected = cached_roads(real, PROMPTS[number], count=128)
     cache_free_road(real, PROMPTS[number], DRAFTED[number % 2], expected)
 
@@ -114,7 +114,7 @@ def test_json_for_a_schema(real: LoadedPair) -> None:
 
 
 def test_two_gigabytes_and_three_seconds() -> None:
-    """In a process of its own: peak memory of load + decode, and the time from folder to weights in memory."""
+    """In a separate process: peak memory of loading and decoding, and the time to load."""
     script = """
         import json, time
         import torch
@@ -123,7 +123,8 @@ def test_two_gigabytes_and_three_seconds() -> None:
         from peagle.pull import pull
         from peagle.target import load_target
         answer = load(dtype="float32").generate("Hello!", k=7, max_tokens=16)
-        status = open("/proc/self/status").read()  # not getrusage: its peak is inherited from whoever started us
+        # getrusage would include the peak of the parent process
+        status = open("/proc/self/status").read()
         peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20
         folder = pull(find("smollm2-135m"))
         seconds = 9.0

@@ -1,4 +1,4 @@
-"""The row layout: the worked example, and properties against the table written out in plain Python."""
+"""The row layout: the worked example, and a comparison with the table in plain Python."""
 
 import torch
 from hypothesis import given
@@ -10,9 +10,15 @@ M = 999
 
 
 def test_worked_example() -> None:
-    one = torch.tensor
+    tensor = torch.tensor
     rows = draft_rows(
-        one([10, 11, 12, 13]), one([0, 4]), one([5]), one([1]), one([100]), k=3, mask_id=M
+        tensor([10, 11, 12, 13]),
+        tensor([0, 4]),
+        tensor([5]),
+        tensor([1]),
+        tensor([100]),
+        k=3,
+        mask_id=M,
     )
     assert rows.ids.tolist() == [11, 12, 100, M, M]
     assert rows.positions.tolist() == [5, 6, 7, 8, 9]
@@ -24,7 +30,7 @@ def test_worked_example() -> None:
 def table(
     ids: list[int], first: int, rejected: int, newest: int, k: int
 ) -> list[tuple[int, int, int]]:
-    """(id, position, index of the hidden state) of each row, as p-eagle's table says."""
+    """(id, position, index of the hidden state) of each row of the layout table."""
     kept = ids[: len(ids) - rejected]
     rows = [(kept[j + 1] if j + 1 < len(kept) else newest, first + j, j) for j in range(len(kept))]
     return rows + [(M, first + len(kept) + i, -1) for i in range(k - 1)]
@@ -54,10 +60,10 @@ def test_ragged_batch_equals_the_table(
         mine = slice(int(rows.starts[b]), int(rows.starts[b + 1]))
         source = rows.source[mine]
         local = torch.where(source < 0, -1, source - starts[b])
-        found = list(
+        actual = list(
             zip(rows.ids[mine].tolist(), rows.positions[mine].tolist(), local.tolist(), strict=True)
         )
-        assert found == table(*request, k)
+        assert actual == table(*request, k)
         last = len(request[0]) - request[2] - 1  # the row of the newest token
         assert rows.sampled[b].tolist() == [int(rows.starts[b]) + last + i for i in range(k)]
 
@@ -67,9 +73,15 @@ def test_a_step_costs_at_most_two_k_rows(request_: tuple[list[int], int, int, in
     ids, first, rejected, newest = request_
     ids = ids[: k + 1]
     rejected = min(rejected, len(ids) - 1)
-    one = torch.tensor
+    tensor = torch.tensor
     rows = draft_rows(
-        one(ids), one([0, len(ids)]), one([first]), one([rejected]), one([newest]), k, M
+        tensor(ids),
+        tensor([0, len(ids)]),
+        tensor([first]),
+        tensor([rejected]),
+        tensor([newest]),
+        k,
+        M,
     )
     assert len(rows.ids) <= 2 * k
     assert rows.positions.tolist() == list(range(first, first + len(rows.ids)))

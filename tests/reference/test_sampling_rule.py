@@ -1,4 +1,4 @@
-"""Sampling is exact: the joint distribution of the first three tokens, and the same answer with and without drafts."""
+"""Sampling is exact: the joint distribution of three tokens; the same answer with drafts."""
 
 import itertools
 from collections import Counter
@@ -35,10 +35,11 @@ def small() -> Target:
 
 
 class Likely:
-    """Proposes what a draft would: the target's own favorite after the first draft, whatever was sampled before."""
+    """Proposes the greedy continuation of the target."""
 
     def __init__(self, target: Target) -> None:
-        self.target, self.seen = target, PROMPT
+        self.target = target
+        self.seen = PROMPT
 
     def propose(self, verified: Verified, k: int) -> torch.Tensor:
         kept = verified.ids[: len(verified.ids) - verified.rejected].tolist()

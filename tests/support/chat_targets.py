@@ -10,8 +10,10 @@ from peagle.target import Target
 from tests.support.tiny_models import make_target
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] == 'w66' %}{{ raise_exception('no w66') }}{% endif %}"
-    "{% if m['role'] == 'user' %}<user> {{ m['content'] }} <end> {% else %}<bot> {{ m['content'] }} w1 {% endif %}"
+    "{% for m in messages %}"
+    "{% if m['content'] == 'w66' %}{{ raise_exception('no w66') }}{% endif %}"
+    "{% if m['role'] == 'user' %}<user> {{ m['content'] }} <end> "
+    "{% else %}<bot> {{ m['content'] }} w1 {% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
 )
 
@@ -26,7 +28,7 @@ def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def make_chat_target(template: str = TEMPLATE) -> Target:
-    """Tiny, with a chat template, and with a liking for its stop token."""
+    """A tiny target with a chat template that often chooses its stop token."""
     target = make_target()
     target.model.lm_head.weight.data[1] *= 3
     target.tokenizer = make_tokenizer(template)
@@ -41,7 +43,7 @@ def save_chat_target(folder: Path) -> Target:
 
 
 def plain(target: Target, ids: list[int], tokens: int) -> list[int]:
-    """transformers' own greedy generation."""
+    """Greedy generation of transformers."""
     out = target.model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids)),

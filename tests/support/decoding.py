@@ -1,4 +1,4 @@
-"""Plain decoding by transformers, and proposers that know the answer."""
+"""Plain decoding with transformers, and proposers that know the answer."""
 
 import itertools
 
@@ -36,7 +36,8 @@ class Oracle:
     """A drafter that knows the answer and follows a pattern: which of its K drafts are right."""
 
     def __init__(self, prompt: list[int], answer: list[int], right: list[bool]) -> None:
-        self.sequence, self.right = prompt + answer, right
+        self.sequence = prompt + answer
+        self.right = right
 
     def propose(self, verified: Verified, k: int) -> torch.Tensor:
         n = verified.first + len(verified.ids) - verified.rejected  # position of the newest token

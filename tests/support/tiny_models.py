@@ -37,7 +37,7 @@ MOE = {
     "moe_intermediate_size": 24,
     "decoder_sparse_step": 1,
 }
-WINDOW = {"sliding_window": 8}  # shorter than the tests' sequences, so that it matters
+WINDOW = {"sliding_window": 8}  # shorter than the sequences of the tests
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen2": lambda: Qwen2Config(**SIZES),
@@ -58,9 +58,8 @@ def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
     for key, value in overrides.items():
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for (
-        parameter
-    ) in model.parameters():  # wider than the default initialization: no near ties, varied tokens
+    # Wider than the default initialization: varied tokens and no near ties.
+    for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4)
     return Target(model, name=f"tiny {name}")
@@ -69,11 +68,9 @@ def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
 def make_drafter(
     target: Target, method: Method, layers: int, draft_vocab: int | None = None, **switches
 ) -> Drafter:
-    ids = (
-        torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(1))[:draft_vocab]
-        .sort()
-        .values
-    )
-    size = None if draft_vocab is None else draft_vocab
-    config = config_for(target, method, layers, AUX, MASK, size, trained=False, **switches)
-    return untrained(config, target, seed=7, target_ids=None if draft_vocab is None else ids)
+    config = config_for(target, method, layers, AUX, MASK, draft_vocab, trained=False, **switches)
+    ids = None
+    if draft_vocab is not None:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randperm(target.vocab_size, generator=generator)[:draft_vocab].sort().values
+    return untrained(config, target, seed=7, target_ids=ids)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from peagle.catalog.pair import Pair, TargetSource
 from peagle.cli import app
@@ -33,9 +33,9 @@ needs_dots = pytest.mark.skipif(
 )
 
 
-def saved(folder: Path, name: str = "llama", **how) -> Path:
+def saved(folder: Path, name: str = "llama", **options) -> Path:
     sizes = {"intermediate_size": 64} if name == "llama" else {}  # a multiple of 32, for int4
-    make_target(name, **sizes).model.to(torch.bfloat16).save_pretrained(folder, **how)
+    make_target(name, **sizes).model.to(torch.bfloat16).save_pretrained(folder, **options)
     return folder
 
 
@@ -71,7 +71,8 @@ def test_codes_stay_close(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_cutting_an_outlier_off_pays(name: str) -> None:
     torch.manual_seed(0)
-    to, matrix = WEIGHT_FORMATS[name], torch.randn(1, 1 << 16)
+    to = WEIGHT_FORMATS[name]
+    matrix = torch.randn(1, 1 << 16)
     matrix[0, 0] = 6.0
     back = quantize_matrix(matrix, to, None).matrix(torch.float32)
     step = 6.0 / to.full_scale
@@ -124,19 +125,19 @@ def test_groups_divide_every_matrix() -> None:
         WEIGHT_FORMATS["int4"].choose_group_size([48, 64])
     with pytest.raises(UserError, match="a multiple of 128 inputs"):
         WEIGHT_FORMATS["int4"].choose_group_size([576, 1536], 128)
-    for name, wanted in (("int4", 16), ("int8", 64)):
-        with pytest.raises(UserError, match=f"{name} does not support a `group` of {wanted}"):
-            WEIGHT_FORMATS[name].choose_group_size([576], wanted)
+    for name, group in (("int4", 16), ("int8", 64)):
+        with pytest.raises(UserError, match=f"{name} does not support a `group` of {group}"):
+            WEIGHT_FORMATS[name].choose_group_size([576], group)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_is_complete(name: str, folders: dict[str, Path], source: Path) -> None:
     folder, to = folders[name], WEIGHT_FORMATS[name]
     config = json.loads((folder / "config.json").read_text())
-    told = config.pop("quantization_config")
+    quantization = config.pop("quantization_config")
     assert config == json.loads((source / "config.json").read_text())
-    assert (told["format"], told["ignore"]) == (to.layout, ["lm_head"])
-    group = told["config_groups"]["group_0"]
+    assert (quantization["format"], quantization["ignore"]) == (to.layout, ["lm_head"])
+    group = quantization["config_groups"]["group_0"]
     assert group["weights"]["group_size"] == (32 if name == "int4" else None)
     assert (group["input_activations"] is None) == (name == "int4")
     before, after = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
@@ -159,14 +160,13 @@ def test_a_target_is_what_its_codes_stand_for(
     )
     assert (target.format, plain.format) == (name, None)
     codes, _ = parse_quantized(load_file(folders[name] / "model.safetensors"))
-    for module, found in codes.items():
+    for module, quantized in codes.items():
         weight = target.model.get_submodule(module).weight
-        assert torch.equal(weight, found.matrix(torch.float32)), module
+        assert torch.equal(weight, quantized.matrix(torch.float32)), module
         before = plain.model.get_submodule(module).weight
         assert (weight - before).norm() <= OFF[name] * before.norm()
-        assert hasattr(target.model.get_submodule(module), "quantized_weight") == (
-            name == "int8"
-        )  # what a CPU can read
+        readable = hasattr(target.model.get_submodule(module), "quantized_weight")
+        assert readable == (name == "int8"), "what the CPU kernel reads"
     assert target.stop_ids == plain.stop_ids
 
 
@@ -208,7 +208,7 @@ def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> N
 
 @needs_dots
 def test_a_weight_that_shrank_is_its_codes() -> None:
-    """Scales that no other rounding would find, so that nothing but the codes can be right."""
+    """The scales are unlike any other rounding: only the codes give the right result."""
     whole = torch.randint(-100, 101, (50, 128), dtype=torch.int8)
     codes = QuantizedWeight(whole, torch.rand(50, 1) + 0.5)
     bias = torch.randn(50).bfloat16()
@@ -216,22 +216,21 @@ def test_a_weight_that_shrank_is_its_codes() -> None:
     assert weight.shrink()
     x = torch.randint(-127, 128, (3, 128)).bfloat16()
     x[:, ::64] = 127  # the step of every 64 inputs is 1: nothing is rounded
-    wanted = x.float() @ codes.matrix(torch.float32).T + bias.float()
-    assert torch.allclose(weight(x).float(), wanted, rtol=2**-8, atol=1e-2)
+    expected = x.float() @ codes.matrix(torch.float32).T + bias.float()
+    assert torch.allclose(weight(x).float(), expected, rtol=2**-8, atol=1e-2)
     assert not Weight(codes.matrix(torch.bfloat16), bias).shrink()
 
 
 def test_merged_codes() -> None:
-    one, other = (
+    first, second = (
         QuantizedWeight(torch.full((2, 4), i, dtype=torch.int8), torch.ones(2, 1) * i)
         for i in (1, 2)
     )
-    both = concatenate_weights([one, other])
-    assert (
-        both is not None and both.codes[:, 0].tolist() == [1, 1, 2, 2] == both.scales[:, 0].tolist()
-    )
-    assert concatenate_weights([one, None]) is None
-    assert concatenate_weights([one, QuantizedWeight(other.codes, torch.ones(2, 2))]) is None
+    merged = concatenate_weights([first, second])
+    assert merged is not None
+    assert merged.codes[:, 0].tolist() == [1, 1, 2, 2] == merged.scales[:, 0].tolist()
+    assert concatenate_weights([first, None]) is None
+    assert concatenate_weights([first, QuantizedWeight(second.codes, torch.ones(2, 2))]) is None
 
 
 def test_a_target_in_several_files(tmp_path: Path, folders: dict[str, Path]) -> None:
@@ -241,11 +240,11 @@ def test_a_target_in_several_files(tmp_path: Path, folders: dict[str, Path]) -> 
     assert {f.name for f in source.glob("*.safetensors*")} == {
         f.name for f in (tmp_path / "out").glob("*.safetensors*")
     }
-    one, several = (
+    single, several = (
         load_target(f, torch.float32, "cpu").model.state_dict()
         for f in (folders["int8"], tmp_path / "out")
     )
-    assert all(torch.equal(tensor, several[key]) for key, tensor in one.items())
+    assert all(torch.equal(tensor, several[key]) for key, tensor in single.items())
 
 
 SPOILT: dict[str, tuple[str, Callable[[dict[str, Tensor], str], object], str]] = {
@@ -320,14 +319,17 @@ def test_what_cannot_be_quantized(folders: dict[str, Path], source: Path, tmp_pa
 
 def test_the_command(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run = lambda *args: CliRunner().invoke(app, ["quantize", str(source), "--out", str(out), *args])  # noqa: E731
-    told = json.loads(run("--format", "int4", "--json").stdout)
-    assert (told["format"], told["group"], told["matrices"]) == ("int4", 32, 56)
+
+    def run(*args: str) -> Result:
+        return CliRunner().invoke(app, ["quantize", str(source), "--out", str(out), *args])
+
+    report = json.loads(run("--format", "int4", "--json").stdout)
+    assert (report["format"], report["group"], report["matrices"]) == ("int4", 32, 56)
     assert (
-        told["bytes_after"] < told["bytes_before"]
-        and 0.05 < told["error"] < told["worst_error"] < 0.15
+        report["bytes_after"] < report["bytes_before"]
+        and 0.05 < report["error"] < report["worst_error"] < 0.15
     )
     again = run("--format", "fp8")  # what it wrote itself it may replace
     assert again.exit_code == 0 and load_target(out, torch.float32, "cpu").format == "fp8"
     wrong = run("--format", "fp4")
-    assert wrong.exit_code == 2 and "use one of fp8, int8, int4" in wrong.stderr
+    assert wrong.exit_code == 2 and "use first of fp8, int8, int4" in wrong.stderr

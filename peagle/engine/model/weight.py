@@ -27,7 +27,7 @@ class Weight:
         self, weight: Tensor, bias: Tensor | None = None, codes: QuantizedWeight | None = None
     ) -> None:
         self.plain, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.codes, self.scales = codes, None  # type: Codes | None, Tensor | None
+        self.codes, self.scales = codes, None  # type: QuantizedWeight | None, Tensor | None
         self.read = self.plain  # what the kernel of few rows reads
         self.matrix = Matrix(self.plain, self.bias) if can_pack(self.plain) else None
         reorder = self.matrix is None and packable(weight)
