@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import yaml
 
-from peagle.catalog import find
+from peagle.catalog import find_pair
 from peagle.pull import pull
 from tests.support.relaying import alive, below, lines_of, serving, wait_for
 
@@ -166,7 +166,7 @@ class Ray:
         read: dict[str, Any] = yaml.safe_load((self.folder / "files" / "serve.yaml").read_text())
         read["http_options"]["port"] = 8466
         config = read["applications"][0]["args"]["llm_configs"][0]
-        config["model_loading_config"]["model_source"] = str(pull(find(PAIR)))
+        config["model_loading_config"]["model_source"] = str(pull(find_pair(PAIR)))
         config["accelerator_config"] = {"kind": "cpu"}
         engine = config["engine_kwargs"]
         engine["speculative_config"]["model"] = str(self.folder / "files" / "drafter")

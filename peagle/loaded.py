@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog import DEFAULT_PAIR, find
+from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.core import Generation, Method, Sampling, Step, check_k, parse_method
 from peagle.draft_shape import check_tree_nodes
@@ -150,7 +150,7 @@ def load_with_drafters(
     """`drafters`: folders by commas, one a method, instead of the pair's."""
     if drafters is None:
         return load(pair, target=target, device=device, dtype=dtype, progress=progress)
-    bare = replace(find(pair), drafters={})  # the pair's own need not be fetched
+    bare = replace(find_pair(pair), drafters={})  # the pair's own need not be fetched
     loaded = load(bare, target=target, device=device, dtype=dtype, progress=progress)
     sources, models = dict[Method, DrafterSource](), dict[Method, Drafter]()
     for folder in (Path(word.strip()).expanduser() for word in drafters.split(",")):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from peagle.catalog import DEFAULT_PAIR, find
+from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.catalog.tuned import machine_of, read_tuned
 from peagle.core import Method
@@ -98,9 +98,9 @@ def load_models(
     progress: Progress = silent,
 ) -> ModelPair:
     """A pair by name (pulled if need be), by a target's folder, or with another target or drafter folder."""
-    pair = find(pair) if isinstance(pair, str) else pair
+    pair = find_pair(pair) if isinstance(pair, str) else pair
     device = choose_device(device)
-    source = find(str(target)) if target else pair
+    source = find_pair(str(target)) if target else pair
     folder = pull(source, progress=progress)
     origin = receipt(folder)
     name = source.target.hub or source.name

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1]  # folders in catalog.toml are relative to i
 
 
 @cache
-def shipped() -> dict[str, Pair]:
+def shipped_pairs() -> dict[str, Pair]:
     entries = read_toml(Path(__file__).with_name("catalog.toml"))
     return {
         name: parse_pair(name, entry, PACKAGE, f"catalog.toml: [{name}]")
@@ -32,18 +32,18 @@ def user_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted((config_home() / "pairs").glob("*.toml"))}
 
 
-def names() -> list[str]:
-    return list(dict.fromkeys([*shipped(), *user_files()]))
+def pair_names() -> list[str]:
+    return list(dict.fromkeys([*shipped_pairs(), *user_files()]))
 
 
-def catalog() -> dict[str, Pair]:
+def all_pairs() -> dict[str, Pair]:
     """All pairs. A file of the user that cannot be read raises an error with its path."""
-    return shipped() | {path.stem: read_pair(path) for path in user_files().values()}
+    return shipped_pairs() | {path.stem: read_pair(path) for path in user_files().values()}
 
 
 def read_pair(path: Path) -> Pair:
     """Read a pair of the user. Its name is the file name; folders are relative to the file."""
-    if path.stem in shipped():
+    if path.stem in shipped_pairs():
         raise UserError(f"{path}: {path.stem!r} is a shipped pair: rename the file")
     return parse_pair(path.stem, read_toml(path), path.resolve().parent, str(path))
 
@@ -57,12 +57,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML ({error}): correct it") from error
 
 
-def find(name: str) -> Pair:
+def find_pair(name: str) -> Pair:
     """Find a pair by its name or the hub id of its target.
 
     The path of a folder and any other hub id give a pair without drafters.
     """
-    for pair in shipped().values():
+    for pair in shipped_pairs().values():
         if name in (pair.name, pair.target.hub):
             return pair
     if name in (own := user_files()):
@@ -70,12 +70,13 @@ def find(name: str) -> Pair:
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return Pair(name, TargetSource(order=("folder",), folder=folder), drafters={})
-    for pair in catalog().values():
+    for pair in all_pairs().values():
         if name == pair.target.hub:
             return pair
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return Pair(name.replace("/", "--"), TargetSource(order=("hub",), hub=name), drafters={})
+    names = pair_names()
     raise UserError(
-        f"unknown pair {name!r}: use one of {', '.join(names())}, a hub id OWNER/NAME, or the path"
-        f" of a folder with a target (config.json, safetensors, tokenizer).{nearest(name, names())}"
+        f"unknown pair {name!r}: use one of {', '.join(names)}, a hub id OWNER/NAME, or the path"
+        f" of a folder with a target (config.json, safetensors, tokenizer).{nearest(name, names)}"
     )

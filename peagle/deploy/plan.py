@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog import find
+from peagle.catalog import find_pair
 from peagle.catalog.entry import HUB_ID
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.core import Method, check_k, parse_method
@@ -44,7 +44,7 @@ def plan(
     choices: Mapping[str, Any] | None = None,
 ) -> Plan:
     """`choices`: the other fields of a Deployment."""
-    pair = find(name)
+    pair = find_pair(name)
     told = pair.production
     context = told.context if context is None else context
     wanted = parse_method(method) if method else None

@@ -137,9 +137,9 @@ class ServerSettings:
         """What a request may call the model; answers use the first."""
         if self.names:
             return self.names
-        from peagle.catalog import find, names
+        from peagle.catalog import find_pair, pair_names
 
-        hub = find(self.pair).target.hub if self.pair in names() and self.target is None else None
+        hub = find_pair(self.pair).target.hub if self.pair in pair_names() and self.target is None else None
         return (self.pair, hub) if hub else (self.pair,)
 
     @property

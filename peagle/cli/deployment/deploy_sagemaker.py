@@ -179,13 +179,13 @@ def decide(
     name: str, choices: dict[str, Any], asked: dict[str, Any], gpus: int | None
 ) -> "tuple[Choices, Plan]":
     """Everything that can be wrong is found out here, before anybody is called."""
-    from peagle.catalog import find
+    from peagle.catalog import find_pair
     from peagle.deploy.plan import plan
     from peagle.deploy.sagemaker.plan.choices import Choices
     from peagle.deploy.sagemaker.plan.instances import instances
     from peagle.deploy.spec import dns_label
 
-    known = find(name)
+    known = find_pair(name)
     defaults = {"name": f"peagle-{dns_label(Path(known.name).name)}"}
     if known.production.instances:
         defaults["instance"] = known.production.instances[0]

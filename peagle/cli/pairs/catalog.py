@@ -7,7 +7,14 @@ from rich import box
 from rich.markup import escape
 from rich.table import Column, Table
 
-from peagle.catalog.catalog import DEFAULT_PAIR, catalog, find, names, read_pair, shipped
+from peagle.catalog.catalog import (
+    DEFAULT_PAIR,
+    all_pairs,
+    find_pair,
+    pair_names,
+    read_pair,
+    shipped_pairs,
+)
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.catalog.production import Memory, Production
 from peagle.cli.application import app, out
@@ -32,7 +39,7 @@ def list_pairs(as_json: Json = False) -> None:
 
     Example: peagle catalog list
     """
-    pairs = catalog().values()
+    pairs = all_pairs().values()
     if as_json:
         print(json.dumps([pair_to_json(pair) for pair in pairs], indent=2))
         return
@@ -47,7 +54,7 @@ def list_pairs(as_json: Json = False) -> None:
     )
     for pair in pairs:
         name = f"[bold]{pair.name}[/]*" if pair.name == DEFAULT_PAIR else pair.name
-        style = None if pair.name in shipped() else "cyan"
+        style = None if pair.name in shipped_pairs() else "cyan"
         table.add_row(name, *table_row(pair), "yes" if local_source(pair) else "-", style=style)
     out.print(
         table,
@@ -85,7 +92,7 @@ def show(
 
     Example: peagle catalog show gpt-oss-20b
     """
-    pair = find(name)
+    pair = find_pair(name)
     if as_json:
         print(json.dumps(pair_to_json(pair), indent=2))
         return
@@ -216,10 +223,10 @@ def validate(
     from peagle.export.check import Finding
 
     findings: dict[str, list[Finding]] = {}
-    for name in pairs or names():
+    for name in pairs or pair_names():
         try:
             is_file = name.endswith(".toml")
-            pair = read_pair(Path(name).expanduser()) if is_file else find(name)
+            pair = read_pair(Path(name).expanduser()) if is_file else find_pair(name)
             findings[name] = validate_pair(pair)
         except UserError as error:
             findings[name] = [Finding("error", str(error))]

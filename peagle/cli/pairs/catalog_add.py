@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peagle.catalog.catalog import read_toml, shipped, user_files
+from peagle.catalog.catalog import read_toml, shipped_pairs, user_files
 from peagle.catalog.entry import parse_pair
 from peagle.cli.options import K
 from peagle.cli.options import Method as MethodOption
@@ -98,7 +98,7 @@ def entry_from_options(options: PairOptions) -> dict[str, Any]:
 def save_entry(name: str, entry: dict[str, Any], force: bool) -> None:
     import tomli_w
 
-    if name in shipped():
+    if name in shipped_pairs():
         raise UserError(f"{name!r} is a shipped pair: choose another name")
     if name in user_files() and not force:
         raise UserError(f"you have a pair {name!r} already: --force replaces it")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from peagle.catalog import find
+from peagle.catalog import find_pair
 from peagle.cli.application import app, name_options, out
 from peagle.cli.options import Json, Target
 
@@ -38,7 +38,7 @@ def check(
     from peagle.export.check import check as check_folder
     from peagle.loaded import load
 
-    loaded = load(find(target), dtype="float32", device="cpu") if target else None
+    loaded = load(find_pair(target), dtype="float32", device="cpu") if target else None
     findings = [
         replace(finding, text=name_options(finding.text, context.command))
         for finding in check_folder(folder, loaded.target if loaded else None)

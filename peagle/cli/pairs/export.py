@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.catalog import find
+from peagle.catalog import find_pair
 from peagle.cli.application import app, out, warn
 from peagle.cli.options import Json, K, Target
 from peagle.cli.options import Method as MethodOption
@@ -123,7 +123,7 @@ def load_pair(drafter: str, target: str | None, method: str | None) -> "tuple[Lo
 
     folder = Path(drafter).expanduser()
     if not folder.is_dir():
-        pair = find(drafter)
+        pair = find_pair(drafter)
         chosen = parse_method(method or pair.method)
         if chosen == "none":
             raise UserError(
@@ -137,7 +137,8 @@ def load_pair(drafter: str, target: str | None, method: str | None) -> "tuple[Lo
     target_name = target or config.target
     if target_name is None:
         raise UserError(f"{drafter} does not name its target: give --target")
-    return load(find(target_name), drafter=folder, dtype="float32", device="cpu"), config.method
+    pair = find_pair(target_name)
+    return load(pair, drafter=folder, dtype="float32", device="cpu"), config.method
 
 
 def served_name(pair: "LoadedPair") -> str:

@@ -3,7 +3,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.catalog import DEFAULT_PAIR, find
+from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.cli.application import app, err
 from peagle.cli.options import Json
 
@@ -33,7 +33,7 @@ def pull(
     from peagle.pull import pull as pull_target
     from peagle.pull import pull_drafter, receipt
 
-    pair = find(name)
+    pair = find_pair(name)
     with shown(err, quiet=as_json) as progress:
         folder = pull_target(pair, source, progress, again)
         drafters = {

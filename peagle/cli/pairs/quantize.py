@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.catalog import DEFAULT_PAIR, find
+from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.cli.application import app, err
 from peagle.cli.options import Json
 
@@ -42,7 +42,7 @@ def quantize(
     from peagle.target.quantized.write import quantize as write
 
     format = find_format(to)
-    pair = find(target)
+    pair = find_pair(target)
     folder = folder or Path(f"{Path(pair.name).name}-{to}")
     with shown(err, quiet=as_json) as progress:
         source = pull(pair, progress=progress)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.catalog import DEFAULT_PAIR, names
+from peagle.catalog import DEFAULT_PAIR, pair_names
 from peagle.cli.application import app, err
 from peagle.cli.options import (
     Device,
@@ -104,7 +104,7 @@ def generate(
 def pair_and_prompt(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise UserError("give a pair and one prompt: put the prompt in quotes")
-    if len(words) == 1 and words[0] in names():
+    if len(words) == 1 and words[0] in pair_names():
         raise UserError(f"{words[0]!r} is a pair: add a prompt in quotes")
     pair, prompt = words if len(words) == 2 else (DEFAULT_PAIR, words[0])
     prompt = sys.stdin.read() if prompt == "-" else prompt

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from peagle.catalog import find as find_pair
+from peagle.catalog import find_pair
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.catalog.tuned import machine_of, read_tuned, tuned_path
 from peagle.core import Method
