@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 Method = Literal["none", "eagle3", "p-eagle"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -18,7 +18,7 @@ def parse_method(text: str) -> Method:
         if text == method:
             return method
     raise UserError(
-        f"unknown method {text!r}: use one of {', '.join(METHODS)}.{nearest(text, list(METHODS))}"
+        f"unknown method {text!r}: use one of {', '.join(METHODS)}.{did_you_mean(text, list(METHODS))}"
     )
 
 

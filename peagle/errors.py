@@ -12,7 +12,7 @@ class ChecksumError(UserError):
     """Downloaded data does not match the pinned checksum. No other source is tried after it."""
 
 
-def nearest(word: str, known: list[str]) -> str:
+def did_you_mean(word: str, known: list[str]) -> str:
     """ " Did you mean 'x'?" for the known word closest to `word`, or an empty string."""
     from difflib import get_close_matches
 

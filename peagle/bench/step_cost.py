@@ -20,7 +20,7 @@ from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.engine import Engine, EngineConfig
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 from peagle.loaded import LoadedPair
 from peagle.model_pair import ModelPair
 from peagle.target import Target
@@ -88,7 +88,7 @@ def shape_pair(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> Lo
     """A target of that shape with random weights, and random drafters of both methods for it."""
     if shape not in SHAPES:
         raise UserError(
-            f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}.{nearest(shape, list(SHAPES))}"
+            f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}.{did_you_mean(shape, list(SHAPES))}"
         )
     torch.manual_seed(seed)
     with torch.device(device):

@@ -11,7 +11,7 @@ from typing import Any
 
 from peagle.catalog.entry import HUB_ID, parse_pair
 from peagle.catalog.pair import Pair, TargetSource
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 from peagle.paths import config_home
 
 DEFAULT_PAIR = "smollm2-135m"
@@ -78,5 +78,5 @@ def find_pair(name: str) -> Pair:
     names = pair_names()
     raise UserError(
         f"unknown pair {name!r}: use one of {', '.join(names)}, a hub id OWNER/NAME, or the path"
-        f" of a folder with a target (config.json, safetensors, tokenizer).{nearest(name, names)}"
+        f" of a folder with a target (config.json, safetensors, tokenizer).{did_you_mean(name, names)}"
     )

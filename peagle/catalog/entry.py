@@ -19,7 +19,7 @@ from peagle.catalog.fields import (
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource, Wheels
 from peagle.catalog.production import Memory, Production
 from peagle.core import FORMATS, METHODS, Method, parse_method
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 PAIR_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
@@ -124,7 +124,7 @@ def parse_drafter(entry: Any, root: Path, location: str) -> DrafterSource:
     values = read_fields(entry, DRAFTER_FIELDS, location)
     check_hub_ids(values, location)
     if values.get("format", FORMATS[0]) not in FORMATS:
-        close = nearest(values["format"], list(FORMATS))
+        close = did_you_mean(values["format"], list(FORMATS))
         raise UserError(
             f"{location}: unknown format {values['format']!r}: use {', '.join(FORMATS)}.{close}"
         )

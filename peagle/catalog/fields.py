@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 UNKNOWN = "unknown"  # allowed as the value of every field, same as leaving it out
 Fields = Mapping[str, type | tuple[type, ...]]
@@ -81,7 +81,7 @@ def read_fields(table: Any, fields: Fields, location: str) -> dict[str, Any]:
         raise UserError(f"{location} must be a table, not {table!r}")
     for key, value in table.items():
         if key not in fields:
-            close = nearest(key, list(fields))
+            close = did_you_mean(key, list(fields))
             raise UserError(
                 f"{location} has an unknown field {key!r}: use {', '.join(fields)}.{close}"
             )

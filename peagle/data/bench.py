@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.data.records import MAX_BROKEN, Report, ignore, read_records, require_turns
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 from peagle.paths import cache_home
 
 SPEED_BENCH = ("speed_bench", *(f"speed_bench_throughput_{size}k" for size in (1, 2, 8, 16, 32)))
@@ -83,7 +83,7 @@ def find_set(word: str, data: Path | None = None) -> Path:
     if word not in SETS:
         raise UserError(
             f"unknown set {word!r}: use one of {', '.join(SETS)} (looked for in {folder}),"
-            f" or the path of a JSONL file with `turns`.{nearest(word, list(SETS))}"
+            f" or the path of a JSONL file with `turns`.{did_you_mean(word, list(SETS))}"
         )
     for ending in ENDINGS:
         if (path := folder / f"{word}{ending}").is_file():

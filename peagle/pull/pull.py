@@ -8,7 +8,7 @@ from filelock import FileLock
 
 from peagle.catalog.pair import Pair
 from peagle.core import Method
-from peagle.errors import ChecksumError, UserError, nearest
+from peagle.errors import ChecksumError, UserError, did_you_mean
 from peagle.paths import cache_home, publish_folder
 from peagle.progress import Progress, silent
 from peagle.pull.receipt import receipt, write_receipt
@@ -84,7 +84,7 @@ def source_order(pair: Pair, sources: Sequence[str] | None) -> tuple[str, ...]:
     names = tuple(sources or filter(None, setting.split(",")))
     for name in names:
         if name not in SOURCES:
-            close = nearest(name, list(SOURCES))
+            close = did_you_mean(name, list(SOURCES))
             raise UserError(f"unknown source {name!r}: use {', '.join(SOURCES)}.{close}")
     if sources:
         return names

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 from peagle.report.machines import AXES
 from peagle.report.words import by_k, by_method, label
 from peagle.results.runs import ResultCell, ResultRun, difference, overlap
@@ -74,7 +74,7 @@ def parse_metrics(text: str) -> list[str]:
     for name in names or [text]:
         if name not in known:
             raise UserError(
-                f"unknown metric {name!r}: use some of {', '.join(known)}.{nearest(name, known)}"
+                f"unknown metric {name!r}: use some of {', '.join(known)}.{did_you_mean(name, known)}"
             )
     return names
 

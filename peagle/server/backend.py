@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from fastapi import Request, Response
 
-from peagle.errors import nearest
+from peagle.errors import did_you_mean
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.response_counts import ResponseCounts
@@ -56,7 +56,7 @@ def check_name(model: Any, names: tuple[str, ...]) -> None:
     if model is not None and (not isinstance(model, str) or len(model) > LONGEST_NAME):
         raise ApiError(400, f"model must be a string of at most {LONGEST_NAME} characters", "model")
     if model and model not in names:
-        close = nearest(model, list(names))
+        close = did_you_mean(model, list(names))
         raise ApiError(
             404,
             f"there is no model {model!r} here: use {', '.join(map(repr, names))}.{close}",

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 PREFIX = "SM_VLLM_"
 MODEL = Path("opt/ml/model")
@@ -118,7 +118,7 @@ def option(name: str, value: str, vllm: bool = False) -> list[str]:
             else passed_on([f"--{flag}", *([] if value in ("true", "") else elements(value))])
         )
     if flag not in known:
-        close = nearest(name, [PREFIX + word.upper().replace("-", "_") for word in known])
+        close = did_you_mean(name, [PREFIX + word.upper().replace("-", "_") for word in known])
         raise UserError(f"{name} is not known: it would be --{flag} of peagle serve.{close}")
     if flag in IGNORED or value == "false":
         return []

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, check_k, parse_method
 from peagle.draft_shape import check_tree_nodes
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 EngineKind = Literal["native", "vllm"]
 FRONTS = (  # options of vLLM's that the front must have the say of
@@ -178,5 +178,5 @@ def parse_engine(word: str) -> EngineKind:
         if word == engine:
             return engine
     raise UserError(
-        f"unknown engine {word!r}: use {' or '.join(ENGINES)}.{nearest(word, list(ENGINES))}"
+        f"unknown engine {word!r}: use {' or '.join(ENGINES)}.{did_you_mean(word, list(ENGINES))}"
     )

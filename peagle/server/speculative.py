@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from peagle.core import Method
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 METHODS = ("eagle3", "eagle", "p-eagle")
 USED = ("method", "model", "num_speculative_tokens", "parallel_drafting", "parallel_drafting_spec")
@@ -96,7 +96,7 @@ def check_key(key: str, value: Any, source: str) -> None:
     if key not in (*USED, *HARMLESS, *REFUSED):
         known = [*USED, *HARMLESS, *REFUSED]
         raise UserError(
-            f"{source}: unknown key {key!r}: use {', '.join(USED)}.{nearest(key, known)}"
+            f"{source}: unknown key {key!r}: use {', '.join(USED)}.{did_you_mean(key, known)}"
         )
 
 
@@ -115,7 +115,7 @@ def method_of(given: dict[str, Any], source: str) -> Method | None:
     if method not in METHODS:
         word = str(method)
         raise UserError(
-            f"{source}: method {word!r} is not drafted here: use eagle3.{nearest(word, list(METHODS))}"
+            f"{source}: method {word!r} is not drafted here: use eagle3.{did_you_mean(word, list(METHODS))}"
         )
     if method == "p-eagle" or given.get("parallel_drafting"):
         return "p-eagle"

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from peagle.core import Method
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 
 def doc(default: Any, text: str) -> Any:
@@ -182,7 +182,7 @@ def read_config(path: Path | None, overrides: dict[str, Any] | None = None) -> T
     for key, value in (given | (overrides or {})).items():
         if key not in known:
             raise UserError(
-                f"unknown key {key!r} in {path or 'the options'}.{nearest(str(key), list(known))}"
+                f"unknown key {key!r} in {path or 'the options'}.{did_you_mean(str(key), list(known))}"
             )
         values[key] = _typed(key, value, known[key].default)
     return TrainConfig(**values)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from peagle.data.bench import Task
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 Z90 = 1.2815515655446004  # 90 % of a standard normal lie below
 KNOWN = {"reasoning": "median=3900,p90=10800,prompt=512,count=64"}
@@ -80,7 +80,7 @@ def parse_profile(word: str) -> Profile:
         "write it like --profile median=3900,p90=10800,prompt=512,count=64, or --profile reasoning"
     )
     if "=" not in word and word not in KNOWN:
-        raise UserError(f"unknown profile {word!r}: {form}.{nearest(word, list(KNOWN))}")
+        raise UserError(f"unknown profile {word!r}: {form}.{did_you_mean(word, list(KNOWN))}")
     try:
         values = {
             name.strip(): int(value)

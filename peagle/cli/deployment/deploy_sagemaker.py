@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from peagle.cli.application import err, warn
 from peagle.cli.deployment.deploy import deploy_app
 from peagle.cli.options import Json, K, Method
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from peagle.deploy.plan import Plan
@@ -140,7 +140,7 @@ def sagemaker(
 
     if format not in FORMATS:
         raise UserError(
-            f"unknown format {format!r}: use {', '.join(FORMATS)}.{nearest(format, FORMATS)}"
+            f"unknown format {format!r}: use {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}"
         )
     given = {
         "bucket": bucket,

@@ -16,7 +16,7 @@ from torch import Tensor
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats import int8 as int8_format
 from peagle.drafter.model import Drafter
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 from peagle.paths import checkpoint_folder, publish_folder, save_tensors, write_json
 from peagle.target import Target
 
@@ -87,7 +87,7 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
     for key in values:
         if key not in known:
             raise UserError(
-                f"unknown key {key!r} in the drafter's config.json.{nearest(key, known)}"
+                f"unknown key {key!r} in the drafter's config.json.{did_you_mean(key, known)}"
             )
     for key in ("aux_layer_ids", "calibration"):
         if values.get(key) is not None:

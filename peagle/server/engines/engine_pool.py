@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.core import Method
 from peagle.engine.gc_tuning import freeze_live_objects
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 from peagle.server.backoff import Backoff
 from peagle.server.engines.driver import Driver, EngineSlot, Ticket
 from peagle.server.engines.method_choice import Key, choose_method
@@ -101,7 +101,7 @@ class ServerEngines:
             return self.key
         word = method or self.key[0]
         if word not in self.methods:
-            close = nearest(word, list(self.methods))
+            close = did_you_mean(word, list(self.methods))
             raise ApiError(
                 400,
                 f"peagle.method {word!r} is not served: use one of {', '.join(self.methods)}.{close}",

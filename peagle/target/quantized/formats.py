@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 GROUP_SIZES = (128, 64, 32)
 
@@ -79,7 +79,7 @@ def find_format(name: str) -> WeightFormat:
     if name not in WEIGHT_FORMATS:
         names = list(WEIGHT_FORMATS)
         raise UserError(
-            f"unknown format {name!r}: use one of {', '.join(names)}.{nearest(name, names)}"
+            f"unknown format {name!r}: use one of {', '.join(names)}.{did_you_mean(name, names)}"
         )
     return WEIGHT_FORMATS[name]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from peagle.core import Step
 from peagle.draft_shape import DraftShape
-from peagle.kernels.triton.build_tree import tree_topology
 from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
+from peagle.kernels.triton.build_tree import tree_topology
 from peagle.train.data.attention_mask import mask_for
 from peagle.train.data.batch_transfer import flatten
 from peagle.train.data.chains import full_chains

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from peagle.deploy.sagemaker.plan.instances import instances, smallest
 from peagle.deploy.spec import Deployment
-from peagle.errors import UserError, nearest
+from peagle.errors import UserError, did_you_mean
 
 VALUE_BYTES = 1024
 TOGETHER_BYTES = 32 * 1024
@@ -68,7 +68,7 @@ def check_memory(type: str, deployment: Deployment) -> list[str]:
     """What should be known about memory; an instance that cannot hold the pair is refused."""
     found = instances().get(type)
     if found is None:
-        close = nearest(type, list(instances()))
+        close = did_you_mean(type, list(instances()))
         return [f"the GPUs of {type} are not in our table: its memory was not checked.{close}"]
     if deployment.gpus > found.gpus:
         raise UserError(f"--gpus is {deployment.gpus}, but {type} has {found.gpus}")
