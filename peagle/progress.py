@@ -31,7 +31,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def shown(console: Console, quiet: bool = False) -> Iterator[Progress]:
+def progress_bars(console: Console, quiet: bool = False) -> Iterator[Progress]:
     """Yield a Progress that draws one bar, in bytes, for each name it is called with."""
     if quiet:
         yield silent

@@ -107,7 +107,7 @@ def write(
     from peagle.deploy.plan import plan
     from peagle.deploy.render import differing, next_steps, render
     from peagle.deploy.render import write as place
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
 
     folder = folder.expanduser()
     planned = plan(kind=kind, choices=choices, **asked)
@@ -120,7 +120,7 @@ def write(
     changed = differing(files, folder, force)
     written = [str(path) for path in changed]
     if planned.drafter is not None:
-        with shown(err, quiet=as_json) as progress:
+        with progress_bars(err, quiet=as_json) as progress:
             if export_drafter(
                 planned.drafter, planned.pair, made.k, folder / "drafter", force, progress
             ):

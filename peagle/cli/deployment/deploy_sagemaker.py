@@ -278,9 +278,9 @@ def uploaded(choices: "Choices", planned: "Plan", clients: Any, quiet: bool) -> 
     from peagle.deploy.sagemaker.operate.upload import upload
     from peagle.deploy.sagemaker.plan.artifact import drafter, target
     from peagle.deploy.sagemaker.resources.stack import stack
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
 
-    with shown(err, quiet=quiet) as progress:
+    with progress_bars(err, quiet=quiet) as progress:
         fetch = not choices.from_hub
         first = target(planned.pair, progress, fetch)
         made = stack(choices, planned.deployment, first, drafter(planned, first, progress, fetch))

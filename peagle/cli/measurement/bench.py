@@ -221,10 +221,10 @@ def prepare_native(
     from peagle.bench.prepare import native_session
     from peagle.engine.gc_tuning import freeze_live_objects
     from peagle.loaded import load_with_drafters
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
 
     tasks = asked.tasks(warn)  # what cannot be found is told before anything is loaded
-    with shown(err) as progress:
+    with progress_bars(err) as progress:
         loaded = load_with_drafters(pair, target, drafter, device, dtype, progress)
     freeze_live_objects()
     session = native_session(asked, tasks, loaded, warn)

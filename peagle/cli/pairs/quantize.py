@@ -36,7 +36,7 @@ def quantize(
 
     Example: peagle quantize smollm2-135m --format int4 --out smollm2-135m-int4
     """
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
     from peagle.pull import pull
     from peagle.target.quantized.formats import find_format
     from peagle.target.quantized.write import quantize as write
@@ -44,7 +44,7 @@ def quantize(
     format = find_format(to)
     pair = find_pair(target)
     folder = folder or Path(f"{Path(pair.name).name}-{to}")
-    with shown(err, quiet=as_json) as progress:
+    with progress_bars(err, quiet=as_json) as progress:
         source = pull(pair, progress=progress)
         result = write(source, folder, format, progress, group)
     if as_json:

@@ -27,9 +27,9 @@ def demo(
         raise UserError("a speed needs at least two tokens: use --max-tokens 2 or more")
     from peagle.evaluate.demo import run, show
     from peagle.loaded import load
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
 
-    with shown(err, quiet=as_json) as progress:
+    with progress_bars(err, quiet=as_json) as progress:
         loaded = load(pair, device=device, dtype=dtype, progress=progress)
     rows = run(loaded, k, max_tokens, exact, err)
     if as_json:

@@ -62,9 +62,9 @@ def generate(
     parse_method(method or "none")
     check_tree_nodes(tree, () if k is None else (k,), method, exact)
     from peagle.loaded import load
-    from peagle.progress import shown
+    from peagle.progress import progress_bars
 
-    with shown(err, quiet=as_json) as progress:
+    with progress_bars(err, quiet=as_json) as progress:
         loaded = load(
             pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
         )
