@@ -13,7 +13,7 @@ from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint
-from peagle.drafter.untrained import untrained
+from peagle.drafter.untrained import untrained_drafter
 from peagle.errors import UserError
 from peagle.grammar import Grammars
 from peagle.progress import Progress, silent
@@ -54,7 +54,7 @@ class ModelPair:
                     source.mask_token_id,
                     trained=False,
                 )
-                self._drafters[method] = untrained(config, self.target, source.seed)
+                self._drafters[method] = untrained_drafter(config, self.target, source.seed)
         return self._drafters[method]
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:

@@ -8,7 +8,7 @@ from peagle.drafter.model import Drafter
 from peagle.target import Target
 
 
-def untrained(
+def untrained_drafter(
     config: DrafterConfig, target: Target, seed: int = 0, target_ids: Tensor | None = None
 ) -> Drafter:
     """Make a drafter whose random weights depend on `seed` alone.

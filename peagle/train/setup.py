@@ -12,7 +12,7 @@ from peagle.data.records import Report, ignore
 from peagle.drafter import Drafter
 from peagle.drafter.config import DrafterConfig, config_for
 from peagle.drafter.formats import checkpoint
-from peagle.drafter.untrained import untrained
+from peagle.drafter.untrained import untrained_drafter
 from peagle.errors import UserError
 from peagle.target import Target, default_aux_layer_ids
 from peagle.train.config import TrainConfig
@@ -120,7 +120,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         trained=False,
     )
     ids = None if target_ids is None else target_ids.to(target.device)
-    drafter = untrained(drafter_config, target, config.seed, ids).float()
+    drafter = untrained_drafter(drafter_config, target, config.seed, ids).float()
     drafter.set_embed_and_head(target.embedding, target.lm_head, ids)  # the target's own tensors, in its dtype
     if config.init == "target":
         begin_as_target(drafter, target)

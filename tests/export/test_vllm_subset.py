@@ -14,7 +14,7 @@ from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint, compact
 from peagle.drafter.formats.speculators import VerifierConfig
-from peagle.drafter.untrained import untrained
+from peagle.drafter.untrained import untrained_drafter
 from peagle.errors import UserError
 from peagle.export.check import check
 from peagle.export.export import export, same_drafts
@@ -88,7 +88,7 @@ def test_five_taps_are_served(target: Target, tmp_path: Path):
     config = config_for(
         target, "p-eagle", 2, (1, 2, 3, 5, 6), MASK, norm_before_fc=True, fc_norm=True
     )
-    drafter = untrained(config, target, seed=7)
+    drafter = untrained_drafter(config, target, seed=7)
     export(drafter, tmp_path / "d", "vllm", 5, VERIFIER)
     assert checkpoint.read(tmp_path / "d").config.aux_layer_ids == (1, 2, 3, 5, 6)
 

@@ -15,7 +15,7 @@ from transformers import (
 from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
-from peagle.drafter.untrained import untrained
+from peagle.drafter.untrained import untrained_drafter
 from peagle.target import Target
 
 SIZES = {
@@ -73,4 +73,4 @@ def make_drafter(
     if draft_vocab is not None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randperm(target.vocab_size, generator=generator)[:draft_vocab].sort().values
-    return untrained(config, target, seed=7, target_ids=ids)
+    return untrained_drafter(config, target, seed=7, target_ids=ids)

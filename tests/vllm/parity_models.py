@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.drafter.formats.checkpoint import load
-from peagle.drafter.untrained import untrained
+from peagle.drafter.untrained import untrained_drafter
 from peagle.target import Target, load_target
 
 SIZES: dict[str, Any] = {
@@ -64,7 +64,7 @@ def tiny_drafter(case: Case, target: Target, seed: int = 1) -> Drafter:
     kept = (
         torch.randperm(VOCAB, generator=generator)[: case.draft_vocab] if case.draft_vocab else None
     )
-    drafter = untrained(config, target, seed, kept)
+    drafter = untrained_drafter(config, target, seed, kept)
     enliven(drafter, generator)
     if case.own_tables:
         drafter.set_embed_and_head(drafter.embed_tokens.roll(1, 0), drafter.lm_head.roll(1, 0), kept)
@@ -108,7 +108,7 @@ def real_drafter(target: Target, folder: str) -> Drafter:
     if folder:
         return load(Path(folder), target, torch.float32)
     config = config_for(target, "p-eagle", 4, aux_layer_ids=(2, 15, 27), mask_token_id=16)
-    drafter = untrained(config, target)
+    drafter = untrained_drafter(config, target)
     enliven(drafter, torch.Generator().manual_seed(1))
     return drafter
 
