@@ -17,9 +17,8 @@ def parse_method(text: str) -> Method:
     for method in METHODS:
         if text == method:
             return method
-    raise UserError(
-        f"unknown method {text!r}: use one of {', '.join(METHODS)}.{did_you_mean(text, list(METHODS))}"
-    )
+    close = did_you_mean(text, list(METHODS))
+    raise UserError(f"unknown method {text!r}: use one of {', '.join(METHODS)}.{close}")
 
 
 def check_k(k: int) -> int:

@@ -78,5 +78,6 @@ def find_pair(name: str) -> Pair:
     names = pair_names()
     raise UserError(
         f"unknown pair {name!r}: use one of {', '.join(names)}, a hub id OWNER/NAME, or the path"
-        f" of a folder with a target (config.json, safetensors, tokenizer).{did_you_mean(name, names)}"
+        " of a folder with a target (config.json, safetensors, tokenizer)."
+        f"{did_you_mean(name, names)}"
     )
