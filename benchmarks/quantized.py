@@ -28,7 +28,7 @@ from peagle.data.bench import read_sets
 from peagle.evaluate.evaluate import summarize
 from peagle.export.export import export
 from peagle.loaded import LoadedPair, load
-from peagle.regenerate.loops import repetitive
+from peagle.regenerate.repetition import is_repetitive
 from peagle.target.quantized.formats import FORMATS
 from peagle.target.quantized.write import quantize
 
@@ -118,7 +118,7 @@ class Measuring:
             "exact": got[0].exact,
         }
         if method == "none":
-            cell |= {"repetitive": sum(map(repetitive, answers))} | self.apart(pair, name, label)
+            cell |= {"repetitive": sum(map(is_repetitive, answers))} | self.apart(pair, name, label)
         else:
             found = summarize((step for one in got for step in one.steps), self.k)
             cell["acceptance_length"] = round(found.acceptance_length, 4)

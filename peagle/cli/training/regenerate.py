@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def regenerate(
-    folder: Annotated[
+    out: Annotated[
         Path, typer.Option("--out", help="Where the answers go; run again to go on.", metavar="DIR")
     ],
     prompts: Annotated[
@@ -103,13 +103,13 @@ def regenerate(
     )
     loaded = load(target, device=device, dtype=dtype).target
     if invent > 0:
-        asked += invented(loaded, invent, folder, settings, as_json)
+        asked += invented(loaded, invent, out, settings, as_json)
     with shown("answers", as_json) as progress:
-        counts = job.regenerate(loaded, asked, folder, settings, progress)
+        counts = job.regenerate(loaded, asked, out, settings, progress)
     if as_json:
-        print(json.dumps({"out": str(folder)} | counts.as_dict()))
+        print(json.dumps({"out": str(out)} | counts.as_dict()))
     else:
-        print(summary(counts, folder))
+        print(summary(counts, out))
 
 
 def parse_slots(word: str) -> int | None:
