@@ -335,7 +335,7 @@ def test_the_command(tmp_path: Path) -> None:
     first = json.loads(run("--prompts", prompts, "--limit", 5, "--json"))
     assert first["answered"] + sum(first["dropped"].values()) == 5 and first["resumed"] == 0
     told = run("--prompts", prompts)
-    assert "5 were there before" in told and "tokens/s" in told
+    assert "5 resumed" in told and "tokens/s" in told
     assert len(lines(tmp_path / "out")) == 20
     more = json.loads(run("--prompts", prompts, "--invent", 3, "--json"))
     assert more["resumed"] == 20 and more["answered"] + sum(more["dropped"].values()) == 3
