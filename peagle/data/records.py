@@ -1,4 +1,4 @@
-"""JSON lines, plain or gzipped: broken ones are reported with file and line, and skipped up to a limit."""
+"""JSON lines, plain or gzipped. Broken lines are reported with file and line, and skipped."""
 
 import gzip
 import json
@@ -21,13 +21,14 @@ def ignore(line: str) -> None:
 def read_records(
     path: Path, report: Report = ignore, max_broken: int = MAX_BROKEN
 ) -> Iterator[tuple[int, dict]]:
-    """(line number from 1, object) of every line that is a JSON object. Empty lines do not count."""
+    """Yield (line number from 1, object) for every line with a JSON object; skip empty lines."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise UserError(
-            f"no file {path}: give a JSONL file (or .jsonl.gz), one record a line, or a folder that has one"
+            f"no file {path}: give a JSONL file (or .jsonl.gz) with one record per line,"
+            " or a folder that has one"
         )
-    broken = found = 0
+    broken = valid = 0
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
@@ -43,10 +44,10 @@ def read_records(
                     f"{path}: more than {max_broken} broken lines, the last is line {number}"
                 ) from error
             continue
-        found += 1
+        valid += 1
         yield number, record
-    if not found:
-        raise UserError(f"{path} holds no record: give a JSONL file, one record a line")
+    if not valid:
+        raise UserError(f"{path} holds no record: give a JSONL file with one record per line")
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -55,7 +56,9 @@ def _lines(path: Path) -> Iterator[bytes]:
         with opened(path, "rb") as file:
             yield from file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path} is no whole gzip file ({error}): get it again") from error
+        raise UserError(
+            f"{path} is not a complete gzip file ({error}): download it again"
+        ) from error
 
 
 def require_turns(record: dict, where: str) -> list[str]:

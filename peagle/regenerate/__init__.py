@@ -1,1 +1,1 @@
-"""The target answers the prompts itself: what a drafter is trained on must be the target's own words."""
+"""Training data: the target answers prompts itself."""

@@ -1,8 +1,8 @@
-"""The answers on disk: a folder with answers.jsonl, that grows, and regenerate.json, what they were made with.
+"""AnswerFile: a folder with answers.jsonl, which grows, and regenerate.json with its settings.
 
-One line a conversation, appended when it is over, or {"key", "dropped"} for one that came to nothing. A job that was
-killed goes on where the last whole line ends. A conversation of several documents writes them in one piece, each with
-"part": [i, n]; without all its parts it does not count.
+A finished conversation appends one line, or {"key", "dropped"} if nothing of it is kept. A killed
+job resumes after the last complete line. A conversation of several documents writes them together,
+each with "part": [i, n]; it counts only if all parts are there.
 """
 
 import json
@@ -16,17 +16,18 @@ from filelock import FileLock, Timeout
 from peagle.errors import UserError
 from peagle.paths import write_json
 
-ANSWERS, SETTINGS = "answers.jsonl", "regenerate.json"
+ANSWERS = "answers.jsonl"
+SETTINGS = "regenerate.json"
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a job did; `tokens` are those of kept answers, `generated` all of them."""
+    """What a job did: `tokens` counts kept answers, `generated` all of them."""
 
     answered: int = 0
     tokens: int = 0
     generated: int = 0
-    resumed: int = 0  # conversations an earlier run had settled
+    resumed: int = 0  # conversations that an earlier run finished
     seconds: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -51,7 +52,7 @@ class Counts:
 
 
 class AnswerFile:
-    """Open for one job at a time. `settled` are the keys that need no more work."""
+    """Open for one job at a time. `settled`: keys of finished conversations."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
         self.path = out / ANSWERS
@@ -61,7 +62,7 @@ class AnswerFile:
             self.lock.acquire()
         except Timeout as error:
             raise UserError(
-                f"another job writes to {out}: wait for it, or give another --out"
+                f"another job writes to {out}: wait for it, or use another `out`"
             ) from error
         try:
             check_settings(out, settings)
@@ -96,34 +97,34 @@ class AnswerFile:
 
 
 def check_settings(out: Path, settings: dict[str, Any]) -> None:
-    """A folder holds the answers of one target under one set of settings."""
+    """Refuse a folder that holds the answers of another target or other settings."""
     path = out / SETTINGS
     if path.is_file():
         try:
             before = json.loads(path.read_text())
         except ValueError as error:
-            raise UserError(f"{path} is broken: give another --out") from error
+            raise UserError(f"{path} is broken: use another `out`") from error
         for name in settings:
             if before.get(name) != settings[name]:
                 raise UserError(
-                    f"{out} was begun with {name} {before.get(name)!r}, now it is {settings[name]!r}:"
-                    " go on with the former, or give another --out"
+                    f"{out} was started with {name} {before.get(name)!r}, and now it is"
+                    f" {settings[name]!r}: use the former, or another `out`"
                 )
         return
     if (out / ANSWERS).is_file() and (out / ANSWERS).stat().st_size:
-        raise UserError(f"{out} holds answers but no {SETTINGS}: give another --out")
+        raise UserError(f"{out} holds answers but no {SETTINGS}: use another `out`")
     write_json(path, settings)
 
 
 def resume(path: Path) -> set[str]:
-    """The keys of whole conversations; what follows the last of them, a torn line say, is cut off."""
+    """Read the keys of complete conversations, and cut off what follows the last one."""
     keys: set[str] = set()
     if not path.is_file():
         return keys
-    whole = at = 0
+    complete = position = 0
     with path.open("r+b") as file:
         for number, line in enumerate(file, start=1):
-            at += len(line)
+            position += len(line)
             if not line.endswith(b"\n"):
                 break
             try:
@@ -132,17 +133,17 @@ def resume(path: Path) -> set[str]:
                 key = record["key"].removesuffix(f"#{part}") if parts > 1 else record["key"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
-                    f"{path}:{number} is no answer: mend or remove that line"
+                    f"{path}:{number} is not an answer: repair or remove that line"
                 ) from error
             if part == parts:
                 keys.add(key)
-                whole = at
-        file.truncate(whole)
+                complete = position
+        file.truncate(complete)
     return keys
 
 
 def cut_torn_line(path: Path) -> None:
-    """A file of lines that was being written when its writer was killed: the last line may lack its end."""
+    """Cut off an incomplete last line, left by a writer that was killed."""
     if not path.is_file():
         return
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible chat endpoint answers instead: the same target, served elsewhere."""
+"""Answers from an OpenAI-compatible chat endpoint that serves the same target elsewhere."""
 
 import asyncio
 import os
@@ -11,13 +11,14 @@ from peagle.data.chat import Messages, encode_conversation, encode_prompt
 from peagle.errors import UserError
 from peagle.regenerate.answers import AnswerFile
 from peagle.regenerate.job import Progress, RegenerateSettings
-from peagle.regenerate.loops import is_looping, repetitive
 from peagle.regenerate.prompts import Prompt
+from peagle.regenerate.repetition import is_looping, is_repetitive
 from peagle.target import Target
 
 CONCURRENCY = 64
-TRIES = 6
-WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a second try, doubled from try to try
+MAX_TRIES = 6
+FIRST_WAIT = 0.5  # seconds before the second try, doubled with every further try
+MAX_WAIT = 30.0  # seconds
 TIMEOUT = httpx.Timeout(600.0, connect=20.0)
 
 
@@ -28,7 +29,7 @@ def ask_all(
     settings: RegenerateSettings,
     progress: Progress,
 ) -> None:
-    """Ids and spans come from the target's tokenizer: an endpoint tells text only."""
+    """Ids and spans come from the target's tokenizer, because an endpoint returns text only."""
     asyncio.run(_ask_all(target, prompts, answers, settings, progress))
 
 
@@ -39,15 +40,15 @@ async def _ask_all(
     settings: RegenerateSettings,
     progress: Progress,
 ) -> None:
-    left = iter(prompts)
+    open_prompts = iter(prompts)
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT) as client:
         endpoint = Endpoint(client, settings, target)
 
         async def work() -> None:
-            for prompt in left:  # shared: each takes the next
-                await _settle(endpoint, prompt, answers)
+            for prompt in open_prompts:  # shared by all workers
+                await _answer(endpoint, prompt, answers)
                 progress(answers.counts.settled, len(prompts), answers.counts.generated)
 
         workers = [asyncio.create_task(work()) for _ in range(min(CONCURRENCY, len(prompts)))]
@@ -59,8 +60,8 @@ async def _ask_all(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _settle(endpoint: "Endpoint", prompt: Prompt, answers: AnswerFile) -> None:
-    """Answers turn after turn; a conversation that ends early keeps the answers that are whole."""
+async def _answer(endpoint: "Endpoint", prompt: Prompt, answers: AnswerFile) -> None:
+    """Answer turn after turn; a conversation that ends early keeps its complete answers."""
     messages, ended = await endpoint.converse(prompt)
     if not messages:
         answers.drop(prompt.key, ended or "empty")
@@ -89,66 +90,70 @@ class Endpoint:
         assert settings.endpoint is not None
         url = settings.endpoint.rstrip("/")
         self.url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
-        self.client, self.settings, self.target = client, settings, target
-        self.longest = settings.longest_prompt(target)
+        self.client = client
+        self.settings = settings
+        self.target = target
+        self.max_prompt = settings.longest_prompt(target)
 
     async def converse(self, prompt: Prompt) -> tuple[Messages, str | None]:
-        """The messages up to the last whole answer, and why it is not the last turn's."""
+        """The messages up to the last complete answer, and why the conversation ended there."""
         messages: Messages = []
         for turn in prompt.turns:
-            asked: Messages = [*messages, {"role": "user", "content": turn}]
-            if ended := self._misfit(asked):
+            prompt_messages: Messages = [*messages, {"role": "user", "content": turn}]
+            if ended := self._prompt_fault(prompt_messages):
                 return messages, ended
-            text, reason = await self.ask(asked, prompt.temperature)
-            if ended := self._unfit(text, reason):
+            text, reason = await self.ask(prompt_messages, prompt.temperature)
+            if ended := self._answer_fault(text, reason):
                 return messages, ended
-            messages = [*asked, {"role": "assistant", "content": text}]
+            messages = [*prompt_messages, {"role": "assistant", "content": text}]
         return messages, None
 
-    def _unfit(self, text: str, reason: str) -> str | None:
-        """Why an answer is dropped, if it is: as those the target gives here."""
+    def _answer_fault(self, text: str, reason: str) -> str | None:
+        """Why an answer is dropped, by the rules for local answers; None: it is kept."""
         ids = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not text.strip():
             return "empty"
         if is_looping(ids):
             return "looping"
-        kept = self.settings.keep_truncated and not repetitive(ids)
-        return "truncated" if reason == "length" and not kept else None
+        keep = self.settings.keep_truncated and not is_repetitive(ids)
+        return "truncated" if reason == "length" and not keep else None
 
-    def _misfit(self, messages: Messages) -> str | None:
+    def _prompt_fault(self, messages: Messages) -> str | None:
         try:
-            return "too long" if len(encode_prompt(self.target, messages)) > self.longest else None
+            return (
+                "too long" if len(encode_prompt(self.target, messages)) > self.max_prompt else None
+            )
         except UserError:
             raise
         except ValueError:
             return "template"
 
     async def ask(self, messages: Messages, temperature: float) -> tuple[str, str]:
-        """(text, finish reason). Waits and tries again where that may help."""
+        """Return (text, finish reason); retry after errors that may pass."""
         body = {
             "model": self.settings.model or self.target.name,
             "messages": messages,
             "temperature": temperature,
             "max_tokens": self.settings.max_tokens,
         }
-        trouble = ""
+        reason = ""
         for wait in waits():
             try:
                 reply = await self.client.post(self.url, json=body)
             except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
+                reason = str(error) or type(error).__name__
             except (httpx.InvalidURL, httpx.HTTPError) as error:
                 raise UserError(f"cannot ask {self.url}: {error}") from error
             else:
                 if reply.status_code == 200:
                     return self._read(reply)
-                trouble = f"HTTP {reply.status_code}: {' '.join(reply.text.split())[:200]}"
+                reason = f"HTTP {reply.status_code}: {' '.join(reply.text.split())[:200]}"
                 if reply.status_code != 429 and reply.status_code < 500:
-                    raise UserError(f"the endpoint {self.url} refuses: {trouble}")
+                    raise UserError(f"the endpoint {self.url} refuses: {reason}")
                 wait = max(wait, _retry_after(reply))
             await asyncio.sleep(wait)
         raise UserError(
-            f"the endpoint {self.url} did not answer in {TRIES} tries, the last: {trouble}"
+            f"the endpoint {self.url} did not answer in {MAX_TRIES} tries, the last: {reason}"
         )
 
     def _read(self, reply: httpx.Response) -> tuple[str, str]:
@@ -157,18 +162,18 @@ class Endpoint:
             return choice["message"]["content"] or "", choice.get("finish_reason") or "stop"
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise UserError(
-                f"{self.url} is no chat endpoint: its answer has no choices[0].message.content"
+                f"{self.url} is not a chat endpoint: its answer has no choices[0].message.content"
             ) from error
 
 
 def waits() -> Iterator[float]:
-    """How long to wait after each failed try; none after the last."""
-    for i in range(TRIES):
-        yield min(WAIT * 2**i, LONGEST_WAIT) if i + 1 < TRIES else 0.0
+    """Seconds to wait after each failed try; 0 after the last."""
+    for i in range(MAX_TRIES):
+        yield min(FIRST_WAIT * 2**i, MAX_WAIT) if i + 1 < MAX_TRIES else 0.0
 
 
 def _retry_after(reply: httpx.Response) -> float:
     try:
-        return min(float(reply.headers.get("retry-after", 0)), LONGEST_WAIT)
+        return min(float(reply.headers.get("retry-after", 0)), MAX_WAIT)
     except ValueError:  # a date
         return 0.0

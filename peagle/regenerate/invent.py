@@ -1,4 +1,4 @@
-"""Prompts the target writes itself: it continues its template's header of a user's turn, at temperature 1."""
+"""Prompts that the target writes: it continues the user header of its chat template."""
 
 import json
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from peagle.data.records import read_records, require_turns
 from peagle.errors import UserError
 from peagle.regenerate.answers import cut_torn_line
 from peagle.regenerate.batch_generator import BatchAnswer, BatchGenerator, BatchRequest, auto_slots
-from peagle.regenerate.job import ROUND, Progress, silent
+from peagle.regenerate.job import CAPACITY_MULTIPLE, Progress, silent
 from peagle.target import Target
 
-INVENTED = "invented.jsonl"
+INVENTED_FILE = "invented.jsonl"
 MAX_TOKENS = 128
 MARKER = "peagleturnmarker"
-ROUNDS = 3  # given up after so many rounds of samples without a new prompt
-MORE = 64  # samples of a round beyond what is missing
+MAX_FRUITLESS_ROUNDS = 3  # rounds of samples without a new prompt before it gives up
+EXTRA_SAMPLES = 64  # samples of a round beyond the missing prompts
 
 
 def invent(
@@ -26,30 +26,32 @@ def invent(
     slots: int | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """A file of at least `count` prompts, no two alike; what an earlier run invented is kept and counts."""
-    path = Path(out).expanduser() / INVENTED
+    """Write a file of at least `count` different prompts; those of an earlier run are kept."""
+    path = Path(out).expanduser() / INVENTED_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     known = _known(path)
     header, tail = user_frame(target)
-    capacity = -(-(len(header) + MAX_TOKENS) // ROUND) * ROUND
+    capacity = -(-(len(header) + MAX_TOKENS) // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
     fruitless = 0
     while (missing := count - len(known)) > 0:
-        tries, before = missing + missing // 2 + MORE, len(known)
-        fits = slots or auto_slots(target, capacity, tries)
-        generator = BatchGenerator(target, fits, capacity, seed + before + fruitless)
-        answers = generator.run(BatchRequest(i, header, MAX_TOKENS, 1.0) for i in range(tries))
+        samples = missing + missing // 2 + EXTRA_SAMPLES
+        before = len(known)
+        used_slots = slots or auto_slots(target, capacity, samples)
+        generator = BatchGenerator(target, used_slots, capacity, seed + before + fruitless)
+        answers = generator.run(BatchRequest(i, header, MAX_TOKENS, 1.0) for i in range(samples))
         for _ in _append_new(path, _texts(target, answers, tail), known, count):
-            progress(len(known), count, generator.made)
+            progress(len(known), count, generator.finished_tokens)
         fruitless = fruitless + 1 if len(known) == before else 0
-        if fruitless == ROUNDS:
+        if fruitless == MAX_FRUITLESS_ROUNDS:
             raise UserError(
-                f"target {target.name!r} invents too few prompts ({len(known)}): use --prompts instead"
+                f"target {target.name!r} invents too few prompts ({len(known)}):"
+                " use `prompts` instead"
             )
     return path
 
 
 def _append_new(path: Path, texts: Iterator[str], known: set[str], count: int) -> Iterator[str]:
-    """Each text that is not known yet goes to the file, until `count` are."""
+    """Append new texts to the file until `count` are known."""
     with path.open("ab") as file:
         for text in texts:
             if text not in known:
@@ -70,29 +72,29 @@ def _known(path: Path) -> set[str]:
 
 
 def user_frame(target: Target) -> tuple[list[int], str]:
-    """The ids before a user's words under the chat template, and the text that follows them."""
+    """The ids before a user's text in the chat template, and the text after it."""
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise UserError(f"target {target.name!r} has no chat template: it cannot invent prompts")
     text = tokenizer.apply_chat_template([{"role": "user", "content": MARKER}], tokenize=False)
-    before, found, after = text.partition(MARKER)
+    before, marker, after = text.partition(MARKER)
     header = tokenizer(before, add_special_tokens=False)["input_ids"]
-    if not found or not header:
+    if not marker or not header:
         raise UserError(
-            f"the chat template of {target.name!r} has no header of a user's turn: it cannot invent prompts"
+            f"the chat template of {target.name!r} has no user header: it cannot invent prompts"
         )
     return header, after.strip()
 
 
 def _texts(target: Target, answers: Iterator[BatchAnswer], tail: str) -> Iterator[str]:
-    """Whole turns only: ended by a stop token or by what follows a turn in the template, without special tokens."""
+    """Complete turns without special tokens."""
     special = set(target.tokenizer.all_special_tokens)
     for answer in answers:
         text: str = target.tokenizer.decode(
             answer.ids[:-1] if answer.reason == "stop" else answer.ids
         )
-        text, ended, _ = text.partition(tail) if tail else (text, "", "")
-        whole = answer.reason == "stop" or (ended and answer.reason == "length")
+        text, end, _ = text.partition(tail) if tail else (text, "", "")
+        complete = answer.reason == "stop" or (end and answer.reason == "length")
         text = text.strip()
-        if whole and text and not any(token in text for token in special):
+        if complete and text and not any(token in text for token in special):
             yield text

@@ -1,4 +1,4 @@
-"""The job: every prompt answered by the target itself, written down as it goes, resumed to the record."""
+"""The job: the target answers every prompt; answers are written as they finish, and runs resume."""
 
 import time
 from collections import deque
@@ -14,7 +14,7 @@ from peagle.regenerate.conversation import Conversation
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
 
-ROUND = 64  # capacities are multiples of it
+CAPACITY_MULTIPLE = 64  # slot capacities are multiples of it
 
 
 class Progress(Protocol):
@@ -28,28 +28,24 @@ def silent(done: int, total: int, tokens: int) -> None:
 @dataclass(frozen=True, slots=True)
 class RegenerateSettings:
     max_tokens: int = 512
-    max_prompt: int = 1024  # longer prompts are dropped, history included
+    max_prompt: int = 1024  # longer prompts, history included, are dropped
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
-    slots: int | None = None  # None: what fits
-    keep_truncated: bool = (
-        False  # answers cut at max_tokens are kept, unless they repeat themselves
-    )
-    prompts: str = ""  # the digest of the prompts' file
+    slots: int | None = None  # None: as many as fit
+    keep_truncated: bool = False  # keep answers cut at max_tokens, unless they repeat themselves
+    prompts: str = ""  # digest of the file of prompts
     endpoint: str | None = None
     model: str | None = None  # the endpoint's name for the target
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_prompt"):
             if getattr(self, name) < 1:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}: use 1 or more"
-                )
+                raise UserError(f"`{name}` is {getattr(self, name)}: use 1 or more")
         if self.slots is not None and self.slots < 1:
-            raise UserError(f"--slots is {self.slots}: use auto, or 1 or more")
+            raise UserError(f"`slots` is {self.slots}: use auto, or 1 or more")
 
     def identity(self, target: Target) -> dict[str, Any]:
-        """What changes answers: a job is resumed only with the same."""
+        """The settings that change answers: a job resumes only with the same ones."""
         return {
             "target": target.name,
             "revision": target.revision,
@@ -67,7 +63,8 @@ class RegenerateSettings:
     def longest_prompt(self, target: Target) -> int:
         if self.max_tokens >= target.context:
             raise UserError(
-                f"--max-tokens {self.max_tokens} leaves no room for a prompt: the context is {target.context}"
+                f"`max_tokens` {self.max_tokens} leaves no room for a prompt:"
+                f" the context is {target.context}"
             )
         return min(self.max_prompt, target.context - self.max_tokens)
 
@@ -79,20 +76,21 @@ def regenerate(
     settings: RegenerateSettings,
     progress: Progress = silent,
 ) -> Counts:
-    """Answers to all `prompts` lie in out/answers.jsonl when it returns; stopped at any point, it can be called again.
+    """Write the answers to all `prompts` to out/answers.jsonl; call it again after an interruption.
 
-    A line: {"key", "source", "temperature", "messages", "ids", "spans"}; see answers.py and conversation.py.
+    A line: {"key", "source", "temperature", "messages", "ids", "spans"}; see answers.py and
+    conversation.py.
     """
     start = time.perf_counter()
     with AnswerFile(Path(out).expanduser(), settings.identity(target)) as answers:
-        left = [prompt for prompt in prompts if prompt.key not in answers.settled]
-        answers.counts.resumed = len(prompts) - len(left)
-        if left and settings.endpoint:
+        open_prompts = [prompt for prompt in prompts if prompt.key not in answers.settled]
+        answers.counts.resumed = len(prompts) - len(open_prompts)
+        if open_prompts and settings.endpoint:
             from peagle.regenerate.endpoint import ask_all
 
-            ask_all(target, left, answers, settings, progress)
-        elif left:
-            answer_all(target, left, answers, settings, progress)
+            ask_all(target, open_prompts, answers, settings, progress)
+        elif open_prompts:
+            answer_all(target, open_prompts, answers, settings, progress)
         answers.counts.seconds = time.perf_counter() - start
         return answers.counts
 
@@ -104,13 +102,13 @@ def answer_all(
     settings: RegenerateSettings,
     progress: Progress,
 ) -> None:
-    """The target answers on this machine, in batches."""
-    longest = settings.longest_prompt(target)
-    capacity = longest + settings.max_tokens
-    capacity = min(target.context, -(-capacity // ROUND) * ROUND)
+    """Answer on this machine, in batches."""
+    max_prompt = settings.longest_prompt(target)
+    capacity = max_prompt + settings.max_tokens
+    capacity = min(target.context, -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE)
     slots = min(settings.slots or auto_slots(target, capacity, len(prompts)), len(prompts))
     generator = BatchGenerator(target, slots, capacity, settings.seed)
-    turns = Turns(target, prompts, answers, longest, settings)
+    turns = Turns(target, prompts, answers, max_prompt, settings)
 
     def on_step(tokens: int) -> None:
         answers.counts.generated = tokens
@@ -118,29 +116,32 @@ def answer_all(
 
     for answer in generator.run(turns, on_step):
         conversation: Conversation = answer.key
-        conversation.take(answer, target)
+        conversation.add_answer(answer, target)
         if conversation.over:
-            turns.settle(conversation)
+            turns.write(conversation)
         else:
             turns.waiting.append(conversation)
-    on_step(generator.made)
+    on_step(generator.finished_tokens)
     del generator
     free_memory()
 
 
 class Turns:
-    """The requests of all conversations: a later turn comes up when the one before it is answered."""
+    """The requests of all conversations; a turn is ready when the one before it is answered."""
 
     def __init__(
         self,
         target: Target,
         prompts: Iterable[Prompt],
         answers: AnswerFile,
-        longest: int,
+        max_prompt: int,
         settings: RegenerateSettings,
     ) -> None:
-        self.target, self.answers, self.longest, self.settings = target, answers, longest, settings
-        self.fresh = iter(prompts)
+        self.target = target
+        self.answers = answers
+        self.max_prompt = max_prompt
+        self.settings = settings
+        self.prompts = iter(prompts)
         self.waiting: deque[Conversation] = deque()
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -148,19 +149,19 @@ class Turns:
 
     def __next__(self) -> BatchRequest:
         while True:
-            conversation = self.waiting.popleft() if self.waiting else self._new()
-            ids = conversation.ask(self.target, self.longest)
+            conversation = self.waiting.popleft() if self.waiting else self._start()
+            ids = conversation.next_prompt(self.target, self.max_prompt)
             if ids is not None:
                 return BatchRequest(
                     conversation, ids, self.settings.max_tokens, conversation.prompt.temperature
                 )
-            self.settle(conversation)
+            self.write(conversation)
 
-    def _new(self) -> Conversation:
-        return Conversation(next(self.fresh), self.settings.keep_truncated)
+    def _start(self) -> Conversation:
+        return Conversation(next(self.prompts), self.settings.keep_truncated)
 
-    def settle(self, conversation: Conversation) -> None:
-        """Written down, answered or dropped."""
+    def write(self, conversation: Conversation) -> None:
+        """Write the conversation, answered or dropped."""
         if lines := conversation.lines():
             self.answers.keep(lines)
         else:

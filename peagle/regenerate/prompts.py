@@ -1,4 +1,4 @@
-"""Which prompts are answered: JSON lines with `turns` (or one `prompt`), each at every temperature."""
+"""Prompts to answer: JSON lines with `turns` (or one `prompt`), each at every temperature."""
 
 import hashlib
 import random
@@ -13,9 +13,9 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    key: str  # line@temperature: what a resumed job knows it by
+    key: str  # line@temperature, which identifies it in a resumed job
     source: str
-    turns: list[str]  # the user's; the target answers each before it sees the next
+    turns: list[str]  # of the user; the target answers each before it sees the next
     temperature: float
 
 
@@ -28,11 +28,11 @@ def read_prompts(
     prefix: str = "",
     max_broken: int = MAX_BROKEN,
 ) -> list[Prompt]:
-    """In the file's order, or shuffled by `seed`; the first `limit` of them, each once per temperature.
+    """The first `limit` prompts in file order, or shuffled by `seed`, each once per temperature.
 
-    Lines that hold no prompt are reported as file:line and skipped; more than `max_broken` are refused.
+    Lines without a prompt are reported as file:line and skipped, up to `max_broken`.
     """
-    found: list[tuple[int, str, list[str]]] = []
+    records: list[tuple[int, str, list[str]]] = []
     broken = 0
     for line, record in read_records(path, report, max_broken):
         try:
@@ -45,36 +45,36 @@ def read_prompts(
                     f"{path}: more than {max_broken} records without a prompt, the last is {line}"
                 ) from error
             continue
-        found.append((line, str(record.get("source") or Path(path).name), turns))
-    if not found:
+        records.append((line, str(record.get("source") or Path(path).name), turns))
+    if not records:
         raise UserError(
-            f"{path} holds no prompt: a record has `turns`, a list of texts, or one `prompt`"
+            f"{path} holds no prompt: a record has 'turns', a list of texts, or one 'prompt'"
         )
     if seed is not None:
-        random.Random(seed).shuffle(found)
+        random.Random(seed).shuffle(records)
     return [
-        Prompt(f"{prefix}{line}@{heat:g}", source, turns, heat)
-        for line, source, turns in found[:limit]
-        for heat in temperatures
+        Prompt(f"{prefix}{line}@{temperature:g}", source, turns, temperature)
+        for line, source, turns in records[:limit]
+        for temperature in temperatures
     ]
 
 
 def parse_temperatures(words: str) -> tuple[float, ...]:
     """ "0,0.8": each prompt is answered once greedily and once at temperature 0.8."""
     try:
-        heats = tuple(float(word) for word in words.split(","))
+        temperatures = tuple(float(word) for word in words.split(","))
     except ValueError as error:
         raise UserError(
-            f"cannot read --temperature {words!r}: give numbers, as in 0 or 0,0.8"
+            f"cannot read `temperature` {words!r}: use numbers, as in 0 or 0,0.8"
         ) from error
-    for heat in heats:
-        Sampling(heat)
-    if len({f"{heat:g}" for heat in heats}) < len(heats):
-        raise UserError(f"--temperature {words} names one twice: each is sampled once")
-    return heats
+    for temperature in temperatures:
+        Sampling(temperature)
+    if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
+        raise UserError(f"`temperature` {words} repeats a value: name each once")
+    return temperatures
 
 
 def digest(path: Path) -> str:
-    """A file's sha256: keys are line numbers, so a resumed job must see the same lines."""
+    """The sha256 of a file: keys are line numbers, so a resumed job needs the same lines."""
     with Path(path).expanduser().open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

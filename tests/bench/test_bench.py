@@ -125,5 +125,5 @@ def test_limit(tmp_path: Path) -> None:
     assert [task.turns[0] for task in read_tasks(path, 2, lines.append)] == ["t0", "t1"]
     assert lines == []
     assert len(read_sets([str(path)], limit=9)["x"]) == 5
-    with pytest.raises(UserError, match="--limit 1 or more"):
+    with pytest.raises(UserError, match="`limit` is 0: use 1 or more"):
         read_sets([str(path)], limit=0)

@@ -138,5 +138,5 @@ def test_no_hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(fetch, "find_spec", lambda name: None)
     with pytest.raises(UserError) as told:
         fetch_set(name, tmp_path)
-    assert "no route" in str(told.value) and "--data or PEAGLE_DATA" in str(told.value)
+    assert "no route" in str(told.value) and "`data` or PEAGLE_DATA" in str(told.value)
     assert "\n" not in str(told.value)

@@ -279,7 +279,7 @@ MISTAKES = {
     "K that is no number": (["-k", "3;5"], "write it like -k 3,5,7"),
     "no temperature": (["--temperature", "warm"], "write it like --temperature 0,1"),
     "temperature below 0": (["--temperature", "-1"], "temperature must be"),
-    "limit": (["--limit", "0"], "--limit 1 or more"),
+    "limit": (["--limit", "0"], "--limit is 0: use 1 or more"),
     "method": (["--method", "peagle"], "Did you mean 'p-eagle'"),
     "nothing drafted": (["--method", "none"], "nothing is drafted"),
     "another method than the drafter's": (["--method", "eagle3"], "it has p-eagle"),

@@ -129,7 +129,7 @@ def test_an_interrupted_job_keeps_what_it_wrote(chat: Target, tmp_path: Path) ->
 def test_other_settings_are_refused(chat: Target, tmp_path: Path) -> None:
     regenerate(chat, some(count=2), tmp_path, SETTINGS)
     for other, word in [
-        (RegenerateSettings(max_tokens=25, max_prompt=60), "max_tokens 24, now it is 25"),
+        (RegenerateSettings(max_tokens=25, max_prompt=60), "max_tokens 24, and now it is 25"),
         (RegenerateSettings(max_tokens=24, max_prompt=60, temperatures=(0.0, 0.8)), "temperatures"),
         (RegenerateSettings(max_tokens=24, max_prompt=60, prompts="other"), "prompts"),
     ]:
@@ -139,7 +139,7 @@ def test_other_settings_are_refused(chat: Target, tmp_path: Path) -> None:
         chat, some(count=3), tmp_path, RegenerateSettings(max_tokens=24, max_prompt=60, slots=1)
     )
     (tmp_path / ANSWERS).write_text("no json\n")
-    with pytest.raises(UserError, match=r"answers.jsonl:1 is no answer"):
+    with pytest.raises(UserError, match=r"answers.jsonl:1 is not an answer"):
         regenerate(chat, some(), tmp_path, SETTINGS)
     (tmp_path / "regenerate.json").unlink()
     with pytest.raises(UserError, match=r"no regenerate\.json"):
@@ -255,7 +255,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.asked, server.trouble = [], [429, 503]
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(endpoint, "WAIT", 0.01)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     yield server
     server.shutdown()
@@ -302,7 +302,7 @@ def test_an_endpoint_that_refuses(
     with pytest.raises(UserError, match="refuses: HTTP 401"):
         ask(chat, server, some(count=3), tmp_path / "a")
     server.trouble[:] = [503] * 50
-    with pytest.raises(UserError, match=f"in {endpoint.TRIES} tries, the last: HTTP 503"):
+    with pytest.raises(UserError, match=f"in {endpoint.MAX_TRIES} tries, the last: HTTP 503"):
         ask(chat, server, some(count=3), tmp_path / "b")
     server.trouble.clear()
     assert ask(chat, server, some(count=3), tmp_path / "b").answered == 3
@@ -335,12 +335,12 @@ def test_the_command(tmp_path: Path) -> None:
     first = json.loads(run("--prompts", prompts, "--limit", 5, "--json"))
     assert first["answered"] + sum(first["dropped"].values()) == 5 and first["resumed"] == 0
     told = run("--prompts", prompts)
-    assert "5 were there before" in told and "tokens/s" in told
+    assert "5 resumed" in told and "tokens/s" in told
     assert len(lines(tmp_path / "out")) == 20
     more = json.loads(run("--prompts", prompts, "--invent", 3, "--json"))
     assert more["resumed"] == 20 and more["answered"] + sum(more["dropped"].values()) == 3
     assert "invented:" in lines(tmp_path / "out")[-1]["key"]
-    assert "was begun with temperatures" in run(
+    assert "was started with temperatures" in run(
         "--prompts", prompts, "--temperature", "0,1", code=2
     )
     assert "nothing to answer" in run(code=2)

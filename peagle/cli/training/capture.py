@@ -7,7 +7,7 @@ import typer
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device, Dtype, Json
-from peagle.cli.training.regenerate import shown
+from peagle.cli.training.regenerate import progress_bar
 from peagle.errors import UserError
 
 
@@ -67,7 +67,7 @@ def capture(
         "free_gigabytes": round(job.free_bytes() / 1e9, 3),
     }
     err.print(summary(told), highlight=False, soft_wrap=True)
-    with shown("tokens", as_json) as progress:
+    with progress_bar("tokens", as_json) as progress:
         job.run(progress)
     print(json.dumps(told) if as_json else folder)
 

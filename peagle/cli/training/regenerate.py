@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @app.command()
 def regenerate(
-    folder: Annotated[
-        Path, typer.Option("--out", help="Where the answers go; run again to go on.", metavar="DIR")
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Folder of the answers; run again to resume.", metavar="DIR"),
     ],
     prompts: Annotated[
         Path | None,
@@ -36,25 +37,25 @@ def regenerate(
     endpoint: Annotated[
         str | None,
         typer.Option(
-            "--endpoint", help="An OpenAI-compatible URL that answers instead.", show_default=False
+            "--endpoint", help="OpenAI-compatible URL that answers instead.", show_default=False
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="The endpoint's name for the target.", show_default=False),
+        typer.Option("--model", help="Name of the target at the endpoint.", show_default=False),
     ] = None,
     temperature: Annotated[
         str, typer.Option("--temperature", help="0 is greedy; 0,0.8 answers each prompt at both.")
     ] = "0",
     max_tokens: MaxTokens = 512,
     max_prompt: Annotated[
-        int, typer.Option("--max-prompt", help="The longest prompt, history included.")
+        int, typer.Option("--max-prompt", help="Tokens of the longest prompt, history included.")
     ] = 1024,
     limit: Annotated[
-        int | None, typer.Option("--limit", help="So many prompts.", show_default=False)
+        int | None, typer.Option("--limit", help="Number of prompts.", show_default=False)
     ] = None,
     invent: Annotated[
-        int, typer.Option("--invent", help="So many prompts the target writes itself.")
+        int, typer.Option("--invent", help="Number of prompts that the target writes.")
     ] = 0,
     keep_truncated: Annotated[
         bool,
@@ -64,19 +65,19 @@ def regenerate(
         ),
     ] = False,
     slots: Annotated[
-        str, typer.Option("--slots", help="Answers under way at once; auto: what fits.")
+        str, typer.Option("--slots", help="Answers decoded at the same time; auto: as many as fit.")
     ] = "auto",
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed", help="Shuffles the prompts, and seeds sampling.", show_default=False
+            "--seed", help="Seed of the order of prompts and of sampling.", show_default=False
         ),
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Let the target answer prompts itself: what a drafter for it is trained on. Stopped at any point, it goes on.
+    """Let the target answer prompts: the training data of its drafter. Interrupted runs resume.
 
     Example: peagle regenerate --prompts prompts.jsonl --out answers/ --max-tokens 256
     """
@@ -88,12 +89,12 @@ def regenerate(
         raise UserError("nothing to answer: give --prompts FILE, or --invent N")
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: ask for at least one prompt")
-    heats = parse_temperatures(temperature)
-    asked = read_prompts(prompts, heats, limit, seed, warn) if prompts else []
+    temperatures = parse_temperatures(temperature)
+    read = read_prompts(prompts, temperatures, limit, seed, warn) if prompts else []
     settings = job.RegenerateSettings(
         max_tokens=max_tokens,
         max_prompt=max_prompt,
-        temperatures=heats,
+        temperatures=temperatures,
         seed=seed or 0,
         slots=parse_slots(slots),
         keep_truncated=keep_truncated,
@@ -103,13 +104,13 @@ def regenerate(
     )
     loaded = load(target, device=device, dtype=dtype).target
     if invent > 0:
-        asked += invented(loaded, invent, folder, settings, as_json)
-    with shown("answers", as_json) as progress:
-        counts = job.regenerate(loaded, asked, folder, settings, progress)
+        read += invent_prompts(loaded, invent, out, settings, as_json)
+    with progress_bar("answers", as_json) as progress:
+        counts = job.regenerate(loaded, read, out, settings, progress)
     if as_json:
-        print(json.dumps({"out": str(folder)} | counts.as_dict()))
+        print(json.dumps({"out": str(out)} | counts.as_dict()))
     else:
-        print(summary(counts, folder))
+        print(summary(counts, out))
 
 
 def parse_slots(word: str) -> int | None:
@@ -121,20 +122,20 @@ def parse_slots(word: str) -> int | None:
         raise UserError(f"cannot read --slots {word!r}: use auto or a number") from error
 
 
-def invented(
+def invent_prompts(
     target: "Target", count: int, folder: Path, settings: "job.RegenerateSettings", quiet: bool
 ) -> "list[Prompt]":
     from peagle.regenerate.invent import invent
     from peagle.regenerate.prompts import read_prompts
 
-    with shown("prompts", quiet) as progress:
+    with progress_bar("prompts", quiet) as progress:
         path = invent(target, count, folder, settings.seed, settings.slots, progress)
     return read_prompts(path, settings.temperatures, count, prefix="invented:")
 
 
 @contextmanager
-def shown(what: str, quiet: bool) -> "Iterator[job.Progress]":
-    """A bar with tokens a second and the time left."""
+def progress_bar(what: str, quiet: bool) -> "Iterator[job.Progress]":
+    """A progress bar with tokens per second and the remaining time."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -160,5 +161,5 @@ def summary(counts: "Counts", folder: Path) -> str:
         dropped += " (a larger --max-tokens or --keep-truncated keeps more)"
     return (
         f"{folder}: {counts.answered} answered ({counts.tokens:,} tokens), dropped: {dropped},"
-        f" {counts.resumed} were there before; {counts.tokens_per_second:,.0f} tokens/s"
+        f" {counts.resumed} resumed; {counts.tokens_per_second:,.0f} tokens/s"
     )
