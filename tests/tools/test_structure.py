@@ -1,0 +1,43 @@
+"""The map names every package, names only what exists, and stays one page."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "peagle"
+MAP = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+MAX_WORDS = 700
+MAX_FILES_PER_ROOM = 15
+DATA_FOLDERS = {"drafters", "templates", "template", "page", "c"}
+
+
+def packages() -> list[Path]:
+    return sorted(path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py"))
+
+
+def named_paths() -> list[str]:
+    return re.findall(r"`([\w./]+(?:/|\.py|\.toml))`", MAP)
+
+
+def test_every_named_path_exists() -> None:
+    rooms = [PACKAGE, ROOT, *(PACKAGE / package for package in packages())]
+    for name in named_paths():
+        assert any((room / name).exists() for room in rooms), f"docs/structure.md names {name}"
+
+
+def test_every_package_is_named() -> None:
+    names = {name.rstrip("/") for name in named_paths()}
+    for package in packages():
+        if package != Path("."):
+            spelled = {str(package), package.name}
+            assert spelled & names, f"docs/structure.md does not name {package}"
+
+
+def test_the_map_is_one_page() -> None:
+    assert len(MAP.split()) <= MAX_WORDS
+
+
+def test_rooms_are_small() -> None:
+    for package in packages():
+        files = [path for path in (PACKAGE / package).glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MAX_FILES_PER_ROOM, f"{package} has {len(files)} files"
