@@ -6,7 +6,8 @@ that are known.
 """
 
 from collections import deque
-from collections.abc import Mapping
+
+from peagle.interpolation import fit_line, interpolate
 
 REMEMBERED = 15  # steps of a (bucket, nodes): their lower quartile is its cost, for what disturbs a step lengthens it
 DISTURBED = 1.5  # times what was known: a step counts for no more
@@ -69,7 +70,9 @@ class StepCosts:
 
     def _bare(self, bucket: int) -> dict[int, float]:
         if bucket not in self.bare:
-            self.bare[bucket] = {nodes: between(of, bucket) for nodes, of in self.before.items()}
+            self.bare[bucket] = {
+                nodes: interpolate(of, bucket) for nodes, of in self.before.items()
+            }
         return self.bare[bucket]
 
     def count(self, batch: int, nodes: int) -> int:
@@ -83,22 +86,4 @@ class StepCosts:
             for other, own in self.known.items()
             if other != bucket and len(own) > 1
         }
-        return between(curves, bucket) if curves else None
-
-
-def between(points: Mapping[int, float], x: int) -> float:
-    """On the line; beyond the outermost points, as they are."""
-    return fit_line(points, min(max(x, min(points)), max(points)))
-
-
-def fit_line(points: Mapping[int, float], x: int) -> float:
-    """Through the two points nearest to x, on both sides of it where possible; costs do not fall with x beyond them."""
-    if x in points:
-        return points[x]
-    below, above = sorted(p for p in points if p < x), sorted(p for p in points if p > x)
-    left, right = (below[-1], above[0]) if below and above else (below[-2:] or above[:2])
-    slope = (points[right] - points[left]) / (right - left)
-    if below and above:
-        return points[left] + slope * (x - left)
-    near = right if below else left
-    return max(points[near] + max(slope, 0.0) * (x - near), points[near] / 2)
+        return interpolate(curves, bucket) if curves else None
