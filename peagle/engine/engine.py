@@ -314,7 +314,7 @@ class Engine:
     def _enable_exact(self) -> bool:
         """Whether exact mode is on; it fills passes up to a multiple of rows."""
         wanted = self.config.exact
-        if wanted is None and not self.largest.chain:
+        if wanted is None and not self.largest.is_chain:
             return False
         enabled = self.target.dtype != torch.float32 if wanted is None else wanted
         if not enabled:
@@ -349,11 +349,11 @@ class Engine:
             self.context,
             slack=nodes,
             reserve=self.exact,
-            spare=0 if self.largest.chain else nodes,
+            spare=0 if self.largest.is_chain else nodes,
         )
 
     def _policy(self, drafter: Drafter | None) -> DraftPolicy:
         if self.config.k != "auto" or drafter is None:
             return FixedPolicy(self.largest)
-        nodes = 0 if self.largest.chain else self.largest.nodes
+        nodes = 0 if self.largest.is_chain else self.largest.nodes
         return AdaptivePolicy(candidate_shapes(self.max_k, nodes))

@@ -436,7 +436,7 @@ class EngineLoop:
 def verifiable_shape(wanted: DraftShape, drafted: list[DraftShape]) -> DraftShape:
     """What all requests have of what is wanted: as much of the tree, or else a chain. Drafts may be left unused: a
     smaller tree is the beginning of a larger one, a shorter chain of a longer one."""
-    if not wanted.chain and not any(one.chain for one in drafted):
+    if not wanted.is_chain and not any(one.is_chain for one in drafted):
         return DraftShape(wanted.k, min(wanted.nodes, *(one.nodes for one in drafted)))
     k = min(wanted.k, *(one.k for one in drafted))
     return DraftShape(k, k)

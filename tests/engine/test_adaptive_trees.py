@@ -42,7 +42,7 @@ def test_forms_to_choose_from() -> None:
     )[-1] == chain(4)
     assert candidate_shapes(7, 31) == (*candidate_shapes(7), DraftShape(7, 15), DraftShape(7, 31))
     sizes = {
-        tree: [form.nodes for form in candidate_shapes(7, tree) if not form.chain]
+        tree: [form.nodes for form in candidate_shapes(7, tree) if not form.is_chain]
         for tree in (0, 12, 32, 40, MAX_TREE_NODES)
     }
     assert sizes == {
@@ -52,7 +52,7 @@ def test_forms_to_choose_from() -> None:
         40: [15, 31, 40],
         MAX_TREE_NODES: [15, 31, MAX_TREE_NODES],
     }
-    assert [form.nodes for form in candidate_shapes(20, 32) if not form.chain] == [32]
+    assert [form.nodes for form in candidate_shapes(20, 32) if not form.is_chain] == [32]
     with pytest.raises(UserError, match="more nodes than K"):
         candidate_shapes(7, 6)
 
@@ -129,7 +129,7 @@ def test_exploring_loses_one_percent() -> None:
     [simulation, *_] = simulations(busy, known=True)
     simulation.run(100, 64, BAD)
     assert simulation.run(2000, 64, BAD) < 1.015
-    assert all(form.chain for form in simulation.last(2000))
+    assert all(form.is_chain for form in simulation.last(2000))
 
 
 def test_the_same_again() -> None:

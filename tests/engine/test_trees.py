@@ -66,7 +66,7 @@ def test_the_likeliest_nodes_are_in_the_tree() -> None:
 
 
 def test_forms() -> None:
-    assert DraftShape(7, 7).chain and NO_DRAFT.chain and not DraftShape(7, 32).chain
+    assert DraftShape(7, 7).is_chain and NO_DRAFT.is_chain and not DraftShape(7, 32).is_chain
     for k, nodes in ((7, 3), (1, 5), (7, MAX_TREE_NODES + 1)):
         with pytest.raises(UserError, match="tree of"):
             DraftShape(k, nodes)
@@ -304,7 +304,7 @@ def test_a_grammar_keeps_automatic_form_to_chains() -> None:
         form = policy.choose(1, chains=True).tree
         policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [accepted_counts(min(form.k, 2), ())])
         chosen[form] += 1
-    assert all(form.chain for form in chosen) and chosen[DraftShape(2, 2)] > 120
+    assert all(form.is_chain for form in chosen) and chosen[DraftShape(2, 2)] > 120
 
 
 @pytest.mark.parametrize("nodes", [0, 31])

@@ -23,7 +23,7 @@ def told(
     sizes = (
         [(TREE.nodes, of_tree), (LARGER.nodes, kept)] if form == LARGER else [(form.nodes, kept)]
     )
-    held = accepted_counts(kept, () if form.chain else (of_chain, path(sizes)))
+    held = accepted_counts(kept, () if form.is_chain else (of_chain, path(sizes)))
     for _ in range(steps):
         expected.observe(1, form, [held])
 

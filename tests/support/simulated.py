@@ -28,7 +28,7 @@ def gpu(batch: int, form: DraftShape) -> float:
     A tree takes a little longer than its rows do: it is grown, and what it keeps is moved.
     """
     drafting = 0.35 + 0.03 * form.k + 0.002 * batch if form.k else 0
-    growing = 0 if form.chain else 0.15
+    growing = 0 if form.is_chain else 0.15
     return 4 + 0.01 * batch + drafting + growing + 0.02 * max(0, batch * (form.nodes + 1) - 32)
 
 
@@ -41,7 +41,7 @@ def shares(profile: Profile, form: DraftShape, width: float) -> np.ndarray:
     """Kept at each depth, given those before. A tree has `width` times as many chances there as nodes are to depths, in
     powers of that."""
     of = np.array(profile[: form.k]) / np.array((1.0, *profile))[: form.k].clip(1e-9)
-    return of if form.chain else 1 - (1 - of) ** (form.nodes / form.k) ** width
+    return of if form.is_chain else 1 - (1 - of) ** (form.nodes / form.k) ** width
 
 
 class Simulation:
@@ -96,7 +96,7 @@ class Simulation:
         trees = [
             one
             for one in self.forms
-            if not one.chain and one.k == form.k and one.nodes <= form.nodes
+            if not one.is_chain and one.k == form.k and one.nodes <= form.nodes
         ]
         kept = {
             one: leading(chance < shares(profile, one, self.width))

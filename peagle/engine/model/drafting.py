@@ -134,7 +134,7 @@ class DraftRunner:
         if not self.parallel:
             trees.chain[index, : tree.k] = self.follow(normed, stream, sampled, verified, tree.k)
             return None
-        if tree.chain and self.plain:
+        if tree.is_chain and self.plain:
             trees.chain[index, : tree.k] = self.best(normed[sampled]).view(-1, tree.k)
             return None
         return self.branch(normed[sampled], tree, index, trees)
@@ -145,7 +145,7 @@ class DraftRunner:
         """normed [B * K, d]: the rows that look ahead."""
         ids, logp = self.branching(normed, self.head(normed), tree.k)
         build_tree(
-            logp, ids, self.drafter.target_ids, 0 if tree.chain else tree.nodes, index, trees
+            logp, ids, self.drafter.target_ids, 0 if tree.is_chain else tree.nodes, index, trees
         )
         if not self.judges:  # on a GPU the host plans a step ahead, and would learn of it too late
             return None

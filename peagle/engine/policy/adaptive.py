@@ -133,7 +133,7 @@ class AdaptivePolicy:
         chains: bool = False,
         timed: bool = True,
     ) -> DraftChoice:
-        forms = [form for form in self.candidates if form.chain] if chains else self.candidates
+        forms = [form for form in self.candidates if form.is_chain] if chains else self.candidates
         if (unmeasured := self._unmeasured(batch, forms, timed)) is not None:
             return DraftChoice(unmeasured, "measuring: its cost is not known yet")
         self.tokens = self.emits.tokens(outlook)
@@ -184,7 +184,7 @@ class AdaptivePolicy:
         """
         counts = {form: self.costs.count(batch, form.nodes) for form in forms}
         if not self.costs.before and self.costs.elsewhere(batch, 0) is None:
-            chains = [form for form in forms if form.chain]
+            chains = [form for form in forms if form.is_chain]
             ends = [form for form in (NO_DRAFT, chains[-1], forms[-1]) if counts[form] < 3]
             if ends:
                 return ends[0] if timed else [form for form in chains if form.k <= BLIND][-1]
@@ -236,7 +236,7 @@ class AdaptivePolicy:
 
     def _rivals(self) -> list[DraftShape]:
         """Every tree, for it shows what all smaller forms keep; beside a tree, the best chain."""
-        trees = [form for form in self.candidates if not form.chain and form != self.tree]
-        if self.tree.chain:
+        trees = [form for form in self.candidates if not form.is_chain and form != self.tree]
+        if self.tree.is_chain:
             return trees
-        return [*trees, min((form for form in self.candidates if form.chain), key=self._loss)]
+        return [*trees, min((form for form in self.candidates if form.is_chain), key=self._loss)]

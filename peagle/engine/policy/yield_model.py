@@ -94,7 +94,7 @@ class YieldModel:
         self.by_k = self.chains.tokens()  # E(K) as steps last told it
         self.truth = Ratio(1.0, EVIDENCE)  # what chains keep of what an outlook foretold
         self.foretold: list[float] | None = None
-        self.gains = {form: Ratio(GAIN, PRIOR) for form in forms if not form.chain}
+        self.gains = {form: Ratio(GAIN, PRIOR) for form in forms if not form.is_chain}
 
     def observe(self, batch: int, form: DraftShape, held: Sequence[AcceptedCounts]) -> None:
         self.chains.observe(batch, form.k, held)

@@ -139,12 +139,14 @@ class Stepper:
         clock.append(time.perf_counter())
         logits, tokens = block.logits[:count], block.tokens[:count]
         if masks is not None:
-            assert tree.chain
+            assert tree.is_chain
             masks.apply(logits, drafts)
             tokens.copy_(likeliest(logits))
         if processing is not None:
             emitted = self.places.emitted[index[:count]]
-            seen = None if tree.chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
+            seen = (
+                None if tree.is_chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
+            )
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
         clock.append(time.perf_counter())
         packed, rows, outlook = self.graphs.run(
@@ -200,7 +202,7 @@ class Stepper:
         """What holds, as a chain: of a tree its accepted path."""
         places, first = self.places, block.rows.first
         state = first, block.ends, index, places.lengths, places.emitted, places.newest
-        if not tree.chain:
+        if not tree.is_chain:
             return accept_tree(block.tokens, block.tops, block.ids, places.trees, *state, tree.k)
         kept, newest, packed = accept(block.tokens, block.tops, block.ids[:, 1:], *state)
         return AcceptedPath(kept, newest, None, None, block.ids, packed)
