@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from peagle.drafter import Drafter
 from peagle.drafter.model import Attend, row_mask
-from peagle.row_layout import Rows, draft_rows
+from peagle.row_layout import DrafterRows, draft_rows
 from peagle.target.cache import RollbackCache
 
 
@@ -43,7 +43,7 @@ class ParallelProposer:
     @torch.inference_mode()
     def propose(self, verified: Verified, k: int) -> Tensor:
         rows = rows_of(verified, k, self.mask_id)
-        real = rows.real
+        real = rows.num_real
         hidden = torch.cat(
             [self.drafter.fuse(verified.hidden[:real]), self.mask_hidden.expand(k - 1, -1)]
         )
@@ -63,7 +63,7 @@ class ChainProposer:
     @torch.inference_mode()
     def propose(self, verified: Verified, k: int) -> Tensor:
         rows = rows_of(verified, 1, mask_id=0)
-        hidden = self.drafter.fuse(verified.hidden[: rows.real])
+        hidden = self.drafter.fuse(verified.hidden[: rows.num_real])
         ids, positions, drafts = rows.ids, rows.positions, []
         for _ in range(k):
             normed, feedback = self.drafter(
@@ -75,7 +75,7 @@ class ChainProposer:
                 positions[-1:] + 1,
             )
             drafts.append(ids)
-        self.cache.rollback(verified.first + rows.real)
+        self.cache.rollback(verified.first + rows.num_real)
         return torch.cat(drafts)
 
 
@@ -85,7 +85,7 @@ def proposer_for(drafter: Drafter) -> Proposer:
     )
 
 
-def rows_of(verified: Verified, k: int, mask_id: int) -> Rows:
+def rows_of(verified: Verified, k: int, mask_id: int) -> DrafterRows:
     """The row layout for a batch of one."""
     ids = verified.ids
     return draft_rows(
