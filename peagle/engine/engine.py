@@ -23,7 +23,9 @@ from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop, RequestState
 from peagle.engine.metrics import Metrics
 from peagle.engine.model.exactness import exact_multiple
-from peagle.engine.policy.adaptive import AdaptivePolicy, DraftPolicy, FixedPolicy, candidate_shapes
+from peagle.engine.policy.adaptive import AdaptivePolicy
+from peagle.engine.policy.candidates import candidate_shapes
+from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
 from peagle.engine.sampling.grammar_masks import GrammarState
 from peagle.engine.sampling.sampling_state import check_bias
 from peagle.engine.schedule.request import Request, RequestLimits

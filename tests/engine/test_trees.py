@@ -12,7 +12,8 @@ from peagle.draft_shape import MAX_TREE_NODES, NO_DRAFT, DraftShape
 from peagle.engine import Engine
 from peagle.engine.loop import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts, accepted_counts
-from peagle.engine.policy.adaptive import AdaptivePolicy, candidate_shapes
+from peagle.engine.policy.adaptive import AdaptivePolicy
+from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.sizing import largest_k
 from peagle.errors import UserError
 from peagle.kernels.triton.accept_tree import accept_tree
@@ -65,7 +66,7 @@ def test_the_likeliest_nodes_are_in_the_tree() -> None:
     ]
 
 
-def test_forms() -> None:
+def test_shapes() -> None:
     assert DraftShape(7, 7).is_chain and NO_DRAFT.is_chain and not DraftShape(7, 32).is_chain
     for k, nodes in ((7, 3), (1, 5), (7, MAX_TREE_NODES + 1)):
         with pytest.raises(UserError, match="tree of"):
@@ -93,7 +94,7 @@ def test_forms() -> None:
         (8, True, 7),
     ],
 )
-def test_how_deep_automatic_form_goes(tree: int, deep: bool, k: int) -> None:
+def test_how_deep_adaptive_drafting_goes(tree: int, deep: bool, k: int) -> None:
     """On a GPU rows are nearly free; a tree has more nodes than depths."""
     assert largest_k("auto", tree, small().pair.k, deep) == k
     assert candidate_shapes(k, tree)[-1] == DraftShape(k, tree or k)
@@ -297,23 +298,25 @@ def test_a_place_that_holds_no_tree_breaks_nothing() -> None:
     assert walked.kept.item() <= k
 
 
-def test_a_grammar_keeps_automatic_form_to_chains() -> None:
+def test_a_grammar_restricts_adaptive_drafting_to_chains() -> None:
     policy = AdaptivePolicy(candidate_shapes(7, 31))
     chosen = Counter[DraftShape]()
     for _ in range(200):
-        form = policy.choose(1, chains=True).tree
-        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [accepted_counts(min(form.k, 2), ())])
-        chosen[form] += 1
-    assert all(form.is_chain for form in chosen) and chosen[DraftShape(2, 2)] > 120
+        shape = policy.choose(1, chains_only=True).shape
+        counts = accepted_counts(min(shape.k, 2), ())
+        policy.observe(1, shape, 0.001 * (1 + shape.nodes / 8), [counts])
+        chosen[shape] += 1
+    assert all(shape.is_chain for shape in chosen) and chosen[DraftShape(2, 2)] > 120
 
 
 @pytest.mark.parametrize("nodes", [0, 31])
-def test_an_outlook_that_does_not_come_true_is_not_believed(nodes: int) -> None:
-    policy, last = AdaptivePolicy(candidate_shapes(7, nodes)), Counter[DraftShape]()
+def test_draft_confidence_that_does_not_come_true_is_not_trusted(nodes: int) -> None:
+    policy = AdaptivePolicy(candidate_shapes(7, nodes))
+    last = Counter[DraftShape]()
     for step in range(1500):
-        form = policy.choose(1, [0.9] * 7).tree
-        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [AcceptedCounts(0, 0, 1)])
-        last[form] += step >= 1000
+        shape = policy.choose(1, [0.9] * 7).shape
+        policy.observe(1, shape, 0.001 * (1 + shape.nodes / 8), [AcceptedCounts(0, 0, 1)])
+        last[shape] += step >= 1000
     assert last[NO_DRAFT] > 400
 
 

@@ -79,7 +79,7 @@ class DraftRunner:
     ) -> Tensor | None:
         """What comes next, to the places `index` [B] of `trees`; with K = 0 only the context is kept up.
 
-        Returns the outlook of the chain, where there is one.
+        Returns the draft_confidence of the chain, where there is one.
         """
         width = max(tree.k, 1) if self.parallel else 1
         made = expand_rows(
@@ -151,11 +151,11 @@ class DraftRunner:
             return None
         if self.uncalibrated is not self.branching:
             ids, logp = self.uncalibrated(normed, self.head(normed), tree.k)
-        return self.outlook(
+        return self.draft_confidence(
             normed.unflatten(0, (-1, tree.k)), ids, logp, trees.chain[index, : tree.k]
         )
 
-    def outlook(self, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor) -> Tensor:
+    def draft_confidence(self, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor) -> Tensor:
         """[B, K]: how likely each draft of the chain is to be accepted, given that those before it are."""
         at = (
             (self.drafter.known(ids) == chain[..., None]).int().argmax(-1)

@@ -149,7 +149,7 @@ class Stepper:
             )
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
         clock.append(time.perf_counter())
-        packed, rows, outlook = self.graphs.run(
+        packed, rows, draft_confidence = self.graphs.run(
             settle, lambda: self.settle(index, block, tree, made)
         )
         clock.append(time.perf_counter())
@@ -157,7 +157,7 @@ class Stepper:
         told, kept = packed[:, : tree.k + 1], packed[:, tree.k + 1]
         if processing is not None:
             processing.commit(told, kept)
-        output = StepOutput(packed, outlook=outlook)
+        output = StepOutput(packed, draft_confidence=draft_confidence)
         if self.places.device.type == "cpu":
             output.verify_seconds = clock[1] - clock[0]
             output.draft_seconds = clock[3] - clock[2]
@@ -189,14 +189,14 @@ class Stepper:
         rows = walked.rows
         if walked.path is not None:
             self.memory.settle(first, walked.kept, walked.path, tables)
-        outlook = None
+        draft_confidence = None
         if self.drafting is not None:
             hidden = block.hidden if rows is None else block.hidden[rows]
             verified = Verified(
                 walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends
             )
-            outlook = self.drafting.draft(verified, made, index, self.places.trees)
-        return AcceptOutput(walked.packed, rows, outlook)
+            draft_confidence = self.drafting.draft(verified, made, index, self.places.trees)
+        return AcceptOutput(walked.packed, rows, draft_confidence)
 
     def _accept(self, index: Tensor, block: VerifyInput, tree: DraftShape) -> AcceptedPath:
         """What holds, as a chain: of a tree its accepted path."""

@@ -1,4 +1,4 @@
-"""The outlook: what a drafter says its drafts are worth reaches whoever chooses the form, and is about right."""
+"""Draft confidence: it reaches the policy that chooses the shape, and it is about right."""
 
 import copy
 import itertools
@@ -13,33 +13,33 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter.branching import Branching
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.drafting import DraftRunner
-from peagle.engine.policy.adaptive import DraftChoice, FixedPolicy
+from peagle.engine.policy.draft_policy import DraftChoice, FixedPolicy
 from peagle.loaded import LoadedPair
 from tests.support.training import prompts, trained
 
 K = 4
 
 
-class Listening(FixedPolicy):
-    """Remembers what it was told."""
+class RecordingPolicy(FixedPolicy):
+    """Records the draft confidence of every choice."""
 
-    def __init__(self, tree: DraftShape) -> None:
-        super().__init__(tree)
-        self.told: list[Sequence[float] | None] = []
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__(shape)
+        self.recorded: list[Sequence[float] | None] = []
 
     def choose(
         self,
         batch: int,
-        outlook: Sequence[float] | None = None,
-        chains: bool = False,
+        draft_confidence: Sequence[float] | None = None,
+        chains_only: bool = False,
         timed: bool = True,
     ) -> DraftChoice:
-        self.told.append(outlook)
-        return super().choose(batch, outlook, chains, timed)
+        self.recorded.append(draft_confidence)
+        return super().choose(batch, draft_confidence, chains_only, timed)
 
 
 @pytest.mark.parametrize(("rung", "nodes"), [("dependency", K), ("all", K), ("dependency", 12)])
-def test_it_reaches_whoever_chooses(rung: str, nodes: int) -> None:
+def test_it_reaches_the_policy(rung: str, nodes: int) -> None:
     one = trained("p-eagle", 48, rung)
     drafter = copy.deepcopy(one.drafter)
     drafter.config = replace(drafter.config, calibration=(4.0,))
@@ -48,13 +48,13 @@ def test_it_reaches_whoever_chooses(rung: str, nodes: int) -> None:
         pair,
         EngineConfig(k=K, tree=nodes if nodes > K else 0, max_batch=1, kv_tokens=512, thread=False),
     )
-    engine.loop.chooser = policy = Listening(engine.largest)
+    engine.loop.chooser = policy = RecordingPolicy(engine.largest)
     for prompt in prompts(8) * 2:
         engine.add(prompt, max_tokens=40, ignore_eos=True)
         engine.drain()
-    known = [told for told in policy.told if told is not None]
+    known = [each for each in policy.recorded if each is not None]
     assert len(known) > 0.7 * engine.metrics.steps
-    assert all(len(told) == K and 0 < min(told) <= max(told) < 1 for told in known)
+    assert all(len(each) == K and 0 < min(each) <= max(each) < 1 for each in known)
 
 
 @pytest.mark.parametrize("rung", ["dependency", "all"])
@@ -69,7 +69,7 @@ def test_it_is_the_probability_of_each_draft_behind_the_one_before(rung: str) ->
     rows = normed.flatten(0, 1)
     ids, logp = drafting.branching(rows, drafter.logits(rows), K)
     chain = drafter.drafts(normed)
-    found = drafting.outlook(normed, ids, logp, chain)
+    found = drafting.draft_confidence(normed, ids, logp, chain)
     for b, k in itertools.product(range(3), range(K)):
         row, factor = normed[b, k], (2.0, 1.5, 0.5, 0.5)[k]
         plain = factor * drafter.logits(row[None])[0]
@@ -88,7 +88,7 @@ def test_a_plain_drafter_has_none() -> None:
     one = trained("p-eagle")
     pair = LoadedPair(Pair("tiny", TargetSource(()), {}), one.target, {"p-eagle": one.drafter})
     engine = Engine(pair, EngineConfig(k=K, max_batch=1, kv_tokens=512, thread=False))
-    engine.loop.chooser = policy = Listening(engine.largest)
+    engine.loop.chooser = policy = RecordingPolicy(engine.largest)
     engine.add(prompts(1)[0], max_tokens=20)
     engine.drain()
-    assert policy.told and not any(policy.told)
+    assert policy.recorded and not any(policy.recorded)
