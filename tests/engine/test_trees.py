@@ -20,7 +20,6 @@ from peagle.kernels.triton.accept_tree import accept_tree
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.engine.test_sampler import p_value
 from tests.support.decoding import tokens_of, transformers_generate
 from tests.support.engines import (
     ASKED,
@@ -37,6 +36,7 @@ from tests.support.engines import (
     steps_of,
 )
 from tests.support.sampling import OPTIONS, PROMPT, target, three_tokens
+from tests.support.statistics import p_value
 from tests.support.tiny_models import make_drafter, make_target
 
 K, NODES = 4, 12

@@ -17,11 +17,11 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.kv.slots import DecodeSlots
-from peagle.engine.model.drafting import DraftRunner, Verified
-from peagle.engine.model.exactness import filled
+from peagle.engine.model.drafting import DraftRunner, VerifiedRows
+from peagle.engine.model.exactness import pad_rows
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import cache_shapes, verifier_for
+from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.engine.sampling.grammar_masks import GrammarMasks
 from peagle.engine.sampling.sampler import Sampler, likeliest, logprobs
 from peagle.engine.step.graphs import Graphs
@@ -63,9 +63,9 @@ class Stepper:
         """`largest`: no form has more depths or nodes."""
         self.target = target
         length = context + largest.nodes + 1
-        self.verifier = verifier_for(target, length)
+        self.verifier = build_verifier(target, length)
         self.small = (
-            self.verifier.shrink()
+            self.verifier.use_codes()
             if target.format and isinstance(self.verifier, FusedLlamaTarget)
             else 0.0
         )
@@ -172,7 +172,7 @@ class Stepper:
         taken, rows = self.places.rows(index, tree)
         ids = taken.ids
         logits, hidden = self.verifier.forward(
-            *filled(ids.flatten(), rows, self.multiple), self.memory
+            *pad_rows(ids.flatten(), rows, self.multiple), self.memory
         )
         logits, hidden = logits[: ids.numel()], hidden[: ids.numel()]
         tokens, tops = (x.view(ids.shape) for x in argmax(logits))
@@ -192,7 +192,7 @@ class Stepper:
         draft_confidence = None
         if self.drafting is not None:
             hidden = block.hidden if rows is None else block.hidden[rows]
-            verified = Verified(
+            verified = VerifiedRows(
                 walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends
             )
             draft_confidence = self.drafting.draft(verified, made, index, self.places.trees)
@@ -280,7 +280,7 @@ def batch_bucket(count: int) -> int:
 
 def kv_shapes(target: Target, drafter: Drafter | None) -> list[KVShape]:
     """What a position stores: of every layer of the target, then of the drafter."""
-    shapes = cache_shapes(target)
+    shapes = target_kv_shapes(target)
     if drafter is not None:
         config = drafter.config
         shapes += [
