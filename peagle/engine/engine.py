@@ -27,7 +27,7 @@ from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
 from peagle.engine.sampling.grammar_masks import GrammarState
-from peagle.engine.sampling.sampling_state import check_bias
+from peagle.engine.sampling.sampling_state import check_logit_bias
 from peagle.engine.schedule.request import Request, RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
 from peagle.engine.sizing import build_stepper, check_int8, largest_shape
@@ -311,7 +311,7 @@ class Engine:
             raise UserError(
                 f"token ids {bad[:5]} are outside the target's vocabulary of {self.vocab_size}"
             )
-        check_bias(settings, self.vocab_size)
+        check_logit_bias(settings, self.vocab_size)
 
     def _enable_exact(self) -> bool:
         """Whether exact mode is on; it fills passes up to a multiple of rows."""

@@ -56,7 +56,7 @@ class RequestState:
             tokens = tokens[:end]
         if self.binding is None:
             return tokens, end is not None
-        return tokens[: self.binding.consume(tokens)], self.binding.over or end is not None
+        return tokens[: self.binding.consume(tokens)], self.binding.terminated or end is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +366,11 @@ class EngineLoop:
         )
         cap = self.scheduler.cap(request)
         tokens, ended = seat.cut(tokens[: cap - request.length])
-        if seat.binding is not None and seat.binding.refused:
+        if seat.binding is not None and seat.binding.error:
             self.finish(
                 request,
                 "refused",
-                f"the answer cannot be kept to its grammar: {seat.binding.refused}",
+                f"the answer cannot be kept to its grammar: {seat.binding.error}",
             )
             return
         pushed = seat.words.push(tokens)

@@ -205,7 +205,7 @@ def test_logprobs_are_those_of_the_accepted_path() -> None:
 def test_the_distribution_is_the_processed_targets(option: dict) -> None:
     """Random trees with several children a node, 4,000 seeds, answers of three tokens: chi-square at level 1e-3."""
     runs, vocab, nodes = 4000, 6, 7
-    exact, processing = three_tokens(option, runs, vocab)
+    exact, sampler = three_tokens(option, runs, vocab)
     outputs: list[list[int]] = [[] for _ in range(runs)]
     accepted, chance = 0, torch.Generator().manual_seed(0)
     while min(map(len, outputs)) < 3:
@@ -218,7 +218,7 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
             [torch.stack(rows_of(outputs[b], drafts[b], tree.masks[b], vocab)) for b in range(runs)]
         )
         emitted = torch.tensor([len(output) for output in outputs], dtype=torch.int32)
-        tokens = processing.choose(rows, drafts, emitted, tree.masks)
+        tokens = sampler.choose(rows, drafts, emitted, tree.masks)
         ids = torch.cat([torch.zeros(runs, 1, dtype=torch.long), drafts], 1)
         first, ends, nothing = (torch.full((runs,), n, dtype=torch.int32) for n in (0, 99, 0))
         trees = DraftTrees(drafts[:, :2], drafts, tree.parent, tree.depth, tree.masks)
@@ -236,7 +236,7 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
             2,
         )
         said = walked.packed[:, :3]
-        processing.commit(said, walked.kept)
+        sampler.commit(said, walked.kept)
         accepted += int(walked.kept.sum())
         for b in range(runs):
             outputs[b] += said[b, : walked.kept[b] + 1].tolist()

@@ -18,7 +18,7 @@ from peagle.engine.model.drafting import DraftRunner, VerifiedRows
 from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import Verifier
 from peagle.engine.sampling.grammar_masks import GrammarMasks
-from peagle.engine.sampling.sampler import Sampler, likeliest, logprobs
+from peagle.engine.sampling.sampler import Sampler, greedy_tokens, logprobs
 from peagle.engine.schedule.prefill_layout import MASK, Size, numbers_of, views_of
 from peagle.engine.schedule.request import PrefillChunk
 from peagle.engine.step.graphs import Graphs
@@ -89,7 +89,7 @@ class PrefillRunner:
         logits, tokens = consumed.logits[who], consumed.tokens[who]
         if masks is not None:
             masks.apply(logits, [[]] * len(fresh))
-            tokens = likeliest(logits)
+            tokens = greedy_tokens(logits)
         if processing is not None and fresh:
             nothing = torch.zeros(len(fresh), dtype=torch.int32, device=tokens.device)
             tokens = processing.choose(logits, tokens[:, :0], nothing)

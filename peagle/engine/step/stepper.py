@@ -23,7 +23,7 @@ from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.engine.sampling.grammar_masks import GrammarMasks
-from peagle.engine.sampling.sampler import Sampler, likeliest, logprobs
+from peagle.engine.sampling.sampler import Sampler, greedy_tokens, logprobs
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
 from peagle.engine.step.step_output import AcceptOutput, StepOutput
@@ -141,7 +141,7 @@ class Stepper:
         if masks is not None:
             assert tree.is_chain
             masks.apply(logits, drafts)
-            tokens.copy_(likeliest(logits))
+            tokens.copy_(greedy_tokens(logits))
         if processing is not None:
             emitted = self.places.emitted[index[:count]]
             seen = (
