@@ -23,6 +23,7 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
 from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model.draft_confidence import draft_confidence
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
 from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.weight import Weight
@@ -175,26 +176,8 @@ class DraftRunner:
             return None
         if self.confidence_branching is not self.branching:
             ids, logp = self.confidence_branching(normed, self.lm_head(normed), k)
-        return self.draft_confidence(
-            normed.unflatten(0, (-1, k)), ids, logp, trees.chain[slots, :k]
-        )
-
-    def draft_confidence(self, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor) -> Tensor:
-        """The probability [B, K] that each draft is accepted, given that those before it are.
-
-        normed [B, K, d]; ids [B, K, M] and logp [B, K, 1 or M, M]: the candidates of each depth,
-        and their log-probabilities after each candidate of the depth before; chain [B, K].
-        """
-        drafter = self.drafter
-        # [B, K] index of each draft among the candidates, and of the draft before it
-        index = (drafter.known(ids) == chain[..., None]).int().argmax(-1)
-        previous = index.roll(1, 1) if logp.shape[2] > 1 else torch.zeros_like(index)
-        by_candidate = previous[..., None, None].expand(-1, -1, 1, logp.shape[3])
-        draft_logp = logp.gather(2, by_candidate)[:, :, 0].gather(2, index[..., None])
-        if drafter.confidence is not None and drafter.dependency is not None and chain.shape[1] > 1:
-            embeds = drafter.embed(chain[:, :-1].flatten()).view_as(normed[:, 1:])
-            normed = torch.cat([normed[:, :1], drafter.dependency(normed[:, 1:], embeds)], 1)
-        return drafter.judge(normed, draft_logp[..., 0]).sigmoid()
+        chain = trees.chain[slots, :k]
+        return draft_confidence(self.drafter, normed.unflatten(0, (-1, k)), ids, logp, chain)
 
     def draft_sequential(
         self, normed: Tensor, residual: Tensor, sampled: Tensor, verified: VerifiedRows, k: int

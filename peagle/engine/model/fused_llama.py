@@ -104,7 +104,7 @@ class LlamaLayer:
 
 
 def build_layer(module: Any, eps: float, head_dim: int, window: int | None = None) -> LlamaLayer:
-    """Build the layer from a module of transformers, or a drafter block: both use the same names."""
+    """Build the layer from a transformers module or a drafter block, which use the same names."""
     attention = module.self_attn
     mlp = module.mlp
     head_norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))

@@ -99,7 +99,7 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
     ) -> tuple[Tensor, Any]:
         """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
         layer: Any = module.layer_idx
-        keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        keys, values = (x[0].transpose(0, 1) for x in (key, value))
         paged.kv_cache.store(layer, paged.rows.slots, keys, values)
         paged.windows[layer] = kwargs.get("sliding_window")
         if query.is_cuda and kwargs.get("position_bias") is None:
@@ -143,13 +143,13 @@ def attend_by_blocks(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """query [1, heads, T, d] -> [1, T, heads, d], by `run` on each block of rows."""
-    rows, kv_cache = paged.rows, paged.kv_cache
+    rows = paged.rows
     layer: Any = module.layer_idx
     out = torch.zeros_like(query).transpose(1, 2).contiguous()
     key = (paged.windows[layer], 1)  # window, heads folded into the rows
     if key not in rows.memo:
         rows.memo[key] = blocks_of(rows, *key, query.dtype)
-    caches = (kv_cache.keys[layer], kv_cache.values[layer])
+    caches = (paged.kv_cache.keys[layer], paged.kv_cache.values[layer])
     for b, start, end, pages, mask in rows.memo[key]:
         table = rows.tables[b, :pages]
         k, v = (read(cache, table, rows.page).transpose(0, 1)[None] for cache in caches)
