@@ -43,7 +43,7 @@ def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 
 
     None: no multiple does, as in mixtures of experts, where the neighbors of a row change its bits.
     """
-    blocks = PROBED_BLOCKS
+    blocks: tuple[int, ...] = PROBED_BLOCKS
     if k + 1 > max(PROBED_BLOCKS):
         blocks = (*PROBED_BLOCKS, k + 1)
     for multiple in ROW_MULTIPLES:
