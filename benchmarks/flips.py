@@ -11,7 +11,7 @@ import torch
 THREADS = torch.get_num_threads()  # the tests' conftest takes one
 
 from peagle.engine import Engine, EngineConfig  # noqa: E402
-from peagle.engine.model.drafting import Verified  # noqa: E402
+from peagle.engine.model.drafting import VerifiedRows  # noqa: E402
 from peagle.errors import UserError  # noqa: E402
 from peagle.loaded import LoadedPair, load  # noqa: E402
 
@@ -28,8 +28,8 @@ def knowing(engine: Engine, ids: list[int], expected: list[int]) -> None:
     """From now on the drafter knows the answer: three drafts in four are right."""
     sequence = torch.tensor(ids + expected + [3] * 8, device=engine.target.device)
 
-    def draft(verified: Verified, k: int) -> torch.Tensor:
-        newest = int(verified.first[0] + verified.kept[0]) + 1  # its position
+    def draft(verified: VerifiedRows, k: int) -> torch.Tensor:
+        newest = int(verified.first[0] + verified.accepted[0]) + 1  # its position
         drafts = sequence[newest + 1 : newest + 1 + k].clone()
         drafts[WRONG - 1 :: WRONG] += 1
         return torch.nn.functional.pad(drafts, (0, k - len(drafts)))[None]

@@ -19,7 +19,7 @@ from peagle.data.bench import read_sets
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import cache_shapes
+from peagle.engine.model.verifier import target_kv_shapes
 from peagle.loaded import LoadedPair, load
 
 SETS, TOKENS, PAGE = ("humaneval", "mt_bench", "gsm8k"), 96, 64
@@ -36,7 +36,7 @@ def answers(pair: LoadedPair, prompts: list[list[int]], method: str, int8: bool)
 def distribution(engine: Engine, ids: list[int]) -> Tensor:
     """[tokens, vocabulary] log-probabilities of a whole text, in one pass."""
     pages = -(-len(ids) // PAGE)
-    memory = KVCache(cache_shapes(engine.target), pages, PAGE, torch.device("cpu"))
+    memory = KVCache(target_kv_shapes(engine.target), pages, PAGE, torch.device("cpu"))
     at, one = torch.arange(len(ids)), torch.tensor([len(ids)]).int()
     rows = RowPass(at, at, torch.arange(pages)[None].int(), one * 0, one, one * 0, len(ids), PAGE)
     return (

@@ -58,7 +58,7 @@ class Asked:
     def engine(self, method: str, shape: DraftShape, most: int) -> Engine:
         longest = max(map(self.positions, self.jobs)) + 2 * shape.nodes + 64
         context = min(longest, self.loaded.target.context)
-        nodes = 0 if shape.chain else shape.nodes
+        nodes = 0 if shape.is_chain else shape.nodes
         return Engine(
             self.loaded,
             EngineConfig(

@@ -17,8 +17,8 @@ from peagle.bench.session import Runner
 from peagle.catalog.pair import Best
 from peagle.core import parse_method
 from peagle.cost.terms import price_of
-from peagle.engine.policy.step_costs import fit_line
 from peagle.errors import UserError
+from peagle.interpolation import fit_line
 from peagle.results.cell import CellKey
 
 WORTH = 0.01  # a K must promise so much more to be measured

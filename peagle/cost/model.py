@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from peagle.errors import UserError
+from peagle.interpolation import fit_line
 from peagle.report.grid import Grid, per_user
 from peagle.report.words import label
 from peagle.results.runs import ResultCell, mapping, number, sequence
@@ -78,8 +79,6 @@ def step_ms(grid: Grid, cell: ResultCell, k: int) -> float:
         raise UserError(
             f"{cell.method} at {cell.concurrency} at a time was timed with one K: use -k {cell.k}"
         )
-    from peagle.engine.policy.step_costs import fit_line
-
     return fit_line(known, k)
 
 

@@ -23,9 +23,11 @@ from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop, RequestState
 from peagle.engine.metrics import Metrics
 from peagle.engine.model.exactness import exact_multiple
-from peagle.engine.policy.adaptive import AdaptivePolicy, DraftPolicy, FixedPolicy, candidate_shapes
+from peagle.engine.policy.adaptive import AdaptivePolicy
+from peagle.engine.policy.candidates import candidate_shapes
+from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
 from peagle.engine.sampling.grammar_masks import GrammarState
-from peagle.engine.sampling.sampling_state import check_bias
+from peagle.engine.sampling.sampling_state import check_logit_bias
 from peagle.engine.schedule.request import Request, RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
 from peagle.engine.sizing import build_stepper, check_int8, largest_shape
@@ -309,12 +311,12 @@ class Engine:
             raise UserError(
                 f"token ids {bad[:5]} are outside the target's vocabulary of {self.vocab_size}"
             )
-        check_bias(settings, self.vocab_size)
+        check_logit_bias(settings, self.vocab_size)
 
     def _enable_exact(self) -> bool:
         """Whether exact mode is on; it fills passes up to a multiple of rows."""
         wanted = self.config.exact
-        if wanted is None and not self.largest.chain:
+        if wanted is None and not self.largest.is_chain:
             return False
         enabled = self.target.dtype != torch.float32 if wanted is None else wanted
         if not enabled:
@@ -349,11 +351,11 @@ class Engine:
             self.context,
             slack=nodes,
             reserve=self.exact,
-            spare=0 if self.largest.chain else nodes,
+            spare=0 if self.largest.is_chain else nodes,
         )
 
     def _policy(self, drafter: Drafter | None) -> DraftPolicy:
         if self.config.k != "auto" or drafter is None:
             return FixedPolicy(self.largest)
-        nodes = 0 if self.largest.chain else self.largest.nodes
+        nodes = 0 if self.largest.is_chain else self.largest.nodes
         return AdaptivePolicy(candidate_shapes(self.max_k, nodes))

@@ -20,7 +20,8 @@ from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.metrics import Metrics
 from peagle.engine.policy.accepted import accepted_counts
-from peagle.engine.policy.adaptive import AdaptivePolicy, DraftPolicy
+from peagle.engine.policy.adaptive import AdaptivePolicy
+from peagle.engine.policy.draft_policy import DraftPolicy
 from peagle.engine.sampling.grammar_masks import GrammarMasks, GrammarState
 from peagle.engine.sampling.sampler import Logprobs, Sampler
 from peagle.engine.sampling.sampling_state import SamplingState
@@ -44,7 +45,7 @@ class RequestState:
     drafted: DraftShape = (
         NO_DRAFT  # what waits to be verified: of a tree, the chain of its depth too
     )
-    outlook: list[float] | None = None  # how the drafter judges its drafts that wait
+    draft_confidence: list[float] | None = None  # how the drafter judges its drafts that wait
     table: int = 0  # pages the device knows
 
     def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
@@ -55,7 +56,7 @@ class RequestState:
             tokens = tokens[:end]
         if self.binding is None:
             return tokens, end is not None
-        return tokens[: self.binding.consume(tokens)], self.binding.over or end is not None
+        return tokens[: self.binding.consume(tokens)], self.binding.terminated or end is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class EngineLoop:
         )
         with self.lock:
             for chunk, member in chunks:
-                member.seat.drafted, member.seat.outlook = made, None
+                member.seat.drafted, member.seat.draft_confidence = made, None
                 if not chunk.request.finished:
                     self.scheduler.prefilled(chunk)
         if result is not None:
@@ -206,9 +207,12 @@ class EngineLoop:
         """`alone`: no prefill runs in the same round."""
         masks = self._masks(members)
         choice = self.chooser.choose(
-            len(members), self._outlook(members), chains=masks is not None, timed=alone
+            len(members),
+            self._draft_confidence(members),
+            chains_only=masks is not None,
+            timed=alone,
         )
-        wanted = choice.tree
+        wanted = choice.shape
         self.metrics.k, self.metrics.nodes, self.metrics.k_reason = (
             wanted.k,
             wanted.nodes,
@@ -227,19 +231,27 @@ class EngineLoop:
             self._top(members),
             masks,
         )
-        outlook = [None] * len(members) if result.outlook is None else result.outlook.tolist()
+        draft_confidence = (
+            [None] * len(members)
+            if result.draft_confidence is None
+            else result.draft_confidence.tolist()
+        )
         with self.lock:
-            for member, judged in zip(members, outlook, strict=True):
+            for member, judged in zip(members, draft_confidence, strict=True):
                 member.request.ahead += tree.k + 1
-                member.seat.drafted, member.seat.outlook = made, judged
+                member.seat.drafted, member.seat.draft_confidence = made, judged
         requests = [member.request for member in members]
         self._launch(result, requests, tree, started=started, timed=alone and tree == made)
         self.metrics.steps += 1
         self.metrics.k_steps[tree.nodes] += 1
 
-    def _outlook(self, members: list[BatchEntry]) -> list[float] | None:
+    def _draft_confidence(self, members: list[BatchEntry]) -> list[float] | None:
         """Of each position the mean, as far as all of them reach; None if somebody has none."""
-        judged = [member.seat.outlook for member in members if member.seat.outlook is not None]
+        judged = [
+            member.seat.draft_confidence
+            for member in members
+            if member.seat.draft_confidence is not None
+        ]
         if len(judged) < len(members):
             return None
         return [sum(column) / len(column) for column in zip(*judged, strict=False)]
@@ -354,11 +366,11 @@ class EngineLoop:
         )
         cap = self.scheduler.cap(request)
         tokens, ended = seat.cut(tokens[: cap - request.length])
-        if seat.binding is not None and seat.binding.refused:
+        if seat.binding is not None and seat.binding.error:
             self.finish(
                 request,
                 "refused",
-                f"the answer cannot be kept to its grammar: {seat.binding.refused}",
+                f"the answer cannot be kept to its grammar: {seat.binding.error}",
             )
             return
         pushed = seat.words.push(tokens)
@@ -436,7 +448,7 @@ class EngineLoop:
 def verifiable_shape(wanted: DraftShape, drafted: list[DraftShape]) -> DraftShape:
     """What all requests have of what is wanted: as much of the tree, or else a chain. Drafts may be left unused: a
     smaller tree is the beginning of a larger one, a shorter chain of a longer one."""
-    if not wanted.chain and not any(one.chain for one in drafted):
+    if not wanted.is_chain and not any(one.is_chain for one in drafted):
         return DraftShape(wanted.k, min(wanted.nodes, *(one.nodes for one in drafted)))
     k = min(wanted.k, *(one.k for one in drafted))
     return DraftShape(k, k)

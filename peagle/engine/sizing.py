@@ -2,7 +2,12 @@
 
 import torch
 
-from peagle.draft_shape import MAX_ADAPTIVE_K, MAX_ADAPTIVE_K_PARALLEL, DraftShape
+from peagle.draft_shape import (
+    MAX_ADAPTIVE_K,
+    MAX_ADAPTIVE_K_PARALLEL,
+    DraftShape,
+    check_tree_support,
+)
 from peagle.drafter import Drafter
 from peagle.engine.config import EngineConfig
 from peagle.engine.step.stepper import Stepper, kv_shapes
@@ -34,12 +39,7 @@ def largest_shape(config: EngineConfig, pair: ModelPair, drafter: Drafter | None
     k = largest_k(config.k, nodes or 0, pair.pair.k, deep=on_gpu and parallel)
     if not nodes:
         return DraftShape(k, k)
-    if not parallel:
-        raise UserError(
-            "eagle3 drafts one token after another: leave out `tree`, or use a p-eagle drafter"
-        )
-    if config.exact:
-        raise UserError("exact mode verifies chains: set only one of `exact` and `tree`")
+    check_tree_support(drafter.config.method, config.exact)
     return DraftShape(k, nodes)
 
 
@@ -76,7 +76,7 @@ def build_stepper(
 ) -> Stepper:
     pages = kv_page_count(config, pair, drafter, context, largest.nodes)
     tokens = pages * config.page_size
-    if not largest.chain and tokens < 2 * largest.nodes:
+    if not largest.is_chain and tokens < 2 * largest.nodes:
         raise UserError(
             f"{tokens} KV positions do not hold a tree of {largest.nodes} nodes and a prompt:"
             " raise `kv_tokens`, or lower `tree`"

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from peagle.drafter import Drafter
 from peagle.drafter.model import Attend, row_mask
-from peagle.row_layout import Rows, draft_rows
+from peagle.row_layout import DrafterRows, draft_rows
 from peagle.target.cache import RollbackCache
 
 
@@ -47,11 +47,11 @@ class ParallelProposer:
     @torch.inference_mode()
     def propose(self, verified: Verified, k: int) -> Tensor:
         rows = request_rows(verified, k, self.mask_id)
-        context = self.drafter.combine_hidden_states(verified.hidden[: rows.real])
+        context = self.drafter.combine_hidden_states(verified.hidden[: rows.num_real])
         hidden = torch.cat([context, self.mask_hidden.expand(k - 1, -1)])  # [R, d]
         attend = attend_over(self.cache, k - 1 if self.drafter.config.bidirectional else 0)
         normed, _ = self.drafter(self.drafter.embed(rows.ids), hidden, rows.positions, attend)
-        self.cache.rollback(verified.first + rows.real)
+        self.cache.rollback(verified.first + rows.num_real)
         return self.drafter.drafts(normed[rows.sampled])[0]
 
 
@@ -69,7 +69,7 @@ class ChainProposer:
     def propose(self, verified: Verified, k: int) -> Tensor:
         rows = request_rows(verified, 1, mask_id=0)
         ids = rows.ids
-        hidden = self.drafter.combine_hidden_states(verified.hidden[: rows.real])
+        hidden = self.drafter.combine_hidden_states(verified.hidden[: rows.num_real])
         positions = rows.positions
         drafts = []
         for _ in range(k):
@@ -79,7 +79,7 @@ class ChainProposer:
             hidden = feedback[-1:]
             positions = positions[-1:] + 1
             drafts.append(ids)
-        self.cache.rollback(verified.first + rows.real)
+        self.cache.rollback(verified.first + rows.num_real)
         return torch.cat(drafts)
 
 
@@ -89,7 +89,7 @@ def proposer_for(drafter: Drafter) -> Proposer:
     return ChainProposer(drafter)
 
 
-def request_rows(verified: Verified, k: int, mask_id: int) -> Rows:
+def request_rows(verified: Verified, k: int, mask_id: int) -> DrafterRows:
     """The row layout for a batch of one request."""
     ids = verified.ids
     return draft_rows(

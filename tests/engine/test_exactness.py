@@ -1,4 +1,4 @@
-"""Exact mode in the engine: in bfloat16 too, drafts cannot change a token, and neither can neighbors."""
+"""Exact mode: in bfloat16 too, neither drafts nor other requests can change a token."""
 
 from functools import cache
 
@@ -6,17 +6,23 @@ import pytest
 import torch
 
 from peagle.core import METHODS, Method
-from peagle.engine.model.exactness import BLOCKS, MULTIPLES, _alike, exact_multiple, filled
+from peagle.engine.model.exactness import (
+    PROBED_BLOCKS,
+    ROW_MULTIPLES,
+    exact_multiple,
+    is_bit_equal,
+    pad_rows,
+)
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import verifier_for
+from peagle.engine.model.verifier import build_verifier
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair
-from tests.kernels.test_cpu_kernels import needs_dots
+from tests.support.cpu_features import needs_dots
 from tests.support.decoding import tokens_of
 from tests.support.engines import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
 from tests.support.tiny_models import CONFIGS, make_drafter, make_target
 
-COUNT = 33  # over the ends of two pages at least
+COUNT = 33  # crosses the ends of at least two pages
 PAGE = 16
 ASKED = some_requests(3, seed=17, max_tokens=COUNT, ignore_eos=True)[1:]  # of 25 and 36 tokens
 
@@ -46,7 +52,7 @@ def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
     assert (
         engine.exact
-        and engine.loop.stepper.multiple in MULTIPLES
+        and engine.loop.stepper.multiple in ROW_MULTIPLES
         and engine.loop.scheduler.pages.caching is False
     )
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
@@ -62,7 +68,7 @@ def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
 )
 def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
     engine = engine_of(pair(name), "p-eagle", exact=True, page_size=PAGE, kv_tokens=600)
-    streams = [engine.add(ids, id=str(i), **how) for i, (ids, how) in enumerate(ASKED)]
+    streams = [engine.add(ids, id=str(i), **options) for i, (ids, options) in enumerate(ASKED)]
     while engine.step():
         whisper(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
     assert [tokens_of(steps_of(stream)) for stream in streams] == alone(name)
@@ -71,15 +77,17 @@ def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nobody_is_preempted(method: Method) -> None:
-    """Recomputing prompt and answer in one pass would give other bits: pages are reserved, and the second waits."""
+def test_no_request_is_preempted(method: Method) -> None:
+    """Recomputing a preempted request would give other bits: it waits until its pages are free."""
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=112)
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
     assert not engine.loop.scheduler.preemptions
 
 
-def test_a_seed_too() -> None:
-    asked = [(ids, {**how, "temperature": 1.0, "seed": i}) for i, (ids, how) in enumerate(ASKED)]
+def test_the_same_seed_gives_the_same_tokens() -> None:
+    asked = [
+        (ids, {**options, "temperature": 1.0, "seed": i}) for i, (ids, options) in enumerate(ASKED)
+    ]
     answers = []
     for method in METHODS:
         engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
@@ -87,8 +95,8 @@ def test_a_seed_too() -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_where_rows_depend_on_their_neighbors_it_is_refused() -> None:
-    """Here in float32: how many rows an expert gets changes their bits."""
+def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
+    """The number of rows that an expert gets changes their bits, also in float32."""
     experts = pair_of(make_target("qwen3-moe", hidden_size=64, moe_intermediate_size=128))
     with pytest.raises(
         UserError,
@@ -100,17 +108,19 @@ def test_where_rows_depend_on_their_neighbors_it_is_refused() -> None:
     assert [len(tokens_of(steps)) for steps in serve(engine, ASKED)] == [COUNT] * 2
 
 
-def test_the_default_is_where_it_is_needed() -> None:
+def test_the_default_is_exact_in_half_precision_only() -> None:
     assert engine_of(pair("llama"), "none", exact=None).exact
     assert not engine_of(pair("llama"), "none").exact
-    assert not engine_of(pair_of(make_target()), "none", exact=None).exact, "float32 does without"
+    assert not engine_of(pair_of(make_target()), "none", exact=None).exact, (
+        "float32 does not need it"
+    )
 
 
 def test_without_it_the_bits_differ() -> None:
-    """Why the mode exists: one-row passes and a block's rows are not bit-equal in general."""
+    """The reason for exact mode: passes over one row and over a block are not bit-equal."""
     target = make_target()
-    verifier = verifier_for(target, 300)
-    assert not _alike(verifier, target, 64, 11, BLOCKS, 1)
+    verifier = build_verifier(target, 300)
+    assert not is_bit_equal(verifier, target, 64, 11, PROBED_BLOCKS, 1)
 
 
 def test_large_blocks_are_probed_too() -> None:
@@ -119,44 +129,44 @@ def test_large_blocks_are_probed_too() -> None:
 
 
 def test_it_is_probed_and_not_assumed() -> None:
-    """A target whose rows know how many they are has no multiple."""
+    """A target whose rows depend on the number of rows has no multiple."""
     target = pair("llama").target
-    verifier = verifier_for(target, 300)
-    assert exact_multiple(verifier, target, 64) in MULTIPLES
+    verifier = build_verifier(target, 300)
+    assert exact_multiple(verifier, target, 64) in ROW_MULTIPLES
     forward = verifier.forward
 
-    def crooked(ids, rows, memory, keep=None):
-        logits, hidden = forward(ids, rows, memory, keep)
+    def depends_on_rows(ids, rows, kv_cache, logit_rows=None):
+        logits, hidden = forward(ids, rows, kv_cache, logit_rows)
         return logits + rows.most, hidden
 
-    verifier.forward = crooked  # type: ignore[method-assign]
+    verifier.forward = depends_on_rows  # type: ignore[method-assign]
     assert exact_multiple(verifier, target, 64) is None
 
 
-def test_passes_are_filled_up() -> None:
-    ids, at, one = torch.tensor([7, 8, 9]), torch.arange(5, 8), torch.ones(1, dtype=torch.int32)
-    rows = RowPass(at, at, one[None], one * 0, one * 3, one * 5, 3, 16)
-    more, wide = filled(ids, rows, 4)
-    assert (more.tolist(), wide.positions.tolist(), wide.slots.tolist()) == (
-        [7, 8, 9, 0],
-        [5, 6, 7, 0],
-        [5, 6, 7, -1],
-    )
-    assert filled(ids, rows, 3) == (ids, rows)
+def test_passes_are_padded() -> None:
+    ids = torch.tensor([7, 8, 9])
+    positions = torch.arange(5, 8)
+    one = torch.ones(1, dtype=torch.int32)
+    rows = RowPass(positions, positions, one[None], one * 0, one * 3, one * 5, 3, 16)
+    padded_ids, padded = pad_rows(ids, rows, 4)
+    assert padded_ids.tolist() == [7, 8, 9, 0]
+    assert padded.positions.tolist() == [5, 6, 7, 0]
+    assert padded.slots.tolist() == [5, 6, 7, -1]
+    assert pad_rows(ids, rows, 3) == (ids, rows)
 
 
 @needs_dots
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_lossless_in_int8_too(method: Method) -> None:
-    """With respect to the int8 target: drafts change nothing, neighbors neither."""
-    how = {"exact": True, "int8": True, "page_size": PAGE, "kv_tokens": 600}
-    plain, drafted = (engine_of(pair("llama"), used, **how) for used in ("none", method))
+    """Neither drafts nor other requests change a token of the int8 target."""
+    options = {"exact": True, "int8": True, "page_size": PAGE, "kv_tokens": 600}
+    plain, drafted = (engine_of(pair("llama"), used, **options) for used in ("none", method))
     answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
     assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
     assert drafted.status()["int8"] and drafted.exact
 
 
-def test_int8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_refused_where_it_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError,
         match=r"int8 needs a target in bfloat16, and this one is in float32.*`dtype` to bfloat16",

@@ -1,4 +1,4 @@
-"""int8 folders: how far a row may be off, what is stored, what is refused, and that every reader understands them."""
+"""int8 drafter folders: rounding errors, stored tensors, refused files, and all their readers."""
 
 import json
 from collections.abc import Callable
@@ -32,11 +32,11 @@ KINDS = {
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     method, layers, vocab, switches = request.param
-    made = make_drafter(target, method, layers, vocab, **switches)
+    drafter = make_drafter(target, method, layers, vocab, **switches)
     generator = torch.Generator().manual_seed(0)
-    for parameter in made.parameters():
+    for parameter in drafter.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return made
+    return drafter
 
 
 @pytest.fixture
@@ -138,7 +138,8 @@ def test_trained_embeddings_are_rows_too(target: Target, tmp_path: Path) -> None
 def test_ids_out_of_order_stay_a_list(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 1, draft_vocab=40)
     assert drafter.target_ids is not None
-    drafter.target_ids, drafter.lm_head = drafter.target_ids.flip(0), drafter.lm_head.flip(0)
+    drafter.target_ids = drafter.target_ids.flip(0)
+    drafter.lm_head = drafter.lm_head.flip(0)
     compact.save(drafter, tmp_path / "d", target, int8=True)
     back = checkpoint.load(tmp_path / "d", target)
     assert back.target_ids is not None and torch.equal(back.target_ids, drafter.target_ids)
@@ -205,13 +206,13 @@ def test_exports_hold_the_dequantized_weights(
     for module in rounded.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data = int8.dequantize("w", *int8.quantize(module.weight.data))
-    for name, made in {"stored": drafter, "rounded": rounded}.items():
-        export(made, tmp_path / name, to, 5, VERIFIER)
-    one, other = (
+    for name, each in {"stored": drafter, "rounded": rounded}.items():
+        export(each, tmp_path / name, to, 5, VERIFIER)
+    first, second = (
         load_file(tmp_path / name / "model.safetensors") for name in ("stored", "rounded")
     )
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert (
         complete_tensors(checkpoint.load(tmp_path / "stored", None)).keys()
         == complete_tensors(drafter).keys()

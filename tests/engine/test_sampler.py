@@ -1,4 +1,4 @@
-"""Batches with drafts say what one request alone says without, through transformers' own processors."""
+"""A batch with drafts gives each request the tokens that transformers' processors give it alone."""
 
 from collections import Counter
 
@@ -19,31 +19,28 @@ from tests.support.sampling import OPTIONS, PROMPT, STOPS, TABLE, processed, tar
 from tests.support.statistics import p_value
 
 
-def alone(prompt: list[int], sampling: Sampling, least: int, count: int) -> list[int]:
-    noise, output = uniforms(sampling.seed, count), []
+def alone(prompt: list[int], sampling: Sampling, min_tokens: int, count: int) -> list[int]:
+    noise = uniforms(sampling.seed, count)
+    output: list[int] = []
     while len(output) < count:
-        output.append(
-            int(
-                choose(
-                    processed(prompt, output, sampling, least), sampling, noise[len(output)][None]
-                )
-            )
-        )
+        logits = processed(prompt, output, sampling, min_tokens)
+        output.append(int(choose(logits, sampling, noise[len(output)][None])))
     return output
 
 
 def speculate(
     asked: list[tuple[list[int], Sampling, int]], answers: list[list[int]], seed: int
 ) -> list[list[int]]:
-    """The engine's loop in small: good and bad drafts, a batch that shrinks and changes its order."""
-    random, outputs = np.random.default_rng(seed), [[] for _ in asked]
-    histories = [
-        SamplingState(sampling, prompt, len(answer), vocab=9, min_tokens=least, stop_ids=STOPS)
-        for (prompt, sampling, least), answer in zip(asked, answers, strict=True)
+    """A small engine loop: good and bad drafts, a batch that shrinks and changes its order."""
+    random = np.random.default_rng(seed)
+    outputs: list[list[int]] = [[] for _ in asked]
+    states = [
+        SamplingState(sampling, prompt, len(answer), vocab=9, min_tokens=minimum, stop_ids=STOPS)
+        for (prompt, sampling, minimum), answer in zip(asked, answers, strict=True)
     ]
     while batch := [i for i, answer in enumerate(answers) if len(outputs[i]) < len(answer)]:
         random.shuffle(batch)
-        processing = Sampler([histories[i] for i in batch])
+        sampler = Sampler([states[i] for i in batch])
         for _ in range(2):
             k = int(random.integers(0, 4))
             rows = [
@@ -54,11 +51,11 @@ def speculate(
                 len(batch), k
             )
             emitted = torch.tensor([len(outputs[i]) for i in batch], dtype=torch.int32)
-            tokens = processing.choose(torch.stack([logits for _, logits in rows]), drafts, emitted)
-            kept = (drafts == tokens[:, :k]).cumprod(1).sum(1)
-            processing.commit(tokens, kept)
+            tokens = sampler.choose(torch.stack([logits for _, logits in rows]), drafts, emitted)
+            accepted = (drafts == tokens[:, :k]).cumprod(1).sum(1)
+            sampler.commit(tokens, accepted)
             for row, i in enumerate(batch):
-                outputs[i] += tokens[row, : kept[row] + 1].tolist()
+                outputs[i] += tokens[row, : accepted[row] + 1].tolist()
     return [output[: len(answer)] for output, answer in zip(outputs, answers, strict=True)]
 
 
@@ -93,18 +90,20 @@ requests = st.tuples(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(requests, min_size=1, max_size=5), st.integers(0, 9))
-def test_a_batch_with_drafts_says_what_each_request_says_alone(asked, seed: int) -> None:
+def test_a_batch_with_drafts_gives_what_each_request_gets_alone(asked, seed: int) -> None:
     answers = [alone(*request, count=10) for request in asked]
     assert speculate(asked, answers, seed) == answers
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_distribution_is_the_processed_targets(option: dict) -> None:
-    """Random drafts, 4,000 seeds in one batch, every answer of three tokens: chi-square at level 1e-3."""
-    runs, vocab, random = 4000, 6, np.random.default_rng(0)
-    exact, processing = three_tokens(option, runs, vocab)
+    """Random drafts, 4,000 seeds, all answers of three tokens: chi-square test at level 1e-3."""
+    runs = 4000
+    vocab = 6
+    random = np.random.default_rng(0)
+    exact, sampler = three_tokens(option, runs, vocab)
     outputs: list[list[int]] = [[] for _ in range(runs)]
-    accepted = 0
+    total = 0
     while min(map(len, outputs)) < 3:
         drafts = random.integers(0, vocab, (runs, 2))
         rows = [
@@ -112,19 +111,19 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
             for b in range(runs)
         ]
         emitted = torch.tensor([len(output) for output in outputs], dtype=torch.int32)
-        tokens = processing.choose(
+        tokens = sampler.choose(
             torch.stack([torch.stack(row) for row in rows]), torch.from_numpy(drafts), emitted
         )
-        kept = (torch.from_numpy(drafts) == tokens[:, :2]).cumprod(1).sum(1)
-        processing.commit(tokens, kept)
-        accepted += int(kept.sum())
+        accepted = (torch.from_numpy(drafts) == tokens[:, :2]).cumprod(1).sum(1)
+        sampler.commit(tokens, accepted)
+        total += int(accepted.sum())
         for b in range(runs):
-            outputs[b] += tokens[b, : kept[b] + 1].tolist()
-    assert accepted > runs / 10
+            outputs[b] += tokens[b, : accepted[b] + 1].tolist()
+    assert total > runs / 10
     assert p_value(Counter(tuple(output[:3]) for output in outputs), exact, runs) > 1e-3
 
 
-def test_histories_survive_a_change_of_the_batch() -> None:
+def test_states_survive_a_change_of_the_batch() -> None:
     penalized = [
         SamplingState(Sampling(presence_penalty=1.0), PROMPT, 9, vocab=9, output=output)
         for output in ([2, 2], [])
@@ -132,7 +131,7 @@ def test_histories_survive_a_change_of_the_batch() -> None:
     tokens = torch.tensor([[5, 6, 7], [8, 8, 0]])
     Sampler(penalized).commit(tokens, torch.tensor([1, 2]))
     Sampler(penalized[::-1]).commit(tokens, torch.tensor([0, 0]))
-    assert [h.counts.tolist() for h in penalized] == [
+    assert [state.counts.tolist() for state in penalized] == [
         [0, 0, 2, 0, 0, 1, 1, 0, 1],
         [1, 0, 0, 0, 0, 1, 0, 0, 2],
     ]
@@ -143,10 +142,10 @@ def test_only_the_rows_that_need_it_are_touched() -> None:
     assert not Sampler(plain).groups
     assert not hasattr(plain[0], "counts") and not hasattr(plain[0], "uniforms")
     warm = SamplingState(Sampling(temperature=1.0, seed=0), PROMPT, 5, vocab=9)
-    processing = Sampler(
+    sampler = Sampler(
         [*plain, warm, SamplingState(Sampling(presence_penalty=1.0), PROMPT, 5, vocab=9)]
     )
-    assert [group.rows.tolist() for group in processing.groups] == [[4], [3]]
+    assert [group.rows.tolist() for group in sampler.groups] == [[4], [3]]
 
 
 def test_raw_logits_are_left_alone_in_any_precision() -> None:
@@ -155,62 +154,50 @@ def test_raw_logits_are_left_alone_in_any_precision() -> None:
     sampling = Sampling(
         temperature=0.7, top_p=0.8, repetition_penalty=1.5, logit_bias={2: 4.0}, seed=1
     )
-    processing = Sampler([SamplingState(sampling, PROMPT, 4, vocab=9) for _ in range(2)])
-    tokens = processing.choose(
+    sampler = Sampler([SamplingState(sampling, PROMPT, 4, vocab=9) for _ in range(2)])
+    tokens = sampler.choose(
         logits, torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     )
     assert tokens.dtype == torch.int64 and torch.equal(logits, before)
 
 
-def test_large_batches_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, emitted = TABLE[:21].reshape(7, 3, 9), torch.arange(7, dtype=torch.int32)
+def test_large_batches_are_processed_in_parts() -> None:
+    logits = TABLE[:21].reshape(7, 3, 9)
+    emitted = torch.arange(7, dtype=torch.int32)
     drafts = torch.randint(9, (7, 2), generator=torch.Generator().manual_seed(0))
 
-    def answer() -> torch.Tensor:
-        all_ = [Sampling(temperature=i % 3, seed=i, frequency_penalty=0.5) for i in range(7)]
-        return Sampler([SamplingState(s, PROMPT, 9, vocab=9) for s in all_]).choose(
-            logits, drafts, emitted
-        )
+    def tokens(**options: int) -> torch.Tensor:
+        settings = [Sampling(temperature=i % 3, seed=i, frequency_penalty=0.5) for i in range(7)]
+        states = [SamplingState(sampling, PROMPT, 9, vocab=9) for sampling in settings]
+        return Sampler(states, **options).choose(logits, drafts, emitted)
 
-    whole = answer()
-    monkeypatch.setattr("peagle.engine.sampling.sampler.AT_ONCE", 20)
-    assert torch.equal(answer(), whole)
+    assert torch.equal(tokens(max_group_logits=20), tokens())
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    logits, tokens = TABLE[:4].reshape(2, 2, 9), torch.tensor([[0, 3], [8, 8]])
-    told, exact = logprobs(logits, tokens, 3), logits.log_softmax(-1)
-    torch.testing.assert_close(told.chosen, exact.gather(-1, tokens[..., None])[..., 0])
-    torch.testing.assert_close(told.values, exact.sort(descending=True).values[..., :3])
-    assert torch.equal(told.ids, exact.argsort(descending=True)[..., :3])
+    logits = TABLE[:4].reshape(2, 2, 9)
+    tokens = torch.tensor([[0, 3], [8, 8]])
+    result = logprobs(logits, tokens, 3)
+    exact = logits.log_softmax(-1)
+    torch.testing.assert_close(result.chosen, exact.gather(-1, tokens[..., None])[..., 0])
+    torch.testing.assert_close(result.values, exact.sort(descending=True).values[..., :3])
+    assert torch.equal(result.ids, exact.argsort(descending=True)[..., :3])
     assert torch.equal(
-        told.rank, (exact.argsort(descending=True) == tokens[..., None]).int().argmax(-1) + 1
+        result.rank, (exact.argsort(descending=True) == tokens[..., None]).int().argmax(-1) + 1
     )
     assert logprobs(logits, tokens, 0).ids.shape == (2, 2, 0)
 
 
 def test_broken_rows_are_found() -> None:
     logits = torch.zeros(5, 2, 4)
-    logits[1, 1, 2], logits[2, 0], logits[3, 0, :3], logits[4, 1, 0] = (
-        torch.nan,
-        -torch.inf,
-        -torch.inf,
-        torch.inf,
-    )
+    logits[1, 1, 2] = torch.nan
+    logits[2, 0] = -torch.inf
+    logits[3, 0, :3] = -torch.inf
+    logits[4, 1, 0] = torch.inf
     tops = argmax(logits.flatten(0, 1))[1].view(5, 2)
-    assert pack_step_output(torch.zeros(5, 2).long(), tops, torch.ones(5)).tolist()[4] == [
-        0,
-        0,
-        1,
-        1,
-    ]
-    assert pack_step_output(torch.zeros(5, 2).long(), tops, torch.ones(5))[:, -1].tolist() == [
-        0,
-        1,
-        1,
-        0,
-        1,
-    ]
+    packed = pack_step_output(torch.zeros(5, 2).long(), tops, torch.ones(5))
+    assert packed.tolist()[4] == [0, 0, 1, 1]
+    assert packed[:, -1].tolist() == [0, 1, 1, 0, 1]
 
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
@@ -259,27 +246,22 @@ def test_the_host_never_waits() -> None:
     ]
     answers = []
     for device in ("cpu", "cuda"):
-        histories = [
+        states = [
             SamplingState(s, PROMPT, 9, vocab=9, device=device, min_tokens=2, stop_ids=STOPS)
             for s in asked
         ]
-        logits, drafts = (
-            TABLE[:9].reshape(3, 3, 9).to(device),
-            torch.zeros(3, 2, dtype=torch.int64, device=device),
-        )
-        emitted, kept = (torch.ones(3, dtype=torch.int32, device=device) for _ in range(2))
+        logits = TABLE[:9].reshape(3, 3, 9).to(device)
+        drafts = torch.zeros(3, 2, dtype=torch.int64, device=device)
+        emitted, accepted = (torch.ones(3, dtype=torch.int32, device=device) for _ in range(2))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            processing = Sampler(histories)
-            tokens = processing.choose(logits, drafts, emitted)
-            processing.commit(tokens, kept)
-            again = processing.choose(logits, drafts, emitted + 1)
-            (
-                logprobs(logits, tokens, 2),
-                pack_step_output(
-                    tokens, argmax(logits.flatten(0, 1))[1].view(logits.shape[:2]), emitted
-                ),
-            )
+            sampler = Sampler(states)
+            tokens = sampler.choose(logits, drafts, emitted)
+            sampler.commit(tokens, accepted)
+            again = sampler.choose(logits, drafts, emitted + 1)
+            logprobs(logits, tokens, 2)
+            tops = argmax(logits.flatten(0, 1))[1].view(logits.shape[:2])
+            pack_step_output(tokens, tops, emitted)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         answers.append((tokens.tolist(), again.tolist()))

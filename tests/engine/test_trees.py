@@ -1,4 +1,4 @@
-"""Trees: what is likeliest is in them, every branch is verified as a chain would be, and nothing changes an answer."""
+"""Draft trees: they hold the most likely nodes, and verifying them never changes an answer."""
 
 import itertools
 import random
@@ -12,14 +12,14 @@ from peagle.draft_shape import MAX_TREE_NODES, NO_DRAFT, DraftShape
 from peagle.engine import Engine
 from peagle.engine.loop import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts, accepted_counts
-from peagle.engine.policy.adaptive import AdaptivePolicy, candidate_shapes
+from peagle.engine.policy.adaptive import AdaptivePolicy
+from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.sizing import largest_k
 from peagle.errors import UserError
 from peagle.kernels.triton.accept_tree import accept_tree
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.engine.test_sampler import p_value
 from tests.support.decoding import tokens_of, transformers_generate
 from tests.support.engines import (
     ASKED,
@@ -36,22 +36,25 @@ from tests.support.engines import (
     steps_of,
 )
 from tests.support.sampling import OPTIONS, PROMPT, target, three_tokens
+from tests.support.statistics import p_value
 from tests.support.tiny_models import make_drafter, make_target
 
-K, NODES = 4, 12
+K = 4
+NODES = 12
 
 
-def test_the_likeliest_nodes_are_in_the_tree() -> None:
-    """Against every continuation there is, where each depends on the one before it."""
+def test_the_most_likely_nodes_are_in_the_tree() -> None:
+    """Compare with all continuations, where each token depends on the one before it."""
     logp = torch.randn(1, 3, 5, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     sums = {}
     for depth in (1, 2, 3):
         for path in itertools.product(range(5), repeat=depth):
             sums[path] = sum(
-                float(logp[0, i, path[i - 1] if i else 0, at]) for i, at in enumerate(path)
+                float(logp[0, i, path[i - 1] if i else 0, token]) for i, token in enumerate(path)
             )
     best = sorted(sums, key=lambda path: -sums[path])[:20]
-    tree, paths = tree_topology(logp, 20), [()]
+    tree = tree_topology(logp, 20)
+    paths = [()]
     for node in range(20):
         paths.append((*paths[tree.parent[0, node]], int(tree.candidate[0, node])))
         assert len(paths[-1]) == tree.depth[0, node] and tree.parent[0, node] <= node
@@ -65,20 +68,19 @@ def test_the_likeliest_nodes_are_in_the_tree() -> None:
     ]
 
 
-def test_forms() -> None:
-    assert DraftShape(7, 7).chain and NO_DRAFT.chain and not DraftShape(7, 32).chain
+def test_shapes() -> None:
+    assert DraftShape(7, 7).is_chain and NO_DRAFT.is_chain and not DraftShape(7, 32).is_chain
     for k, nodes in ((7, 3), (1, 5), (7, MAX_TREE_NODES + 1)):
         with pytest.raises(UserError, match="tree of"):
             DraftShape(k, nodes)
-    big, small, chained = DraftShape(7, 32), DraftShape(7, 16), DraftShape(5, 5)
+    big = DraftShape(7, 32)
+    small = DraftShape(7, 16)
+    chained = DraftShape(5, 5)
     assert verifiable_shape(big, [big, big]) == big and verifiable_shape(small, [big]) == small
-    assert verifiable_shape(big, [small, big]) == small, (
-        "a tree that is not there: as much of it as there is"
-    )
-    assert (
-        verifiable_shape(big, [chained]) == verifiable_shape(DraftShape(5, 5), [big]) == chained
-        and verifiable_shape(big, [NO_DRAFT]) == NO_DRAFT
-    )
+    assert verifiable_shape(big, [small, big]) == small, "as much of the tree as all requests have"
+    assert verifiable_shape(big, [chained]) == chained
+    assert verifiable_shape(DraftShape(5, 5), [big]) == chained
+    assert verifiable_shape(big, [NO_DRAFT]) == NO_DRAFT
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_forms() -> None:
         (8, True, 7),
     ],
 )
-def test_how_deep_automatic_form_goes(tree: int, deep: bool, k: int) -> None:
+def test_how_deep_adaptive_drafting_goes(tree: int, deep: bool, k: int) -> None:
     """On a GPU rows are nearly free; a tree has more nodes than depths."""
     assert largest_k("auto", tree, small().pair.k, deep) == k
     assert candidate_shapes(k, tree)[-1] == DraftShape(k, tree or k)
@@ -108,21 +110,23 @@ def branching(any_target: Target) -> LoadedPair:
 
 
 def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) -> None:
-    """Trees of a random form in place of the drafter's own; somewhere in each is the truth, up to a random depth."""
+    """Replace the drafts by random trees that hold the true answer up to a random depth."""
     trees = engine.loop.stepper.places.trees
     for id, seat in engine.loop.states.items():
         if seat.place is None:
             continue
-        said = len(engine.loop.scheduler.live[id].output)
-        truth = (answers[id][said:] + [3] * K)[:K]
+        emitted = len(engine.loop.scheduler.live[id].output)
+        truth = (answers[id][emitted:] + [3] * K)[:K]
         grown = tree_topology(torch.randn(1, K, 1, 5).log_softmax(-1), NODES)
-        parents, depths = grown.parent[0].tolist(), grown.depth[0].tolist()
+        parents = grown.parent[0].tolist()
+        depths = grown.depth[0].tolist()
         ids = [(truth[depth - 1] + 1 + node) % 96 for node, depth in enumerate(depths)]
-        at, right = chance.randrange(NODES) + 1, chance.randrange(K + 1)
-        while at:  # a random node and its ancestors
-            if depths[at - 1] <= right:
-                ids[at - 1] = truth[depths[at - 1] - 1]
-            at = parents[at - 1]
+        row = chance.randrange(NODES) + 1
+        true_depth = chance.randrange(K + 1)
+        while row:  # a random node and its ancestors
+            if depths[row - 1] <= true_depth:
+                ids[row - 1] = truth[depths[row - 1] - 1]
+            row = parents[row - 1]
         rows = (torch.tensor(ids), grown.parent[0], grown.depth[0])
         for whole, own in zip(trees[1:4], rows, strict=True):
             whole[seat.place, :NODES] = own
@@ -131,7 +135,8 @@ def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) 
 
 def test_whatever_is_accepted(branching: LoadedPair) -> None:
     generated = [transformers_generate(branching.target, ids, COUNT) for ids, _ in ASKED]
-    engine, chance = engine_of(branching, "p-eagle", K, tree=NODES, kv_tokens=140), random.Random(1)
+    engine = engine_of(branching, "p-eagle", K, tree=NODES, kv_tokens=140)
+    chance = random.Random(1)
     streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
     while engine.step():
         engine.check_integrity()
@@ -150,9 +155,8 @@ def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
     asked = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
     engine = engine_of(small(), "p-eagle", K, tree=nodes, kv_tokens=400)
     assert engine.loop.stepper.drafting is not None
-    engine.loop.stepper.drafting.branching.calibration = (
-        4.0,
-    )  # a drafter of 45 steps is surer than it says
+    # A drafter of 45 training steps is more certain than its probabilities say.
+    engine.loop.stepper.drafting.branching.calibration = (4.0,)
     answers = serve(engine, asked)
     alone_ = [alone(small(), "p-eagle", ids, K, **settings) for ids, settings in asked]
     assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in alone_]
@@ -187,37 +191,38 @@ def test_logprobs_are_those_of_the_accepted_path() -> None:
         (ids, settings | {"logprobs": 2})
         for ids, settings in some_requests(5, seed=4, max_tokens=12)
     ]
-    told = []
-    for how in ({"method": "none"}, {"method": "p-eagle", "k": K, "tree": NODES}):
-        engine = engine_of(small(), kv_tokens=300, **how)
+    results = []
+    for options in ({"method": "none"}, {"method": "p-eagle", "k": K, "tree": NODES}):
+        engine = engine_of(small(), kv_tokens=300, **options)
         streams = [engine.add(ids, **settings) for ids, settings in asked]
         engine.drain()
-        told.append([one for stream in streams for piece in stream for one in piece.logprobs])
-    plain, branched = told
-    assert [(one.token, one.rank) for one in plain] == [(one.token, one.rank) for one in branched]
-    torch.testing.assert_close(
-        *(torch.tensor([one.logprob for one in part]) for part in told), rtol=1e-4, atol=1e-4
-    )
+        results.append([each for stream in streams for piece in stream for each in piece.logprobs])
+    plain, with_trees = ([(each.token, each.rank) for each in result] for result in results)
+    assert plain == with_trees
+    logprobs = (torch.tensor([each.logprob for each in result]) for result in results)
+    torch.testing.assert_close(*logprobs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_distribution_is_the_processed_targets(option: dict) -> None:
-    """Random trees with several children a node, 4,000 seeds, answers of three tokens: chi-square at level 1e-3."""
-    runs, vocab, nodes = 4000, 6, 7
-    exact, processing = three_tokens(option, runs, vocab)
+    """Random trees, 4,000 seeds, all answers of three tokens: chi-square test at level 1e-3."""
+    runs = 4000
+    vocab = 6
+    nodes = 7
+    exact, sampler = three_tokens(option, runs, vocab)
     outputs: list[list[int]] = [[] for _ in range(runs)]
-    accepted, chance = 0, torch.Generator().manual_seed(0)
+    accepted = 0
+    chance = torch.Generator().manual_seed(0)
     while min(map(len, outputs)) < 3:
         tree = tree_topology(torch.randn(runs, 2, 1, 4, generator=chance), nodes)
-        drafts = torch.rand(runs, 2, vocab, generator=chance).argsort(
-            -1
-        )  # four of six tokens at each depth
+        # four of six tokens at each depth
+        drafts = torch.rand(runs, 2, vocab, generator=chance).argsort(-1)
         drafts = drafts[torch.arange(runs)[:, None], tree.depth.long() - 1, tree.candidate]
         rows = torch.stack(
             [torch.stack(rows_of(outputs[b], drafts[b], tree.masks[b], vocab)) for b in range(runs)]
         )
         emitted = torch.tensor([len(output) for output in outputs], dtype=torch.int32)
-        tokens = processing.choose(rows, drafts, emitted, tree.masks)
+        tokens = sampler.choose(rows, drafts, emitted, tree.masks)
         ids = torch.cat([torch.zeros(runs, 1, dtype=torch.long), drafts], 1)
         first, ends, nothing = (torch.full((runs,), n, dtype=torch.int32) for n in (0, 99, 0))
         trees = DraftTrees(drafts[:, :2], drafts, tree.parent, tree.depth, tree.masks)
@@ -234,11 +239,11 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
             torch.zeros(runs, dtype=torch.long),
             2,
         )
-        said = walked.packed[:, :3]
-        processing.commit(said, walked.kept)
+        path_tokens = walked.packed[:, :3]
+        sampler.commit(path_tokens, walked.kept)
         accepted += int(walked.kept.sum())
         for b in range(runs):
-            outputs[b] += said[b, : walked.kept[b] + 1].tolist()
+            outputs[b] += path_tokens[b, : walked.kept[b] + 1].tolist()
     assert accepted > runs
     assert p_value(Counter(tuple(output[:3]) for output in outputs), exact, runs) > 1e-3
 
@@ -247,19 +252,21 @@ def rows_of(
     output: list[int], drafts: torch.Tensor, masks: torch.Tensor, vocab: int
 ) -> list[torch.Tensor]:
     """The target's logits at every row of a tree."""
-    told = drafts.tolist()
     paths = [
-        [told[row] for row in range(len(told)) if mask >> (row + 1) & 1] for mask in masks.tolist()
+        [token for row, token in enumerate(drafts.tolist(), 1) if mask >> row & 1]
+        for mask in masks.tolist()
     ]
     return [target(PROMPT + output + path, vocab) for path in paths]
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt) -> None:
-    """Rows of a block see each other; the rows of a prompt that is not read to its end do not."""
+    """Mask rows attend to each other; the rows of an unfinished prompt do not."""
     target = make_target(seed=7)
     drafter = make_drafter(target, "p-eagle", 3, bidirectional=bidirectional)
-    pair, ids, caches = pair_of(target, {"p-eagle": drafter}), prompt(50), []
+    pair = pair_of(target, {"p-eagle": drafter})
+    ids = prompt(50)
+    caches = []
     for chunk in (512, 16):
         engine = engine_of(
             pair, "p-eagle", 5, page_size=16, prefill_chunk=chunk, kv_tokens=400, max_batch=1
@@ -268,28 +275,31 @@ def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt
         while not any(request.status == "decode" for request in engine.loop.scheduler.running):
             engine.step()
         pages = engine.loop.scheduler.running[0].pages
-        slots = [pages[at // 16] * 16 + at % 16 for at in range(50)]
+        slots = [pages[position // 16] * 16 + position % 16 for position in range(50)]
         caches.append(torch.stack([keys[slots] for keys in engine.loop.stepper.memory.keys[-3:]]))
     torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
 
 
-def test_a_place_that_holds_no_tree_breaks_nothing() -> None:
-    """Copies of one node everywhere: what is read lies inside the rows there are."""
-    rows, k = 9, 3
-    parents, depths, masks = torch.zeros(1, 8).int(), torch.ones(1, 8).int(), torch.full((1, 9), 3)
+def test_a_slot_without_a_tree_breaks_nothing() -> None:
+    """Copies of one node everywhere: no row outside the block is read."""
+    rows = 9
+    k = 3
+    parents = torch.zeros(1, 8).int()
+    depths = torch.ones(1, 8).int()
+    masks = torch.full((1, 9), 3)
     ids = tokens = torch.full((1, rows), 7)
-    one = torch.zeros(1, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
     trees = DraftTrees(ids, ids, parents, depths, masks)
     walked = accept_tree(
         tokens,
         torch.zeros(1, rows),
         ids,
         trees,
-        one,
-        one + 99,
+        zero,
+        zero + 99,
         torch.zeros(1).long(),
-        one.clone(),
-        one.clone(),
+        zero.clone(),
+        zero.clone(),
         torch.zeros(1).long(),
         k,
     )
@@ -297,28 +307,30 @@ def test_a_place_that_holds_no_tree_breaks_nothing() -> None:
     assert walked.kept.item() <= k
 
 
-def test_a_grammar_keeps_automatic_form_to_chains() -> None:
+def test_a_grammar_restricts_adaptive_drafting_to_chains() -> None:
     policy = AdaptivePolicy(candidate_shapes(7, 31))
     chosen = Counter[DraftShape]()
     for _ in range(200):
-        form = policy.choose(1, chains=True).tree
-        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [accepted_counts(min(form.k, 2), ())])
-        chosen[form] += 1
-    assert all(form.chain for form in chosen) and chosen[DraftShape(2, 2)] > 120
+        shape = policy.choose(1, chains_only=True).shape
+        counts = accepted_counts(min(shape.k, 2), ())
+        policy.observe(1, shape, 0.001 * (1 + shape.nodes / 8), [counts])
+        chosen[shape] += 1
+    assert all(shape.is_chain for shape in chosen) and chosen[DraftShape(2, 2)] > 120
 
 
 @pytest.mark.parametrize("nodes", [0, 31])
-def test_an_outlook_that_does_not_come_true_is_not_believed(nodes: int) -> None:
-    policy, last = AdaptivePolicy(candidate_shapes(7, nodes)), Counter[DraftShape]()
+def test_draft_confidence_that_does_not_come_true_is_not_trusted(nodes: int) -> None:
+    policy = AdaptivePolicy(candidate_shapes(7, nodes))
+    last = Counter[DraftShape]()
     for step in range(1500):
-        form = policy.choose(1, [0.9] * 7).tree
-        policy.observe(1, form, 0.001 * (1 + form.nodes / 8), [AcceptedCounts(0, 0, 1)])
-        last[form] += step >= 1000
+        shape = policy.choose(1, [0.9] * 7).shape
+        policy.observe(1, shape, 0.001 * (1 + shape.nodes / 8), [AcceptedCounts(0, 0, 1)])
+        last[shape] += step >= 1000
     assert last[NO_DRAFT] > 400
 
 
-def test_what_cannot_be_is_refused() -> None:
-    for how, words in (
+def test_unsupported_trees_are_refused() -> None:
+    for options, words in (
         ({"method": "eagle3", "k": 3, "tree": 8}, "p-eagle drafter"),
         ({"k": 3, "tree": 8, "exact": True}, "`exact`"),
         ({"k": 8, "tree": 5}, "more nodes than K"),
@@ -326,4 +338,4 @@ def test_what_cannot_be_is_refused() -> None:
         ({"k": 3, "tree": 31, "kv_tokens": 16}, "`kv_tokens`"),
     ):
         with pytest.raises(UserError, match=words):
-            engine_of(small(), **{"method": "p-eagle"} | how)
+            engine_of(small(), **{"method": "p-eagle"} | options)

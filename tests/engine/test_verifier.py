@@ -1,4 +1,6 @@
-"""The target over pages, lean or plugged, says what transformers says; what only looks like a Llama is found out."""
+"""Both verifiers give the logits of transformers,
+and a model that only looks like a Llama is detected.
+"""
 
 from typing import Any
 
@@ -16,15 +18,18 @@ from transformers import (
 )
 
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.fused_llama import FusedLlamaTarget, merge, merged
+from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
+from peagle.engine.model.merged_linear import are_merged, merge_linears
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import PROBE, Verifier, cache_shapes, verifier_for
+from peagle.engine.model.verifier import PROBE_TOKENS, Verifier, build_verifier, target_kv_shapes
 from peagle.target import Target
 from tests.support.tiny_models import CONFIGS, SIZES, make_target
 
 TAPS = (0, 2, 3)
-LENGTH, PAGE, FOUR = 60, 8, {**SIZES, "num_hidden_layers": 4}
+LENGTH = 60
+PAGE = 8
+FOUR = {**SIZES, "num_hidden_layers": 4}
 SLIDING = {"use_sliding_window": True, "max_window_layers": 1}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -40,7 +45,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LEAN: dict[str, PretrainedConfig] = {
+LLAMA_LIKE: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**FOUR),
     "llama, tied": LlamaConfig(**FOUR, tie_word_embeddings=True),
     "llama, attention biases": LlamaConfig(**FOUR, attention_bias=True),
@@ -50,15 +55,15 @@ LEAN: dict[str, PretrainedConfig] = {
     "llama, yarn": LlamaConfig(**FOUR, rope_parameters=YARN),
     "mistral": MistralConfig(**FOUR, sliding_window=None),
     "mistral, window": MistralConfig(**FOUR, sliding_window=7),
-    "mistral, long window": MistralConfig(**FOUR, sliding_window=PROBE + 10),
+    "mistral, long window": MistralConfig(**FOUR, sliding_window=PROBE_TOKENS + 10),
     "qwen2": Qwen2Config(**FOUR),
     "qwen2, tied": Qwen2Config(**FOUR, tie_word_embeddings=True),
     "qwen2, window": Qwen2Config(**FOUR, **SLIDING, sliding_window=7),
-    "qwen2, long window": Qwen2Config(**FOUR, **SLIDING, sliding_window=PROBE + 10),
+    "qwen2, long window": Qwen2Config(**FOUR, **SLIDING, sliding_window=PROBE_TOKENS + 10),
     "qwen3": Qwen3Config(**FOUR),
     "qwen3, window": Qwen3Config(**FOUR, **SLIDING, sliding_window=9),
 }
-UNALIKE: dict[str, PretrainedConfig] = {  # the parts of a Llama, but not its arithmetic
+NOT_LLAMA: dict[str, PretrainedConfig] = {  # the modules of a Llama, but not its arithmetic
     "granite": GraniteConfig(
         **FOUR, residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0
     ),
@@ -79,37 +84,35 @@ def target_of(config: PretrainedConfig) -> Target:
 
 
 def truth(target: Target, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' own pass: logits and taps."""
+    """Logits and taps of transformers' own pass."""
     target.tap(TAPS)
     out = target.forward(ids)
     return out.logits, out.hidden
 
 
-def in_pieces(
+def in_chunks(
     verifier: Verifier, target: Target, ids: Tensor, sizes: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Two requests over scattered pages, each in pieces of these sizes; both say the same."""
+    """Run two equal requests over scattered pages, in chunks of these sizes; they must agree."""
     verifier.taps = TAPS
     pages = -(-len(ids) // PAGE)
-    memory = KVCache(cache_shapes(target), 2 * pages, PAGE, target.device)
+    kv_cache = KVCache(target_kv_shapes(target), 2 * pages, PAGE, target.device)
     tables = (
         torch.randperm(2 * pages, generator=torch.Generator().manual_seed(1)).view(2, pages).int()
     )
     logits, hidden, start = [], [], 0
     for size in sizes:
-        at, count = torch.arange(start, start + size), torch.tensor([size, size], dtype=torch.int32)
-        slots = (tables.long()[:, at // PAGE] * PAGE + at % PAGE).flatten()
-        begin, first = (
-            count * torch.tensor([0, 1], dtype=torch.int32),
-            torch.full_like(count, start),
-        )
-        rows = RowPass(at.repeat(2), slots, tables, begin, count, first, size, PAGE)
+        positions = torch.arange(start, start + size)
+        counts = torch.tensor([size, size], dtype=torch.int32)
+        slots = (tables.long()[:, positions // PAGE] * PAGE + positions % PAGE).flatten()
+        starts = counts * torch.tensor([0, 1], dtype=torch.int32)
+        first = torch.full_like(counts, start)
+        rows = RowPass(positions.repeat(2), slots, tables, starts, counts, first, size, PAGE)
         with torch.inference_mode():
-            said, taps = (
-                x.view(2, size, -1) for x in verifier.forward(ids[at].repeat(2), rows, memory)
-            )
-        torch.testing.assert_close(said[0], said[1], atol=1e-4, rtol=1e-4)
-        logits.append(said[0])
+            outputs = verifier.forward(ids[positions].repeat(2), rows, kv_cache)
+        both, taps = (x.view(2, size, -1) for x in outputs)
+        torch.testing.assert_close(both[0], both[1], atol=1e-4, rtol=1e-4)
+        logits.append(both[0])
         hidden.append(taps[0])
         start += size
     return torch.cat(logits), torch.cat(hidden)
@@ -117,67 +120,65 @@ def in_pieces(
 
 def check(verifier: Verifier, target: Target, ids: Tensor, sizes: tuple[int, ...]) -> None:
     for mine, theirs in zip(
-        in_pieces(verifier, target, ids, sizes), truth(target, ids), strict=True
+        in_chunks(verifier, target, ids, sizes), truth(target, ids), strict=True
     ):
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-3)
 
 
 IDS = torch.randint(96, (LENGTH,), generator=torch.Generator().manual_seed(3))
-WAYS = [
+CHUNKS = [
     (LENGTH,),
     (17, 1, 1, 4, 8, 3, 26),
-    (40, 4, 4, 4, 4, 4),
-]  # at once; chunks and blocks; steps with K = 3
+    (40, 4, 4, 4, 4, 4),  # steps with K = 3
+]
 
 
-@pytest.mark.parametrize("name", LEAN)
-def test_lean_equals_plugged_equals_transformers(name: str) -> None:
-    target = target_of(LEAN[name])
-    verifier = verifier_for(target, LENGTH)
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_both_verifiers_equal_transformers(name: str) -> None:
+    target = target_of(LLAMA_LIKE[name])
+    verifier = build_verifier(target, LENGTH)
     assert isinstance(verifier, FusedLlamaTarget)
-    for sizes in WAYS:
+    for sizes in CHUNKS:
         check(verifier, target, IDS, sizes)
         check(HFPagedTarget(target), target, IDS, sizes)
 
 
-@pytest.mark.parametrize("name", UNALIKE)
-def test_what_only_looks_like_a_llama_is_plugged(name: str) -> None:
-    target = target_of(UNALIKE[name])
-    verifier = verifier_for(target, LENGTH)
+@pytest.mark.parametrize("name", NOT_LLAMA)
+def test_a_model_that_only_looks_like_a_llama_is_not_fused(name: str) -> None:
+    target = target_of(NOT_LLAMA[name])
+    verifier = build_verifier(target, LENGTH)
     assert isinstance(verifier, HFPagedTarget)
-    check(verifier, target, IDS, WAYS[1])
+    check(verifier, target, IDS, CHUNKS[1])
 
 
-def test_a_patched_llama_is_plugged() -> None:
-    target = target_of(LEAN["llama"])
+def test_a_patched_llama_is_not_fused() -> None:
+    target = target_of(LLAMA_LIKE["llama"])
     target.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 0.8)
-    verifier = verifier_for(target, LENGTH)
+    verifier = build_verifier(target, LENGTH)
     assert isinstance(verifier, HFPagedTarget)
-    check(verifier, target, IDS, WAYS[1])
+    check(verifier, target, IDS, CHUNKS[1])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture(name: str) -> None:
     target = make_target(name)
-    verifier = verifier_for(target, LENGTH)
+    verifier = build_verifier(target, LENGTH)
     assert isinstance(verifier, FusedLlamaTarget) == (name in ("llama", "qwen2", "qwen3"))
-    for sizes in WAYS:
+    for sizes in CHUNKS:
         check(verifier, target, IDS, sizes)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
-def test_only_the_rows_that_are_wanted(name: str) -> None:
+def test_logits_of_some_rows(name: str) -> None:
     target = make_target(name)
-    verifier, memory = (
-        verifier_for(target, LENGTH),
-        KVCache(cache_shapes(target), 8, PAGE, target.device),
-    )
-    at, one = torch.arange(20), torch.tensor([20], dtype=torch.int32)
-    rows = RowPass(
-        at, at, torch.arange(8, dtype=torch.int32)[None], one * 0, one, one * 0, 20, PAGE
-    )
+    verifier = build_verifier(target, LENGTH)
+    kv_cache = KVCache(target_kv_shapes(target), 8, PAGE, target.device)
+    positions = torch.arange(20)
+    count = torch.tensor([20], dtype=torch.int32)
+    tables = torch.arange(8, dtype=torch.int32)[None]
+    rows = RowPass(positions, positions, tables, count * 0, count, count * 0, 20, PAGE)
     with torch.inference_mode():
-        logits, hidden = verifier.forward(IDS[:20], rows, memory, torch.tensor([3, 19]))
+        logits, hidden = verifier.forward(IDS[:20], rows, kv_cache, torch.tensor([3, 19]))
     torch.testing.assert_close(logits, truth(target, IDS[:20])[0][[3, 19]], atol=1e-4, rtol=1e-3)
     assert hidden.shape == (20, 0)
 
@@ -191,7 +192,7 @@ def linears(layer: Any) -> list[list[Any]]:
 
 
 def owned(target: Target) -> int:
-    """Bytes of all weights, each piece of memory counted once."""
+    """Bytes of all weights, each storage counted once."""
     pieces = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
         for p in target.model.parameters()
@@ -201,35 +202,35 @@ def owned(target: Target) -> int:
 
 @pytest.mark.parametrize("name", ["llama, attention biases", "qwen2, tied", "qwen3"])
 def test_merging_costs_no_copy_and_changes_nothing(name: str) -> None:
-    target = target_of(LEAN[name])
+    target = target_of(LLAMA_LIKE[name])
     before, size = truth(target, IDS), owned(target)
     state = {key: value.clone() for key, value in target.model.state_dict().items()}
-    lean = verifier_for(target, LENGTH)
-    assert isinstance(lean, FusedLlamaTarget)
+    fused = build_verifier(target, LENGTH)
+    assert isinstance(fused, FusedLlamaTarget)
     assert owned(target) == size
     assert all(
         torch.equal(mine, theirs) for mine, theirs in zip(truth(target, IDS), before, strict=True)
     )
     assert all(torch.equal(value, state[key]) for key, value in target.model.state_dict().items())
-    for layer, module in zip(lean.layers, target.layers, strict=True):
+    for layer, module in zip(fused.layers, target.layers, strict=True):
         qkv, gate_up = linears(module)
-        for mine, theirs in ((layer.qkv.plain, qkv), (layer.gate_up.plain, gate_up)):
+        for mine, theirs in ((layer.qkv.weight, qkv), (layer.gate_up.weight, gate_up)):
             assert mine.data_ptr() == theirs[0].weight.data_ptr() and torch.equal(
                 mine, weights(theirs)
             )
-    again = verifier_for(target, LENGTH)  # a second engine on the same target
+    again = build_verifier(target, LENGTH)  # a second engine on the same target
     assert isinstance(again, FusedLlamaTarget)
-    for first, second in zip(lean.layers, again.layers, strict=True):
+    for first, second in zip(fused.layers, again.layers, strict=True):
         one, other = first.qkv, second.qkv
-        assert one.plain.data_ptr() == other.plain.data_ptr() and torch.equal(
-            one.plain, other.plain
+        assert one.weight.data_ptr() == other.weight.data_ptr() and torch.equal(
+            one.weight, other.weight
         )
         assert (one.bias is None) == (other.bias is None)
         if one.bias is not None and other.bias is not None:
             assert one.bias.data_ptr() == other.bias.data_ptr() and torch.equal(
                 one.bias, other.bias
             )
-    check(again, target, IDS, WAYS[1])
+    check(again, target, IDS, CHUNKS[1])
 
 
 def weights(parts: list[Any]) -> Tensor:
@@ -238,11 +239,11 @@ def weights(parts: list[Any]) -> Tensor:
 
 def test_weights_that_lie_apart_are_not_taken_for_merged() -> None:
     first, second = torch.nn.Linear(4, 6), torch.nn.Linear(4, 2)
-    assert not merged([first, second])
-    weight, bias = merge([first, second])
-    assert merged([first, second]) and weight.shape == (8, 4) and bias is not None
+    assert not are_merged([first, second])
+    weight, bias = merge_linears([first, second])
+    assert are_merged([first, second]) and weight.shape == (8, 4) and bias is not None
     x = torch.randn(3, 4)
     torch.testing.assert_close(
         torch.nn.functional.linear(x, weight, bias), torch.cat([first(x), second(x)], -1)
     )
-    assert not merged([second, first])
+    assert not are_merged([second, first])

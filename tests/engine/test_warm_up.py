@@ -32,7 +32,7 @@ def test_costs_are_known_before_the_first_request(
     engine.warm_up()
     chooser = rounds.chooser
     if isinstance(chooser, AdaptivePolicy):
-        assert set(chooser.costs.before) == {form.nodes for form in chooser.candidates}
+        assert set(chooser.costs.calibrated) == {form.nodes for form in chooser.candidates}
         assert chooser.costs.seconds(4, 7) == pytest.approx((4 * 1.7 + 0.5) / 1000)
         assert not chooser.choose(4).reason.startswith("measuring")
     assert (k == "auto") == isinstance(chooser, AdaptivePolicy)

@@ -10,11 +10,12 @@ from torch.nn.functional import linear
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import cache_shapes, verifier_for
+from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.kernels.cpu import ops
 from peagle.kernels.cpu.library import library
-from peagle.kernels.cpu.matrix import GROUP, Matrix, can_pack, quantized_matrix
+from peagle.kernels.cpu.matrix import GROUP, Matrix, quantized_matrix
 from tests.kernels.test_engine_kernels import CASES, attends, near, some
+from tests.support.cpu_features import needs_dots
 from tests.support.tiny_models import make_target
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -32,10 +33,6 @@ MORE = {
     "a window over blocks": partial(attends, 3, 1, 64, [8, 8], [300, 64], window=100, page=64),
 }
 needs_c = pytest.mark.skipif(library() is None, reason="no C compiler")
-needs_dots = pytest.mark.skipif(
-    not can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)),
-    reason="no dot products of bf16 on this CPU",
-)
 
 
 @needs_c
@@ -144,16 +141,16 @@ def test_a_layer_in_one_call_is_its_parts(name: str) -> None:
     """Bit for bit: biases, head norms, rows of nobody."""
     target = make_target(name)
     target.model.to(torch.bfloat16)
-    lean = verifier_for(target, 300)
+    lean = build_verifier(target, 300)
     assert isinstance(lean, FusedLlamaTarget) and all(
-        layer.whole is not None for layer in lean.layers
+        layer.cpu_layer is not None for layer in lean.layers
     )
     results = []
     for whole in (True, False):
         if not whole:
             for layer in lean.layers:
-                object.__setattr__(layer, "whole", None)
-        memory = KVCache(cache_shapes(target), 6, 16, torch.device("cpu"))
+                object.__setattr__(layer, "cpu_layer", None)
+        memory = KVCache(target_kv_shapes(target), 6, 16, torch.device("cpu"))
         ids = torch.arange(30) % 90
         at = torch.cat([torch.arange(20), torch.arange(8), torch.zeros(2, dtype=torch.long)])
         tables = torch.tensor([[3, 0, 5], [1, 2, 4]]).int()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -305,11 +304,10 @@ def shrinks(n: int, columns: int, small: torch.dtype, device: str, dtype: torch.
         (40 * some(n, columns, seed=1)).to(small), some(n, 1, seed=3).abs() / 40 + 0.01
     ).to(torch.device(device))
     weight = Weight(torch.zeros(n, columns, dtype=dtype, device=device), None, codes)
-    with mock.patch("peagle.engine.model.weight.PAYS", 0):
-        assert weight.shrink()
+    assert weight.use_codes(min_gpu_weights=0)
     x = (some(8, columns) / columns**0.5).to(device, dtype)
     wanted = skinny_gemm.reference(x, codes.codes, scales=codes.scales[:, 0])
-    near(weight.shares(x), wanted, 4)
+    near(weight.split_k(x), wanted, 4)
     near(weight.gated(x), swiglu.reference(wanted), 8)
 
 

@@ -10,13 +10,12 @@ M = 999
 
 
 def test_worked_example() -> None:
-    tensor = torch.tensor
     rows = draft_rows(
-        tensor([10, 11, 12, 13]),
-        tensor([0, 4]),
-        tensor([5]),
-        tensor([1]),
-        tensor([100]),
+        ids=torch.tensor([10, 11, 12, 13]),
+        starts=torch.tensor([0, 4]),
+        first=torch.tensor([5]),
+        rejected=torch.tensor([1]),
+        next_ids=torch.tensor([100]),
         k=3,
         mask_id=M,
     )
@@ -24,16 +23,17 @@ def test_worked_example() -> None:
     assert rows.positions.tolist() == [5, 6, 7, 8, 9]
     assert rows.source.tolist() == [0, 1, 2, -1, -1]
     assert rows.sampled.tolist() == [[2, 3, 4]]
-    assert rows.real == 3
+    assert rows.num_real == 3
 
 
 def table(
     ids: list[int], first: int, rejected: int, newest: int, k: int
 ) -> list[tuple[int, int, int]]:
-    """(id, position, index of the hidden state) of each row of the layout table."""
-    kept = ids[: len(ids) - rejected]
-    rows = [(kept[j + 1] if j + 1 < len(kept) else newest, first + j, j) for j in range(len(kept))]
-    return rows + [(M, first + len(kept) + i, -1) for i in range(k - 1)]
+    """(id, position, index of the hidden state) of each row: the table in plain Python."""
+    accepted = ids[: len(ids) - rejected]
+    count = len(accepted)
+    rows = [(accepted[j + 1] if j + 1 < count else newest, first + j, j) for j in range(count)]
+    return rows + [(M, first + count + i, -1) for i in range(k - 1)]
 
 
 REQUEST = st.integers(1, 9).flatmap(
@@ -57,13 +57,11 @@ def test_ragged_batch_equals_the_table(
         flat, starts, torch.tensor(first), torch.tensor(rejected), torch.tensor(newest), k, M
     )
     for b, request in enumerate(batch):
-        mine = slice(int(rows.starts[b]), int(rows.starts[b + 1]))
-        source = rows.source[mine]
+        own = slice(int(rows.starts[b]), int(rows.starts[b + 1]))
+        source = rows.source[own]
         local = torch.where(source < 0, -1, source - starts[b])
-        actual = list(
-            zip(rows.ids[mine].tolist(), rows.positions[mine].tolist(), local.tolist(), strict=True)
-        )
-        assert actual == table(*request, k)
+        columns = (rows.ids[own].tolist(), rows.positions[own].tolist(), local.tolist())
+        assert list(zip(*columns, strict=True)) == table(*request, k)
         last = len(request[0]) - request[2] - 1  # the row of the newest token
         assert rows.sampled[b].tolist() == [int(rows.starts[b]) + last + i for i in range(k)]
 
@@ -73,15 +71,14 @@ def test_a_step_costs_at_most_two_k_rows(request_: tuple[list[int], int, int, in
     ids, first, rejected, newest = request_
     ids = ids[: k + 1]
     rejected = min(rejected, len(ids) - 1)
-    tensor = torch.tensor
     rows = draft_rows(
-        tensor(ids),
-        tensor([0, len(ids)]),
-        tensor([first]),
-        tensor([rejected]),
-        tensor([newest]),
-        k,
-        M,
+        ids=torch.tensor(ids),
+        starts=torch.tensor([0, len(ids)]),
+        first=torch.tensor([first]),
+        rejected=torch.tensor([rejected]),
+        next_ids=torch.tensor([newest]),
+        k=k,
+        mask_id=M,
     )
     assert len(rows.ids) <= 2 * k
     assert rows.positions.tolist() == list(range(first, first + len(rows.ids)))

@@ -1,4 +1,4 @@
-"""A target with three tokens, and sampling options."""
+"""A target without weights, its processed logits by transformers, and sampling options."""
 
 import itertools
 from collections import Counter
@@ -22,20 +22,21 @@ PROMPT = [3, 1, 4, 1]
 
 
 def target(ids: list[int], vocab: int = 9) -> torch.Tensor:
-    """The logits [V] behind any tokens: a target without weights."""
+    """The logits [V] after any tokens: a target without weights."""
     return TABLE[hash(tuple(ids)) % len(TABLE), :vocab]
 
 
 def processed(
-    prompt: list[int], output: list[int], sampling: Sampling, least: int, vocab: int = 9
+    prompt: list[int], output: list[int], sampling: Sampling, min_tokens: int, vocab: int = 9
 ) -> torch.Tensor:
-    """[1, V]: one row, up to the penalties."""
-    ids, x = torch.tensor([prompt + output]), target(prompt + output, vocab)[None].clone()
+    """[1, V]: one row, processed up to and including the penalties."""
+    ids = torch.tensor([prompt + output])
+    x = target(prompt + output, vocab)[None].clone()
     if sampling.logit_bias:
         x = SequenceBiasLogitsProcessor({(i,): float(b) for i, b in sampling.logit_bias.items()})(
             ids, x
         )
-    x = MinNewTokensLengthLogitsProcessor(len(prompt), least, sorted(STOPS))(ids, x)
+    x = MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, sorted(STOPS))(ids, x)
     x = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, x)
     for token, count in Counter(output).items():
         x[0, token] = x[0, token] - sampling.frequency_penalty * count - sampling.presence_penalty
@@ -58,7 +59,7 @@ OPTIONS = {
 def three_tokens(
     option: dict, runs: int, vocab: int
 ) -> tuple[dict[tuple[int, ...], float], Sampler]:
-    """(how likely every answer of three tokens is, the processing of so many seeds)"""
+    """(the probability of every answer of three tokens, a sampler of `runs` seeds)"""
     sampling = Sampling(temperature=1.2, **option)
     exact = {}
     for answer in itertools.product(range(vocab), repeat=3):
@@ -70,7 +71,7 @@ def three_tokens(
             np.prod([float(p[0, token]) for p, token in zip(each, answer, strict=True)])
         )
     seeded = [Sampling(temperature=1.2, **option, seed=seed) for seed in range(runs)]
-    processing = Sampler(
+    sampler = Sampler(
         [SamplingState(s, PROMPT, 3, vocab=vocab, min_tokens=1, stop_ids=STOPS) for s in seeded]
     )
-    return exact, processing
+    return exact, sampler

@@ -1,4 +1,4 @@
-"""A simulated engine whose costs and acceptance are known: for tests of what it chooses to draft."""
+"""A simulated engine with known costs and acceptance, for tests of adaptive drafting."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,10 +7,12 @@ import numpy as np
 from peagle.draft_shape import DraftShape
 from peagle.engine.loop import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts
-from peagle.engine.policy.adaptive import AdaptivePolicy, DraftChoice, DraftPolicy
+from peagle.engine.policy.adaptive import AdaptivePolicy
+from peagle.engine.policy.draft_policy import DraftChoice, DraftPolicy
 
 Cost = Callable[[int, DraftShape], float]
-Profile = tuple[float, ...]  # of a chain's drafts: reached and accepted, per position
+# Per position of a chain: the probability that the draft is reached and accepted.
+Profile = tuple[float, ...]
 
 GOOD: Profile = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05)  # vLLM's CI, Qwen3-8B
 LONG: Profile = (*GOOD, 0.03, 0.02, 0.01, 0.005)
@@ -22,163 +24,189 @@ def chain(k: int) -> DraftShape:
     return DraftShape(k, k)
 
 
-def gpu(batch: int, form: DraftShape) -> float:
-    """Memory-bound at batch 1, where rows are nearly free; compute-bound at 64, where they are not. Milliseconds.
+def gpu(batch: int, shape: DraftShape) -> float:
+    """Milliseconds of a step that is memory-bound at batch 1 and compute-bound at batch 64.
 
-    A tree takes a little longer than its rows do: it is grown, and what it keeps is moved.
+    A tree takes a little longer than its rows: it is built, and the accepted path is moved.
     """
-    drafting = 0.35 + 0.03 * form.k + 0.002 * batch if form.k else 0
-    growing = 0 if form.chain else 0.15
-    return 4 + 0.01 * batch + drafting + growing + 0.02 * max(0, batch * (form.nodes + 1) - 32)
+    drafting = 0.35 + 0.03 * shape.k + 0.002 * batch if shape.k else 0
+    building = 0 if shape.is_chain else 0.15
+    return 4 + 0.01 * batch + drafting + building + 0.02 * max(0, batch * (shape.nodes + 1) - 32)
 
 
-def busy(batch: int, form: DraftShape) -> float:
-    """A target that is compute-bound at once: no speculation pays at batch 64."""
-    return 4 + 0.08 * batch * (form.nodes + 1) + (0.5 if form.k else 0)
+def busy(batch: int, shape: DraftShape) -> float:
+    """A target that is compute-bound at any batch size: no speculation pays at batch 64."""
+    return 4 + 0.08 * batch * (shape.nodes + 1) + (0.5 if shape.k else 0)
 
 
-def shares(profile: Profile, form: DraftShape, width: float) -> np.ndarray:
-    """Kept at each depth, given those before. A tree has `width` times as many chances there as nodes are to depths, in
-    powers of that."""
-    of = np.array(profile[: form.k]) / np.array((1.0, *profile))[: form.k].clip(1e-9)
-    return of if form.chain else 1 - (1 - of) ** (form.nodes / form.k) ** width
+def acceptance_rates(profile: Profile, shape: DraftShape, width: float) -> np.ndarray:
+    """The acceptance rate at each depth, given those before.
+
+    At each depth a tree has (nodes / depth) ** width independent chances, a chain has one.
+    """
+    rates = np.array(profile[: shape.k]) / np.array((1.0, *profile))[: shape.k].clip(1e-9)
+    return rates if shape.is_chain else 1 - (1 - rates) ** (shape.nodes / shape.k) ** width
+
+
+def expected_rates(policy: AdaptivePolicy, batch: int) -> dict[DraftShape, float]:
+    """Tokens per second of the whole batch by shape, as the policy's last choice estimated them."""
+    return {
+        shape: batch * policy.tokens[shape] / seconds for shape, seconds in policy.seconds.items()
+    }
 
 
 class Simulation:
-    """Steps of such an engine: what was chosen, and what it costs in the mean.
+    """Steps of such an engine: the choices, and their mean cost.
 
-    `ahead`: as the engine has it, a step verifies what there is of the drafts of the step before, and drafts for the
-    next one.
-    `width`: how much trees are worth.
+    `ahead`: as in the engine, a step verifies drafts that the step before made, and drafts for the
+    next one. `width`: how much trees are worth.
     """
 
     def __init__(
         self,
         policy: DraftPolicy,
         cost: Cost,
-        forms: Sequence[DraftShape],
+        shapes: Sequence[DraftShape],
         noise: float = 0.0,
         seed: int = 0,
         ahead: bool = True,
         width: float = 0.4,
     ) -> None:
-        self.policy, self.cost, self.forms, self.noise = policy, cost, forms, noise
-        self.random, self.ahead, self.width = np.random.default_rng(seed), ahead, width
+        self.policy = policy
+        self.cost = cost
+        self.shapes = shapes
+        self.noise = noise
+        self.random = np.random.default_rng(seed)
+        self.ahead = ahead
+        self.width = width
         self.drafted = chain(0)
         self.choices: list[DraftChoice] = []
+        self.rates: list[dict[DraftShape, float]] = []  # of an AdaptivePolicy, beside each choice
 
-    def tokens(self, profile: Profile, form: DraftShape) -> float:
-        return 1 + float(np.cumprod(shares(profile, form, self.width)).sum())
+    def tokens(self, profile: Profile, shape: DraftShape) -> float:
+        return 1 + float(np.cumprod(acceptance_rates(profile, shape, self.width)).sum())
 
     def best(self, batch: int, profile: Profile) -> DraftShape:
-        return max(self.forms, key=lambda form: self.tokens(profile, form) / self.cost(batch, form))
+        return max(
+            self.shapes, key=lambda shape: self.tokens(profile, shape) / self.cost(batch, shape)
+        )
 
     def run(self, steps: int, batch: int, profile: Profile) -> float:
-        """The time that the chosen forms take in the mean, relative to the best fixed one for as many tokens."""
+        """The mean time of the chosen shapes, relative to the best fixed one for as many tokens."""
         spent = needed = 0.0
         best = self.best(batch, profile)
         for _ in range(steps):
             choice = self.policy.choose(batch)
             self.choices.append(choice)
-            form = verifiable_shape(choice.tree, [self.drafted]) if self.ahead else choice.tree
-            self.drafted = made = choice.tree if form == choice.tree else self.forms[-1]
-            seconds = self._seconds(batch, form) if form == made else None
-            self.policy.observe(batch, form, seconds, self._held(batch, form, profile))
-            spent += self.cost(batch, form)
+            if isinstance(self.policy, AdaptivePolicy):
+                self.rates.append(expected_rates(self.policy, batch))
+            shape = choice.shape
+            if self.ahead:
+                shape = verifiable_shape(choice.shape, [self.drafted])
+            self.drafted = choice.shape if shape == choice.shape else self.shapes[-1]
+            seconds = self.seconds(batch, shape) if shape == self.drafted else None
+            self.policy.observe(batch, shape, seconds, self.accepted(batch, shape, profile))
+            spent += self.cost(batch, shape)
             needed += (
-                self.cost(batch, best) * self.tokens(profile, form) / self.tokens(profile, best)
+                self.cost(batch, best) * self.tokens(profile, shape) / self.tokens(profile, best)
             )
         return spent / needed
 
-    def _held(self, batch: int, form: DraftShape, profile: Profile) -> list[AcceptedCounts]:
-        """What a form keeps, a larger one keeps of the same drafts too."""
-        chance = self.random.random((batch, form.k))
+    def accepted(self, batch: int, shape: DraftShape, profile: Profile) -> list[AcceptedCounts]:
+        """Random outcomes; a larger shape accepts all that a smaller one accepts."""
+        chance = self.random.random((batch, shape.k))
         trees = [
-            one
-            for one in self.forms
-            if not one.chain and one.k == form.k and one.nodes <= form.nodes
+            tree
+            for tree in self.shapes
+            if not tree.is_chain and tree.k == shape.k and tree.nodes <= shape.nodes
         ]
-        kept = {
-            one: leading(chance < shares(profile, one, self.width))
-            for one in {form, chain(form.k), *trees}
+        counts = {
+            other: leading(chance < acceptance_rates(profile, other, self.width))
+            for other in {shape, chain(shape.k), *trees}
         }
-        smaller = [(one.nodes, kept[one]) for one in trees]
         return [
             AcceptedCounts(
-                int(kept[form][b]),
-                int(kept[chain(form.k)][b]),
-                path([(n, int(of[b])) for n, of in smaller]),
+                int(counts[shape][b]),
+                int(counts[chain(shape.k)][b]),
+                path([(tree.nodes, int(counts[tree][b])) for tree in trees]),
             )
             for b in range(batch)
         ]
 
-    def _seconds(self, batch: int, form: DraftShape) -> float:
+    def seconds(self, batch: int, shape: DraftShape) -> float:
         disturbed = 5.0 if self.noise and self.random.random() < 0.02 else 1.0
-        return self.cost(batch, form) * float(self.random.lognormal(0, self.noise)) * disturbed
+        return self.cost(batch, shape) * float(self.random.lognormal(0, self.noise)) * disturbed
 
     def last(self, count: int) -> list[DraftShape]:
-        return [choice.tree for choice in self.choices[-count:]]
+        return [choice.shape for choice in self.choices[-count:]]
 
 
 class Served:
-    """An engine whose requests come and go: each that ends is replaced, while there are any, and the step in which the
-    new one's prompt is read is not timed. At the end the batch shrinks to nothing."""
+    """An engine whose requests come and go.
+
+    A request that ends is replaced while others wait; the step that prefills the new one is not
+    timed. At the end the batch shrinks to nothing.
+    """
 
     def __init__(
         self,
         policy: DraftPolicy,
         cost: Cost,
-        forms: Sequence[DraftShape],
+        shapes: Sequence[DraftShape],
         profile: Profile,
         seed: int = 0,
     ) -> None:
-        self.policy, self.cost, self.forms, self.profile = policy, cost, forms, profile
-        self.steps = Simulation(policy, cost, forms, 0.05, seed)
+        self.policy = policy
+        self.cost = cost
+        self.shapes = shapes
+        self.profile = profile
+        self.simulation = Simulation(policy, cost, shapes, 0.05, seed)
 
     def run(self, requests: int, users: int, length: int = 180) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         random = np.random.default_rng(0)
         waiting = [int(n) for n in np.minimum(2 * length, random.geometric(1 / length, requests))]
+        total = sum(waiting)
+        spent = 0.0
         left: list[int] = []
         drafted: list[DraftShape] = []
-        total, spent = sum(waiting), 0.0
         while waiting or left:
             joining = min(users - len(left), len(waiting))
             left += [waiting.pop() for _ in range(joining)]
-            drafted += [self.forms[-1]] * joining
+            drafted += [self.shapes[-1]] * joining
             batch = len(left)
-            wanted = self.policy.choose(batch, timed=not joining).tree
-            form = verifiable_shape(wanted, drafted)
-            made = wanted if form == wanted else self.forms[-1]
-            held = self.steps._held(batch, form, self.profile)
-            told = form == made and not joining
-            self.policy.observe(
-                batch, form, self.steps._seconds(batch, form) if told else None, held
-            )
-            spent += self.cost(batch, form) + (0.5 if joining else 0.0)
-            left = [
-                n for one, kept in zip(left, held, strict=True) if (n := one - kept.kept - 1) > 0
-            ]
-            drafted = [made] * len(left)
+            chosen = self.policy.choose(batch, timed=not joining).shape
+            shape = verifiable_shape(chosen, drafted)
+            draft_shape = chosen if shape == chosen else self.shapes[-1]
+            accepted = self.simulation.accepted(batch, shape, self.profile)
+            timed = shape == draft_shape and not joining
+            seconds = self.simulation.seconds(batch, shape) if timed else None
+            self.policy.observe(batch, shape, seconds, accepted)
+            spent += self.cost(batch, shape) + (0.5 if joining else 0.0)
+            after = [n - each.accepted - 1 for n, each in zip(left, accepted, strict=True)]
+            left = [n for n in after if n > 0]
+            drafted = [draft_shape] * len(left)
         return total / spent
 
 
-def leading(holds: np.ndarray) -> np.ndarray:
-    return np.cumprod(holds, axis=1).sum(1)
+def leading(accepted: np.ndarray) -> np.ndarray:
+    """The number of leading True values of each row."""
+    return np.cumprod(accepted, axis=1).sum(1)
 
 
-def path(kept: Sequence[tuple[int, int]]) -> int:
-    """Rows of which trees of so many nodes keep so many."""
-    rows, last, before = {0}, 0, 0
-    for nodes, count in kept:
+def path(accepted_by_nodes: Sequence[tuple[int, int]]) -> int:
+    """A path of which a tree of so many nodes accepts so many rows, for each (nodes, rows)."""
+    rows = {0}
+    last = before = 0
+    for nodes, count in accepted_by_nodes:
         rows |= {last + 1 + i for i in range(count - before)}
         last, before = nodes, count
     return sum(1 << row for row in rows)
 
 
-def calibrated(cost: Cost, forms: Sequence[DraftShape]) -> AdaptivePolicy:
-    policy = AdaptivePolicy(forms)
+def calibrated(cost: Cost, shapes: Sequence[DraftShape]) -> AdaptivePolicy:
+    policy = AdaptivePolicy(shapes)
     policy.calibrate(
-        {(batch, form): cost(batch, form) for batch in (1, 4, 16, 64) for form in forms}
+        {(batch, shape): cost(batch, shape) for batch in (1, 4, 16, 64) for shape in shapes}
     )
     return policy

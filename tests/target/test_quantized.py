@@ -213,12 +213,12 @@ def test_a_weight_that_shrank_is_its_codes() -> None:
     codes = QuantizedWeight(whole, torch.rand(50, 1) + 0.5)
     bias = torch.randn(50).bfloat16()
     weight = Weight(codes.matrix(torch.bfloat16), bias, codes)
-    assert weight.shrink()
+    assert weight.use_codes()
     x = torch.randint(-127, 128, (3, 128)).bfloat16()
     x[:, ::64] = 127  # the step of every 64 inputs is 1: nothing is rounded
     expected = x.float() @ codes.matrix(torch.float32).T + bias.float()
     assert torch.allclose(weight(x).float(), expected, rtol=2**-8, atol=1e-2)
-    assert not Weight(codes.matrix(torch.bfloat16), bias).shrink()
+    assert not Weight(codes.matrix(torch.bfloat16), bias).use_codes()
 
 
 def test_merged_codes() -> None:

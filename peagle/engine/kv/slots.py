@@ -66,7 +66,7 @@ class DecodeSlots:
     def rows(self, at: Tensor, tree: DraftShape) -> tuple[GatheredRows, RowPass]:
         """A pass over the newest token and the drafts of each place in `at` [B]."""
         state = self.tables, self.lengths, self.ends, self.newest
-        if tree.chain:
+        if tree.is_chain:
             taken = gather_rows(at, tree.nodes + 1, self.page, *state, self.trees.chain)
         else:
             _, nodes, _, depths, masks = self.trees
@@ -79,7 +79,7 @@ class DecodeSlots:
 
 def empty_trees(places: int, largest: DraftShape, device: torch.device) -> DraftTrees:
     """Chains of token 0: what nobody's place holds must be a tree as well."""
-    nodes = torch.arange(0 if largest.chain else largest.nodes, dtype=torch.int32, device=device)
+    nodes = torch.arange(0 if largest.is_chain else largest.nodes, dtype=torch.int32, device=device)
     chain = torch.zeros(places, max(largest.k, 1), dtype=torch.long, device=device)
     masks = (torch.ones(len(nodes) + 1, dtype=torch.long, device=device) << 1).cumprod(0) - 1
     shape = (places, -1)

@@ -1,11 +1,19 @@
-"""From a verified batch to its next drafts, over pages: parallel (P-EAGLE) and chain (EAGLE-3).
+"""DraftRunner: from verified rows to the next drafts, over the paged KV cache.
 
-`Verified` is what one target pass consumed, in blocks of a fixed width: row i of a block lies at position first + i,
-its drafts up to `kept` count, and `newest` follows them. Drafting runs the rows that count through the drafter with
-their real inputs, so that its pages hold the context, and then looks ahead. What it sees there becomes a chain, and a
-tree where one is asked for.
+P-EAGLE drafts all K tokens in one pass; EAGLE-3 drafts one token per pass. The rows of the first
+pass, where the target has consumed x_0..x_{n-1} and x_n is the newest token (row_layout.py has the
+layout of a batch):
+
+    row                 embedding       hidden input   position   predicts
+    j = 0..n-2          emb(x_{j+1})    g_j            j          nothing: context in the KV cache
+    n-1                 emb(x_n)        g_{n-1}        n-1        draft 1
+    n-1+k, k = 1..K-1   emb(mask id)    mask_hidden    n-1+k      draft k+1 (P-EAGLE only)
+
+Only the rows that the target has just verified run again: those before are in the KV cache. They
+run with real inputs, and so replace the mask rows of the pass before.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +23,7 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
 from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model.draft_confidence import draft_confidence
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
 from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.weight import Weight
@@ -25,66 +34,75 @@ from peagle.kernels.triton.gather_rows import kv_slots
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    block: Tensor  # [B, R] the tokens consumed
+class VerifiedRows:
+    """What one target pass consumed, R rows per request: row i is at position first + i.
+
+    Row 0 is the token that was newest before, rows 1..R-1 are its drafts. Rows 0..accepted count;
+    `newest` follows them.
+    """
+
+    ids: Tensor  # [B, R] the tokens consumed
     hidden: Tensor  # [B * R, taps * d] their g
     first: Tensor  # [B] int32
-    kept: Tensor  # [B] int32: drafts accepted; rows 0..kept count
+    accepted: Tensor  # [B] int32: number of accepted drafts
     newest: Tensor  # [B]
-    tables: Tensor  # [B, P] int32
+    tables: Tensor  # [B, P] int32: the pages of each request
     ends: Tensor  # [B] int32: rows from this position on are not stored
 
 
 class DraftRunner:
     def __init__(
-        self, drafter: Drafter, behind: int, length: int, page: int, memory: KVCache
+        self, drafter: Drafter, first_layer: int, length: int, page_size: int, kv_cache: KVCache
     ) -> None:
+        """`first_layer`: the index of the drafter's first layer in the KV cache."""
         config = drafter.config
-        self.drafter, self.page, self.memory = drafter, page, memory
-        self.lean = FusedLlamaDrafter(drafter, behind, length)
+        self.drafter = drafter
+        self.page_size = page_size
+        self.kv_cache = kv_cache
+        self.layers = FusedLlamaDrafter(drafter, first_layer, length)
         self.parallel = config.method == "p-eagle"
-        self.fc = (
-            Weight(drafter.fc.weight)
-            if drafter.input_norm is None and drafter.fc_norm is None
-            else drafter.combine_hidden_states
-        )
-        d = drafter.fc.weight.new_zeros(config.hidden_size)
+        # g [T, taps * d] -> hidden input [T, d]
+        self.fc: Callable[[Tensor], Tensor] = drafter.combine_hidden_states
+        if drafter.input_norm is None and drafter.fc_norm is None:
+            self.fc = Weight(drafter.fc.weight)
+        self.lm_head = Weight(drafter.lm_head)
         self.mask_id = -1 if config.mask_token_id is None else config.mask_token_id
-        self.mask_embedding = (
-            d if drafter.mask_embedding is None else drafter.mask_embedding.detach()
-        )
-        with torch.no_grad():
-            self.mask_hidden = (
-                d if drafter.mask_hidden is None else drafter.combine_hidden_states(drafter.mask_hidden[None])[0]
-            )
-        self.head, self.feeds_normed = Weight(drafter.lm_head), config.norm_output
+        zeros = drafter.fc.weight.new_zeros(config.hidden_size)
+        self.mask_embedding = zeros
+        if drafter.mask_embedding is not None:
+            self.mask_embedding = drafter.mask_embedding.detach()
+        self.mask_hidden = zeros  # after fc
+        if drafter.mask_hidden is not None:
+            with torch.no_grad():
+                self.mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden[None])[0]
         self.branching = Branching(drafter, Weight)
-        self.judges = not d.is_cuda and bool(config.calibration or config.confidence)
-        self.plain = drafter.dependency is None and not self.judges
-        self.uncalibrated = self.branching
-        if (
-            self.judges and drafter.confidence is not None
-        ):  # it has learned to correct what is not calibrated
-            self.uncalibrated = Branching(drafter, Weight, (1.0,))
+        # On a GPU the host plans one step ahead: draft confidence would arrive too late.
+        self.has_confidence = not zeros.is_cuda and bool(config.calibration or config.confidence)
+        # The confidence output corrects log-probabilities that are not calibrated.
+        self.confidence_branching = self.branching
+        if self.has_confidence and drafter.confidence is not None:
+            self.confidence_branching = Branching(drafter, Weight, (1.0,))
+        # A chain is then the argmax of each row, and needs no candidates.
+        self.independent_drafts = drafter.dependency is None and not self.has_confidence
 
     def quantize(self) -> None:
-        """Matrices in int8 from now on."""
-        self.lean.quantize()
-        self.head.quantize()
+        """Multiply in int8 from now on."""
+        self.layers.quantize()
+        self.lm_head.quantize()
         if isinstance(self.fc, Weight):
             self.fc.quantize()
 
     def draft(
-        self, verified: Verified, tree: DraftShape, index: Tensor, trees: DraftTrees
+        self, verified: VerifiedRows, shape: DraftShape, slots: Tensor, trees: DraftTrees
     ) -> Tensor | None:
-        """What comes next, to the places `index` [B] of `trees`; with K = 0 only the context is kept up.
+        """Write the next drafts to `slots` [B] of `trees`; with K = 0 only update the KV cache.
 
-        Returns the outlook of the chain, where there is one.
+        Returns the draft confidence [B, K], if the drafter has it.
         """
-        width = max(tree.k, 1) if self.parallel else 1
-        made = expand_rows(
-            verified.block,
-            verified.kept,
+        width = max(shape.k, 1) if self.parallel else 1  # rows that predict a draft
+        expanded = expand_rows(
+            verified.ids,
+            verified.accepted,
             verified.newest,
             verified.first,
             self.fc(verified.hidden),
@@ -93,123 +111,122 @@ class DraftRunner:
             self.mask_hidden,
             self.mask_id,
             verified.tables,
-            self.page,
+            self.page_size,
             verified.ends,
             width,
         )
-        if not made.slots.is_cuda:
-            made = living(made)
-        most = verified.block.shape[1] + width - 1
+        if not expanded.slots.is_cuda:
+            expanded = drop_padding_rows(expanded)
         rows = RowPass(
-            made.positions,
-            made.slots,
+            expanded.positions,
+            expanded.slots,
             verified.tables,
-            made.starts,
-            made.counts,
+            expanded.starts,
+            expanded.counts,
             verified.first,
-            most,
-            self.page,
-            both=self.both(tree.k),
+            verified.ids.shape[1] + width - 1,
+            self.page_size,
+            both=self.bidirectional_rows(shape.k),
         )
-        normed, stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
-        if not tree.k:
+        normed, residual = self.layers.forward(
+            expanded.embeds, expanded.hidden, rows, self.kv_cache
+        )
+        if not shape.k:
             return None
-        return self.look_ahead(normed, stream, made.sampled, verified, tree, index, trees)
+        return self.draft_from_pass(
+            normed, residual, expanded.sampled, verified, shape, slots, trees
+        )
 
-    def both(self, k: int) -> int:
-        """Mask rows that see each other."""
+    def bidirectional_rows(self, k: int) -> int:
+        """The number of mask rows that attend to each other, later ones included."""
         return k - 1 if k > 1 and self.drafter.config.bidirectional else 0
 
-    def look_ahead(
+    def draft_from_pass(
         self,
         normed: Tensor,
-        stream: Tensor,
+        residual: Tensor,
         sampled: Tensor,
-        verified: Verified,
-        tree: DraftShape,
-        index: Tensor,
+        verified: VerifiedRows,
+        shape: DraftShape,
+        slots: Tensor,
         trees: DraftTrees,
     ) -> Tensor | None:
-        """From the rows `sampled` of a pass: all of them (P-EAGLE), or the first (EAGLE-3). Returns as `draft` does."""
-        if not self.parallel:
-            trees.chain[index, : tree.k] = self.follow(normed, stream, sampled, verified, tree.k)
-            return None
-        if tree.chain and self.plain:
-            trees.chain[index, : tree.k] = self.best(normed[sampled]).view(-1, tree.k)
-            return None
-        return self.branch(normed[sampled], tree, index, trees)
+        """Draft from the outputs normed, residual [T, d] of the first pass; returns as `draft`.
 
-    def branch(
-        self, normed: Tensor, tree: DraftShape, index: Tensor, trees: DraftTrees
+        `sampled`: the rows that predict a draft, [B * K] with P-EAGLE, [B] with EAGLE-3.
+        """
+        if self.parallel:
+            return self.draft_parallel(normed[sampled], shape, slots, trees)
+        drafts = self.draft_sequential(normed, residual, sampled, verified, shape.k)
+        trees.chain[slots, : shape.k] = drafts
+        return None
+
+    def draft_parallel(
+        self, normed: Tensor, shape: DraftShape, slots: Tensor, trees: DraftTrees
     ) -> Tensor | None:
-        """normed [B * K, d]: the rows that look ahead."""
-        ids, logp = self.branching(normed, self.head(normed), tree.k)
-        build_tree(
-            logp, ids, self.drafter.target_ids, 0 if tree.chain else tree.nodes, index, trees
-        )
-        if not self.judges:  # on a GPU the host plans a step ahead, and would learn of it too late
+        """P-EAGLE: a chain, and a tree if the shape is one, from the sampled rows [B * K, d]."""
+        k = shape.k
+        if shape.is_chain and self.independent_drafts:
+            trees.chain[slots, :k] = self.greedy_ids(normed).view(-1, k)
             return None
-        if self.uncalibrated is not self.branching:
-            ids, logp = self.uncalibrated(normed, self.head(normed), tree.k)
-        return self.outlook(
-            normed.unflatten(0, (-1, tree.k)), ids, logp, trees.chain[index, : tree.k]
-        )
+        ids, logp = self.branching(normed, self.lm_head(normed), k)
+        nodes = 0 if shape.is_chain else shape.nodes
+        build_tree(logp, ids, self.drafter.target_ids, nodes, slots, trees)
+        if not self.has_confidence:
+            return None
+        if self.confidence_branching is not self.branching:
+            ids, logp = self.confidence_branching(normed, self.lm_head(normed), k)
+        chain = trees.chain[slots, :k]
+        return draft_confidence(self.drafter, normed.unflatten(0, (-1, k)), ids, logp, chain)
 
-    def outlook(self, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor) -> Tensor:
-        """[B, K]: how likely each draft of the chain is to be accepted, given that those before it are."""
-        at = (
-            (self.drafter.target_token_ids(ids) == chain[..., None]).int().argmax(-1)
-        )  # [B, K] among the candidates
-        before = at.roll(1, 1) if logp.shape[2] > 1 else torch.zeros_like(at)
-        sure = logp.gather(2, before[..., None, None].expand(-1, -1, 1, logp.shape[3]))[
-            :, :, 0
-        ].gather(2, at[..., None])
-        if (
-            self.drafter.confidence is not None
-            and self.drafter.dependency is not None
-            and chain.shape[1] > 1
-        ):
-            told = self.drafter.embed(chain[:, :-1].flatten()).view_as(normed[:, 1:])
-            normed = torch.cat([normed[:, :1], self.drafter.dependency(normed[:, 1:], told)], 1)
-        return self.drafter.confidence_logits(normed, sure[..., 0]).sigmoid()
-
-    def follow(
-        self, normed: Tensor, stream: Tensor, sampled: Tensor, verified: Verified, k: int
+    def draft_sequential(
+        self, normed: Tensor, residual: Tensor, sampled: Tensor, verified: VerifiedRows, k: int
     ) -> Tensor:
-        """EAGLE-3: the drafts [B, k], each row fed with the draft before."""
-        ids = self.best(normed[sampled])
-        state = (normed if self.feeds_normed else stream)[
-            sampled
-        ]  # [B, d]: fed to the next row, with its draft
-        drafts, position = [ids], (verified.first + verified.kept)[:, None]
-        one = torch.ones_like(verified.first)
-        starts = torch.arange(len(one), dtype=torch.int32, device=one.device)
+        """EAGLE-3: drafts [B, k], one pass each, fed with the draft before and its hidden state."""
+        feeds_normed = self.drafter.config.norm_output
+        ids = self.greedy_ids(normed[sampled])
+        hidden = (normed if feeds_normed else residual)[sampled]  # [B, d]
+        drafts = [ids]
+        position = (verified.first + verified.accepted)[:, None]
+        counts = torch.ones_like(verified.first)  # one row per request
+        starts = torch.arange(len(counts), dtype=torch.int32, device=counts.device)
         for _ in range(k - 1):
             position = position + 1
-            slots = kv_slots(verified.tables, position, self.page, verified.ends[:, None])[:, 0]
-            at = position[:, 0]
-            rows = RowPass(at, slots, verified.tables, starts, one, at, 1, self.page)
-            normed, stream = self.lean.forward(self.drafter.embed(ids), state, rows, self.memory)
-            ids, state = self.best(normed), normed if self.feeds_normed else stream
+            slots = kv_slots(verified.tables, position, self.page_size, verified.ends[:, None])
+            first = position[:, 0]
+            rows = RowPass(
+                first, slots[:, 0], verified.tables, starts, counts, first, 1, self.page_size
+            )
+            embeds = self.drafter.embed(ids)
+            normed, residual = self.layers.forward(embeds, hidden, rows, self.kv_cache)
+            ids = self.greedy_ids(normed)
+            hidden = normed if feeds_normed else residual
             drafts.append(ids)
         return torch.stack(drafts, 1)
 
-    def best(self, normed: Tensor) -> Tensor:
-        """The likeliest target id of each row."""
-        ids, _ = argmax(self.head(normed))
+    def greedy_ids(self, normed: Tensor) -> Tensor:
+        """normed [T, d] -> the most likely target id of each row, [T]."""
+        ids, _ = argmax(self.lm_head(normed))
         return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
 
 
-def living(made: ExpandedRows) -> ExpandedRows:
-    """Without the dead rows: on a CPU no graph wants one shape, and every row costs."""
-    batch = len(made.starts)
-    live = torch.arange(len(made.slots) // batch) < made.counts[:, None]  # [B, W]
-    at = live.flatten().nonzero()[:, 0]
-    starts = made.counts.cumsum(0) - made.counts
-    shift = (made.starts - starts).repeat_interleave(len(made.sampled) // batch)
-    embeds, hidden, positions, slots = (
-        x[at] for x in (made.embeds, made.hidden, made.positions, made.slots)
-    )
+def drop_padding_rows(expanded: ExpandedRows) -> ExpandedRows:
+    """Remove the rows that pad each request to the same count.
+
+    CUDA graphs need them, to have one shape; on a CPU every row costs time.
+    """
+    batch = len(expanded.starts)
+    width = len(expanded.slots) // batch
+    is_real = torch.arange(width) < expanded.counts[:, None]  # [B, W]
+    index = is_real.flatten().nonzero()[:, 0]
+    starts = expanded.counts.cumsum(0) - expanded.counts
+    shift = (expanded.starts - starts).repeat_interleave(len(expanded.sampled) // batch)
     return ExpandedRows(
-        embeds, hidden, positions, slots, starts.int(), made.counts, made.sampled - shift
+        embeds=expanded.embeds[index],
+        hidden=expanded.hidden[index],
+        positions=expanded.positions[index],
+        slots=expanded.slots[index],
+        starts=starts.int(),
+        counts=expanded.counts,
+        sampled=expanded.sampled - shift,
     )

@@ -1,10 +1,11 @@
 """Exact mode: speculation cannot change a token, not even at a near tie in bfloat16.
 
-A pass over K+1 rows is not bit-equal to K+1 passes over one row: kernels sum in another order, and where two tokens are
-almost equally likely the last bit decides. In exact mode, with or without drafts, every request has its passes to
-itself, filled up to a multiple of a few rows; attention (attention.py) shows each row a number of keys that depends on
-its position alone. Then a row's bits depend neither on its place in a block nor on its neighbors. The smallest
-multiple for which that holds, bit by bit, is found by trying.
+A pass over K+1 rows is not bit-equal to K+1 passes over one row: kernels sum in another order, and
+where two tokens are almost equally likely the last bit decides. In exact mode, with or without
+drafts, every request gets its own passes, padded to a multiple of a few rows, and attention
+(attention.py) shows each row a number of keys that depends on its position alone. Then the bits of
+a row depend neither on its place in a block nor on its neighbors. The smallest multiple for which
+that holds, bit by bit, is found by trying.
 """
 
 import torch
@@ -12,82 +13,84 @@ from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import Verifier, cache_shapes
+from peagle.engine.model.verifier import Verifier, target_kv_shapes
 from peagle.target import Target
 
-BLOCKS = (8, 16)  # the verify passes of K = 7 and K = 15: what is probed is what is promised
-CONTEXTS = (
-    11,
-    58,
-    185,
-    250,
-)  # probed behind so many tokens: blocks within a page, and over the end of one
-MULTIPLES = (
-    2,
-    4,
-    8,
-    16,
-)  # never 1: a single row takes a road of its own through most matrix libraries
+# Rows of the probed verify passes: K = 7 and K = 15. Exactness is promised for what is probed.
+PROBED_BLOCKS = (8, 16)
+# Tokens before the probed blocks: blocks within a page, and across the end of one.
+PROBED_CONTEXTS = (11, 58, 185, 250)
+# Never 1: most matrix libraries use another kernel for a single row.
+ROW_MULTIPLES = (2, 4, 8, 16)
 
 
-def filled(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass]:
-    """Rows of nobody behind the others, up to a multiple."""
-    more = -len(ids) % multiple
-    if not more:
+def pad_rows(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass]:
+    """Append rows that belong to no request, up to a multiple of rows."""
+    count = -len(ids) % multiple
+    if not count:
         return ids, rows
-    ids, positions = (torch.cat([x, x.new_zeros(more)]) for x in (ids, rows.positions))
-    slots = torch.cat([rows.slots, rows.slots.new_full((more,), -1)])
-    wide = RowPass(
+    assert rows.masks is None, "exact mode verifies chains"
+    padded_ids, positions = (torch.cat([x, x.new_zeros(count)]) for x in (ids, rows.positions))
+    slots = torch.cat([rows.slots, rows.slots.new_full((count,), -1)])
+    padded_rows = RowPass(
         positions, slots, rows.tables, rows.starts, rows.counts, rows.first, rows.most, rows.page
     )
-    assert rows.masks is None, "exact mode verifies chains"
-    return ids, wide
+    return padded_ids, padded_rows
 
 
-def exact_multiple(verifier: Verifier, target: Target, page: int, k: int = 0) -> int | None:
-    """None: there is none, as for mixtures of experts, where a row's neighbors change its bits."""
-    sizes = (*BLOCKS, k + 1) if k + 1 > max(BLOCKS) else BLOCKS
-    return next(
-        (
-            m
-            for m in MULTIPLES
-            if all(_alike(verifier, target, page, n, sizes, m) for n in CONTEXTS)
-        ),
-        None,
-    )
+def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 0) -> int | None:
+    """The multiple of rows that makes passes exact.
+
+    None: no multiple does, as in mixtures of experts, where the neighbors of a row change its bits.
+    """
+    blocks: tuple[int, ...] = PROBED_BLOCKS
+    if k + 1 > max(PROBED_BLOCKS):
+        blocks = (*PROBED_BLOCKS, k + 1)
+    for multiple in ROW_MULTIPLES:
+        if all(
+            is_bit_equal(verifier, target, page_size, context, blocks, multiple)
+            for context in PROBED_CONTEXTS
+        ):
+            return multiple
+    return None
 
 
 @torch.inference_mode()
-def _alike(
+def is_bit_equal(
     verifier: Verifier,
     target: Target,
-    page: int,
+    page_size: int,
     context: int,
-    sizes: tuple[int, ...],
+    blocks: tuple[int, ...],
     multiple: int,
 ) -> bool:
-    """Are a row's logits the same in the middle of a block and as the first row of its own pass?"""
-    most = context + max(sizes) + multiple
-    if most > target.context:
-        return True
-    pages, device = -(-most // page), target.device
-    memory = KVCache(cache_shapes(target), pages, page, device)
-    tables = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    ids = torch.randint(target.vocab_size, (most,), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+    """Whether the logits of a row are the same inside a block and as the first row of a pass.
 
-    def logits(first: int, count: int, to: int) -> Tensor:
-        at = torch.arange(first, first + count, device=device)
-        start, rows_of_it, behind = (
+    True if the target's context is too short for the probe.
+    """
+    length = context + max(blocks) + multiple
+    if length > target.context:
+        return True
+    device = target.device
+    pages = -(-length // page_size)
+    kv_cache = KVCache(target_kv_shapes(target), pages, page_size, device)
+    tables = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, (length,), generator=generator).to(device)
+
+    def logits(first: int, count: int, multiple: int) -> Tensor:
+        """The logits of `count` rows from position `first` on, in one padded pass."""
+        positions = torch.arange(first, first + count, device=device)
+        start, counts, firsts = (
             torch.tensor([n], dtype=torch.int32, device=device) for n in (0, count, first)
         )
-        rows = RowPass(at, at, tables, start, rows_of_it, behind, count, page)
-        return verifier.forward(*filled(ids[first : first + count], rows, to), memory)[0][:count]
+        rows = RowPass(positions, positions, tables, start, counts, firsts, count, page_size)
+        padded = pad_rows(ids[first : first + count], rows, multiple)
+        return verifier.forward(*padded, kv_cache)[0][:count]
 
     logits(0, context, 1)
-    blocks = [logits(context, size, multiple) for size in sizes]
-    singles = [logits(context + i, 1, multiple)[0] for i in range(min(sizes))]
+    in_blocks = [logits(context, size, multiple) for size in blocks]
+    singles = [logits(context + i, 1, multiple)[0] for i in range(min(blocks))]
     return all(
-        torch.equal(single, block[i]) for i, single in enumerate(singles) for block in blocks
+        torch.equal(single, block[i]) for i, single in enumerate(singles) for block in in_blocks
     )

@@ -1,10 +1,11 @@
-"""A Llama-like stack of layers in few operations: merged projections, one kernel where PyTorch would need several.
+"""A Llama-like stack of layers with merged projections and fused kernels.
 
-The same layers serve a target and its drafter, on a GPU (Triton) and on a CPU (C, or each kernel's reference). A target
-is run this way only if it is built so, and if it gives what transformers gives (`verifier_for` tries).
+The same layers run a target and its drafter, on a GPU (Triton) and on a CPU (C, or the reference
+of each kernel). A target runs this way only if its modules are those of a Llama and its logits
+equal those of transformers (`build_verifier` compares them).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,23 +16,23 @@ from torch.nn.functional import embedding
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import attend
+from peagle.engine.model.merged_linear import merged_weight
 from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.weight import Weight
 from peagle.kernels.cpu.layer import Whole, Work
 from peagle.kernels.cpu.library import library
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.rope_store import rope_store, turn
-from peagle.target.quantized.read import merge_quantized
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LlamaLayer:
     qkv: Weight
     out: Weight
     gate_up: Weight
     down: Weight
-    before: Tensor  # the norm before attention
-    after: Tensor  # the norm before the MLP
+    input_norm: Tensor
+    post_attention_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
@@ -39,239 +40,199 @@ class Layer:
     kv_heads: int
     head_dim: int
     window: int | None = None
-    whole: Whole | None = None  # the layer in one call, where it can be had
+    cpu_layer: Whole | None = None  # the whole layer in one C call, where that is supported
 
     def run(
         self,
         normed: Tensor,
         residual: Tensor,
         rows: RowPass,
-        memory: KVCache,
-        at: int,
+        kv_cache: KVCache,
+        cache_layer: int,
         rope: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """normed: attention's input [T, d or 2d] -> (the MLP's output, perhaps in shares; the residual stream before it
-        is added)."""
-        keys, values = memory.keys[at], memory.values[at]
-        if self.whole is not None:
-            if "work" not in rows.memo:  # a pass runs the layers of one stack, all alike
-                rows.memo["work"] = Work.of(rows, rope, self.whole.width)
-            return self.whole(normed, residual, rows.memo["work"], keys, values)
-        qkv = self.qkv.shares(normed)
-        sizes = self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps
-        if qkv.is_cuda or library() is not None:
-            query = rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
-        else:
-            turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
-            query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
-        seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window, memory.arrived)
-        normed, residual = add_norm(
-            self.out.shares(seen.flatten(1)), residual, self.after, self.eps
+        """Run the layer on normed [T, d or 2d], which attention reads, and residual [T, d].
+
+        Returns the output of the MLP (possibly split-K partial sums) and the residual stream
+        before that output is added.
+        """
+        keys = kv_cache.keys[cache_layer]
+        values = kv_cache.values[cache_layer]
+        if self.cpu_layer is not None:
+            if "work" not in rows.memo:  # all layers of a pass have the same sizes
+                rows.memo["work"] = Work.of(rows, rope, self.cpu_layer.width)
+            return self.cpu_layer(normed, residual, rows.memo["work"], keys, values)
+        query = self._store_kv(self.qkv.split_k(normed), rows, keys, values, rope)
+        attended = attend(
+            query, keys, values, rows, self.head_dim**-0.5, self.window, kv_cache.arrived
         )
-        return self.down.shares(self.gate_up.gated(normed)), residual
+        normed, residual = add_norm(
+            self.out.split_k(attended.flatten(1)), residual, self.post_attention_norm, self.eps
+        )
+        return self.down.split_k(self.gate_up.gated(normed)), residual
+
+    def _store_kv(
+        self, qkv: Tensor, rows: RowPass, keys: Tensor, values: Tensor, rope: Tensor
+    ) -> Tensor:
+        """Apply RoPE, store keys and values, and return the query [T, heads, head_dim]."""
+        sizes = (self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps)
+        if qkv.is_cuda or library() is not None:
+            return rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
+        turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
+        return qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
 
     @property
     def weights(self) -> list[Weight]:
         return [self.qkv, self.out, self.gate_up, self.down]
 
-    def joined(self) -> "Layer":
-        """The same, in one call where that can be had."""
+    def with_cpu_layer(self) -> "LlamaLayer":
+        """The same layer, run by one C call where that is supported."""
         matrices = [weight.matrix for weight in self.weights if weight.matrix is not None]
         if len(matrices) < 4 or not Whole.possible(self.head_dim, self.heads // self.kv_heads):
             return self
-        norms = [self.after, self.q_norm, self.k_norm]
-        whole = Whole(
+        norms = [self.post_attention_norm, self.q_norm, self.k_norm]
+        cpu_layer = Whole(
             matrices, norms, self.heads, self.kv_heads, self.head_dim, self.eps, self.window
         )
-        return replace(self, whole=whole)
+        return replace(self, cpu_layer=cpu_layer)
 
-    def quantized(self) -> "Layer":
+    def quantized(self) -> "LlamaLayer":
+        """Quantize the weights to int8, and return the layer that uses them."""
         for weight in self.weights:
             weight.quantize()
-        return self.joined()
+        return self.with_cpu_layer()
 
 
-def merge(parts: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """The weights of several linear layers as one; the layers keep views of it, so nothing lies in memory twice."""
-    if merged(parts):  # by an engine before
-        first = parts[0]
-        total = sum(len(part.weight) for part in parts)
-        bias = None if first.bias is None else first.bias.data.as_strided((total,), (1,))
-        return first.weight.data.as_strided(
-            (total, first.weight.shape[1]), first.weight.stride()
-        ), bias
-    weight = torch.cat([part.weight.detach() for part in parts])
-    bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
-    start = 0
-    for part in parts:
-        end = start + len(part.weight)
-        part.weight.data = weight[start:end]
-        if bias is not None:
-            part.bias.data = bias[start:end]
-        start = end
-    return weight, bias
-
-
-def merged(parts: list[Any]) -> bool:
-    """Do their weights lie one behind the other in one piece of memory?"""
-    first = parts[0].weight
-    end = first.data_ptr()
-    for part in parts:
-        w = part.weight
-        if (
-            w.data_ptr() != end
-            or w.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        ):
-            return False
-        end += w.numel() * w.element_size()
-    return True
-
-
-def weight_of(parts: list[Any]) -> Weight:
-    """Of linear layers with the same inputs."""
-    return Weight(*merge(parts), merge_quantized(parts))
-
-
-def layer_of(
-    module: Any, before: Tensor, after: Tensor, eps: float, head_dim: int, window: int | None
-) -> Layer:
-    """From a layer with transformers' names, as the drafter's blocks have them too."""
-    attention, mlp = module.self_attn, module.mlp
-    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
-    return Layer(
-        weight_of([attention.q_proj, attention.k_proj, attention.v_proj]),
-        weight_of([attention.o_proj]),
-        weight_of([mlp.gate_proj, mlp.up_proj]),
-        weight_of([mlp.down_proj]),
-        before.detach(),
-        after.detach(),
-        q_norm,
-        k_norm,
-        eps,
-        attention.q_proj.weight.shape[0] // head_dim,
-        attention.k_proj.weight.shape[0] // head_dim,
-        head_dim,
-        window,
-    ).joined()
+def build_layer(module: Any, eps: float, head_dim: int, window: int | None = None) -> LlamaLayer:
+    """Build the layer from a transformers module or a drafter block, which use the same names."""
+    attention = module.self_attn
+    mlp = module.mlp
+    head_norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in head_norms)
+    layer = LlamaLayer(
+        qkv=merged_weight([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=merged_weight([attention.o_proj]),
+        gate_up=merged_weight([mlp.gate_proj, mlp.up_proj]),
+        down=merged_weight([mlp.down_proj]),
+        input_norm=module.input_layernorm.weight.detach(),
+        post_attention_norm=module.post_attention_layernorm.weight.detach(),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        heads=attention.q_proj.weight.shape[0] // head_dim,
+        kv_heads=attention.k_proj.weight.shape[0] // head_dim,
+        head_dim=head_dim,
+        window=window,
+    )
+    return layer.with_cpu_layer()
 
 
 def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
-    """[length, rotated dims]: the cosines of every position, then its sines; float32 whatever the model's dtype."""
-    at = torch.arange(length, device=device)[None]
-    cos, sin = rotary(torch.zeros(1, device=device), at)
+    """[length, rotated dims] float32: the cosines of each position, then its sines."""
+    positions = torch.arange(length, device=device)[None]
+    cos, sin = rotary(torch.zeros(1, device=device), positions)
     half = cos.shape[-1] // 2  # transformers repeats them
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).float().contiguous()
 
 
 class FusedLlamaTarget:
     def __init__(self, target: Any, length: int, windows: Mapping[int, int | None]) -> None:
-        """`windows`: of each layer, as transformers has it. A short probe would not miss a long one."""
+        """`windows`: the sliding window of each layer, as transformers passes it to attention.
+
+        They are given because a short probe would not notice a long window that is missing.
+        """
         decoder = target.model.get_decoder()
         config = target.config
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        eps = config.rms_norm_eps
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        self.eps = config.rms_norm_eps
         self.layers = [
-            layer_of(
-                layer,
-                layer.input_layernorm.weight,
-                layer.post_attention_layernorm.weight,
-                eps,
-                head_dim,
-                windows[i],
-            )
+            build_layer(layer, self.eps, head_dim, windows[i])
             for i, layer in enumerate(target.layers)
         ]
-        self.norm, self.eps = decoder.norm.weight.detach(), eps
+        self.norm = decoder.norm.weight.detach()
         self.embed_tokens = target.embedding.detach()
         self.lm_head = Weight(target.lm_head)
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
 
-    def shrink(self) -> float:
-        """A quantized target's layers by their codes from now on, where kernels read them: the share of matrices."""
-        small = [weight.shrink() for layer in self.layers for weight in layer.weights]
-        self.layers = [layer.joined() for layer in self.layers]
-        return sum(small) / len(small)
+    def use_codes(self) -> float:
+        """Multiply with the codes of a quantized target where kernels read them.
+
+        Returns the fraction of matrices for which that is so.
+        """
+        uses_codes = [weight.use_codes() for layer in self.layers for weight in layer.weights]
+        self.layers = [layer.with_cpu_layer() for layer in self.layers]
+        return sum(uses_codes) / len(uses_codes)
 
     def quantize(self) -> None:
-        """Matrices in int8 from now on. Not before: that the target is Llama-like is tried with its own."""
+        """Multiply in int8 from now on. The comparison with transformers comes before that."""
         self.layers = [layer.quantized() for layer in self.layers]
         self.lm_head.quantize()
 
     def forward(
-        self, ids: Tensor, rows: RowPass, memory: KVCache, keep: Tensor | None = None
+        self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
-        x, residual, taps = embedding(ids, self.embed_tokens), None, {}  # type: Tensor, Tensor | None, dict[int, Tensor]
+        """See `Verifier.forward`."""
+        x = embedding(ids, self.embed_tokens)
+        residual: Tensor | None = None
+        taps: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            normed, residual = add_norm(x, residual, layer.before, self.eps)
+            normed, residual = add_norm(x, residual, layer.input_norm, self.eps)
             if i in self.taps:
                 taps[i] = residual
-            x, residual = layer.run(normed, residual, rows, memory, i, self.rope)
+            x, residual = layer.run(normed, residual, rows, kv_cache, i, self.rope)
         normed, _ = add_norm(x, residual, self.norm, self.eps)
-        g = (
-            torch.cat([taps[i] for i in self.taps], -1)
-            if self.taps
-            else normed.new_empty(len(normed), 0)
-        )
-        return self.lm_head(normed if keep is None else normed[keep]), g
+        if self.taps:
+            g = torch.cat([taps[i] for i in self.taps], -1)
+        else:
+            g = normed.new_empty(len(normed), 0)
+        return self.lm_head(normed if logit_rows is None else normed[logit_rows]), g
 
 
 class FusedLlamaDrafter:
-    """The drafter over the same pages: its layers come behind the target's in memory."""
+    """The drafter's layers, in the same KV cache as the target's and behind them."""
 
-    def __init__(self, drafter: Drafter, behind: int, length: int) -> None:
+    def __init__(self, drafter: Drafter, first_layer: int, length: int) -> None:
+        """`first_layer`: the index of the drafter's first layer in the KV cache."""
         config = drafter.config
-        self.drafter, self.behind = drafter, behind
-        blocks: list[Any] = list(drafter.layers)
-        self.layers = [
-            layer_of(
-                block,
-                block.input_layernorm.weight,
-                block.post_attention_layernorm.weight,
-                config.rms_norm_eps,
-                config.head_dim,
-                None,
-            )
-            for block in blocks
-        ]
+        blocks: Iterable[Any] = drafter.layers
+        self.first_layer = first_layer
+        self.eps = config.rms_norm_eps
+        self.layers = [build_layer(block, self.eps, config.head_dim) for block in blocks]
         self.rope = rope_table(drafter.rope, length, drafter.fc.weight.device)
         self.norm = drafter.norm.weight.detach()
-        self.hidden_norm = blocks[0].hidden_norm.weight.detach()
+        first_block: Any = drafter.layers[0]
+        self.hidden_norm = first_block.hidden_norm.weight.detach()
         self.norm_before_residual = config.norm_before_residual
-        self.inject = (
-            weight_of(list(drafter.inject)) if len(drafter.inject) else None
-        )  # of all layers at once
-        self.eps = config.rms_norm_eps
+        # The projections of `hidden` into layers 1..N-1, merged; only some drafters have them.
+        self.inject = merged_weight(list(drafter.inject)) if len(drafter.inject) else None
 
     def quantize(self) -> None:
+        """Multiply in int8 from now on."""
         self.layers = [layer.quantized() for layer in self.layers]
         if self.inject is not None:
             self.inject.quantize()
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, rows: RowPass, memory: KVCache
+        self, embeds: Tensor, hidden: Tensor, rows: RowPass, kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """embeds, hidden [T, d] -> the residual stream behind the last layer [T, d]: normed, and as it is."""
+        """embeds, hidden [T, d] -> the residual stream after the last layer [T, d]: normed, raw.
+
+        Attention of layer 0 reads cat[input_norm(embeds), hidden_norm(hidden)]; its residual is
+        `hidden`, normed or not. The other layers are plain Llama layers.
+        """
         d = hidden.shape[1]
-        both = torch.empty(len(hidden), 2 * d, dtype=hidden.dtype, device=hidden.device)
-        add_norm(embeds, None, self.layers[0].before, self.eps, out=both[:, :d])
-        normed, _ = add_norm(hidden, None, self.hidden_norm, self.eps, out=both[:, d:])
-        x, residual = self.layers[0].run(
-            both,
-            normed if self.norm_before_residual else hidden,
-            rows,
-            memory,
-            self.behind,
-            self.rope,
-        )
+        fused_input = torch.empty(len(hidden), 2 * d, dtype=hidden.dtype, device=hidden.device)
+        add_norm(embeds, None, self.layers[0].input_norm, self.eps, out=fused_input[:, :d])
+        normed, _ = add_norm(hidden, None, self.hidden_norm, self.eps, out=fused_input[:, d:])
+        residual = normed if self.norm_before_residual else hidden
+        first = self.first_layer
+        x, residual = self.layers[0].run(fused_input, residual, rows, kv_cache, first, self.rope)
         injected = None if self.inject is None else self.inject(hidden).unflatten(1, (-1, d))
         for i, layer in enumerate(self.layers[1:], start=1):
             if injected is not None:
                 residual = residual + injected[:, i - 1]
-            normed, residual = add_norm(x, residual, layer.before, self.eps)
-            x, residual = layer.run(normed, residual, rows, memory, self.behind + i, self.rope)
+            normed, residual = add_norm(x, residual, layer.input_norm, self.eps)
+            x, residual = layer.run(normed, residual, rows, kv_cache, first + i, self.rope)
         return add_norm(x, residual, self.norm, self.eps)

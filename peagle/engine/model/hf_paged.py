@@ -1,11 +1,13 @@
-"""Any transformers architecture over paged keys and values, through transformers' own attention interface.
+"""Any transformers architecture over a paged KV cache, through transformers' attention interface.
 
-The model computes what it always does; only where it would attend, it attends over pages. On a CPU that is the model's
-own attention function, request by request, with a mask for the window; on a GPU the paged kernel, which knows sliding
-windows, soft caps and sinks.
+The model computes what it always does; only its attention function is replaced by one that reads
+and writes pages. On a CPU that runs the model's own attention function, request by request, with a
+mask for the sliding window. On a GPU it is the paged kernel, which supports sliding windows, soft
+caps and sinks.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,35 +24,40 @@ from peagle.kernels.triton.paged_attention import paged_attention
 from peagle.target import Target
 from peagle.target.hf_attention import hf_attention
 
-PREFIX = "peagle_paged_"
+PREFIX = "peagle_paged_"  # of the names under which paged attention is registered
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """What the model passes through to its attention function: one argument of the forward call."""
+
+    rows: RowPass
+    kv_cache: KVCache
+    windows: dict[int, int | None]  # by layer, filled by attention
 
 
 class HFPagedTarget:
-    """Owns the target: while an engine holds it, its attention reads pages and nothing else."""
+    """Runs the target's own modules; during a pass, their attention reads only pages."""
 
     def __init__(self, target: Target) -> None:
-        self.target, model = target, target.model
-        plain: Any = model.config._attn_implementation  # at rest: every pass puts it back
-        self.before, self.name = plain, f"{PREFIX}{plain}"
-        if self.name not in ALL_ATTENTION_FUNCTIONS:
-            ALL_ATTENTION_FUNCTIONS.register(self.name, _attention(plain))
-            ALL_MASK_ATTENTION_FUNCTIONS.register(self.name, lambda *args, **kwargs: None)
+        self.target = target
+        # Between passes the model has its own implementation: every pass restores it.
+        self.own_name: str = target.model.config._attn_implementation
+        self.paged_name = f"{PREFIX}{self.own_name}"
+        if self.paged_name not in ALL_ATTENTION_FUNCTIONS:
+            function = make_paged_attention(self.own_name)
+            ALL_ATTENTION_FUNCTIONS.register(self.paged_name, function)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(self.paged_name, lambda *args, **kwargs: None)
         self.taps: tuple[int, ...] = ()
-        self.windows: dict[
-            int, int | None
-        ] = {}  # of each layer, as it tells its attention: known after a pass
+        # The sliding window of each layer, as it passes it to attention; filled by a pass.
+        self.windows: dict[int, int | None] = {}
 
     def forward(
-        self, ids: Tensor, rows: RowPass, memory: KVCache, keep: Tensor | None = None
+        self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
+        """See `Verifier.forward`."""
         model: Any = self.target.model
-        if model.config._attn_implementation != self.name:
-            model.set_attn_implementation(self.name)
-            if model.config._attn_implementation != self.name:
-                raise UserError(
-                    f"target {self.target.name!r} cannot be batched: its attention cannot be exchanged"
-                )
+        self._install_attention(model)
         if self.target.aux_layer_ids != self.taps:
             self.target.tap(self.taps)
         try:
@@ -58,64 +65,95 @@ class HFPagedTarget:
                 input_ids=ids[None],
                 position_ids=rows.positions[None].long(),
                 use_cache=False,
-                logits_to_keep=0 if keep is None else keep,
-                paged=(rows, memory, self.windows),
+                logits_to_keep=0 if logit_rows is None else logit_rows,
+                paged=PagedContext(rows, kv_cache, self.windows),
             )
             taps = [self.target._taps[i][0] for i in self.taps]
         finally:
             self.target._taps.clear()
-            model.set_attn_implementation(self.before)
+            model.set_attn_implementation(self.own_name)
         return out.logits[0], torch.cat(taps, -1) if taps else out.logits.new_empty(len(ids), 0)
 
+    def _install_attention(self, model: Any) -> None:
+        if model.config._attn_implementation == self.paged_name:
+            return
+        model.set_attn_implementation(self.paged_name)
+        if model.config._attn_implementation != self.paged_name:
+            raise UserError(
+                f"target {self.target.name!r} is not supported: transformers cannot replace its"
+                " attention, which the paged KV cache needs"
+            )
 
-def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
+
+def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
+    """An attention function for transformers; `own_name` names the one it runs on a CPU."""
+
     def attention(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        paged: tuple[RowPass, KVCache, dict[int, int | None]],
+        paged: PagedContext,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
-        rows, memory, windows = paged
         layer: Any = module.layer_idx
-        memory.store(layer, rows.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        keys, values = memory.keys[layer], memory.values[layer]
-        window = windows[layer] = kwargs.get("sliding_window")
+        keys, values = (x[0].transpose(0, 1) for x in (key, value))
+        paged.kv_cache.store(layer, paged.rows.slots, keys, values)
+        paged.windows[layer] = kwargs.get("sliding_window")
         if query.is_cuda and kwargs.get("position_bias") is None:
-            out = paged_attention(
-                query[0].transpose(0, 1),
-                keys,
-                values,
-                rows.tables,
-                rows.page,
-                rows.starts,
-                rows.counts,
-                rows.first,
-                rows.most,
-                kwargs.get("scaling") or query.shape[-1] ** -0.5,
-                window=window,
-                softcap=kwargs.get("softcap"),
-                sinks=kwargs.get("s_aux"),
-                arrived=memory.arrived,
-                masks=rows.masks,
-                positions=rows.positions,
-                both=rows.both,
-            )
-            return out[None], None
-        out, run = torch.zeros_like(query).transpose(1, 2).contiguous(), hf_attention(plain, module)
-        blocks = window, 1
-        if blocks not in rows.memo:
-            rows.memo[blocks] = blocks_of(rows, *blocks, query.dtype)
-        for b, start, end, pages, mask in rows.memo[blocks]:
-            table = rows.tables[b, :pages]
-            k, v = (read(x, table, rows.page).transpose(0, 1)[None] for x in (keys, values))
-            q = pad(query[:, :, start:end], (0, 0, 0, len(mask) - (end - start)))
-            out[:, start:end] = run(module, q, k, v, mask[None, None], **kwargs)[0][
-                :, : end - start
-            ]
-        return out, None
+            return attend_on_gpu(query, layer, paged, kwargs), None
+        run = hf_attention(own_name, module)
+        return attend_by_blocks(run, module, query, paged, kwargs), None
 
     return attention
+
+
+def attend_on_gpu(query: Tensor, layer: int, paged: PagedContext, kwargs: dict[str, Any]) -> Tensor:
+    """query [1, heads, T, d] -> [1, T, heads, d], by the paged kernel."""
+    rows = paged.rows
+    out = paged_attention(
+        query[0].transpose(0, 1),
+        paged.kv_cache.keys[layer],
+        paged.kv_cache.values[layer],
+        rows.tables,
+        rows.page,
+        rows.starts,
+        rows.counts,
+        rows.first,
+        rows.most,
+        kwargs.get("scaling") or query.shape[-1] ** -0.5,
+        window=paged.windows[layer],
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        arrived=paged.kv_cache.arrived,
+        masks=rows.masks,
+        positions=rows.positions,
+        both=rows.both,
+    )
+    return out[None]
+
+
+def attend_by_blocks(
+    run: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    paged: PagedContext,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """query [1, heads, T, d] -> [1, T, heads, d], by `run` on each block of rows."""
+    rows = paged.rows
+    layer: Any = module.layer_idx
+    out = torch.zeros_like(query).transpose(1, 2).contiguous()
+    key = (paged.windows[layer], 1)  # window, heads folded into the rows
+    if key not in rows.memo:
+        rows.memo[key] = blocks_of(rows, *key, query.dtype)
+    caches = (paged.kv_cache.keys[layer], paged.kv_cache.values[layer])
+    for b, start, end, pages, mask in rows.memo[key]:
+        table = rows.tables[b, :pages]
+        k, v = (read(cache, table, rows.page).transpose(0, 1)[None] for cache in caches)
+        q = pad(query[:, :, start:end], (0, 0, 0, len(mask) - (end - start)))
+        attended = run(module, q, k, v, mask[None, None], **kwargs)[0]
+        out[:, start:end] = attended[:, : end - start]
+    return out

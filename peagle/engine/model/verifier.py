@@ -1,4 +1,8 @@
-"""The target as the engine runs it: lean where it is Llama-like and proves to be the same, else plugged."""
+"""Verifier: the target as the engine runs it.
+
+A target that is built like a Llama, and whose fused form gives the logits of transformers, runs as
+FusedLlamaTarget. Every other target runs as HFPagedTarget.
+"""
 
 from typing import Any, Protocol
 
@@ -11,87 +15,90 @@ from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.row_pass import RowPass
 from peagle.target import Target
 
-PROBE = 24  # tokens
-CLOSE = {torch.float32: 1e-3}  # of all logits' length may be the length of their difference
-ROUGH = 0.1  # in half precision: rounding alone gives 0.02 for 32 layers; another architecture gives 0.3 and more
+PROBE_TOKENS = 24
+PROBE_PAGE_SIZE = 16
+# Largest accepted norm of the difference of the logits, relative to their norm. In half precision,
+# rounding alone gives 0.02 for 32 layers, and another architecture gives 0.3 and more.
+MAX_ERROR_FLOAT32 = 1e-3
+MAX_ERROR_HALF = 0.1
 
 
 class Verifier(Protocol):
-    taps: tuple[int, ...]
+    taps: tuple[int, ...]  # ids of the layers whose inputs `forward` returns
 
     def forward(
-        self, ids: Tensor, rows: RowPass, memory: KVCache, keep: Tensor | None = None
+        self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """ids [T] -> logits [kept rows or T, vocabulary], g [T, taps * d]."""
+        """ids [T] -> logits [T, vocabulary] and g [T, taps * d].
+
+        `logit_rows`: compute logits of these rows only.
+        """
         ...
 
 
-def verifier_for(target: Target, length: int) -> Verifier:
-    plugged = HFPagedTarget(target)
-    if not llama_like(target):
-        return plugged
-    theirs = probe(plugged, target)
-    lean = FusedLlamaTarget(target, length, plugged.windows)
-    mine = probe(lean, target)
-    apart = float((mine - theirs).norm() / theirs.norm())
-    return lean if apart <= CLOSE.get(target.dtype, ROUGH) else plugged
+def build_verifier(target: Target, length: int) -> Verifier:
+    """The fastest verifier that gives the target's own logits, for up to `length` positions."""
+    hf_paged = HFPagedTarget(target)
+    if not is_llama_like(target):
+        return hf_paged
+    expected = probe_logits(hf_paged, target)
+    fused = FusedLlamaTarget(target, length, hf_paged.windows)
+    error = float((probe_logits(fused, target) - expected).norm() / expected.norm())
+    limit = MAX_ERROR_FLOAT32 if target.dtype == torch.float32 else MAX_ERROR_HALF
+    return fused if error <= limit else hf_paged
 
 
 @torch.inference_mode()
-def probe(verifier: Verifier, target: Target) -> Tensor:
-    """The logits of a few tokens, float32."""
-    page = 16
-    shapes = cache_shapes(target)
-    memory = KVCache(shapes, 2, page, target.device)
-    ids = torch.randint(target.vocab_size, (PROBE,), generator=torch.Generator().manual_seed(0)).to(
-        target.device
-    )
-    at = torch.arange(PROBE, device=target.device)
-    one = torch.tensor([PROBE], dtype=torch.int32, device=target.device)
-    tables = torch.tensor([[1, 0]], dtype=torch.int32, device=target.device)
-    slots = tables[0].long()[at // page] * page + at % page
-    rows = RowPass(at, slots, tables, one * 0, one, one * 0, PROBE, page)
-    return verifier.forward(ids, rows, memory)[0].float()
+def probe_logits(verifier: Verifier, target: Target) -> Tensor:
+    """The float32 logits of a few random tokens, in two pages in reverse order."""
+    device = target.device
+    kv_cache = KVCache(target_kv_shapes(target), 2, PROBE_PAGE_SIZE, device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, (PROBE_TOKENS,), generator=generator).to(device)
+    positions = torch.arange(PROBE_TOKENS, device=device)
+    count = torch.tensor([PROBE_TOKENS], dtype=torch.int32, device=device)
+    tables = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
+    pages = tables[0].long()[positions // PROBE_PAGE_SIZE]
+    slots = pages * PROBE_PAGE_SIZE + positions % PROBE_PAGE_SIZE
+    zero = count * 0
+    rows = RowPass(positions, slots, tables, zero, count, zero, PROBE_TOKENS, PROBE_PAGE_SIZE)
+    return verifier.forward(ids, rows, kv_cache)[0].float()
 
 
 @torch.inference_mode()
-def cache_shapes(target: Target) -> list[KVShape]:
-    """What each layer stores, seen in a pass of one token."""
+def target_kv_shapes(target: Target) -> list[KVShape]:
+    """What each layer stores per position, read off the cache of a pass over one token."""
     cache = target.new_cache()
     target.forward(torch.zeros(1, dtype=torch.long, device=target.device), cache)
-    shapes = []
     layers: list[Any] = cache.layers
-    for layer in layers:
-        keys = layer.keys
-        shapes.append(KVShape(keys.shape[1], keys.shape[3], keys.dtype))
-    return shapes
+    return [KVShape(layer.keys.shape[1], layer.keys.shape[3], layer.keys.dtype) for layer in layers]
 
 
-def llama_like(target: Target) -> bool:
-    """Is every layer attention and a gated MLP, each behind one norm, and nothing else?"""
+def is_llama_like(target: Target) -> bool:
+    """Whether every layer is attention and a gated MLP, each behind one norm, and nothing else."""
     decoder: Any = target.model.get_decoder()
-    rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
-    if (
-        rotary is None
-        or norm is None
-        or getattr(rotary, "rope_type", "default") in ("dynamic", "longrope")
-    ):
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None or getattr(decoder, "norm", None) is None:
         return False
-    return all(plain_layer(layer) for layer in target.layers)
+    if getattr(rotary, "rope_type", "default") in ("dynamic", "longrope"):
+        return False
+    return all(is_llama_layer(layer) for layer in target.layers)
 
 
-def plain_layer(layer: nn.Module) -> bool:
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+def is_llama_layer(layer: nn.Module) -> bool:
+    attention = getattr(layer, "self_attn", None)
+    mlp = getattr(layer, "mlp", None)
     if attention is None or mlp is None:
         return False
-    parts = set(dict(layer.named_children()))
-    inner, gated = set(dict(attention.named_children())), set(dict(mlp.named_children()))
-    linear = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    layer_parts = set(dict(layer.named_children()))
+    attention_parts = set(dict(attention.named_children()))
+    mlp_parts = set(dict(mlp.named_children()))
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
     return (
-        parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-        and linear <= inner <= linear | {"q_norm", "k_norm"}
-        and gated - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
+        layer_parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        and projections <= attention_parts <= projections | {"q_norm", "k_norm"}
+        and mlp_parts - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
         and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-        and all(isinstance(getattr(attention, name), nn.Linear) for name in linear)
+        and all(isinstance(getattr(attention, name), nn.Linear) for name in projections)
         and all(getattr(mlp, name).bias is None for name in ("gate_proj", "up_proj", "down_proj"))
     )

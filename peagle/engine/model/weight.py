@@ -1,12 +1,13 @@
-"""A matrix as the engine multiplies with it: on a CPU in half precision, laid out once as the multiplication reads it.
+"""Weight: a matrix in the layout in which the engine multiplies with it.
 
-PyTorch's own linear layer gives its matrix library plain rows every time; for the few rows of a step that costs as much
-as the multiplication itself. Our own kernel (kernels/matrix.py) reads the matrix once, at the speed of memory; where it
-cannot be had, the library's layout is used. The laid-out copy is a second one: the model's own modules keep theirs.
+PyTorch's linear layer passes plain rows to its matrix library every time; for the few rows of a
+step, reordering them takes as long as the product. On a CPU in half precision our own kernel
+(kernels/cpu/matrix.py) reads a copy that is packed once, at the speed of memory. Where that kernel
+is not available, the copy is in the matrix library's layout. The model's modules keep their own.
 
-Of a quantized target the codes come along. They take the weight's place (`shrink`) where a kernel reads them: int8 on a
-CPU that has dot products of it, int8 and fp8 on a GPU for the few rows of a step and large matrices. Elsewhere the
-weight is what they stand for.
+A weight of a quantized target comes with its codes. `use_codes` replaces the weight by them where a
+kernel reads them: int8 on a CPU with int8 dot products, int8 and fp8 on a GPU for the few rows of a
+step and large matrices. Elsewhere the dequantized weight is used.
 """
 
 import torch
@@ -18,66 +19,82 @@ from peagle.kernels.triton.skinny_gemm import fits, gated_skinny_gemm, reads, sk
 from peagle.kernels.triton.swiglu import swiglu
 from peagle.target.quantized.codes import QuantizedWeight
 
-ROWS = 8  # the library's layout is the best for about so many rows
-PAYS = 32 << 20  # weights from which on reading codes is faster on an H200 (docs/quantized.md)
+# Number of rows for which the matrix library chooses its layout.
+MKLDNN_ROWS = 8
+# Number of weights from which on reading codes is faster on an H200 (docs/quantized.md).
+MIN_GPU_CODES = 32 << 20
 
 
 class Weight:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, codes: QuantizedWeight | None = None
     ) -> None:
-        self.plain, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.codes, self.scales = codes, None  # type: QuantizedWeight | None, Tensor | None
-        self.read = self.plain  # what the kernel of few rows reads
-        self.matrix = Matrix(self.plain, self.bias) if can_pack(self.plain) else None
-        reorder = self.matrix is None and packable(weight)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, ROWS) if reorder else None
+        self.weight = weight.detach()  # [outputs, inputs]
+        self.bias = None if bias is None else bias.detach()
+        self.codes = codes
+        # What the kernel for few rows reads: the weight, or codes with one scale per output.
+        self.skinny_weight = self.weight
+        self.skinny_scales: Tensor | None = None
+        self.matrix = Matrix(self.weight, self.bias) if can_pack(self.weight) else None
+        self.mkldnn_weight: Tensor | None = None
+        if self.matrix is None and can_reorder(weight):
+            reorder = torch.ops.mkldnn._reorder_linear_weight
+            self.mkldnn_weight = reorder(self.weight, MKLDNN_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]"""
         if self.matrix is not None:
             return self.matrix(x)
-        if self.packed is None:
-            return linear(x, self.plain, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.mkldnn_weight is None:
+            return linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.mkldnn_weight, self.bias, "none", [], "")
 
-    def shares(self, x: Tensor) -> Tensor:
-        """The same, or shares [S, T, outputs] that must be added up: for add_norm and rope_store, which do that."""
-        return skinny_gemm(x, self.read, self.bias, self.scales) if fits(x, self.read) else self(x)
+    def split_k(self, x: Tensor) -> Tensor:
+        """The product [T, outputs], or its split-K partial sums [S, T, outputs].
+
+        add_norm and rope_store add the partial sums up.
+        """
+        if fits(x, self.skinny_weight):
+            return skinny_gemm(x, self.skinny_weight, self.bias, self.skinny_scales)
+        return self(x)
 
     def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) * up, of a gate and an up projection side by side: [T, outputs / 2]"""
-        return (
-            gated_skinny_gemm(x, self.read, self.scales)
-            if fits(x, self.read, 2)
-            else swiglu(self(x))
-        )
+        """silu(gate) * up, for gate and up projections side by side: [T, outputs / 2]"""
+        if fits(x, self.skinny_weight, 2):
+            return gated_skinny_gemm(x, self.skinny_weight, self.skinny_scales)
+        return swiglu(self(x))
 
     def quantize(self) -> None:
-        """From now on in int8, where `possible`."""
+        """Multiply in int8 from now on. Requires the packed matrix of a CPU."""
         assert self.matrix is not None
-        codes, scales = quantized_matrix(self.plain)
+        codes, scales = quantized_matrix(self.weight)
         self.matrix = Matrix(codes, self.bias, scales)
 
-    def shrink(self) -> bool:
-        """From now on by its codes. False: there are none, or no kernel reads them here."""
+    def use_codes(self, min_gpu_weights: int = MIN_GPU_CODES) -> bool:
+        """Multiply with the codes of the quantized checkpoint from now on.
+
+        Returns False, and changes nothing, if there are none or no kernel reads them here.
+        `min_gpu_weights`: on a GPU, smaller matrices stay as they are.
+        """
         if self.codes is None or not self.codes.by_row:
             return False
-        codes, scales = self.codes.codes, self.codes.scales[:, 0].float()
+        codes = self.codes.codes
+        scales = self.codes.scales[:, 0].float()
         if self.matrix is not None and codes.dtype == torch.int8:
             self.matrix = Matrix(codes, self.bias, scales)
             return True
-        here = self.plain.device
-        large = here.type != "cuda" or self.plain.numel() >= PAYS
-        if (
-            large and fits(self.plain[:1], self.plain) and reads(codes.dtype, here)
-        ):  # any row: here one of its own
-            self.read, self.scales = codes.to(here), scales.to(here)
+        device = self.weight.device
+        large = device.type != "cuda" or self.weight.numel() >= min_gpu_weights
+        row = self.weight[:1]  # any row with the right number of inputs
+        if large and fits(row, self.weight) and reads(codes.dtype, device):
+            self.skinny_weight = codes.to(device)
+            self.skinny_scales = scales.to(device)
             return True
         return False
 
 
-def packable(weight: Tensor) -> bool:
+def can_reorder(weight: Tensor) -> bool:
+    """Whether the matrix library has a layout of its own for this weight."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16

@@ -1,242 +1,233 @@
-"""What to draft in the next step: nothing, a chain or a tree, whichever gives the most tokens per second.
+"""AdaptivePolicy: draft the shape that is expected to give the most tokens per second.
 
-    tokens per step and request   E(form), from what was accepted: expected.py
-    seconds per step              c(b, nodes), measured; an unknown one is told by what is known: costs.py
-    choose                        the largest b E(form) / c(b, nodes)
+    E(shape)       expected tokens per step and request (yield_model.py)
+    c(b, nodes)    seconds per step of b requests (step_costs.py)
+    choose         the shape with the largest b E(shape) / c(b, nodes)
 
-A step without drafts teaches nothing about acceptance, and a step of one form nothing about the cost of others. So now
-and then two steps are spent on another form: a neighbor of the best in the order of nodes, a tree beside a chain, the
-best chain beside a tree; on smaller ones less often, for what they keep is known. They are paid from a credit of 1 % of
-the steps: it loses no more. None are begun in a step whose time will not be told, for a prompt is read in it too.
-Everything is deterministic, given what was observed.
+A step without drafts shows nothing about acceptance, and a step of one shape nothing about the
+cost of others. The policy therefore explores: now and then it spends two steps on another shape,
+which is a neighbor of the best shape in the order of nodes, a tree beside a chain, or the best
+chain beside a tree. It explores smaller shapes less often, because larger ones show what those
+accept. A credit of 1 % of the steps pays for the time that exploration loses. No exploration
+starts in a step whose duration is not measured because a prefill runs in it too. All choices are
+deterministic, given the observations.
 
-The drafter's cache is kept up to date without drafts too: its cost is in c(b, 0).
+The drafter's KV cache is kept up to date without drafts too: that cost is part of c(b, 0).
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine.policy.accepted import AcceptedCounts
+from peagle.engine.policy.draft_policy import DraftChoice
 from peagle.engine.policy.step_costs import StepCosts
 from peagle.engine.policy.yield_model import YieldModel
 from peagle.errors import UserError
 
-MARGIN = 0.01  # a new form must be so much faster
-SHARE = 0.01  # of the steps may be lost by exploring
-PAUSE = {True: 8, False: 25}  # steps between explorations: without speculation, with
-LOSS = {
-    True: 1.0,
-    False: 0.5,
-}  # of a step: a neighbor known to lose more is not tried (K=1 cannot win more than 1)
-AWAY = (
-    20  # steps without a form, after which its costs are old: two of them stay beside the new ones
-)
-OLD = 250  # steps after which the cost of a smaller form is measured again: what it keeps, the larger one shows
-LONG = 1000  # steps after which a cost is too old to be trusted
-BLIND = 3  # the longest chain before costs are known, where they cannot be measured
-CHAINS = (0, 1, 2, 3, 5, 7, 11, 15)
-SMALLEST = (
-    16  # rows of a tree, the newest token among them: kernels take them 16, 32 or 64 at a time
-)
-TREES = 3  # at most so many of them to choose from
-APART = 1.2  # times as many nodes has the largest at least
-
-
-def candidate_shapes(k_most: int, tree: int = 0) -> tuple[DraftShape, ...]:
-    """What there is to choose from: nothing, chains up to K, and trees of that depth with up to `tree` nodes."""
-    chains = (*(k for k in CHAINS if k < k_most), k_most)
-    smaller = [
-        nodes for n in range(TREES) if k_most < (nodes := (SMALLEST << n) - 1) < tree / APART
-    ]
-    sizes = (*smaller[1 - TREES :], tree) if tree else ()
-    return (*(DraftShape(k, k) for k in chains), *(DraftShape(k_most, nodes) for nodes in sizes))
-
-
-@dataclass(frozen=True, slots=True)
-class DraftChoice:
-    tree: DraftShape
-    reason: str
-    expected: dict[DraftShape, float] = field(
-        default_factory=dict
-    )  # tokens per second of the whole batch
-
-
-class DraftPolicy(Protocol):
-    def choose(
-        self,
-        batch: int,
-        outlook: Sequence[float] | None = None,
-        chains: bool = False,
-        timed: bool = True,
-    ) -> DraftChoice:
-        """`outlook`: of Expected.tokens; `chains`: nothing else can run; not `timed`: nothing is learned of costs."""
-        ...
-
-    def observe(
-        self, batch: int, tree: DraftShape, seconds: float | None, held: Sequence[AcceptedCounts]
-    ) -> None: ...
-
-
-class FixedPolicy:
-    def __init__(self, tree: DraftShape) -> None:
-        self.tree = tree
-
-    def choose(
-        self,
-        batch: int,
-        outlook: Sequence[float] | None = None,
-        chains: bool = False,
-        timed: bool = True,
-    ) -> DraftChoice:
-        return DraftChoice(DraftShape(self.tree.k, self.tree.k) if chains else self.tree, "fixed")
-
-    def observe(
-        self, batch: int, tree: DraftShape, seconds: float | None, held: Sequence[AcceptedCounts]
-    ) -> None:
-        pass
+# The policy switches to a shape only if it is this fraction faster than the current one.
+SWITCH_MARGIN = 0.01
+# Steps that exploration may lose: earned per step, and the most that can be saved up.
+CREDIT_PER_STEP = 0.01
+MAX_CREDIT = 2.0
+# Steps between two explorations, by whether the best shape is NO_DRAFT.
+EXPLORE_INTERVAL = {True: 8, False: 25}
+# A shape known to lose more than this part of a step is not explored, by whether the best shape is
+# NO_DRAFT (a chain of 1 cannot win more than 1 over that).
+MAX_LOSS = {True: 1.0, False: 0.5}
+# Ages are in steps of the same batch bucket. A shape that did not run for SAMPLE_AGE steps loses
+# all but two cost samples; a smaller shape is measured again after SMALLER_SHAPE_AGE; after
+# MAX_COST_AGE no cost is trusted any more.
+SAMPLE_AGE = 20
+SMALLER_SHAPE_AGE = 250
+MAX_COST_AGE = 1000
+# The longest chain that is drafted while costs are unknown and the step cannot be timed.
+MAX_UNTIMED_K = 3
+# Steps that each end of the cost line runs where no cost is known.
+FIRST_SAMPLES = 3
 
 
 class AdaptivePolicy:
     def __init__(self, candidates: Sequence[DraftShape]) -> None:
-        self.candidates = tuple(sorted(set(candidates), key=lambda form: (form.nodes, form.k)))
+        self.candidates = tuple(sorted(set(candidates), key=lambda shape: (shape.nodes, shape.k)))
         if NO_DRAFT not in self.candidates:
-            told = ", ".join(map(str, self.candidates))
+            names = ", ".join(map(str, self.candidates))
             raise UserError(
-                f"what to draft is chosen among {told or 'nothing'}, but K=0 must be among them"
+                f"adaptive drafting chooses among {names or 'no shapes'}, but K=0 must be"
+                " one of them"
             )
-        self.emits, self.costs = YieldModel(self.candidates), StepCosts()
-        self.tree = NO_DRAFT  # the best so far
-        self.step = self.explored = 0
-        self.credit = 0.0  # steps that exploring may lose
-        self.trial: DraftShape | None = (
-            None  # to explore once more: the first step with it made its drafts in another form
-        )
-        self.steps_at: Counter[int] = Counter()  # by bucket
-        self.ran: dict[
-            tuple[int, DraftShape], int
-        ] = {}  # (bucket, form) -> the bucket's step it last ran in
-        self.tokens = self.emits.tokens()
-        self.seconds: dict[DraftShape, float] = {}  # of each form at the batch of the last choice
+        self.yields = YieldModel(self.candidates)
+        self.costs = StepCosts()
+        self.best_shape = NO_DRAFT
+        # E(shape), and seconds per step at the batch size of the last choice.
+        self.tokens = self.yields.expected_tokens()
+        self.seconds: dict[DraftShape, float] = {}
+        self._step = 0
+        self._last_exploration = 0  # step
+        self._credit = 0.0  # steps that exploration may lose
+        # The shape to explore once more: its first step verified drafts of another shape.
+        self._second_trial: DraftShape | None = None
+        self._bucket_steps: Counter[int] = Counter()
+        # (bucket, shape) -> the bucket's step in which the shape last ran
+        self._last_run: dict[tuple[int, DraftShape], int] = {}
 
     def calibrate(self, costs: Mapping[tuple[int, DraftShape], float]) -> None:
-        """Costs by batch and form, measured before the first request, without the host's share."""
-        for (batch, tree), seconds in costs.items():
-            self.costs.calibrate(batch, tree.nodes, seconds)
+        """Set costs by (batch, shape), measured before the first request, without the host."""
+        for (batch, shape), seconds in costs.items():
+            self.costs.calibrate(batch, shape.nodes, seconds)
 
     def choose(
         self,
         batch: int,
-        outlook: Sequence[float] | None = None,
-        chains: bool = False,
+        draft_confidence: Sequence[float] | None = None,
+        chains_only: bool = False,
         timed: bool = True,
     ) -> DraftChoice:
-        forms = [form for form in self.candidates if form.chain] if chains else self.candidates
-        if (unmeasured := self._unmeasured(batch, forms, timed)) is not None:
+        shapes: Sequence[DraftShape] = self.candidates
+        if chains_only:
+            shapes = [shape for shape in shapes if shape.is_chain]
+        if (unmeasured := self._unmeasured(batch, shapes, timed)) is not None:
             return DraftChoice(unmeasured, "measuring: its cost is not known yet")
-        self.tokens = self.emits.tokens(outlook)
-        self.seconds = {form: self._cost(batch, form) for form in self.candidates}
-        rates = {form: batch * self.tokens[form] / self.seconds[form] for form in forms}
-        best = max(rates, key=lambda form: rates[form])
-        if self.tree not in rates:
-            return DraftChoice(best, "fastest chain", rates)
-        reason = (
-            f"held: {best} is less than {MARGIN:.0%} faster" if best != self.tree else "fastest"
-        )
-        if rates[best] > rates[self.tree] * (1 + MARGIN):
-            self.tree, reason = best, "fastest"
-        trial, self.trial = self.trial, None  # the second step of an exploration
-        if trial is None and timed and not chains and (trial := self._neighbor(batch)) is not None:
-            self.explored, self.trial = self.step, trial if trial.nodes > self.tree.nodes else None
-            self.credit -= self._price(trial)
+        self.tokens = self.yields.expected_tokens(draft_confidence)
+        self.seconds = {shape: self._cost(batch, shape) for shape in self.candidates}
+        rates = {shape: batch * self.tokens[shape] / self.seconds[shape] for shape in shapes}
+        fastest = max(rates, key=lambda shape: rates[shape])
+        if self.best_shape not in rates:
+            return DraftChoice(fastest, "fastest chain")
+        reason = "fastest"
+        if rates[fastest] > rates[self.best_shape] * (1 + SWITCH_MARGIN):
+            self.best_shape = fastest
+        elif fastest != self.best_shape:
+            reason = f"held: {fastest} is less than {SWITCH_MARGIN:.0%} faster"
+        trial = self._next_trial(batch, may_start=timed and not chains_only)
         if trial is None or trial not in rates:
-            return DraftChoice(self.tree, reason, rates)
-        return DraftChoice(trial, f"exploring beside {self.tree}", rates)
+            return DraftChoice(self.best_shape, reason)
+        return DraftChoice(trial, f"exploring beside {self.best_shape}")
 
     def observe(
-        self, batch: int, tree: DraftShape, seconds: float | None, held: Sequence[AcceptedCounts]
+        self,
+        batch: int,
+        shape: DraftShape,
+        seconds: float | None,
+        accepted: Sequence[AcceptedCounts],
     ) -> None:
-        """A decoding step that verified this form, by request.
-
-        No seconds: it prefilled as well, or drafted another form for the next step than it verified, so that its time
-        is not that of any form.
-        """
         bucket = self.costs.bucket(batch)
-        self.step += 1
-        self.steps_at[bucket] += 1
-        self.emits.observe(batch, tree, held)
-        self.credit = min(self.credit + SHARE, 2.0)
+        self._step += 1
+        self._bucket_steps[bucket] += 1
+        self.yields.observe(batch, shape, accepted)
+        self._credit = min(self._credit + CREDIT_PER_STEP, MAX_CREDIT)
         if seconds is None:
             return
-        if self.steps_at[bucket] - self.ran.get((bucket, tree), 0) > AWAY:
-            self.costs.forget(batch, tree.nodes)
-        self.ran[bucket, tree] = self.steps_at[bucket]
-        self.costs.add(batch, tree.nodes, seconds)
+        if self._bucket_steps[bucket] - self._last_run.get((bucket, shape), 0) > SAMPLE_AGE:
+            self.costs.drop_old_samples(batch, shape.nodes)
+        self._last_run[bucket, shape] = self._bucket_steps[bucket]
+        self.costs.add(batch, shape.nodes, seconds)
+
+    # --- costs ------------------------------------------------------------------------------------
 
     def _unmeasured(
-        self, batch: int, forms: Sequence[DraftShape], timed: bool
+        self, batch: int, shapes: Sequence[DraftShape], timed: bool
     ) -> DraftShape | None:
-        """A form that was begun runs twice, so that one disturbed step decides nothing.
+        """The shape whose cost must be measured before shapes can be compared, if any.
 
-        Where neither this batch size nor another one is known, both ends of the line are begun, and the longest chain.
+        Where no cost is known at all, these are no draft, the longest chain and the largest shape:
+        the ends of the cost line. A shape with one sample runs once more, so that one disturbed
+        step decides nothing.
         """
-        counts = {form: self.costs.count(batch, form.nodes) for form in forms}
-        if not self.costs.before and self.costs.elsewhere(batch, 0) is None:
-            chains = [form for form in forms if form.chain]
-            ends = [form for form in (NO_DRAFT, chains[-1], forms[-1]) if counts[form] < 3]
-            if ends:
-                return ends[0] if timed else [form for form in chains if form.k <= BLIND][-1]
-        return next((form for form, count in counts.items() if count == 1), None) if timed else None
+        counts = {shape: self.costs.sample_count(batch, shape.nodes) for shape in shapes}
+        if not self.costs.calibrated and self.costs.seconds_elsewhere(batch, 0) is None:
+            chains = [shape for shape in shapes if shape.is_chain]
+            ends = (NO_DRAFT, chains[-1], shapes[-1])
+            missing = [shape for shape in ends if counts[shape] < FIRST_SAMPLES]
+            if missing and timed:
+                return missing[0]
+            if missing:
+                return [shape for shape in chains if shape.k <= MAX_UNTIMED_K][-1]
+        if not timed:
+            return None
+        return next((shape for shape, count in counts.items() if count == 1), None)
 
-    def _cost(self, batch: int, form: DraftShape) -> float:
-        cost = self.costs.seconds(batch, form.nodes)
-        assert cost is not None, "what is unknown is measured first"
+    def _cost(self, batch: int, shape: DraftShape) -> float:
+        cost = self.costs.seconds(batch, shape.nodes)
+        assert cost is not None, "unknown costs are measured first"
         return cost
 
-    def _loss(self, form: DraftShape) -> float:
-        """Steps of the best form that a step of this one takes longer than that one takes for as many tokens."""
-        return (
-            self.seconds[form] / self.seconds[self.tree]
-            - self.tokens[form] / self.tokens[self.tree]
-        )
+    # --- exploration ------------------------------------------------------------------------------
 
-    def _age(self, batch: int, form: DraftShape) -> int:
-        """Steps of this batch size since it last ran there. What never did is due, if nothing else tells its cost."""
-        bucket = self.costs.bucket(batch)
-        never = 0 if self.costs.before else -LONG
-        return self.steps_at[bucket] - self.ran.get((bucket, form), never)
+    def _next_trial(self, batch: int, may_start: bool) -> DraftShape | None:
+        """The shape to explore in this step: the second step of an exploration, or a new one."""
+        trial = self._second_trial
+        self._second_trial = None
+        if trial is not None or not may_start:
+            return trial
+        trial = self._pick_trial(batch)
+        if trial is not None:
+            self._last_exploration = self._step
+            self._second_trial = trial if trial.nodes > self.best_shape.nodes else None
+            self._credit -= self._trial_loss(trial)
+        return trial
 
-    def _price(self, form: DraftShape) -> float:
-        """What exploring this form loses, as far as one knows: a larger one is drafted first, after a smaller one the
-        best must be drafted again."""
-        return 2 * max(0.0, self._loss(form))
+    def _pick_trial(self, batch: int) -> DraftShape | None:
+        """The shape worth exploring that ran longest ago, if it is time and the credit suffices.
 
-    def _neighbor(self, batch: int) -> DraftShape | None:
-        """A neighbor of the best form, if it is time and the credit lasts: of two, the one that ran longer ago.
-
-        What has not run for long, or no speculation at all, which must not be faster, is tried though it looks slow.
+        Neighbors with an untrusted cost are explored even if they look slow, and so is NO_DRAFT:
+        plain decoding must never be faster.
         """
-        idle = self.tree == NO_DRAFT
-        if self.step - self.explored < PAUSE[idle]:
+        no_draft = self.best_shape == NO_DRAFT
+        if self._step - self._last_exploration < EXPLORE_INTERVAL[no_draft]:
             return None
-        age = {form: self._age(batch, form) for form in self.candidates}
-        at = self.candidates.index(self.tree)
-        near = [form for form in self.candidates[max(0, at - 1) : at + 2] if form != self.tree]
-        due = [form for form in (NO_DRAFT, *near) if form != self.tree and age[form] >= LONG]
-        worth = [
-            form
-            for form in {*near, *self._rivals()}
-            if form.nodes > self.tree.nodes or age[form] >= OLD
+        age = {shape: self._age(batch, shape) for shape in self.candidates}
+        index = self.candidates.index(self.best_shape)
+        around = self.candidates[max(0, index - 1) : index + 2]
+        neighbors = [shape for shape in around if shape != self.best_shape]
+        untrusted = [
+            shape
+            for shape in (NO_DRAFT, *neighbors)
+            if shape != self.best_shape and age[shape] >= MAX_COST_AGE
         ]
-        options = due or [form for form in worth if self._loss(form) < LOSS[idle]]
-        affordable = [form for form in options if self._price(form) <= self.credit]
-        return max(affordable, key=lambda form: (age[form], -form.nodes), default=None)
+        informative = [
+            shape
+            for shape in {*neighbors, *self._rivals()}
+            if shape.nodes > self.best_shape.nodes or age[shape] >= SMALLER_SHAPE_AGE
+        ]
+        options = untrusted or [
+            shape for shape in informative if self._loss(shape) < MAX_LOSS[no_draft]
+        ]
+        affordable = [shape for shape in options if self._trial_loss(shape) <= self._credit]
+        return max(affordable, key=lambda shape: (age[shape], -shape.nodes), default=None)
 
     def _rivals(self) -> list[DraftShape]:
-        """Every tree, for it shows what all smaller forms keep; beside a tree, the best chain."""
-        trees = [form for form in self.candidates if not form.chain and form != self.tree]
-        if self.tree.chain:
+        """Every tree, which shows what all smaller shapes accept; beside a tree, the best chain."""
+        trees = [
+            shape for shape in self.candidates if not shape.is_chain and shape != self.best_shape
+        ]
+        if self.best_shape.is_chain:
             return trees
-        return [*trees, min((form for form in self.candidates if form.chain), key=self._loss)]
+        chains = (shape for shape in self.candidates if shape.is_chain)
+        return [*trees, min(chains, key=self._loss)]
+
+    def _loss(self, shape: DraftShape) -> float:
+        """What one step of this shape loses against the best one, in steps of the best one.
+
+        c(shape) / c(best) - E(shape) / E(best): its duration less the time in which the best shape
+        emits as many tokens. A negative loss is a gain.
+        """
+        relative_cost = self.seconds[shape] / self.seconds[self.best_shape]
+        return relative_cost - self.tokens[shape] / self.tokens[self.best_shape]
+
+    def _trial_loss(self, shape: DraftShape) -> float:
+        """What exploring this shape is expected to lose, in steps.
+
+        It takes two steps: a larger shape must be drafted first, and after a smaller one the best
+        shape must be drafted again.
+        """
+        return 2 * max(0.0, self._loss(shape))
+
+    def _age(self, batch: int, shape: DraftShape) -> int:
+        """Steps of this batch bucket since the shape last ran in it.
+
+        A shape that never ran counts as untrusted, unless calibration gives its cost.
+        """
+        bucket = self.costs.bucket(batch)
+        never = 0 if self.costs.calibrated else -MAX_COST_AGE
+        return self._bucket_steps[bucket] - self._last_run.get((bucket, shape), never)

@@ -1,104 +1,114 @@
-"""What a step costs, in seconds, by batch size and drafted nodes: measured as steps run, or told by what is known.
+"""StepCosts: the duration of a step in seconds, by batch size and number of drafted nodes.
 
-A chain has K nodes. Where the device was timed before the first request, that gives the shape of what was not measured,
-and what was measured its height. Else a cost is about linear in nodes above a floor, and in the batch size between two
-that are known.
+Durations are measured as steps run; a duration that was not measured is estimated from those that
+were. A chain of K has K nodes.
 """
 
 from collections import deque
-from collections.abc import Mapping
 
-REMEMBERED = 15  # steps of a (bucket, nodes): their lower quartile is its cost, for what disturbs a step lengthens it
-DISTURBED = 1.5  # times what was known: a step counts for no more
+from peagle.interpolation import fit_line, interpolate
+
+# Samples kept per (bucket, nodes). Their lower quartile is the cost: disturbances only add time.
+MAX_SAMPLES = 15
+# One sample counts for at most this many times the cost known before.
+MAX_SLOWDOWN = 1.5
 
 
 class StepCosts:
-    """Seconds of a step by batch size and nodes. Batch sizes share buckets: 1 2 3 4 6 8 12 16 24 32 48 64 ..."""
+    """Seconds of a step, by bucket of batch sizes (1 2 3 4 6 8 12 16 24 32 48 64 ...) and nodes.
+
+    `seconds(batch, nodes)` is the first of these that is known:
+
+    1. The lower quartile of the samples of this bucket and node count.
+    2. calibrated[nodes] * measured[n] / calibrated[n], where n is the measured node count nearest
+       to `nodes`. `calibrate` gives costs without the host's share, so calibration gives the
+       slope over node counts and measurement gives the level.
+    3. The line through this bucket's own measurements: costs are about linear in nodes.
+    4. The same line between the nearest other buckets, scaled to this bucket's one measurement
+       if there is one.
+
+    Example: bucket 1 took 1.0 s with 0 nodes and 1.7 s with 7; bucket 16 took 3.0 and 4.4 s.
+
+        seconds(1, 3)  = 1.3              rule 3: 1.0 + 3/7 * 0.7
+        seconds(8, 0)  = 1.93             rule 4: 1.0 + 7/15 * 2.0
+        seconds(64, 7) = 4.4              rule 4: the nearest bucket
+        seconds(64, 7) = 6.0 * 4.4 / 3.0  the same after 6.0 s were measured for (64, 0)
+    """
 
     def __init__(self) -> None:
-        self.seen: dict[int, dict[int, deque[float]]] = {}
-        self.known: dict[int, dict[int, float]] = {}  # bucket -> nodes -> seconds
-        self.before: dict[
-            int, dict[int, float]
-        ] = {}  # nodes -> bucket -> seconds of the device alone, measured before
-        self.bare: dict[
-            int, dict[int, float]
-        ] = {}  # bucket -> nodes -> the same, between buckets too
+        self.samples: dict[int, dict[int, deque[float]]] = {}  # bucket -> nodes -> seconds
+        self.measured: dict[int, dict[int, float]] = {}  # bucket -> nodes -> seconds
+        self.calibrated: dict[int, dict[int, float]] = {}  # nodes -> bucket -> seconds
+        # bucket -> nodes -> seconds: `calibrated`, interpolated between buckets
+        self._calibrated_by_bucket: dict[int, dict[int, float]] = {}
 
     @staticmethod
     def bucket(batch: int) -> int:
+        """The smallest bucket that holds this batch size: a power of 2, or 3/4 of one."""
         power = 1 << (batch - 1).bit_length()
         return power * 3 // 4 if power > 2 and batch <= power * 3 // 4 else power
 
-    def add(self, batch: int, nodes: int, seconds: float) -> None:
-        bucket = self.bucket(batch)
-        seen = self.seen.setdefault(bucket, {}).setdefault(nodes, deque(maxlen=REMEMBERED))
-        expected = self.known.get(bucket, {}).get(nodes)
-        seen.append(seconds if expected is None else min(seconds, DISTURBED * expected))
-        self.known.setdefault(bucket, {})[nodes] = sorted(seen)[len(seen) // 4]
+    def calibrate(self, batch: int, nodes: int, seconds: float) -> None:
+        """Record a cost measured before the first request, without the host's share."""
+        self.calibrated.setdefault(nodes, {})[self.bucket(batch)] = seconds
+        self._calibrated_by_bucket.clear()
 
-    def forget(self, batch: int, nodes: int) -> None:
-        """All but the last two."""
-        seen = self.seen.get(self.bucket(batch), {}).get(nodes, deque())
-        while len(seen) > 2:
-            seen.popleft()
+    def add(self, batch: int, nodes: int, seconds: float) -> None:
+        """Record the duration of one step."""
+        bucket = self.bucket(batch)
+        samples = self.samples.setdefault(bucket, {}).setdefault(nodes, deque(maxlen=MAX_SAMPLES))
+        expected = self.measured.get(bucket, {}).get(nodes)
+        samples.append(seconds if expected is None else min(seconds, MAX_SLOWDOWN * expected))
+        self.measured.setdefault(bucket, {})[nodes] = sorted(samples)[len(samples) // 4]
+
+    def drop_old_samples(self, batch: int, nodes: int) -> None:
+        """Keep only the last two samples, so that new ones soon decide the cost."""
+        samples = self.samples.get(self.bucket(batch), {}).get(nodes, deque())
+        while len(samples) > 2:
+            samples.popleft()
+
+    def sample_count(self, batch: int, nodes: int) -> int:
+        return len(self.samples.get(self.bucket(batch), {}).get(nodes, ()))
 
     def seconds(self, batch: int, nodes: int) -> float | None:
-        """Measured; or the device's alone, or as other buckets have it, moved to fit; or on the line through this
-        bucket's own."""
+        """The measured or estimated cost, as the class says; None if nothing tells it."""
         bucket = self.bucket(batch)
-        own = self.known.get(bucket, {})
+        own = self.measured.get(bucket, {})
         if nodes in own:
             return own[nodes]
-        if nodes in self.before:
-            bare = self._bare(bucket)
-            at = min((n for n in own if n in bare), key=lambda n: abs(n - nodes), default=None)
-            return bare[nodes] if at is None else bare[nodes] * own[at] / bare[at]
+        if nodes in self.calibrated:
+            calibrated = self._calibrated_costs(bucket)
+            near = min(
+                (n for n in own if n in calibrated), key=lambda n: abs(n - nodes), default=None
+            )
+            return (
+                calibrated[nodes]
+                if near is None
+                else calibrated[nodes] * own[near] / calibrated[near]
+            )
         if len(own) > 1:
             return fit_line(own, nodes)
         if not own:
-            return self.elsewhere(batch, nodes)
-        [(at, seconds)] = own.items()
-        there, here = self.elsewhere(batch, nodes), self.elsewhere(batch, at)
-        return None if there is None or here is None else seconds * there / here
+            return self.seconds_elsewhere(batch, nodes)
+        [(near, seconds)] = own.items()
+        at_nodes = self.seconds_elsewhere(batch, nodes)
+        at_near = self.seconds_elsewhere(batch, near)
+        return None if at_nodes is None or at_near is None else seconds * at_nodes / at_near
 
-    def calibrate(self, batch: int, nodes: int, seconds: float) -> None:
-        """Before the first step: without the host's share."""
-        self.before.setdefault(nodes, {})[self.bucket(batch)] = seconds
-        self.bare.clear()
-
-    def _bare(self, bucket: int) -> dict[int, float]:
-        if bucket not in self.bare:
-            self.bare[bucket] = {nodes: between(of, bucket) for nodes, of in self.before.items()}
-        return self.bare[bucket]
-
-    def count(self, batch: int, nodes: int) -> int:
-        return len(self.seen.get(self.bucket(batch), {}).get(nodes, ()))
-
-    def elsewhere(self, batch: int, nodes: int) -> float | None:
-        """Between the nearest other buckets on both sides; the nearest one's where there is one side only."""
+    def seconds_elsewhere(self, batch: int, nodes: int) -> float | None:
+        """The cost interpolated between the nearest other buckets; None if no other is known."""
         bucket = self.bucket(batch)
-        curves = {
-            other: fit_line(own, nodes)
-            for other, own in self.known.items()
-            if other != bucket and len(own) > 1
+        costs = {
+            other: fit_line(measured, nodes)
+            for other, measured in self.measured.items()
+            if other != bucket and len(measured) > 1
         }
-        return between(curves, bucket) if curves else None
+        return interpolate(costs, bucket) if costs else None
 
-
-def between(points: Mapping[int, float], x: int) -> float:
-    """On the line; beyond the outermost points, as they are."""
-    return fit_line(points, min(max(x, min(points)), max(points)))
-
-
-def fit_line(points: Mapping[int, float], x: int) -> float:
-    """Through the two points nearest to x, on both sides of it where possible; costs do not fall with x beyond them."""
-    if x in points:
-        return points[x]
-    below, above = sorted(p for p in points if p < x), sorted(p for p in points if p > x)
-    left, right = (below[-1], above[0]) if below and above else (below[-2:] or above[:2])
-    slope = (points[right] - points[left]) / (right - left)
-    if below and above:
-        return points[left] + slope * (x - left)
-    near = right if below else left
-    return max(points[near] + max(slope, 0.0) * (x - near), points[near] / 2)
+    def _calibrated_costs(self, bucket: int) -> dict[int, float]:
+        """Calibrated seconds by nodes, interpolated between the calibrated buckets."""
+        if bucket not in self._calibrated_by_bucket:
+            self._calibrated_by_bucket[bucket] = {
+                nodes: interpolate(costs, bucket) for nodes, costs in self.calibrated.items()
+            }
+        return self._calibrated_by_bucket[bucket]

@@ -1,13 +1,10 @@
-"""How many tokens a step of each form is expected to emit, given what steps emitted so far.
+"""YieldModel: the number of tokens that a step of each draft shape is expected to emit.
 
-    chains   E(K) = 1 + a_1 + a_1 a_2 + ... + a_1..a_K   (a_i: draft i is kept, given those before)
-    trees    E(tree) = 1 + g_1 .. g_n (E(K) - 1)         (g_1: the smallest tree against the chain of its depth; g_i:
-                                                          each larger tree against the one before)
-
-A tree's step shows what the chain and every smaller tree would have kept of the same drafts (held.py). So gains compare
-forms on the same steps, and a text that becomes easier or harder does not look like a change of a gain: shares follow
-the text fast, gains change slowly. A step of a smaller form says nothing about a larger one: the less is known of that,
-the better it looks.
+A step of a tree shows what the chain and every smaller tree would have accepted of the same drafts
+(accepted.py). Gains therefore compare shapes on the same steps, and text that becomes easier or
+harder does not look like a change of a gain: acceptance rates follow the text fast, gains change
+slowly. A step of a smaller shape says nothing about a larger one, so shapes with little evidence
+get an optimistic estimate.
 """
 
 from collections import Counter
@@ -18,131 +15,196 @@ from math import sqrt
 from peagle.draft_shape import DraftShape
 from peagle.engine.policy.accepted import AcceptedCounts
 
-FORGET = 0.96  # of what is known about the text is kept from step to step, at batch 1
-SLOW = 0.998  # of what is known about a gain
-EVIDENCE = 2.0  # samples that are kept when nothing new is learned
-FADE = 0.93  # each position is so much less accepted than the one before: where nothing is known
-GAIN = 1.15  # of a tree that never ran
-MOST = 4.0  # a gain is no larger: where chains keep nothing it would grow for ever
-PRIOR = 10.0  # tokens that a gain is worth before it was seen
-ENOUGH = 300.0  # tokens after which a gain is taken as it was seen
-CURIOSITY = (
-    1.0  # standard errors, of a token's spread of 1, by which a gain looks better before that
-)
+# Weight that evidence keeps from one step to the next, at batch 1.
+TEXT_DECAY = 0.96  # of acceptance rates, which follow the text
+GAIN_DECAY = 0.998  # of tree gains
+# Evidence never decays below this many samples.
+MIN_SAMPLES = 2.0
+# Prior acceptance rate of the first draft: high enough to try a drafter.
+PRIOR_ACCEPTANCE = 0.6
+# Prior acceptance rate of a position, relative to the position before it.
+POSITION_DECAY = 0.93
+# Prior gain of a tree over the next smaller shape, and how many tokens of evidence it counts for.
+PRIOR_TREE_GAIN = 1.15
+PRIOR_GAIN_TOKENS = 10.0
+# Limit of a ratio: without it a gain grows forever where chains accept nothing.
+MAX_RATIO = 4.0
+# Tokens of evidence from which on a gain is used without an optimistic bonus.
+TRUSTED_GAIN_TOKENS = 300.0
+# The bonus in standard errors, for a standard deviation of 1 per token.
+OPTIMISM = 1.0
 
 
-class Acceptance:
-    """The share of a chain's drafts accepted at each position, given that those before were: decaying counts."""
+class ChainAcceptance:
+    """The acceptance rate at each position of a chain, given that the drafts before are accepted.
 
-    def __init__(self, k_max: int) -> None:
-        self.tried, self.kept = [0.0] * k_max, [0.0] * k_max
-        self.tried[:1], self.kept[:1] = [EVIDENCE], [0.6 * EVIDENCE]  # a drafter is worth a try
+    Rates are ratios of decaying counts.
+    """
 
-    def observe(self, batch: int, k: int, held: Sequence[AcceptedCounts]) -> None:
-        """Larger batches tell more: what was known is replaced faster. Old evidence fades to a little, not to none."""
-        forget = FORGET ** sqrt(batch)
-        tried, kept = (
-            beyond((one.tried(k) for one in held), k),
-            beyond((one.chain for one in held), k),
-        )
-        for i in range(len(self.tried)):
-            if i < k or self.tried[i] * forget > EVIDENCE:
-                self.tried[i] *= forget
-                self.kept[i] *= forget
+    def __init__(self, max_k: int) -> None:
+        self.trials = [0.0] * max_k
+        self.accepted = [0.0] * max_k
+        self.trials[:1] = [MIN_SAMPLES]
+        self.accepted[:1] = [PRIOR_ACCEPTANCE * MIN_SAMPLES]
+
+    def observe(self, batch: int, k: int, counts: Sequence[AcceptedCounts]) -> None:
+        """Learn from a step of depth k. Larger batches replace old evidence faster."""
+        decay = TEXT_DECAY ** sqrt(batch)
+        trials = count_above((each.chain_trials(k) for each in counts), k)
+        accepted = count_above((each.chain for each in counts), k)
+        for i in range(len(self.trials)):
+            if i < k or self.trials[i] * decay > MIN_SAMPLES:
+                self.trials[i] *= decay
+                self.accepted[i] *= decay
             if i < k:
-                self.tried[i] += tried[i]
-                self.kept[i] += kept[i]
+                self.trials[i] += trials[i]
+                self.accepted[i] += accepted[i]
 
-    def tokens(self) -> list[float]:
-        """E(K) for K = 0..k_max. One sample's weight says that a position is like the one before it."""
-        expected, reached, share = [1.0], 1.0, 1.0
-        for tried, kept in zip(self.tried, self.kept, strict=True):
-            share = (kept + share * FADE) / (tried + 1) if expected[1:] else kept / tried
-            reached *= share
+    def expected_tokens(self) -> list[float]:
+        """E(K) for K = 0..max_k.
+
+        Each position but the first has a prior of one sample: the rate of the position before it,
+        times POSITION_DECAY.
+        """
+        expected = [1.0]
+        reached = 1.0  # probability that all drafts up to this position are accepted
+        rate = 1.0
+        for trials, accepted in zip(self.trials, self.accepted, strict=True):
+            if expected[1:]:
+                rate = (accepted + rate * POSITION_DECAY) / (trials + 1)
+            else:
+                rate = accepted / trials
+            reached *= rate
             expected.append(expected[-1] + reached)
         return expected
 
 
-class Ratio:
-    """What was kept, against what something else kept: decaying sums, which fade to their first weight, not to none."""
+class DecayingRatio:
+    """Accepted drafts over a baseline's: decaying sums that never fall below their prior weight."""
 
-    def __init__(self, value: float, weight: float) -> None:
-        self.kept, self.weight, self.least = value * weight, weight, weight
+    def __init__(self, prior: float, weight: float) -> None:
+        self.accepted = prior * weight
+        self.baseline = weight
+        self.min_baseline = weight
 
     @property
     def value(self) -> float:
-        return self.kept / self.weight
+        return self.accepted / self.baseline
 
     @property
-    def hoped(self) -> float:
-        """The value, and the more the less is known."""
-        return self.value * (1 + CURIOSITY * max(0.0, self.weight**-0.5 - ENOUGH**-0.5))
+    def optimistic(self) -> float:
+        """The value with a bonus that shrinks to zero as evidence grows."""
+        bonus = OPTIMISM * max(0.0, self.baseline**-0.5 - TRUSTED_GAIN_TOKENS**-0.5)
+        return self.value * (1 + bonus)
 
-    def add(self, forget: float, kept: float, weight: float) -> None:
-        if self.weight * forget > self.least:
-            self.kept *= forget
-            self.weight *= forget
-        self.weight += weight
-        self.kept = min(self.kept + kept, MOST * self.weight)
+    def add(self, decay: float, accepted: float, baseline: float) -> None:
+        if self.baseline * decay > self.min_baseline:
+            self.accepted *= decay
+            self.baseline *= decay
+        self.baseline += baseline
+        self.accepted = min(self.accepted + accepted, MAX_RATIO * self.baseline)
 
 
 class YieldModel:
-    def __init__(self, forms: Sequence[DraftShape]) -> None:
-        """Trees among them have one depth; smaller ones come first."""
-        self.forms = forms
-        self.chains = Acceptance(max(form.k for form in forms))
-        self.by_k = self.chains.tokens()  # E(K) as steps last told it
-        self.truth = Ratio(1.0, EVIDENCE)  # what chains keep of what an outlook foretold
-        self.foretold: list[float] | None = None
-        self.gains = {form: Ratio(GAIN, PRIOR) for form in forms if not form.chain}
+    """Expected tokens per step and request, bonus token included, by draft shape.
 
-    def observe(self, batch: int, form: DraftShape, held: Sequence[AcceptedCounts]) -> None:
-        self.chains.observe(batch, form.k, held)
-        self.by_k = self.chains.tokens()
-        before = sum(self._chain(one, form.k) for one in held)
-        if form.k and self.foretold is not None:
-            self.truth.add(FORGET ** sqrt(batch), before, (self.foretold[form.k] - 1) * len(held))
-        self.foretold = None
-        slow = SLOW ** sqrt(batch)
+        chains   E(K) = 1 + a_1 + a_1 a_2 + ... + a_1..a_K
+        trees    E(tree) = 1 + g_1 .. g_n (E(K) - 1)
+
+    a_i is the acceptance rate of draft i, given that those before it are accepted. g_1 is the gain
+    of the smallest tree over the chain of its depth, g_i that of each larger tree over the next
+    smaller one.
+
+    Example: a = 0.8, 0.5 and a tree of depth 2 with a gain of 1.25:
+
+        E(1) = 1.8    E(2) = 1 + 0.8 + 0.4 = 2.2    E(tree) = 1 + 1.25 * 1.2 = 2.5
+    """
+
+    def __init__(self, shapes: Sequence[DraftShape]) -> None:
+        """Trees among the shapes have one depth; smaller ones come first."""
+        self.shapes = shapes
+        self.acceptance = ChainAcceptance(max(shape.k for shape in shapes))
+        self.chain_tokens = self.acceptance.expected_tokens()  # E(K) after the last step
+        # What chains accepted, relative to what the draft confidence predicted.
+        self.confidence_ratio = DecayingRatio(1.0, MIN_SAMPLES)
+        self.predicted_tokens: list[float] | None = None  # E(K) of the last draft confidence
+        self.gains = {
+            shape: DecayingRatio(PRIOR_TREE_GAIN, PRIOR_GAIN_TOKENS)
+            for shape in shapes
+            if not shape.is_chain
+        }
+
+    def observe(self, batch: int, shape: DraftShape, counts: Sequence[AcceptedCounts]) -> None:
+        """Learn from a step that verified this shape; `counts` has one entry per request."""
+        self.acceptance.observe(batch, shape.k, counts)
+        self.chain_tokens = self.acceptance.expected_tokens()
+        baseline = sum(self._accepted_by_chain(each, shape.k) for each in counts)
+        if shape.k and self.predicted_tokens is not None:
+            predicted = (self.predicted_tokens[shape.k] - 1) * len(counts)
+            self.confidence_ratio.add(TEXT_DECAY ** sqrt(batch), baseline, predicted)
+        self.predicted_tokens = None
+        decay = GAIN_DECAY ** sqrt(batch)
         for tree, gain in self.gains.items():
-            if form in self.gains and tree.nodes <= form.nodes:
-                kept = sum(one.by(tree.nodes) for one in held)
-                gain.add(slow, kept, before)
-                before = kept
+            if shape in self.gains and tree.nodes <= shape.nodes:
+                accepted = sum(each.accepted_by_tree(tree.nodes) for each in counts)
+                gain.add(decay, accepted, baseline)
+                baseline = accepted
 
-    def _chain(self, held: AcceptedCounts, k: int) -> float:
-        """What a chain of k keeps: where it goes on behind what the step shows, what is to be expected of it there."""
-        at = held.tried(k)
-        if at > held.chain or not at:
-            return held.chain
-        reached = self.by_k[at] - self.by_k[at - 1]
-        return at + min((self.by_k[k] - self.by_k[at]) / max(reached, 1e-9), k - at)
+    def _accepted_by_chain(self, counts: AcceptedCounts, k: int) -> float:
+        """The drafts that a chain of length k accepts in this step.
 
-    def tokens(self, outlook: Sequence[float] | None = None) -> dict[DraftShape, float]:
-        """`outlook`: acceptance that a drafter itself predicts, per position given those before, for the drafts that
-        wait: instead of what was accepted lately, but no more of it is believed than came true."""
-        self.foretold = None if outlook is None else predicted(outlook, len(self.chains.tried))
-        chains = self.by_k
-        if self.foretold is not None:
-            chains = [1 + min(k, self.truth.value * (e - 1)) for k, e in enumerate(self.foretold)]
-        tokens, gain = {form: chains[form.k] for form in self.forms}, 1.0
-        for tree, ratio in self.gains.items():
-            gain *= ratio.hoped
-            tokens[tree] = 1 + min(tree.k, gain * (chains[tree.k] - 1))
-        return tokens
+        Where all decided drafts are accepted, the expectation for the undecided ones is added.
+        """
+        decided = counts.chain_trials(k)
+        if decided > counts.chain or not decided:
+            return counts.chain
+        reached = self.chain_tokens[decided] - self.chain_tokens[decided - 1]
+        more = (self.chain_tokens[k] - self.chain_tokens[decided]) / max(reached, 1e-9)
+        return decided + min(more, k - decided)
+
+    def expected_tokens(
+        self, draft_confidence: Sequence[float] | None = None
+    ) -> dict[DraftShape, float]:
+        """E(shape) of every shape.
+
+        `draft_confidence`: the acceptance rates that the drafter itself predicts for the drafts
+        that wait to be verified, per position given those before. They replace the rates of
+        recent steps, scaled by the share of earlier predictions that came true.
+        """
+        chain_tokens = self.chain_tokens
+        self.predicted_tokens = None
+        if draft_confidence is not None:
+            max_k = len(self.acceptance.trials)
+            self.predicted_tokens = tokens_from_rates(draft_confidence, max_k)
+            ratio = self.confidence_ratio.value
+            chain_tokens = [
+                1 + min(k, ratio * (tokens - 1)) for k, tokens in enumerate(self.predicted_tokens)
+            ]
+        expected = {shape: chain_tokens[shape.k] for shape in self.shapes}
+        gain = 1.0
+        for tree, ratio_to_smaller in self.gains.items():
+            gain *= ratio_to_smaller.optimistic
+            expected[tree] = 1 + min(tree.k, gain * (chain_tokens[tree.k] - 1))
+        return expected
 
 
-def beyond(counts: Iterable[int], k: int) -> list[int]:
-    """How many of the counts are larger than 0, 1, .. k - 1."""
-    among = Counter(counts)
-    return list(accumulate(among[i] for i in range(k, 0, -1)))[::-1]
+def count_above(values: Iterable[int], k: int) -> list[int]:
+    """How many of the values are larger than 0, 1, .. k - 1.
+
+    >>> count_above([0, 1, 3], 4)
+    [2, 1, 1, 0]
+    """
+    histogram = Counter(values)
+    return list(accumulate(histogram[i] for i in range(k, 0, -1)))[::-1]
 
 
-def predicted(shares: Sequence[float], k_max: int) -> list[float]:
-    """E(K) for K = 0..k_max from the share accepted at each position; beyond them it fades."""
-    expected, reached, share = [1.0], 1.0, 1.0
-    for k in range(k_max):
-        share = shares[k] if k < len(shares) else share * FADE
-        reached *= share
+def tokens_from_rates(rates: Sequence[float], max_k: int) -> list[float]:
+    """E(K) for K = 0..max_k from the acceptance rate at each position; beyond them rates decay."""
+    expected = [1.0]
+    reached = 1.0
+    rate = 1.0
+    for k in range(max_k):
+        rate = rates[k] if k < len(rates) else rate * POSITION_DECAY
+        reached *= rate
         expected.append(expected[-1] + reached)
     return expected

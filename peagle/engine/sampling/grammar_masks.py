@@ -1,9 +1,10 @@
-"""Answers bound to a grammar: how far each has come in it, and which tokens it allows at every row of a step.
+"""Grammars: how far each answer has come in its grammar, and which tokens a row of a step allows.
 
-Row i's mask is that of the grammar behind what was emitted and the drafts before row i. Masked logits are all that the
-rest of a step sees, so a draft outside the grammar is never the target's token and is cut there; rows behind it are not
-used, and not masked. The host must know what was emitted and drafted: a step with such a request is read back at once,
-and its masks are computed while the target's pass runs.
+The mask of row i is that of the grammar after the emitted tokens and the drafts before row i. The
+rest of a step sees only masked logits, so a draft outside the grammar is never the target's token
+and is rejected; the rows after it are not used, and not masked. The host must know what was emitted
+and drafted: a step with such a request is read back at once, and its masks are computed while the
+target's pass runs.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,76 +21,92 @@ if TYPE_CHECKING:
 
 
 class GrammarState:
-    """One request's. `over`: nothing can follow; `refused`: why the grammar did not take what was said."""
+    """The grammar of one request, and how far its answer has come in it."""
 
     def __init__(
-        self, grammars: Grammars, grammar: Grammar, stops: Collection[int], min_tokens: int
+        self, grammars: Grammars, grammar: Grammar, stop_ids: Collection[int], min_tokens: int
     ) -> None:
         self.matcher: LLMatcher = grammars.matcher(grammar)
         self.executor = grammars.executor
-        self.stops, self.min_tokens = sorted(stops), min_tokens
-        self.said = 0
-        self.over, self.refused = False, ""
+        self.stop_ids = sorted(stop_ids)
+        self.min_tokens = min_tokens
+        self.token_count = 0
+        self.terminated = False  # nothing can follow
+        self.error = ""  # why the grammar rejected a token
 
     def consume(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens belong to the answer: up to the one behind which nothing can follow."""
+        """Advance by the tokens; returns how many of them belong to the answer.
+
+        All of them, or those up to the one after which nothing can follow.
+        """
         for count, token in enumerate(tokens, 1):
             if not self.matcher.consume_token(token):
-                self.refused = one_line(self.matcher.get_error())
-            self.over = self.matcher.is_stopped()
-            if self.over:
+                self.error = one_line(self.matcher.get_error())
+            self.terminated = self.matcher.is_stopped()
+            if self.terminated:
                 return count
-        self.said += len(tokens)
+        self.token_count += len(tokens)
         return len(tokens)
 
-    def postpone_stops(self, masks: Tensor) -> None:
-        """Masks [R, words] without stop tokens before `min_tokens`, unless the grammar has nothing else to say."""
-        for mask in masks[: max(0, self.min_tokens - self.said)].view(torch.uint8):
+    def forbid_early_stops(self, masks: Tensor) -> None:
+        """Remove stop tokens before `min_tokens` from masks [R, words], row by row.
+
+        A row that allows nothing but stop tokens keeps them.
+        """
+        early_rows = max(0, self.min_tokens - self.token_count)
+        for mask in masks[:early_rows].view(torch.uint8):
             others = mask.clone()
-            for stop in (stop for stop in self.stops if stop // 8 < len(mask)):
+            for stop in (stop for stop in self.stop_ids if stop // 8 < len(mask)):
                 others[stop // 8] &= 255 ^ 1 << stop % 8
             if others.any():
                 mask.copy_(others)
 
 
 class GrammarMasks:
-    """Of the requests in one pass that are bound: (row of the batch, binding) of each."""
+    """The masks of one pass, for those of its requests that have a grammar."""
 
     def __init__(self, members: list[tuple[int, GrammarState]]) -> None:
+        """`members`: (row of the batch, grammar state) of each such request."""
         self.rows = [row for row, _ in members]
-        self.bindings = [binding for _, binding in members]
+        self.states = [state for _, state in members]
 
     def apply(self, logits: Tensor, drafts: list[list[int]]) -> None:
-        """logits [B, R, V], in place; drafts of the whole batch, R - 1 each."""
-        at = to_device(torch.tensor(self.rows), logits.device)
-        masks = to_device(
-            self._fill([drafts[row] for row in self.rows], logits.shape[-1]), logits.device
-        )
-        logits[at] = logits[at].masked_fill(~unpack_bitmask(masks, logits.shape[-1]), -torch.inf)
+        """Mask logits [B, R, V] in place; drafts: R - 1 of each request of the batch."""
+        vocab = logits.shape[-1]
+        rows = to_device(torch.tensor(self.rows), logits.device)
+        bitmask = self._fill_bitmask([drafts[row] for row in self.rows], vocab)
+        bitmask = to_device(bitmask, logits.device)
+        logits[rows] = logits[rows].masked_fill(~unpack_bitmask(bitmask, vocab), -torch.inf)
 
-    def _fill(self, drafts: list[list[int]], vocab: int) -> Tensor:
-        """[n, R, words] int32, one bit a token; rows that no accepted draft leads to allow everything."""
-        from llguidance.numpy import (
-            fill_next_token_bitmask_par as fill,  # its torch twin loads the compiler: seconds
-        )
+    def _fill_bitmask(self, drafts: list[list[int]], vocab: int) -> Tensor:
+        """[n, R, words] int32, one bit per token.
+
+        Rows after a draft that the grammar rejects allow everything.
+        """
+        # The torch version of this module loads torch's compiler, which takes seconds.
+        from llguidance.numpy import fill_next_token_bitmask_par as fill
         from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_drafted
 
-        rows, executor = len(drafts[0]) + 1, self.bindings[0].executor
+        rows = len(drafts[0]) + 1
+        executor = self.states[0].executor
         masks = torch.full((len(drafts), rows, -(-vocab // 32)), -1, dtype=torch.int32)
-        first = [(binding.matcher, rows * i) for i, binding in enumerate(self.bindings)]
+        first_rows = [(state.matcher, rows * i) for i, state in enumerate(self.states)]
         if rows == 1:
-            fill(executor, first, masks[:, 0].numpy())
+            fill(executor, first_rows, masks[:, 0].numpy())
         else:
-            drafted = [
-                (matcher, at, more) for (matcher, at), more in zip(first, drafts, strict=True)
+            with_drafts = [
+                (matcher, row, own) for (matcher, row), own in zip(first_rows, drafts, strict=True)
             ]
-            fill_drafted(executor, drafted, masks.flatten(0, 1).numpy())
-        for binding, mask in zip(self.bindings, masks, strict=True):
-            binding.postpone_stops(mask)
+            fill_drafted(executor, with_drafts, masks.flatten(0, 1).numpy())
+        for state, mask in zip(self.states, masks, strict=True):
+            state.forbid_early_stops(mask)
         return masks
 
 
 def unpack_bitmask(masks: Tensor, vocab: int) -> Tensor:
-    """[..., words] int32 -> [..., vocab] bool. Words are little-endian, as on every machine that PyTorch runs on."""
+    """[..., words] int32 -> [..., vocab] bool.
+
+    Words are little-endian, as on every machine that PyTorch runs on.
+    """
     bits = torch.arange(8, dtype=torch.uint8, device=masks.device)
     return (masks.view(torch.uint8)[..., None] >> bits & 1).bool().flatten(-2)[..., :vocab]

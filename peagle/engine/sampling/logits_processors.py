@@ -1,13 +1,27 @@
-"""The stages between the target's logits and its token, each for the requests of a batch that want it.
+"""The logits processors between the target's logits and its token, in the order they apply.
 
-A stage maps logits [n, R, V], drafts [n, R - 1], position [n, R] (of each row, in its answer) and before [1 or n, R,
-R - 1] to logits [n, R, V]. Row i's history is what was emitted and the drafts that before[:, i] marks. `STAGES` is the
-order: what is added and forbidden, penalties (repetition as transformers has it, frequency and presence as OpenAI
-has them), then the order and the arithmetic of `peagle.sampling.probabilities`.
-Parameters are columns on the device, so that one pass serves requests that differ.
+    1. logit_bias
+    2. min_tokens                   no stop token before that
+    3. penalties                    repetition as in transformers; frequency, presence as in OpenAI
+    4. temperature                  from here on only for requests that sample
+    5. top_k
+    6. top_p
+    7. min_p                        4-7: the order and arithmetic of
+                                    peagle.reference.sampling_rule.probabilities
+
+A processor is built for the n requests of a batch that need it, and maps logits [n, R, V] to
+logits [n, R, V]. It also gets
+
+    drafts    [n, R - 1]
+    position  [n, R]             of each row in its answer
+    follows   [1 or n, R, R - 1] whether row i follows draft j: its history is what was emitted,
+                                 and these drafts
+
+Parameters are columns on the device, so that one pass serves requests with different ones.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,114 +33,121 @@ LogitsProcessor = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def column(
-    those: list[SamplingState],
+    states: list[SamplingState],
     value: Callable[[Sampling], float],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[n, 1, 1]"""
-    return to_device(
-        torch.tensor([value(h.sampling) for h in those], dtype=dtype)[:, None, None],
-        those[0].device,
-    )
+    """[n, 1, 1]: one parameter of each request."""
+    values = torch.tensor([value(state.sampling) for state in states], dtype=dtype)
+    return to_device(values[:, None, None], states[0].device)
 
 
-def bias(those: list[SamplingState]) -> LogitsProcessor:
-    added = torch.stack([h.bias for h in those])[:, None]
-    return lambda x, drafts, position, before: x + added
+def logit_bias(states: list[SamplingState]) -> LogitsProcessor:
+    bias = torch.stack([state.logit_bias for state in states])[:, None]
+    return lambda x, drafts, position, follows: x + bias
 
 
-def forbid(those: list[SamplingState]) -> LogitsProcessor:
-    """No stop token before `min_tokens`. A short list of stop ids is filled up with its first one."""
-    device, most = those[0].device, max(len(h.stops) for h in those)
-    filled = [h.stops + h.stops[:1] * (most - len(h.stops)) for h in those]
-    stops = to_device(torch.tensor(filled)[:, None], device)  # [n, 1, S]
-    least = to_device(torch.tensor([h.min_tokens for h in those])[:, None], device)  # [n, 1]
+def min_tokens(states: list[SamplingState]) -> LogitsProcessor:
+    """Forbid stop tokens before `min_tokens`. Short lists of stop ids repeat their first one."""
+    device = states[0].device
+    width = max(len(state.stop_ids) for state in states)
+    padded = [s.stop_ids + s.stop_ids[:1] * (width - len(s.stop_ids)) for s in states]
+    stop_ids = to_device(torch.tensor(padded)[:, None], device)  # [n, 1, S]
+    minimum = to_device(torch.tensor([s.min_tokens for s in states])[:, None], device)  # [n, 1]
 
-    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
-        at = stops.expand(-1, x.shape[1], -1)
-        return x.scatter(
-            2, at, x.gather(2, at).masked_fill((position < least)[:, :, None], -torch.inf)
-        )
+    def process(x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
+        index = stop_ids.expand(-1, x.shape[1], -1)
+        stop_logits = x.gather(2, index)
+        too_early = (position < minimum)[:, :, None]
+        return x.scatter(2, index, stop_logits.masked_fill(too_early, -torch.inf))
 
-    return stage
+    return process
 
 
 class Penalties:
-    """The only stage that remembers: it owns the counts of its requests, their histories keep views of them."""
+    """Repetition, frequency and presence penalties.
 
-    def __init__(self, those: list[SamplingState]) -> None:
-        self.prompted = torch.stack([h.prompted for h in those])  # [n, V]
-        self.counts = torch.stack([h.counts for h in those])
-        for i, h in enumerate(those):
-            h.prompted, h.counts = self.prompted[i], self.counts[i]
-        self.repetition = column(those, lambda s: s.repetition_penalty)
-        self.presence = column(those, lambda s: s.presence_penalty)
-        self.frequency = column(those, lambda s: s.frequency_penalty)
+    This is the only processor with state: it owns the token counts of its requests, and their
+    SamplingStates keep views of them.
+    """
 
-    def __call__(self, x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
+    def __init__(self, states: list[SamplingState]) -> None:
+        self.in_prompt = torch.stack([state.in_prompt for state in states])  # [n, V]
+        self.counts = torch.stack([state.counts for state in states])  # [n, V]
+        for i, state in enumerate(states):
+            state.in_prompt = self.in_prompt[i]
+            state.counts = self.counts[i]
+        self.repetition = column(states, lambda s: s.repetition_penalty)
+        self.presence = column(states, lambda s: s.presence_penalty)
+        self.frequency = column(states, lambda s: s.frequency_penalty)
+
+    def __call__(self, x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
         n, rows, _ = x.shape
         counts = self.counts[:, None].repeat(1, rows, 1)
-        counts.scatter_add_(2, drafts[:, None].expand(n, rows, -1), before.int().expand(n, -1, -1))
-        said = counts > 0
+        counts.scatter_add_(2, drafts[:, None].expand(n, rows, -1), follows.int().expand(n, -1, -1))
+        in_answer = counts > 0
         x = torch.where(
-            said | self.prompted[:, None],
+            in_answer | self.in_prompt[:, None],
             torch.where(x < 0, x * self.repetition, x / self.repetition),
             x,
         )
-        return x - self.frequency * counts - self.presence * said
+        return x - self.frequency * counts - self.presence * in_answer
 
-    def commit(self, tokens: Tensor, kept: Tensor) -> None:
-        """Adds tokens[:, : kept + 1]: the accepted drafts and the bonus."""
-        emitted = torch.arange(tokens.shape[1], device=tokens.device) <= kept[:, None]
+    def commit(self, tokens: Tensor, accepted: Tensor) -> None:
+        """Count tokens[:, : accepted + 1]: the accepted drafts and the bonus token."""
+        emitted = torch.arange(tokens.shape[1], device=tokens.device) <= accepted[:, None]
         self.counts.scatter_add_(1, tokens, emitted.int())
 
 
-def temperature(those: list[SamplingState]) -> LogitsProcessor:
-    by = column(those, lambda s: s.temperature)
-    return lambda x, drafts, position, before: x / by
+def temperature(states: list[SamplingState]) -> LogitsProcessor:
+    divisor = column(states, lambda s: s.temperature)
+    return lambda x, drafts, position, follows: x / divisor
 
 
-def top_k(those: list[SamplingState]) -> LogitsProcessor:
-    most = max(h.sampling.top_k for h in those)
-    last = column(those, lambda s: s.top_k - 1, torch.int64)
+def top_k(states: list[SamplingState]) -> LogitsProcessor:
+    max_k = max(state.sampling.top_k for state in states)
+    last = column(states, lambda s: s.top_k - 1, torch.int64)
 
-    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
-        least = x.topk(most).values.gather(2, last.expand(-1, x.shape[1], 1))
-        return x.masked_fill(x < least, -torch.inf)
+    def process(x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
+        threshold = x.topk(max_k).values.gather(2, last.expand(-1, x.shape[1], 1))
+        return x.masked_fill(x < threshold, -torch.inf)
 
-    return stage
-
-
-def top_p(those: list[SamplingState]) -> LogitsProcessor:
-    tail = column(those, lambda s: 1 - s.top_p)
-
-    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
-        ranked, at = x.sort(stable=True)  # the least likely first
-        gone = ranked.softmax(-1).cumsum(-1) <= tail
-        gone[..., -1] = False
-        return x.masked_fill(gone.scatter(2, at, gone), -torch.inf)
-
-    return stage
+    return process
 
 
-def min_p(those: list[SamplingState]) -> LogitsProcessor:
-    share = column(those, lambda s: s.min_p)
+def top_p(states: list[SamplingState]) -> LogitsProcessor:
+    tail = column(states, lambda s: 1 - s.top_p)
 
-    def stage(x: Tensor, drafts: Tensor, position: Tensor, before: Tensor) -> Tensor:
+    def process(x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
+        ascending, index = x.sort(stable=True)
+        removed = ascending.softmax(-1).cumsum(-1) <= tail
+        removed[..., -1] = False
+        return x.masked_fill(removed.scatter(2, index, removed), -torch.inf)
+
+    return process
+
+
+def min_p(states: list[SamplingState]) -> LogitsProcessor:
+    fraction = column(states, lambda s: s.min_p)
+
+    def process(x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
         p = x.softmax(-1)
-        return x.masked_fill(p < share * p.amax(-1, keepdim=True), -torch.inf)
+        return x.masked_fill(p < fraction * p.amax(-1, keepdim=True), -torch.inf)
 
-    return stage
+    return process
 
 
-LOGITS_PROCESSORS: tuple[
-    tuple[Callable[[SamplingState], bool], Callable[[list[SamplingState]], LogitsProcessor]], ...
-] = (
-    (lambda h: bool(h.sampling.logit_bias), bias),
-    (lambda h: bool(h.stops), forbid),
-    (lambda h: h.sampling.penalized, Penalties),
-    (lambda h: not h.sampling.greedy, temperature),
-    (lambda h: not h.sampling.greedy and 0 < h.sampling.top_k < h.vocab, top_k),
-    (lambda h: not h.sampling.greedy and h.sampling.top_p < 1, top_p),
-    (lambda h: not h.sampling.greedy and h.sampling.min_p > 0, min_p),
+class ProcessorEntry(NamedTuple):
+    applies: Callable[[SamplingState], bool]
+    build: Callable[[list[SamplingState]], LogitsProcessor]
+
+
+LOGITS_PROCESSORS = (
+    ProcessorEntry(lambda s: bool(s.sampling.logit_bias), logit_bias),
+    ProcessorEntry(lambda s: bool(s.stop_ids), min_tokens),
+    ProcessorEntry(lambda s: s.sampling.penalized, Penalties),
+    ProcessorEntry(lambda s: not s.sampling.greedy, temperature),
+    ProcessorEntry(lambda s: not s.sampling.greedy and 0 < s.sampling.top_k < s.vocab, top_k),
+    ProcessorEntry(lambda s: not s.sampling.greedy and s.sampling.top_p < 1, top_p),
+    ProcessorEntry(lambda s: not s.sampling.greedy and s.sampling.min_p > 0, min_p),
 )

@@ -1,13 +1,16 @@
-"""The target's own token at every row of a batch, whatever each request asked for; the host never waits here.
+"""Sampler: the target's own token at every row of a batch. The host never waits here.
 
-    logits  [B, R, V]    row 0 follows what was emitted, row i the i drafts behind it
-    drafts  [B, R - 1]   any ids of the vocabulary: a row is used only if all drafts before it were accepted
+    logits  [B, R, V]    row 0 follows what was emitted, row i the first i drafts
+    drafts  [B, R - 1]   any token ids: a row is used only if all drafts before it are accepted
     emitted [B]          tokens emitted so far: row i decides position emitted + i of the answer
-    masks   [B, R]       of trees (peagle/tree.py): row i follows the drafts it has bits for
+    masks   [B, R]       of trees (peagle/draft_shape.py): row i follows the drafts of its bits
 
-The token of a row is the argmax of its processed logits, or the inverse of their CDF at the uniform number of its
-position: what `peagle.sampling.choose` says for the same seed. Since each row is processed with its own history, the
-acceptance rule stays lossless with respect to the processed distribution.
+The token of a row is the argmax of its processed logits, or the inverse of their CDF at the uniform
+number of its position: what `peagle.reference.sampling_rule.choose` gives for the same seed.
+
+The acceptance rule: drafts are accepted as long as they equal the target's token at their row, and
+the target's token at the first other row is emitted too. Each row is processed with its own
+history, so the rule is lossless with respect to the processed distribution.
 """
 
 from typing import NamedTuple
@@ -19,27 +22,29 @@ from peagle.engine.sampling.logits_processors import LOGITS_PROCESSORS, LogitsPr
 from peagle.engine.sampling.sampling_state import SamplingState, to_device
 from peagle.kernels.triton.argmax import argmax
 
-AT_ONCE = 2**25  # requests x rows x V: bounds the copies of logits that a group makes
+# Limit of requests x rows x V in a group: bounds the copies of logits that its processors make.
+MAX_GROUP_LOGITS = 2**25
 
 
 class SamplingGroup:
-    """Requests that need more than an argmax; all of them greedy, or none."""
+    """Requests that need more than an argmax; either all of them are greedy, or none."""
 
     def __init__(self, members: list[tuple[int, SamplingState]]) -> None:
-        histories = [h for _, h in members]
-        self.device, self.greedy = histories[0].device, histories[0].sampling.greedy
+        """`members`: (row of the batch, state) of each request."""
+        states = [state for _, state in members]
+        self.device = states[0].device
+        self.greedy = states[0].sampling.greedy
         self.rows = self._index([row for row, _ in members])
-        self.stages: list[
-            tuple[Tensor | None, LogitsProcessor]
-        ] = []  # the members it is for (None: all)
-        for wanted, stage in LOGITS_PROCESSORS:
-            at = [i for i, h in enumerate(histories) if wanted(h)]
-            if at:
-                index = None if len(at) == len(histories) else self._index(at)
-                self.stages.append((index, stage([histories[i] for i in at])))
-        if not self.greedy:  # tables of all lengths, one behind the other
-            lengths = torch.tensor([len(h.uniforms) for h in histories])
-            self.uniforms = torch.cat([h.uniforms for h in histories])
+        # (members that the processor is for, or None for all; processor)
+        self.processors: list[tuple[Tensor | None, LogitsProcessor]] = []
+        for entry in LOGITS_PROCESSORS:
+            users = [i for i, state in enumerate(states) if entry.applies(state)]
+            if users:
+                index = None if len(users) == len(states) else self._index(users)
+                self.processors.append((index, entry.build([states[i] for i in users])))
+        if not self.greedy:  # one table of uniform numbers, request after request
+            lengths = torch.tensor([len(state.uniforms) for state in states])
+            self.uniforms = torch.cat([state.uniforms for state in states])
             self.last = to_device(lengths[:, None] - 1, self.device)
             self.first = to_device((lengths.cumsum(0) - lengths)[:, None], self.device)
 
@@ -49,89 +54,103 @@ class SamplingGroup:
     def choose(
         self, logits: Tensor, drafts: Tensor, emitted: Tensor, masks: Tensor | None = None
     ) -> Tensor:
-        """[n, R]"""
+        """The target's token at each row of the members, [n, R]; arguments of the whole batch."""
         drafts = drafts[self.rows]
-        before = followed(logits.shape[1], None if masks is None else masks[self.rows], self.device)
-        position = emitted[self.rows, None].long() + before.sum(-1)
+        own_masks = None if masks is None else masks[self.rows]
+        follows = followed_drafts(logits.shape[1], own_masks, self.device)
+        position = emitted[self.rows, None].long() + follows.sum(-1)
         x = logits[self.rows].float()
-        for at, stage in self.stages:
-            if at is None:
-                x = stage(x, drafts, position, before)
+        for users, process in self.processors:
+            if users is None:
+                x = process(x, drafts, position, follows)
             else:
-                x[at] = stage(
-                    x[at], drafts[at], position[at], before if masks is None else before[at]
+                x[users] = process(
+                    x[users],
+                    drafts[users],
+                    position[users],
+                    follows if masks is None else follows[users],
                 )
-        return likeliest(x) if self.greedy else self._draw(x, position)
+        return greedy_tokens(x) if self.greedy else self._draw(x, position)
 
     def _draw(self, x: Tensor, position: Tensor) -> Tensor:
-        """Rows behind max_tokens are never used: they take the last number."""
+        """Sample each row [n, R, V] by the uniform number of its position.
+
+        Rows beyond max_tokens are never used: they take the last number.
+        """
         uniform = self.uniforms[self.first + position.minimum(self.last)]
         cdf = x.softmax(-1).cumsum(-1, dtype=torch.float64)
-        at = uniform[:, :, None] * cdf[..., -1:]
-        return torch.searchsorted(cdf, at, right=True)[..., 0].clamp(max=x.shape[-1] - 1)
+        threshold = uniform[:, :, None] * cdf[..., -1:]
+        return torch.searchsorted(cdf, threshold, right=True)[..., 0].clamp(max=x.shape[-1] - 1)
 
-    def commit(self, tokens: Tensor, kept: Tensor) -> None:
-        for at, stage in self.stages:
-            if isinstance(stage, Penalties):
-                rows = self.rows if at is None else self.rows[at]
-                stage.commit(tokens[rows], kept[rows])
+    def commit(self, tokens: Tensor, accepted: Tensor) -> None:
+        for users, process in self.processors:
+            if isinstance(process, Penalties):
+                rows = self.rows if users is None else self.rows[users]
+                process.commit(tokens[rows], accepted[rows])
 
 
 class Sampler:
-    """One batch. Built anew when its requests change; what they said stays in their histories.
+    """Samples for one batch. It is built anew when the requests of the batch change.
 
-    A history belongs to the newest Processing that it was given to.
+    The SamplingStates keep what requests have emitted; each belongs to the newest Sampler that it
+    was passed to.
     """
 
-    def __init__(self, histories: list[SamplingState], rows: int = 1) -> None:
-        """`rows`: no pass has more of a request."""
-        members = [(row, h) for row, h in enumerate(histories) if not h.plain]
+    def __init__(
+        self,
+        states: list[SamplingState],
+        max_rows: int = 1,
+        max_group_logits: int = MAX_GROUP_LOGITS,
+    ) -> None:
+        """`max_rows`: no pass has more rows of a request."""
+        members = [(row, state) for row, state in enumerate(states) if not state.plain]
         self.groups: list[SamplingGroup] = []
         for greedy in (True, False):
-            alike = [(row, h) for row, h in members if h.sampling.greedy == greedy]
-            at_once = max(1, AT_ONCE // (rows * alike[0][1].vocab)) if alike else 1
-            self.groups += [
-                SamplingGroup(alike[i : i + at_once]) for i in range(0, len(alike), at_once)
-            ]
+            part = [(row, state) for row, state in members if state.sampling.greedy == greedy]
+            size = max(1, max_group_logits // (max_rows * part[0][1].vocab)) if part else 1
+            self.groups += [SamplingGroup(part[i : i + size]) for i in range(0, len(part), size)]
 
     def choose(
         self, logits: Tensor, drafts: Tensor, emitted: Tensor, masks: Tensor | None = None
     ) -> Tensor:
-        """[B, R] int64: the target's token at each row."""
-        tokens = likeliest(logits)
+        """The target's token at each row, [B, R] int64."""
+        tokens = greedy_tokens(logits)
         for group in self.groups:
             tokens[group.rows] = group.choose(logits, drafts, emitted, masks)
         return tokens
 
-    def commit(self, tokens: Tensor, kept: Tensor) -> None:
-        """tokens[b, : kept[b] + 1] were emitted."""
+    def commit(self, tokens: Tensor, accepted: Tensor) -> None:
+        """Record that tokens[b, : accepted[b] + 1] were emitted."""
         for group in self.groups:
-            group.commit(tokens, kept)
+            group.commit(tokens, accepted)
 
 
-def followed(rows: int, masks: Tensor | None, device: torch.device) -> Tensor:
-    """[1 or n, R, R - 1] bool: the drafts that row i follows: the first i; of a tree, its ancestors and itself."""
-    at = torch.arange(rows, device=device)
+def followed_drafts(rows: int, masks: Tensor | None, device: torch.device) -> Tensor:
+    """[1 or n, R, R - 1] bool: whether row i follows draft j.
+
+    In a chain these are the first i drafts, in a tree the row itself and its ancestors.
+    """
+    index = torch.arange(rows, device=device)
     if masks is None:
-        return (at[1:] <= at[:, None])[None]
-    return (masks[:, :, None] >> at[1:] & 1).bool()
+        return (index[1:] <= index[:, None])[None]
+    return (masks[:, :, None] >> index[1:] & 1).bool()
 
 
 class Logprobs(NamedTuple):
     chosen: Tensor  # [B, R]
-    rank: Tensor  # [B, R]: 1 is the likeliest
-    ids: Tensor  # [B, R, top], the likeliest first
+    rank: Tensor  # [B, R] of the chosen token: 1 is the most likely
+    ids: Tensor  # [B, R, top], the most likely first
     values: Tensor  # [B, R, top]
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
-    """Of the raw logits [B, R, V], before any processing, for the tokens [B, R]."""
+    """Log-probabilities of the raw logits [B, R, V], before any processing, for tokens [B, R]."""
     total = logits.float().logsumexp(-1, keepdim=True)
-    own = logits.gather(-1, tokens[..., None])
+    chosen = logits.gather(-1, tokens[..., None])
     values, ids = logits.topk(top, sorted=True)
-    return Logprobs((own - total)[..., 0], (logits > own).sum(-1) + 1, ids, values - total)
+    return Logprobs((chosen - total)[..., 0], (logits > chosen).sum(-1) + 1, ids, values - total)
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """[..., V] -> [...]: the first of the largest."""
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """[..., V] -> [...]: the argmax, the first of equals."""
     return argmax(logits.flatten(0, -2))[0].view(logits.shape[:-1])

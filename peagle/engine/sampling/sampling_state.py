@@ -1,4 +1,4 @@
-"""What one request brings to `Processing`: made once, it survives every change of the batch."""
+"""SamplingState: what one request brings to the Sampler. It survives every change of the batch."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -11,16 +11,14 @@ from peagle.errors import UserError
 from peagle.reference.sampling_rule import uniforms
 
 
-def to_device(here: Tensor, device: torch.device) -> Tensor:
-    """From the host to the device, without waiting for the device."""
-    return (
-        here.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else here.to(device)
-    )
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device, without waiting for the device."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
-def check_bias(sampling: Sampling, vocab: int) -> None:
+def check_logit_bias(sampling: Sampling, vocab: int) -> None:
     if bad := [token for token in sampling.logit_bias if token >= vocab]:
         raise UserError(
             f"logit_bias names token ids {bad[:5]}, but the target's vocabulary ends at {vocab - 1}"
@@ -28,12 +26,13 @@ def check_bias(sampling: Sampling, vocab: int) -> None:
 
 
 class SamplingState:
-    """Tensors only where the settings need them, all on the device:
+    """The sampling parameters of a request, and the device tensors that they need:
 
-    bias      [V] float32   where there is a logit_bias
-    prompted  [V] bool      where there are penalties: the prompt's tokens
-    counts    [V] int32     where there are penalties: how often the answer said a token; `Processing.commit` adds to it
-    uniforms  [max_tokens]  where the answer is sampled: the uniform number of each of its positions
+    logit_bias  [V] float32   with a logit bias
+    in_prompt   [V] bool      with penalties: the tokens of the prompt
+    counts      [V] int32     with penalties: how often the answer has each token;
+                              `Sampler.commit` adds to it
+    uniforms    [max_tokens]  unless greedy: the uniform number of each position of the answer
     """
 
     def __init__(
@@ -46,25 +45,29 @@ class SamplingState:
         device: torch.device | str = "cpu",
         min_tokens: int = 0,
         stop_ids: Collection[int] = (),
-        output: Sequence[int] = (),  # tokens emitted before: a request that was interrupted
+        output: Sequence[int] = (),
     ) -> None:
-        check_bias(sampling, vocab)
-        self.sampling, self.vocab, self.device = sampling, vocab, torch.device(device)
+        """`output`: tokens emitted before the request was preempted."""
+        check_logit_bias(sampling, vocab)
+        self.sampling = sampling
+        self.vocab = vocab
+        self.device = torch.device(device)
         self.min_tokens = min_tokens
-        self.stops = (
-            sorted(stop for stop in stop_ids if stop < vocab) if min_tokens > len(output) else []
-        )
-        self.plain = sampling.plain and not self.stops  # the argmax of the raw logits is its token
+        self.stop_ids: list[int] = []  # forbidden before `min_tokens`
+        if min_tokens > len(output):
+            self.stop_ids = sorted(stop for stop in stop_ids if stop < vocab)
+        # Plain requests take the argmax of the raw logits.
+        self.plain = sampling.plain and not self.stop_ids
         if sampling.logit_bias:
-            self.bias = self._vector(sampling.logit_bias, torch.float32)
+            self.logit_bias = self._vector(sampling.logit_bias, torch.float32)
         if sampling.penalized:
-            self.prompted = self._vector(dict.fromkeys(prompt, True), torch.bool)
+            self.in_prompt = self._vector(dict.fromkeys(prompt, True), torch.bool)
             self.counts = self._vector(Counter(output), torch.int32)
         if not sampling.greedy:
             self.uniforms = to_device(uniforms(sampling.seed, max_tokens), self.device)
 
     def _vector(self, values: Mapping[int, float], dtype: torch.dtype) -> Tensor:
-        """[V]: the values at their tokens, zero elsewhere."""
-        here = torch.zeros(self.vocab, dtype=dtype)
-        here[list(values)] = torch.tensor(list(values.values()), dtype=dtype)
-        return to_device(here, self.device)
+        """[V]: the given values at their token ids, zero elsewhere."""
+        vector = torch.zeros(self.vocab, dtype=dtype)
+        vector[list(values)] = torch.tensor(list(values.values()), dtype=dtype)
+        return to_device(vector, self.device)

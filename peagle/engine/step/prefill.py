@@ -14,11 +14,11 @@ from torch import Tensor
 from peagle.draft_shape import DraftShape
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
-from peagle.engine.model.drafting import DraftRunner, Verified
+from peagle.engine.model.drafting import DraftRunner, VerifiedRows
 from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import Verifier
 from peagle.engine.sampling.grammar_masks import GrammarMasks
-from peagle.engine.sampling.sampler import Sampler, likeliest, logprobs
+from peagle.engine.sampling.sampler import Sampler, greedy_tokens, logprobs
 from peagle.engine.schedule.prefill_layout import MASK, Size, numbers_of, views_of
 from peagle.engine.schedule.request import PrefillChunk
 from peagle.engine.step.graphs import Graphs
@@ -89,7 +89,7 @@ class PrefillRunner:
         logits, tokens = consumed.logits[who], consumed.tokens[who]
         if masks is not None:
             masks.apply(logits, [[]] * len(fresh))
-            tokens = likeliest(logits)
+            tokens = greedy_tokens(logits)
         if processing is not None and fresh:
             nothing = torch.zeros(len(fresh), dtype=torch.int32, device=tokens.device)
             tokens = processing.choose(logits, tokens[:, :0], nothing)
@@ -138,8 +138,8 @@ class PrefillRunner:
         )
         embeds = torch.where(mask, drafting.mask_embedding, drafting.drafter.embed(ids))
         rows = self._rows(part, consumed.tables, size.most + size.masks, "wide_", places.ends[at])
-        rows.both = drafting.both(tree.k)
-        normed, stream = drafting.lean.forward(embeds, hidden, rows, self.memory)
+        rows.both = drafting.bidirectional_rows(tree.k)
+        normed, residual = drafting.layers.forward(embeds, hidden, rows, self.memory)
         k = tree.k
         if not k:
             return
@@ -150,7 +150,7 @@ class PrefillRunner:
                 .flatten()
             )
         first = (part["end"] - 1).int()
-        verified = Verified(
+        verified = VerifiedRows(
             ids[:0],
             consumed.hidden,
             first,
@@ -159,7 +159,7 @@ class PrefillRunner:
             consumed.tables,
             places.ends[at],
         )
-        drafting.look_ahead(normed, stream, last, verified, tree, at, places.trees)
+        drafting.draft_from_pass(normed, residual, last, verified, tree, at, places.trees)
 
     def _rows(
         self, part: dict[str, Any], tables: Tensor, most: int, kind: str, ends: Tensor | None = None

@@ -14,7 +14,7 @@ class AcceptOutput(NamedTuple):
 
     packed: Tensor  # [B, K + 3 or 5], see Result
     rows: Tensor | None  # [B * (K + 1)] of a tree: the accepted path among all rows
-    outlook: (
+    draft_confidence: (
         Tensor | None
     )  # [B, K] how likely the new chains' drafts are; on a CPU, of calibrated drafters
 
@@ -29,7 +29,7 @@ class StepOutput:
 
     packed: Tensor
     logprobs: Logprobs | None = None
-    outlook: Tensor | None = None  # see AcceptOutput
+    draft_confidence: Tensor | None = None  # see AcceptOutput
     verify_seconds: float | None = None  # on a CPU, where a step has finished when it returns
     draft_seconds: float | None = None  # likewise: acceptance and drafting
 

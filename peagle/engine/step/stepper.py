@@ -17,13 +17,13 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.kv.slots import DecodeSlots
-from peagle.engine.model.drafting import DraftRunner, Verified
-from peagle.engine.model.exactness import filled
+from peagle.engine.model.drafting import DraftRunner, VerifiedRows
+from peagle.engine.model.exactness import pad_rows
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import cache_shapes, verifier_for
+from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.engine.sampling.grammar_masks import GrammarMasks
-from peagle.engine.sampling.sampler import Sampler, likeliest, logprobs
+from peagle.engine.sampling.sampler import Sampler, greedy_tokens, logprobs
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
 from peagle.engine.step.step_output import AcceptOutput, StepOutput
@@ -63,9 +63,9 @@ class Stepper:
         """`largest`: no form has more depths or nodes."""
         self.target = target
         length = context + largest.nodes + 1
-        self.verifier = verifier_for(target, length)
+        self.verifier = build_verifier(target, length)
         self.small = (
-            self.verifier.shrink()
+            self.verifier.use_codes()
             if target.format and isinstance(self.verifier, FusedLlamaTarget)
             else 0.0
         )
@@ -139,15 +139,17 @@ class Stepper:
         clock.append(time.perf_counter())
         logits, tokens = block.logits[:count], block.tokens[:count]
         if masks is not None:
-            assert tree.chain
+            assert tree.is_chain
             masks.apply(logits, drafts)
-            tokens.copy_(likeliest(logits))
+            tokens.copy_(greedy_tokens(logits))
         if processing is not None:
             emitted = self.places.emitted[index[:count]]
-            seen = None if tree.chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
+            seen = (
+                None if tree.is_chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
+            )
             tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
         clock.append(time.perf_counter())
-        packed, rows, outlook = self.graphs.run(
+        packed, rows, draft_confidence = self.graphs.run(
             settle, lambda: self.settle(index, block, tree, made)
         )
         clock.append(time.perf_counter())
@@ -155,7 +157,7 @@ class Stepper:
         told, kept = packed[:, : tree.k + 1], packed[:, tree.k + 1]
         if processing is not None:
             processing.commit(told, kept)
-        output = StepOutput(packed, outlook=outlook)
+        output = StepOutput(packed, draft_confidence=draft_confidence)
         if self.places.device.type == "cpu":
             output.verify_seconds = clock[1] - clock[0]
             output.draft_seconds = clock[3] - clock[2]
@@ -170,7 +172,7 @@ class Stepper:
         taken, rows = self.places.rows(index, tree)
         ids = taken.ids
         logits, hidden = self.verifier.forward(
-            *filled(ids.flatten(), rows, self.multiple), self.memory
+            *pad_rows(ids.flatten(), rows, self.multiple), self.memory
         )
         logits, hidden = logits[: ids.numel()], hidden[: ids.numel()]
         tokens, tops = (x.view(ids.shape) for x in argmax(logits))
@@ -187,20 +189,20 @@ class Stepper:
         rows = walked.rows
         if walked.path is not None:
             self.memory.settle(first, walked.kept, walked.path, tables)
-        outlook = None
+        draft_confidence = None
         if self.drafting is not None:
             hidden = block.hidden if rows is None else block.hidden[rows]
-            verified = Verified(
+            verified = VerifiedRows(
                 walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends
             )
-            outlook = self.drafting.draft(verified, made, index, self.places.trees)
-        return AcceptOutput(walked.packed, rows, outlook)
+            draft_confidence = self.drafting.draft(verified, made, index, self.places.trees)
+        return AcceptOutput(walked.packed, rows, draft_confidence)
 
     def _accept(self, index: Tensor, block: VerifyInput, tree: DraftShape) -> AcceptedPath:
         """What holds, as a chain: of a tree its accepted path."""
         places, first = self.places, block.rows.first
         state = first, block.ends, index, places.lengths, places.emitted, places.newest
-        if not tree.chain:
+        if not tree.is_chain:
             return accept_tree(block.tokens, block.tops, block.ids, places.trees, *state, tree.k)
         kept, newest, packed = accept(block.tokens, block.tops, block.ids[:, 1:], *state)
         return AcceptedPath(kept, newest, None, None, block.ids, packed)
@@ -278,7 +280,7 @@ def batch_bucket(count: int) -> int:
 
 def kv_shapes(target: Target, drafter: Drafter | None) -> list[KVShape]:
     """What a position stores: of every layer of the target, then of the drafter."""
-    shapes = cache_shapes(target)
+    shapes = target_kv_shapes(target)
     if drafter is not None:
         config = drafter.config
         shapes += [
