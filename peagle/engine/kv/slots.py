@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from peagle.draft_shape import DraftShape
+from peagle.engine.device import to_device
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.sampling.sampling_state import to_device
 from peagle.kernels.triton.build_tree import DraftTrees
 from peagle.kernels.triton.gather_rows import GatheredRows, gather_rows
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peagle.engine.sampling.sampling_state import to_device
+from peagle.engine.device import to_device
 from peagle.grammar import Grammar, Grammars, one_line
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.engine.device import to_device
 from peagle.engine.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor, Penalties
-from peagle.engine.sampling.sampling_state import SamplingState, to_device
+from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.kernels.triton.argmax import argmax
 
 AT_ONCE = 2**25  # requests x rows x V: bounds the copies of logits that a group makes

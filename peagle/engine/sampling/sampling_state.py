@@ -7,17 +7,9 @@ import torch
 from torch import Tensor
 
 from peagle.core import Sampling
+from peagle.engine.device import to_device
 from peagle.errors import UserError
 from peagle.reference.sampling_rule import uniforms
-
-
-def to_device(here: Tensor, device: torch.device) -> Tensor:
-    """From the host to the device, without waiting for the device."""
-    return (
-        here.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else here.to(device)
-    )
 
 
 def check_bias(sampling: Sampling, vocab: int) -> None:
