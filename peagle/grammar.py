@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from peagle.target import Target
 
-LONGEST = 1 << 18  # characters
-KEPT, LEAST = (
+MAX_GRAMMAR_CHARS = 1 << 18  # characters
+CACHE_CHARS, MIN_ENTRY_CHARS = (
     1 << 20,
     1 << 12,
 )  # characters of the grammars that are kept compiled; what a short one counts as
-ITEMS = (
+MAX_PARSER_ITEMS = (
     10_000  # of a parser's step: it holds everybody up, and five times as many take half a second
 )
-TRIED = 16  # tokens of an answer that is tried before the grammar is let in
-MESSAGE = 400  # characters of what the library says
-SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON's tokens: with no end to it, small targets write nothing else
+TRIAL_TOKENS = 16  # tokens of an answer that is tried before the grammar is let in
+MAX_ERROR_CHARS = 400  # characters of what the library says
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON's tokens: with no end to it, small targets write nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Grammar:
     @classmethod
     def ebnf(cls, rules: str) -> "Grammar":
         """Lark's notation, or GBNF."""
-        require_package()
-        check_length(rules)
+        require_llguidance()
+        check_grammar_length(rules)
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
@@ -74,10 +74,10 @@ class Grammar:
             raise UserError(f"the grammar cannot be read: {error}") from error
 
     def __post_init__(self) -> None:
-        check_length(self.text)
+        check_grammar_length(self.text)
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiled once for a target's tokenizer; every method may be called from any thread."""
 
     def __init__(self, target: "Target") -> None:
@@ -94,7 +94,7 @@ class Grammars:
             self._kept.pop(grammar, None)
             self._kept[grammar] = compiled
             while (
-                len(self._kept) > 1 and sum(max(len(one.text), LEAST) for one in self._kept) > KEPT
+                len(self._kept) > 1 and sum(max(len(one.text), MIN_ENTRY_CHARS) for one in self._kept) > CACHE_CHARS
             ):
                 self._kept.pop(next(iter(self._kept)))
         return compiled.deep_copy()
@@ -108,7 +108,7 @@ class Grammars:
     @cached_property
     def _vocabulary(self) -> "LLTokenizer":
         """Half a second to a second."""
-        require_package()
+        require_llguidance()
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer, decoders
 
@@ -135,23 +135,23 @@ class Grammars:
             ) from error
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
-        require_package()
+        require_llguidance()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False, step_max_items=ITEMS)
+        limits = LLParserLimits(verbose_errors=False, step_max_items=MAX_PARSER_ITEMS)
         try:
-            matcher = LLMatcher(self._vocabulary, rules_of(grammar), log_level=0, limits=limits)
+            matcher = LLMatcher(self._vocabulary, llguidance_grammar(grammar), log_level=0, limits=limits)
             reason = self._try(matcher.deep_copy())
         except ValueError as error:
             reason = str(error)
         if reason:
-            raise UserError(f"the grammar cannot be used: {one_line(reason)}")
+            raise UserError(f"the grammar cannot be used: {clean_error_text(reason)}")
         return matcher
 
     def _try(self, matcher: "LLMatcher") -> str:
         """What is wrong, if that is found by beginning an answer: with the first token of all that are allowed."""
         stops = sum(1 << stop for stop in self._target.stop_ids)
-        for _ in range(TRIED):
+        for _ in range(TRIAL_TOKENS):
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error() or not allowed:
                 break
@@ -165,31 +165,31 @@ class Grammars:
         return matcher.get_error()
 
 
-def rules_of(grammar: Grammar) -> str:
+def llguidance_grammar(grammar: Grammar) -> str:
     """As llguidance writes them."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
         return LLMatcher.grammar_from_json_schema(
-            grammar.text, defaults={"whitespace_pattern": SPACE}
+            grammar.text, defaults={"whitespace_pattern": JSON_WHITESPACE}
         )
     return (
         LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     )(grammar.text)
 
 
-def one_line(reason: str) -> str:
+def clean_error_text(reason: str) -> str:
     """What the library says of an error."""
-    return " ".join(reason.replace("<non-verbose/>", "").split())[:MESSAGE]
+    return " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARS]
 
 
-def check_length(text: str) -> None:
-    if len(text) > LONGEST:
+def check_grammar_length(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
         raise UserError(
-            f"the grammar has {len(text):,} characters, the most is {LONGEST:,}: make it smaller"
+            f"the grammar has {len(text):,} characters, the most is {MAX_GRAMMAR_CHARS:,}: make it smaller"
         )
 
 
-def require_package() -> None:
+def require_llguidance() -> None:
     if find_spec("llguidance") is None:
         raise UserError("a grammar needs llguidance: pip install 'peagle[serve]'")

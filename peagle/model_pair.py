@@ -15,7 +15,7 @@ from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint
 from peagle.drafter.untrained import untrained
 from peagle.errors import UserError
-from peagle.grammar import Grammars
+from peagle.grammar import GrammarCompiler
 from peagle.progress import Progress, silent
 from peagle.pull import pull, pull_drafter, receipt
 from peagle.target import Target, load_target
@@ -30,7 +30,7 @@ class ModelPair:
     ) -> None:
         self.pair = pair
         self.target = target
-        self.grammars = Grammars(target)
+        self.grammars = GrammarCompiler(target)
         self._drafters = dict(drafters or {})
 
     @property

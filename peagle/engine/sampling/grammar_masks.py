@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.device import to_device
-from peagle.grammar import Grammar, Grammars, one_line
+from peagle.grammar import Grammar, GrammarCompiler, clean_error_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,7 +23,7 @@ class GrammarState:
     """One request's. `over`: nothing can follow; `refused`: why the grammar did not take what was said."""
 
     def __init__(
-        self, grammars: Grammars, grammar: Grammar, stops: Collection[int], min_tokens: int
+        self, grammars: GrammarCompiler, grammar: Grammar, stops: Collection[int], min_tokens: int
     ) -> None:
         self.matcher: LLMatcher = grammars.matcher(grammar)
         self.executor = grammars.executor
@@ -35,7 +35,7 @@ class GrammarState:
         """How many of the tokens belong to the answer: up to the one behind which nothing can follow."""
         for count, token in enumerate(tokens, 1):
             if not self.matcher.consume_token(token):
-                self.refused = one_line(self.matcher.get_error())
+                self.refused = clean_error_text(self.matcher.get_error())
             self.over = self.matcher.is_stopped()
             if self.over:
                 return count
