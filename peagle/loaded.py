@@ -65,7 +65,7 @@ class LoadedPair(ModelPair):
         try:
             while not stream.ended:
                 engine.step()
-                for piece in stream.waiting():
+                for piece in stream.poll():
                     reason = piece.reason
                     prefill = prefill or time.perf_counter() - start
                     steps += [piece.step] if piece.step else []
