@@ -243,7 +243,7 @@ def test_on_cuda(method: Method) -> None:
     engine = engine_of(bound_pair("cuda"), method, kv_tokens=1200)
     engine.warm_up()
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == without_drafts()
-    assert engine.loop.graphs
+    assert engine.loop.use_graphs
 
 
 # Sampling: every answer to [ab]{1,3}, with its probability by definition.
@@ -280,7 +280,7 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     how = {"grammar": Grammar.regex("[ab]{1,3}"), "temperature": 8.0, "max_tokens": 4}
     streams = [engine.add(ids, seed=seed, **how) for seed in range(runs)]
     while engine.step():
-        engine.loop.stepper.places.trees.chain[:, :2] = torch.tensor(
+        engine.loop.stepper.slots.trees.chain[:, :2] = torch.tensor(
             [VOCAB.index(letter) for letter in drafts]
         )
     answers = [steps_of(stream) for stream in streams]
@@ -304,8 +304,8 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
         (Grammar.regex("(a|b"), "unclosed"),
         (Grammar.regex("\ud800"), "surrogates"),
         (Grammar("lark", "start: nobody"), "nobody"),
-        (Grammar.json({"const": "<bos>"}), "'<bos>', which is no text"),
-        (Grammar.choice(["<eos>"]), "'<eos>', which is no text"),
+        (Grammar.json({"const": "<bos>"}), "'<bos>', which is a special token"),
+        (Grammar.choice(["<eos>"]), "'<eos>', which is a special token"),
         (
             Grammar.json({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}),
             "items; max is 2000",
@@ -334,7 +334,7 @@ def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
     )
     engine.drain()
     with pytest.raises(
-        RequestRefused, match="kept to its grammar: Parser Error: Current row"
+        RequestRefused, match="cannot follow its grammar: Parser Error: Current row"
     ) as found:
         list(bound)
     assert "\n" not in str(found.value) and "<non-verbose/>" not in str(found.value)
@@ -345,20 +345,16 @@ def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
     engine.check_integrity()
 
 
-def test_an_ambiguous_grammar_is_refused_before_it_holds_others_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_ambiguous_grammar_is_refused_before_it_holds_others_up() -> None:
     """With so few tokens to choose from it takes a lower limit than with a real vocabulary."""
-    monkeypatch.setattr("peagle.grammar.ITEMS", 50)
+    compiler = GrammarCompiler(bound_pair().target, max_parser_items=50)
     with pytest.raises(UserError, match=r"Too many items \(limit 50;"):
-        GrammarCompiler(bound_pair().target).matcher(
-            Grammar("lark", "start: s\ns: s s s | s s | /[a-z]/ | ")
-        )
+        compiler.matcher(Grammar("lark", "start: s\ns: s s s | s s | /[a-z]/ | "))
 
 
-def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.grammar.KEPT", 3 * MIN_ENTRY_CHARS)
-    grammars, compiled = GrammarCompiler(bound_pair().target), list[str]()
+def test_the_cache_of_compiled_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(bound_pair().target, cache_chars=3 * MIN_ENTRY_CHARS)
+    compiled: list[str] = []
     compile_ = GrammarCompiler._compile
 
     def counted(self: GrammarCompiler, grammar: Grammar) -> Any:
@@ -367,11 +363,11 @@ def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GrammarCompiler, "_compile", counted)
     for text in ("a", "b", "c", "a", "d", "a", "b"):
-        grammars.matcher(Grammar.regex(text))
+        compiler.matcher(Grammar.regex(text))
     assert compiled == ["a", "b", "c", "d", "b"], "the one not used for longest went"
-    grammars.matcher(Grammar.regex("e" * (2 * MIN_ENTRY_CHARS)))
-    grammars.matcher(Grammar.regex("b"))
-    grammars.matcher(Grammar.regex("a"))
+    compiler.matcher(Grammar.regex("e" * (2 * MIN_ENTRY_CHARS)))
+    compiler.matcher(Grammar.regex("b"))
+    compiler.matcher(Grammar.regex("a"))
     assert compiled[5:] == ["e" * (2 * MIN_ENTRY_CHARS), "a"], "a long one counts for more"
 
 

@@ -48,7 +48,7 @@ def test_it_reaches_whoever_chooses(rung: str, nodes: int) -> None:
         pair,
         EngineConfig(k=K, tree=nodes if nodes > K else 0, max_batch=1, kv_tokens=512, thread=False),
     )
-    engine.loop.chooser = policy = Listening(engine.largest)
+    engine.loop.policy = policy = Listening(engine.max_shape)
     for prompt in prompts(8) * 2:
         engine.add(prompt, max_tokens=40, ignore_eos=True)
         engine.drain()
@@ -88,7 +88,7 @@ def test_a_plain_drafter_has_none() -> None:
     one = trained("p-eagle")
     pair = LoadedPair(Pair("tiny", TargetSource(()), {}), one.target, {"p-eagle": one.drafter})
     engine = Engine(pair, EngineConfig(k=K, max_batch=1, kv_tokens=512, thread=False))
-    engine.loop.chooser = policy = Listening(engine.largest)
+    engine.loop.policy = policy = Listening(engine.max_shape)
     engine.add(prompts(1)[0], max_tokens=20)
     engine.drain()
     assert policy.told and not any(policy.told)

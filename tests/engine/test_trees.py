@@ -10,10 +10,10 @@ import torch
 
 from peagle.draft_shape import MAX_TREE_NODES, NO_DRAFT, DraftShape
 from peagle.engine import Engine
-from peagle.engine.loop import verifiable_shape
+from peagle.engine.batch import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts, accepted_counts
 from peagle.engine.policy.adaptive import AdaptivePolicy, candidate_shapes
-from peagle.engine.sizing import largest_k
+from peagle.engine.sizing import max_draft_k
 from peagle.errors import UserError
 from peagle.kernels.triton.accept_tree import accept_tree
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
@@ -95,7 +95,7 @@ def test_forms() -> None:
 )
 def test_how_deep_automatic_form_goes(tree: int, deep: bool, k: int) -> None:
     """On a GPU rows are nearly free; a tree has more nodes than depths."""
-    assert largest_k("auto", tree, small().pair.k, deep) == k
+    assert max_draft_k("auto", tree, small().pair.k, deep) == k
     assert candidate_shapes(k, tree)[-1] == DraftShape(k, tree or k)
 
 
@@ -109,9 +109,9 @@ def branching(any_target: Target) -> LoadedPair:
 
 def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) -> None:
     """Trees of a random form in place of the drafter's own; somewhere in each is the truth, up to a random depth."""
-    trees = engine.loop.stepper.places.trees
-    for id, seat in engine.loop.states.items():
-        if seat.place is None:
+    trees = engine.loop.stepper.slots.trees
+    for id, state in engine.loop.states.items():
+        if state.slot is None:
             continue
         said = len(engine.loop.scheduler.live[id].output)
         truth = (answers[id][said:] + [3] * K)[:K]
@@ -125,8 +125,8 @@ def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) 
             at = parents[at - 1]
         rows = (torch.tensor(ids), grown.parent[0], grown.depth[0])
         for whole, own in zip(trees[1:4], rows, strict=True):
-            whole[seat.place, :NODES] = own
-        trees.masks[seat.place, : NODES + 1] = grown.masks[0]
+            whole[state.slot, :NODES] = own
+        trees.masks[state.slot, : NODES + 1] = grown.masks[0]
 
 
 def test_whatever_is_accepted(branching: LoadedPair) -> None:
@@ -149,8 +149,8 @@ def test_whatever_is_accepted(branching: LoadedPair) -> None:
 def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
     asked = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
     engine = engine_of(small(), "p-eagle", K, tree=nodes, kv_tokens=400)
-    assert engine.loop.stepper.drafting is not None
-    engine.loop.stepper.drafting.branching.calibration = (
+    assert engine.loop.stepper.drafter is not None
+    engine.loop.stepper.drafter.branching.calibration = (
         4.0,
     )  # a drafter of 45 steps is surer than it says
     answers = serve(engine, asked)
@@ -269,7 +269,7 @@ def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt
             engine.step()
         pages = engine.loop.scheduler.running[0].pages
         slots = [pages[at // 16] * 16 + at % 16 for at in range(50)]
-        caches.append(torch.stack([keys[slots] for keys in engine.loop.stepper.memory.keys[-3:]]))
+        caches.append(torch.stack([keys[slots] for keys in engine.loop.stepper.kv_cache.keys[-3:]]))
     torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
 
 

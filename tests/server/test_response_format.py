@@ -203,7 +203,7 @@ def test_any_json_and_what_is_refused_late() -> None:
                 max_tokens=200,
             )
             error = told[-1]["error"] if stream else told["error"]
-            assert error["code"] == 400 and "kept to its grammar" in error["message"]
+            assert error["code"] == 400 and "cannot follow its grammar" in error["message"]
         page = (await client.get("/metrics")).text
         assert 'finished_reason="refused",model_name="tiny"} 2.0' in page
         assert 'finished_reason="error",model_name="tiny"} 0.0' in page
