@@ -34,8 +34,8 @@ def knowing(engine: Engine, ids: list[int], expected: list[int]) -> None:
         drafts[WRONG - 1 :: WRONG] += 1
         return torch.nn.functional.pad(drafts, (0, k - len(drafts)))[None]
 
-    assert engine.loop.stepper.drafting is not None
-    engine.loop.stepper.drafting.draft = draft  # type: ignore[method-assign]
+    assert engine.loop.stepper.drafter is not None
+    engine.loop.stepper.drafter.draft = draft  # type: ignore[method-assign]
 
 
 def first_difference(

@@ -1,6 +1,8 @@
-"""A grammar: what an answer must look like; and grammars compiled for one target, by llguidance (of the extra `serve`).
+"""Grammars that answers must follow, and their compilation for one target by llguidance.
 
-Grammar -> Grammars.matcher (compiled once, copied for each request) -> engine/binding.py
+    Grammar -> GrammarCompiler.matcher (compiled once, copied for each request) -> engine/sampling
+
+llguidance comes with the extra `serve`.
 """
 
 import json
@@ -18,17 +20,15 @@ if TYPE_CHECKING:
 
     from peagle.target import Target
 
-LONGEST = 1 << 18  # characters
-KEPT, LEAST = (
-    1 << 20,
-    1 << 12,
-)  # characters of the grammars that are kept compiled; what a short one counts as
-ITEMS = (
-    10_000  # of a parser's step: it holds everybody up, and five times as many take half a second
-)
-TRIED = 16  # tokens of an answer that is tried before the grammar is let in
-MESSAGE = 400  # characters of what the library says
-SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON's tokens: with no end to it, small targets write nothing else
+MAX_GRAMMAR_CHARS = 1 << 18
+CACHE_CHARS = 1 << 20  # Compiled grammars are kept up to this many characters of their texts.
+MIN_ENTRY_CHARS = 1 << 12  # A shorter grammar counts as this many.
+# Items of one parser step, which holds up all requests; five times as many take half a second.
+MAX_PARSER_ITEMS = 10_000
+TRIAL_TOKENS = 16  # Tokens of a trial answer, generated before a grammar is accepted.
+MAX_ERROR_CHARS = 400
+# Whitespace between JSON tokens; with no upper bound, small targets write nothing else.
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,18 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool | str | None = None) -> "Grammar":
-        """Of a JSON schema; without one, any JSON object."""
+        """Answers that follow a JSON schema; without one, any JSON object."""
         if schema is False:
             raise UserError(
                 "the schema false allows nothing: use true for any JSON, or another schema"
             )
-        schema = {"type": "object"} if schema is None else {} if schema is True else schema
-        return cls(
-            "json", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-        )
+        if isinstance(schema, str):
+            return cls("json", schema)
+        if schema is None:
+            schema = {"type": "object"}
+        elif schema is True:
+            schema = {}
+        return cls("json", json.dumps(schema, ensure_ascii=False))
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
@@ -54,50 +57,58 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Grammar":
+        """Answers that are one of these texts."""
         if not texts or not all(texts):
-            raise UserError("a choice needs texts to choose from, none of them empty")
+            raise UserError("a choice needs at least one text, and no text may be empty")
         quoted = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-        return cls(
-            "lark", f"start: TEXT\nTEXT: {quoted}"
-        )  # one terminal: thousands of rules are too many
+        # One terminal, because llguidance does not accept thousands of rules.
+        return cls("lark", f"start: TEXT\nTEXT: {quoted}")
 
     @classmethod
     def ebnf(cls, rules: str) -> "Grammar":
-        """Lark's notation, or GBNF."""
-        require_package()
-        check_length(rules)
+        """Answers that follow rules in Lark's notation, or in GBNF."""
+        require_llguidance()
+        check_grammar_length(rules)
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
             return cls("lark", any_to_lark(rules))
-        except Exception as error:  # the converter raises whatever it stumbles over
+        except Exception as error:  # The converter raises errors of many types.
             raise UserError(f"the grammar cannot be read: {error}") from error
 
     def __post_init__(self) -> None:
-        check_length(self.text)
+        check_grammar_length(self.text)
 
 
-class Grammars:
-    """Compiled once for a target's tokenizer; every method may be called from any thread."""
+class GrammarCompiler:
+    """Compiles grammars for a target's tokenizer, and caches them. All methods are thread-safe."""
 
-    def __init__(self, target: "Target") -> None:
+    def __init__(
+        self,
+        target: "Target",
+        cache_chars: int = CACHE_CHARS,
+        max_parser_items: int = MAX_PARSER_ITEMS,
+    ) -> None:
         self._target = target
+        self._cache_chars = cache_chars
+        self._max_parser_items = max_parser_items
         self._lock = Lock()
-        self._kept: dict[Grammar, LLMatcher] = {}  # the one used last comes last
+        self._cache: dict[Grammar, LLMatcher] = {}  # The most recently used one comes last.
 
     def matcher(self, grammar: Grammar) -> "LLMatcher":
-        """At the beginning of an answer; of its own."""
+        """A new matcher at the beginning of an answer."""
         with self._lock:
-            found = self._kept.get(grammar)
-        compiled = found or self._compile(grammar)
+            cached = self._cache.get(grammar)
+        compiled = cached or self._compile(grammar)
         with self._lock:
-            self._kept.pop(grammar, None)
-            self._kept[grammar] = compiled
-            while (
-                len(self._kept) > 1 and sum(max(len(one.text), LEAST) for one in self._kept) > KEPT
-            ):
-                self._kept.pop(next(iter(self._kept)))
+            self._cache.pop(grammar, None)
+            self._cache[grammar] = compiled
+            while len(self._cache) > 1 and self._cached_chars() > self._cache_chars:
+                self._cache.pop(next(iter(self._cache)))
         return compiled.deep_copy()
+
+    def _cached_chars(self) -> int:
+        return sum(max(len(grammar.text), MIN_ENTRY_CHARS) for grammar in self._cache)
 
     @cached_property
     def executor(self) -> "LLExecutor":
@@ -106,9 +117,9 @@ class Grammars:
         return LLExecutor()
 
     @cached_property
-    def _vocabulary(self) -> "LLTokenizer":
-        """Half a second to a second."""
-        require_package()
+    def _tokenizer(self) -> "LLTokenizer":
+        """llguidance's view of the vocabulary; building it takes half a second to a second."""
+        require_llguidance()
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer, decoders
 
@@ -121,9 +132,8 @@ class Grammars:
         backend = Tokenizer.from_str(backend.to_str())
         backend.no_padding()
         backend.no_truncation()
-        if "ByteLevel" in str(
-            backend.decoder
-        ):  # GGUF files have it behind others, where it is overlooked
+        # Tokenizers of GGUF files have ByteLevel after other steps, where llguidance misses it.
+        if "ByteLevel" in str(backend.decoder):
             backend.decoder = decoders.ByteLevel()
         try:
             return LLTokenizer(
@@ -131,65 +141,68 @@ class Grammars:
             )
         except ValueError as error:
             raise UserError(
-                f"the tokenizer of {target.name!r} cannot be bound to a grammar: {error}"
+                f"the tokenizer of {target.name!r} does not support grammars: {error}"
             ) from error
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
-        require_package()
+        require_llguidance()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False, step_max_items=ITEMS)
+        limits = LLParserLimits(verbose_errors=False, step_max_items=self._max_parser_items)
         try:
-            matcher = LLMatcher(self._vocabulary, rules_of(grammar), log_level=0, limits=limits)
-            reason = self._try(matcher.deep_copy())
+            tokenizer = self._tokenizer
+            rules = llguidance_grammar(grammar)
+            matcher = LLMatcher(tokenizer, rules, log_level=0, limits=limits)
+            problem = self._try_answer(matcher.deep_copy())
         except ValueError as error:
-            reason = str(error)
-        if reason:
-            raise UserError(f"the grammar cannot be used: {one_line(reason)}")
+            problem = str(error)
+        if problem:
+            raise UserError(f"the grammar cannot be used: {clean_error_text(problem)}")
         return matcher
 
-    def _try(self, matcher: "LLMatcher") -> str:
-        """What is wrong, if that is found by beginning an answer: with the first token of all that are allowed."""
-        stops = sum(1 << stop for stop in self._target.stop_ids)
-        for _ in range(TRIED):
+    def _try_answer(self, matcher: "LLMatcher") -> str:
+        """Begin an answer with the first allowed tokens; return the problem that shows, or ""."""
+        stop_mask = sum(1 << stop for stop in self._target.stop_ids)
+        for _ in range(TRIAL_TOKENS):
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error() or not allowed:
                 break
-            rest = allowed & ~stops or allowed
-            token = (rest & -rest).bit_length() - 1
-            if not matcher.consume_token(token) and self._vocabulary.is_special_token(token):
+            candidates = allowed & ~stop_mask or allowed
+            token = (candidates & -candidates).bit_length() - 1
+            if not matcher.consume_token(token) and self._tokenizer.is_special_token(token):
                 text = self._target.tokenizer.convert_ids_to_tokens(token)
-                return f"it wants {text!r}, which is no text but a token of its own: leave it out"
+                return f"it asks for {text!r}, which is a special token and no text: leave it out"
             if matcher.is_stopped():
                 break
         return matcher.get_error()
 
 
-def rules_of(grammar: Grammar) -> str:
-    """As llguidance writes them."""
+def llguidance_grammar(grammar: Grammar) -> str:
+    """The grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
         return LLMatcher.grammar_from_json_schema(
-            grammar.text, defaults={"whitespace_pattern": SPACE}
+            grammar.text, defaults={"whitespace_pattern": JSON_WHITESPACE}
         )
-    return (
-        LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
-    )(grammar.text)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def one_line(reason: str) -> str:
-    """What the library says of an error."""
-    return " ".join(reason.replace("<non-verbose/>", "").split())[:MESSAGE]
+def clean_error_text(text: str) -> str:
+    """An error of llguidance on one line of bounded length."""
+    return " ".join(text.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARS]
 
 
-def check_length(text: str) -> None:
-    if len(text) > LONGEST:
+def check_grammar_length(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
         raise UserError(
-            f"the grammar has {len(text):,} characters, the most is {LONGEST:,}: make it smaller"
+            f"the grammar has {len(text):,} characters, and at most {MAX_GRAMMAR_CHARS:,} are"
+            " supported: make it smaller"
         )
 
 
-def require_package() -> None:
+def require_llguidance() -> None:
     if find_spec("llguidance") is None:
         raise UserError("a grammar needs llguidance: pip install 'peagle[serve]'")

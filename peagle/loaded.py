@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,40 @@ from peagle.draft_shape import check_tree_nodes
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
 from peagle.engine import Engine, EngineConfig
+from peagle.engine.schedule.request import FinishReason
+from peagle.engine.stream import Stream
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.model_pair import ModelPair, Prompt, load_models
 from peagle.progress import Progress, silent
-from peagle.reference.decode import check_request
 from peagle.target import Target
 
-SMALLEST_ENGINE_TOKENS = 4096
+MIN_ENGINE_TOKENS = 4096  # KV positions of the smallest engine.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKey:
+    """What an engine for one request at a time depends on."""
+
+    method: Method
+    k: int
+    tree: int
+    exact: bool | None
+    int8: bool
+    kv_tokens: int
+
+    def config(self) -> EngineConfig:
+        return EngineConfig(
+            method=self.method,
+            k=self.k or 1,
+            tree=self.tree,
+            max_batch=1,
+            kv_tokens=self.kv_tokens,
+            exact=self.exact,
+            int8=self.int8,
+            prefix_caching=False,
+            thread=False,
+        )
 
 
 class LoadedPair(ModelPair):
@@ -30,7 +56,7 @@ class LoadedPair(ModelPair):
         self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None
     ) -> None:
         super().__init__(pair, target, drafters)
-        self._engines: dict[tuple[Any, ...], Engine] = {}
+        self._engines: dict[EngineKey, Engine] = {}
 
     def generate(
         self,
@@ -46,78 +72,79 @@ class LoadedPair(ModelPair):
         grammar: Grammar | None = None,
         **sampling: Any,
     ) -> Generation:
-        """The target's answer; `on_text` receives it as it grows.
+        """Generate the target's answer; `on_text` receives it as it grows.
 
-        `exact`: bit-equal with and without drafts, in any dtype; None: where it is needed and can be had.
-        `int8`: matrices in 8 bits, on a CPU. `tree`: drafts are a tree of so many nodes; 0: a chain.
-        `sampling`: the fields of core.Sampling.
+        `exact`: bit-equal with and without drafts, in any dtype; None: where it is necessary and
+        supported. `int8`: 8-bit weights, on a CPU. `tree`: draft a tree with this many nodes; 0: a
+        chain. `sampling`: the fields of `core.Sampling`.
         """
-        chosen = parse_method(method or self.pair.method)
-        k = check_k(self.pair.k if k is None else k) if chosen != "none" else 0
-        check_tree_nodes(tree, (k,), chosen, exact)
+        parsed_method = parse_method(method or self.pair.method)
+        k = check_k(self.pair.k if k is None else k) if parsed_method != "none" else 0
+        check_tree_nodes(tree, (k,), parsed_method, exact)
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
-        check_request(self.target, ids, max_tokens)
-        room = min(len(ids) + max_tokens, self.target.context) + max(2 * k, 2 * tree)
-        engine = self.engine(chosen, k, exact, room, int8, tree)
-        start, prefill, steps, reason = time.perf_counter(), 0.0, list[Step](), None
+        positions = min(len(ids) + max_tokens, self.target.context) + max(2 * k, 2 * tree)
+        key = EngineKey(parsed_method, k, tree, exact, int8, engine_tokens(positions))
+        engine = self._engine(key)
+        started = time.perf_counter()
         stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
-        try:
-            while not stream.ended:
-                engine.step()
-                for piece in stream.waiting():
-                    reason = piece.reason
-                    prefill = prefill or time.perf_counter() - start
-                    steps += [piece.step] if piece.step else []
-                    if on_text and piece.text:
-                        on_text(piece.text)
-        finally:
-            stream.abort()  # Ctrl-C: the next call begins with nothing under way
-        tokens = [token for step in steps for token in step.tokens]
+        answer = run_to_end(engine, stream, on_text)
+        tokens = [token for step in answer.steps for token in step.tokens]
+        text = self.decode(tokens)
+        seconds = time.perf_counter() - started
         return Generation(
-            text=self.decode(tokens),
+            text=text,
             token_ids=tokens,
             prompt_tokens=len(ids),
-            steps=steps,
-            finish_reason="stop" if reason == "stop" else "length",
-            method=chosen,
+            steps=answer.steps,
+            finish_reason="stop" if answer.reason == "stop" else "length",
+            method=parsed_method,
             k=k,
-            seconds=time.perf_counter() - start,
-            prefill_seconds=prefill,
+            seconds=seconds,
+            prefill_seconds=answer.first_piece - started,
             seed=settings.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),
             weights=engine.weights,
             exact=engine.exact,
-            trained=chosen == "none" or self.drafter(chosen).config.trained,
+            trained=parsed_method == "none" or self.drafter(parsed_method).config.trained,
             tree=tree,
         )
 
-    def engine(
-        self,
-        method: Method,
-        k: int,
-        exact: bool | None,
-        positions: int,
-        int8: bool = False,
-        tree: int = 0,
-    ) -> Engine:
-        """An engine for one request at a time, kept for the next one that fits it."""
-        size = 1 << max(positions - 1, SMALLEST_ENGINE_TOKENS - 1).bit_length()
-        key = (method, k, exact, size, int8, tree)
+    def _engine(self, key: EngineKey) -> Engine:
+        """An engine for one request at a time, kept for the next request with the same key."""
         if key not in self._engines:
-            config = EngineConfig(
-                method=method,
-                k=k or 1,
-                tree=tree,
-                max_batch=1,
-                kv_tokens=size,
-                exact=exact,
-                int8=int8,
-                prefix_caching=False,
-                thread=False,
-            )
-            self._engines[key] = Engine(self, config)
+            self._engines[key] = Engine(self, key.config())
         return self._engines[key]
+
+
+def engine_tokens(positions: int) -> int:
+    """KV positions of an engine: a power of two, so that few engines serve all lengths."""
+    return 1 << max(positions - 1, MIN_ENGINE_TOKENS - 1).bit_length()
+
+
+@dataclass(slots=True)
+class Answer:
+    steps: list[Step]
+    reason: FinishReason | None
+    first_piece: float  # The time when the first piece arrived.
+
+
+def run_to_end(engine: Engine, stream: Stream, on_text: Callable[[str], None] | None) -> Answer:
+    """Run the engine until the stream has ended."""
+    answer = Answer([], None, 0.0)
+    try:
+        while not stream.ended:
+            engine.step()
+            for piece in stream.poll():
+                answer.reason = piece.reason
+                answer.first_piece = answer.first_piece or time.perf_counter()
+                if piece.step:
+                    answer.steps.append(piece.step)
+                if on_text and piece.text:
+                    on_text(piece.text)
+    finally:
+        stream.abort()  # After Ctrl-C, the next call begins with an idle engine.
+    return answer
 
 
 def load(
@@ -147,20 +174,19 @@ def load_with_drafters(
     dtype: str,
     progress: Progress = silent,
 ) -> LoadedPair:
-    """`drafters`: folders by commas, one a method, instead of the pair's."""
+    """Load a pair; `drafters`: folders separated by commas, one per method, instead of its own."""
     if drafters is None:
         return load(pair, target=target, device=device, dtype=dtype, progress=progress)
-    bare = replace(find_pair(pair), drafters={})  # the pair's own need not be fetched
+    bare = replace(find_pair(pair), drafters={})  # The pair's own drafters need not be downloaded.
     loaded = load(bare, target=target, device=device, dtype=dtype, progress=progress)
-    sources, models = dict[Method, DrafterSource](), dict[Method, Drafter]()
-    for folder in (Path(word.strip()).expanduser() for word in drafters.split(",")):
-        found = checkpoint.load(folder, loaded.target, loaded.target.dtype)
-        if found.config.method in models:
-            raise UserError(
-                f"two {found.config.method} drafters are given: measure them in two runs (--name)"
-            )
-        models[found.config.method], sources[found.config.method] = (
-            found,
-            DrafterSource(folder=folder),
-        )
+    sources: dict[Method, DrafterSource] = {}
+    models: dict[Method, Drafter] = {}
+    for name in drafters.split(","):
+        folder = Path(name.strip()).expanduser()
+        drafter = checkpoint.load(folder, loaded.target, loaded.target.dtype)
+        method = drafter.config.method
+        if method in models:
+            raise UserError(f"two {method} drafters are given in `drafter`: use one per method")
+        models[method] = drafter
+        sources[method] = DrafterSource(folder=folder)
     return LoadedPair(replace(loaded.pair, drafters=sources), loaded.target, models)

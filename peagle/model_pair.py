@@ -15,7 +15,7 @@ from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint
 from peagle.drafter.untrained import untrained_drafter
 from peagle.errors import UserError
-from peagle.grammar import Grammars
+from peagle.grammar import GrammarCompiler
 from peagle.progress import Progress, silent
 from peagle.pull import pull, pull_drafter, receipt
 from peagle.target import Target, load_target
@@ -30,7 +30,7 @@ class ModelPair:
     ) -> None:
         self.pair = pair
         self.target = target
-        self.grammars = Grammars(target)
+        self.grammars = GrammarCompiler(target)
         self._drafters = dict(drafters or {})
 
     @property
@@ -39,47 +39,46 @@ class ModelPair:
         return dict(self._drafters)
 
     def drafter(self, method: Method) -> Drafter:
-        """Loaded when first asked for; untrained where the pair has no trained one yet."""
+        """The drafter of a method, loaded on first use; untrained if the pair has none yet."""
         if method not in self._drafters:
-            source = self.pair.drafter(method)
-            folder = pull_drafter(self.pair, method)
-            if folder is not None:
-                self._drafters[method] = checkpoint.load(folder, self.target, self.target.dtype)
-            else:
-                config = config_for(
-                    self.target,
-                    method,
-                    source.layers,
-                    source.aux_layer_ids,
-                    source.mask_token_id,
-                    trained=False,
-                )
-                self._drafters[method] = untrained_drafter(config, self.target, source.seed)
+            self._drafters[method] = self._load_drafter(method)
         return self._drafters[method]
 
+    def _load_drafter(self, method: Method) -> Drafter:
+        source = self.pair.drafter(method)
+        folder = pull_drafter(self.pair, method)
+        if folder is not None:
+            return checkpoint.load(folder, self.target, self.target.dtype)
+        config = config_for(
+            self.target,
+            method,
+            source.layers,
+            source.aux_layer_ids,
+            source.mask_token_id,
+            trained=False,
+        )
+        return untrained_drafter(config, self.target, source.seed)
+
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Token ids of a user's words or a list of chat messages, under the chat template unless `raw`."""
+        """Token ids of a prompt; text and messages go through the chat template unless `raw`."""
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt  # type: ignore[return-value]
+        name = self.target.name
         tokenizer = self.target.tokenizer
         if tokenizer is None:
-            raise UserError(
-                f"target {self.target.name!r} has no tokenizer: pass token ids as `prompt`"
-            )
+            raise UserError(f"target {name!r} has no tokenizer: pass token ids as `prompt`")
         if raw:
             if not isinstance(prompt, str):
-                raise UserError("a raw prompt is a text, not a list of messages: drop raw (--raw)")
+                raise UserError("a raw prompt is a text, not a list of messages: leave out `raw`")
             return tokenizer(prompt)["input_ids"]
         if not tokenizer.chat_template:
-            raise UserError(
-                f"target {self.target.name!r} has no chat template: use raw=True (--raw)"
-            )
+            raise UserError(f"target {name!r} has no chat template: use `raw`")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        except Exception as error:  # jinja raises whatever the template's author chose
+        except Exception as error:  # A template may raise any error.
             raise UserError(
-                f"the prompt does not fit the chat template of {self.target.name!r}: {error}"
+                f"the prompt does not fit the chat template of {name!r}: {error}"
             ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -97,39 +96,51 @@ def load_models(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> ModelPair:
-    """A pair by name (pulled if need be), by a target's folder, or with another target or drafter folder."""
+    """Load a pair by name (downloaded if necessary), or by the folder of a target.
+
+    `target` and `drafter` are folders that replace the pair's own.
+    """
     pair = find_pair(pair) if isinstance(pair, str) else pair
     device = choose_device(device)
     source = find_pair(str(target)) if target else pair
     folder = pull(source, progress=progress)
     origin = receipt(folder)
+    revision = origin.revision if origin is not None else None
     name = source.target.hub or source.name
-    chosen = choose_dtype(dtype, device)
-    if target is None and drafter is None:  # what was tuned holds for the pair's own two
-        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, chosen)))
-        if pair.method in pair.drafters:
-            own = replace(
-                pair.drafters[pair.method], folder=pull_drafter(pair, pair.method, progress)
-            )
-            pair = replace(pair, drafters={**pair.drafters, pair.method: own})
-    revision = origin.revision if origin else None
-    loaded = ModelPair(pair, load_target(folder, chosen, device, name, revision))
-    if drafter is not None:
-        folder = Path(drafter).expanduser()
-        given = checkpoint.load(folder, loaded.target, loaded.target.dtype)
-        method = given.config.method
-        pair = replace(pair, method=method, drafters={method: DrafterSource(folder=folder)})
-        loaded = ModelPair(pair, loaded.target, {method: given})
-    return loaded
+    torch_dtype = choose_dtype(dtype, device)
+    if target is None and drafter is None:
+        # Tuning results hold for the pair's own target and drafter only.
+        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, torch_dtype)))
+        pair = with_pulled_drafter(pair, progress)
+    models = ModelPair(pair, load_target(folder, torch_dtype, device, name, revision))
+    return models if drafter is None else with_drafter(models, Path(drafter).expanduser())
 
 
-def choose_device(wanted: str) -> str:
-    if wanted == "auto":
+def with_pulled_drafter(pair: Pair, progress: Progress) -> Pair:
+    """The pair with the folder of its own drafter, downloaded if necessary."""
+    source = pair.drafters.get(pair.method)
+    if source is None:
+        return pair
+    source = replace(source, folder=pull_drafter(pair, pair.method, progress))
+    return replace(pair, drafters={**pair.drafters, pair.method: source})
+
+
+def with_drafter(models: ModelPair, folder: Path) -> ModelPair:
+    """The same target with the drafter in `folder` as its only one."""
+    drafter = checkpoint.load(folder, models.target, models.target.dtype)
+    method = drafter.config.method
+    pair = replace(models.pair, method=method, drafters={method: DrafterSource(folder=folder)})
+    return ModelPair(pair, models.target, {method: drafter})
+
+
+def choose_device(device: str) -> str:
+    """The name of a usable device; auto: a GPU if there is one."""
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=wanted)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device {wanted!r} cannot be used here: use cpu, or cuda on a machine with a GPU"
+            f"device {device!r} cannot be used here: use cpu, or cuda on a machine with a GPU"
         ) from error
-    return wanted
+    return device

@@ -24,9 +24,10 @@ class EngineConfig:
     cuda_graphs: bool = True
     thread: bool = True  # False: the caller runs `Engine.step`
     """
-    `tree`: a fixed K drafts a tree with this many nodes; adaptive drafting may choose trees with up
-    to this many nodes. 0: chains only. None: chains, and with adaptive drafting on a GPU trees of up
-    to 31 nodes. Adaptive drafting uses K up to 7, or up to 11 with a parallel drafter on a GPU.
+    `tree`: a fixed K drafts a tree with this many nodes; adaptive drafting may choose trees with
+    up to this many nodes. 0: chains only. None: chains, and with adaptive drafting on a GPU trees
+    of up to 31 nodes. Adaptive drafting uses K up to 7, or up to 11 with a parallel drafter on a
+    GPU.
 
     `exact`: every request gets its own pass, bit-equal with and without drafts. None: exact unless
     the dtype is float32 or the target does not support it.

@@ -1,17 +1,19 @@
-"""The text of one answer as its tokens arrive, and the stop strings in it.
+"""Detokenizer: the text of one answer as its tokens arrive, and its stop strings.
 
-Only a window of recent tokens is decoded: the tokens shown last are the context of the new ones, for a tokenizer may
-drop the space of a first token (where tokens are plain bytes, none is needed). Half characters wait: a decoder makes
-replacement characters of them, at the end (some decoders even of whole characters before them, if those are spelled in
-bytes).
+Only a window of recent tokens is decoded. The last shown tokens are the context of the new ones,
+because a tokenizer may drop the space of a first token; where tokens are plain bytes, no context is
+needed. Incomplete characters wait: a decoder turns them into replacement characters at the end of
+the text (some decoders even replace complete characters before them, if those are bytes).
 
     context  new            decode(context + new)     shown: len(decode(context)) = 3
     "the"    " caf" 0xc3    "the caf\ufffd"           " caf" can be shown, the character waits
-             0xa9           "the café"                "é": clean, so the new tokens become the context
+             0xa9           "the café"                "é"; no character waits, so the new tokens
+                                                      become the context
 
-A stop string may begin in one step and end in the next, or lie inside a block of accepted drafts. Text that may be the
-beginning of one is held back. The stop string that is complete first ends the answer, whatever the steps were: the same
-answer with and without speculation. The first `min_tokens` tokens are not searched.
+A stop string may begin in one step and end in the next, or lie inside a block of accepted drafts.
+Text that may be the beginning of a stop string is held back. The stop string that is complete first
+ends the answer, independent of the steps: the answer is the same with and without speculation. The
+first `min_tokens` tokens are not searched.
 """
 
 import json
@@ -23,25 +25,21 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle.errors import UserError
 
-HALF = "\ufffd"
-FROM_GGUF = [
-    "ByteFallback",
-    "Fuse",
-    "Replace",
-    "ByteLevel",
-]  # steps of a decoder that transformers makes
-WINDOW = 64  # tokens that may wait before a cut is looked for among them
+REPLACEMENT = "\ufffd"  # The decoder's output for an incomplete character.
+# The steps of the decoder that transformers builds for a tokenizer from a GGUF file.
+GGUF_DECODER_STEPS = ["ByteFallback", "Fuse", "Replace", "ByteLevel"]
+MAX_WAITING_TOKENS = 64  # With more tokens waiting, the window is cut inside them.
 
 
 class DetokenizedText(NamedTuple):
-    text: str  # can be shown now
+    text: str  # Can be shown now.
     stopped: bool
-    tokens_used: int  # of those pushed: the last one used completed a stop string, or all were
+    tokens_used: int  # Pushed tokens up to the one that completed a stop string, or all.
 
 
 class TokenDecoder(NamedTuple):
     decode: Callable[[list[int]], str]
-    alone: bool  # tokens are bytes of the text: what comes before them does not matter
+    context_free: bool  # Tokens are bytes of the text, whatever comes before them.
 
 
 NO_TEXT = TokenDecoder(lambda ids: "", True)
@@ -55,93 +53,107 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """`decoder`: None without a tokenizer."""
+        """`decoder`: None without a tokenizer; the text is empty then."""
         if stop and decoder is None:
-            raise UserError("stop strings need a tokenizer: use stop token ids instead")
-        if not all(stop):
-            raise UserError("an empty stop string would end every answer: leave it out")
-        self.decode, self.alone = decoder or NO_TEXT
-        self.stop, self.include_stop = tuple(stop), include_stop
-        self.ids: list[int] = []  # the window: context, then tokens that are not all shown
-        self.context = 0
-        self.shown = 0  # characters of the decoded window that were taken from it
-        self.held = ""  # taken, but it may be the beginning of a stop string
+            raise UserError("`stop` needs a tokenizer: use `stop_ids` instead")
+        assert all(stop), "an empty stop string would end every answer"
+        self.decode, self.context_free = decoder or NO_TEXT
+        self.stop = tuple(stop)
+        self.include_stop = include_stop
+        self.window: list[int] = []  # The context, then the tokens that are not all shown.
+        self.context = 0  # Tokens of the context.
+        self.shown = 0  # Characters of the decoded window that were taken from it.
+        self.held_back = ""  # Taken, but it may be the beginning of a stop string.
         self.stopped = False
-        self.unsearched = min_tokens  # so many tokens to come cannot end the answer
+        self.unsearched = min_tokens  # This many more tokens cannot end the answer.
 
     def push(self, tokens: Sequence[int]) -> DetokenizedText:
+        """Add tokens; return the text that can be shown, up to a stop string."""
         if self.stopped:
             return DetokenizedText("", True, 0)
         if not self.stop:
             return DetokenizedText(self._take(tokens), False, len(tokens))
-        free = min(self.unsearched, len(tokens))
-        self.unsearched -= free
-        safe = self._take(tokens[:free]) if free else ""
-        before = list(self.ids), self.context, self.shown
-        text = self.held + self._take(tokens[free:])
-        found = self._find(text)
-        if found is None:
-            self.held = self._beginning(text)
-            return DetokenizedText(safe + text[: len(text) - len(self.held)], False, len(tokens))
-        self.ids, self.context, self.shown = before
-        used = free + self._tokens_until(found[1], tokens[free:])
-        self.held, self.stopped = "", True
-        return DetokenizedText(
-            safe + text[: found[1] if self.include_stop else found[0]], True, used
-        )
+        unsearched = min(self.unsearched, len(tokens))
+        self.unsearched -= unsearched
+        unsearched_text = self._take(tokens[:unsearched]) if unsearched else ""
+        before = list(self.window), self.context, self.shown
+        text = self.held_back + self._take(tokens[unsearched:])
+        span = self._find_stop(text)
+        if span is None:
+            self.held_back = self._stop_beginning(text)
+            shown = text[: len(text) - len(self.held_back)]
+            return DetokenizedText(unsearched_text + shown, False, len(tokens))
+        start, end = span
+        self.window, self.context, self.shown = before
+        used = unsearched + self._tokens_until(end, tokens[unsearched:])
+        self.held_back = ""
+        self.stopped = True
+        shown = text[: end if self.include_stop else start]
+        return DetokenizedText(unsearched_text + shown, True, used)
 
     def finish(self) -> str:
-        """What waited for more: nothing more will come."""
-        rest = "" if self.stopped else self.held + self._decode(self.ids)[self.shown :]
-        self.held, self.stopped = "", True
+        """Return the text that was waiting for more tokens; no more will come."""
+        rest = "" if self.stopped else self.held_back + self._decode(self.window)[self.shown :]
+        self.held_back = ""
+        self.stopped = True
         return rest
 
     def _take(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens add for good."""
-        self.ids += tokens
-        text, at = self._decode(self.ids), len(self.ids)
-        late = at - self.context > WINDOW
-        if late and text.endswith(HALF):
-            at = self._last_whole()
-            text = self._decode(self.ids[:at])
-        whole = at < len(self.ids) or not text.endswith(HALF)
-        end = len(text) if whole else len(text.rstrip(HALF))
-        new, self.shown = text[self.shown : end], max(self.shown, end)
-        if whole and (new or late):
-            self._advance(at, len(text))
-        return new
+        """Add tokens to the window; return the text that they complete."""
+        self.window += tokens
+        cut = len(self.window)
+        text = self._decode(self.window)
+        overdue = cut - self.context > MAX_WAITING_TOKENS
+        if overdue and text.endswith(REPLACEMENT):
+            cut = self._last_complete()
+            text = self._decode(self.window[:cut])
+        complete = cut < len(self.window) or not text.endswith(REPLACEMENT)
+        end = len(text) if complete else len(text.rstrip(REPLACEMENT))
+        new_text = text[self.shown : end]
+        self.shown = max(self.shown, end)
+        if complete and (new_text or overdue):
+            self._advance(cut, len(text))
+        return new_text
 
-    def _last_whole(self) -> int:
-        """The last token that ends with a character; bytes that never become characters are cut anywhere."""
-        cuts = range(len(self.ids) - 1, self.context, -1)
-        return next(
-            (at for at in cuts if not self._decode(self.ids[:at]).endswith(HALF)), len(self.ids) - 4
-        )
+    def _last_complete(self) -> int:
+        """The window up to the last token that completes a character.
 
-    def _advance(self, at: int, length: int) -> None:
-        """The tokens before `at`, of so many characters, become the context of the rest, if it needs one."""
-        beyond, start = self.shown - length, at if self.alone else self.context
-        self.ids, self.context = self.ids[start:], at - start
-        self.shown = len(self._decode(self.ids[: self.context])) + beyond
+        Bytes that never become characters are cut anywhere.
+        """
+        for cut in range(len(self.window) - 1, self.context, -1):
+            if not self._decode(self.window[:cut]).endswith(REPLACEMENT):
+                return cut
+        return len(self.window) - 4
+
+    def _advance(self, cut: int, length: int) -> None:
+        """Make the tokens before `cut`, which are `length` characters, the context of the rest."""
+        start = cut if self.context_free else self.context
+        shown_beyond = self.shown - length
+        self.window = self.window[start:]
+        self.context = cut - start
+        self.shown = len(self._decode(self.window[: self.context])) + shown_beyond
 
     def _decode(self, ids: list[int]) -> str:
         return self.decode(ids) if ids else ""
 
-    def _find(self, text: str) -> tuple[int, int] | None:
-        """Start and end of the stop string that is complete first; of two, the longer."""
+    def _find_stop(self, text: str) -> tuple[int, int] | None:
+        """Start and end of the stop string that is complete first; the longer one of two."""
         starts = [(text.find(stop), stop) for stop in self.stop]
         ends = [(start + len(stop), start) for start, stop in starts if start >= 0]
         return min(ends)[::-1] if ends else None
 
-    def _beginning(self, text: str) -> str:
-        """The longest end of the text that some stop string begins with."""
+    def _stop_beginning(self, text: str) -> str:
+        """The longest suffix of the text that a stop string begins with."""
         longest = max((len(stop) - 1 for stop in self.stop), default=0)
-        ends = (text[-n:] for n in range(min(longest, len(text)), 0, -1))
-        return next((end for end in ends if any(stop.startswith(end) for stop in self.stop)), "")
+        for length in range(min(longest, len(text)), 0, -1):
+            suffix = text[-length:]
+            if any(stop.startswith(suffix) for stop in self.stop):
+                return suffix
+        return ""
 
     def _tokens_until(self, end: int, tokens: Sequence[int]) -> int:
-        """How many of the tokens it takes until the held text and theirs have `end` characters."""
-        length = len(self.held)
+        """The number of tokens until the text, `held_back` included, has `end` characters."""
+        length = len(self.held_back)
         for used, token in enumerate(tokens, 1):
             length += len(self._take([token]))
             if length >= end:
@@ -150,41 +162,43 @@ class Detokenizer:
 
 
 def token_decoder(tokenizer: PreTrainedTokenizerBase) -> TokenDecoder:
-    """Ids to text without special tokens. Where transformers would only pass them on, its road is left out."""
-    fast = (
+    """Decode ids to text without special tokens; directly by the Rust tokenizer if possible."""
+    passes_on = (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
     )
-    if not fast or tokenizer.clean_up_tokenization_spaces:
+    if not passes_on or tokenizer.clean_up_tokenization_spaces:
         return TokenDecoder(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), False)
     decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    alone = tokens_are_bytes(tokenizer)
-    return TokenDecoder(by_token(decode) if alone else decode, alone)
+    if tokens_are_bytes(tokenizer):
+        return TokenDecoder(cached_decoder(decode), True)
+    return TokenDecoder(decode, False)
 
 
 def tokens_are_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Of the text, and nothing else. Added tokens are text as they stand."""
+    """Whether every token is a sequence of bytes of the text, independent of its neighbors."""
     try:
-        told = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
-    except Exception:  # no decoder, or one that is a program
+        decoder = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
+    except Exception:  # There is no decoder, or it is a Python program.
         return False
-    steps = [step.get("type") for step in told.get("decoders", [told])]
+    steps = [step.get("type") for step in decoder.get("decoders", [decoder])]
+    # Added tokens are text themselves; a GGUF decoder changes all but visible ASCII in them.
     added = [
         token.content for token in tokenizer.added_tokens_decoder.values() if not token.special
     ]
     visible = all("!" <= char <= "~" for content in added for char in content)
-    return steps == ["ByteLevel"] or (steps == FROM_GGUF and visible)
+    return steps == ["ByteLevel"] or (steps == GGUF_DECODER_STEPS and visible)
 
 
-def by_token(decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
-    """The same for tokens that are bytes of the text, and faster: those that are whole characters are looked up."""
-    known: dict[int, str] = {}
+def cached_decoder(decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+    """A faster `decode` for tokens that are bytes: complete characters come from a table."""
+    texts: dict[int, str] = {}
 
-    def joined(ids: list[int]) -> str:
+    def decode_cached(ids: list[int]) -> str:
         for token in ids:
-            if token not in known:
-                known[token] = decode([token])
-        text = "".join([known[token] for token in ids])
-        return decode(ids) if HALF in text else text
+            if token not in texts:
+                texts[token] = decode([token])
+        text = "".join([texts[token] for token in ids])
+        return decode(ids) if REPLACEMENT in text else text
 
-    return joined
+    return decode_cached

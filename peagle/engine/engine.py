@@ -1,14 +1,12 @@
 """The engine: many requests at once, joining and leaving at every step.
 
-    add -> queue -> plan (scheduler) -> prefill, decode (stepper) -> read back -> detokenize -> stream
+    add -> queue -> plan (scheduler) -> prefill, decode (stepper) -> read back -> text -> stream
 
 A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the caller runs `step()`.
 """
 
-import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,29 +15,25 @@ from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, Sampling, parse_method
 from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
+from peagle.engine.admission import Admission, RequestOptions
 from peagle.engine.config import EngineConfig
-from peagle.engine.detokenizer import Detokenizer, token_decoder
 from peagle.engine.kv.page_allocator import PageAllocator
-from peagle.engine.loop import EngineLoop, RequestState
+from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
 from peagle.engine.model.exactness import exact_multiple
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
-from peagle.engine.sampling.grammar_masks import GrammarState
-from peagle.engine.sampling.sampling_state import check_logit_bias
-from peagle.engine.schedule.request import Request, RequestLimits
+from peagle.engine.schedule.prompt_rules import PromptRules
+from peagle.engine.schedule.request import RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
-from peagle.engine.sizing import build_stepper, check_int8, largest_shape
+from peagle.engine.sizing import build_stepper, check_int8, max_draft_shape, scheduler_config
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.kernels.cpu.library import kernel_state
 from peagle.model_pair import ModelPair, Prompt, load_models
-
-GPU_PREFILL_CHUNK = 4096
-CPU_PREFILL_CHUNK = 512
 
 
 class Engine:
@@ -53,27 +47,28 @@ class Engine:
             check_int8(self.target)
         self.method: Method = parse_method(config.method or pair.pair.method)
         drafter = None if self.method == "none" else pair.drafter(self.method)
-        self.largest = largest_shape(config, pair, drafter)
+        self.max_shape = max_draft_shape(config, pair, drafter)
         self.context = min(config.context or self.target.context, self.target.context)
-        self._stepper = build_stepper(config, pair, drafter, self.largest, self.context)
+        self._stepper = build_stepper(config, pair, drafter, self.max_shape, self.context)
         if config.int8:
             self._stepper.quantize()
         self.weights = "int8" if config.int8 else self._stepper.weights
         self.exact = self._enable_exact()
-        self._pages = self._page_allocator()
-        self._scheduler = self._make_scheduler()
+        self._allocator = self._page_allocator()
+        self._scheduler = Scheduler(
+            self._allocator,
+            scheduler_config(config, pair, self.max_shape, self.context, self.exact),
+        )
+        self._admission = Admission(pair, self._prompt_rules())
         self.loop = EngineLoop(  # Internal: only the engine's own tests look inside.
             self._stepper,
             self._scheduler,
             self._policy(drafter),
-            self.largest,
+            self.max_shape,
             self.exact,
             config.cuda_graphs and self._on_gpu,
         )
         self._lock = self.loop.lock
-        self._ids = itertools.count()
-        tokenizer = self.target.tokenizer
-        self._decoder = None if tokenizer is None else token_decoder(tokenizer)
         self._closed = False
         self._failure: str | None = None
         self._thread: threading.Thread | None = None
@@ -104,46 +99,26 @@ class Engine:
 
         `sampling`: the fields of `core.Sampling`.
         """
-        if grammar is not None and ignore_eos:
-            raise UserError("`ignore_eos` does not go with a grammar: the grammar ends the answer")
-        settings = Sampling(**sampling).seeded()
-        ids = list(self.pair.encode(prompt, raw))
-        self._check_ids(ids, settings)
+        sampling_settings = Sampling(**sampling).seeded()
         limits = RequestLimits(
             max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs
         )
-        room = max(self.context - len(ids), 1)  # The context bounds the answer.
-        limits = replace(limits, max_tokens=min(max_tokens, room), min_tokens=min(min_tokens, room))
-        detokenizer = Detokenizer(self._decoder, limits.stop, include_stop, limits.min_tokens)
-        stop_tokens = limits.stop_ids | (frozenset() if ignore_eos else self.target.stop_ids)
-        grammar_state = None
-        if grammar is not None:
-            grammar_state = GrammarState(
-                self.pair.grammars, grammar, stop_tokens, limits.min_tokens
-            )
+        options = RequestOptions(sampling_settings, limits, include_stop, grammar, user, id)
+        ids = list(self.pair.encode(prompt, raw))
+        request, state = self._admission.prepare(ids, options, self.abort)
         with self._lock:
             self._require_open()
-            request = Request(id or f"r{next(self._ids)}", ids, settings, limits, user)
-            self._scheduler.add(request)
-            stream = Stream(request.id, len(ids), self.abort)
-            self.loop.states[request.id] = RequestState(
-                stream, detokenizer, stop_tokens, grammar_state
-            )
-            self.metrics.prompt_tokens += len(ids)
-            self._lock.notify_all()
-        return stream
+            self.loop.add(request, state)
+        return state.stream
 
     def abort(self, id: str) -> None:
         """End a request. Unknown or finished ids are ignored."""
-        with self._lock:
-            request = self._scheduler.live.get(id)
-            if request is not None:
-                self.loop.finish(request, "abort")
+        self.loop.abort(id)
 
     def fail(self, reason: str) -> Exception | None:
         """Close the engine after an error: every live request ends with `reason`.
 
-        Returns the error that closing raised, if any: requests are told nevertheless.
+        Returns the error that closing raised, if any; the requests end nevertheless.
         """
         self._failure = reason
         try:
@@ -201,7 +176,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request is not answered yet, or a launched pass is not read back yet."""
-        return bool(self._scheduler.live or self.loop.in_flight)
+        return self.loop.busy
 
     @property
     def live_requests(self) -> int:
@@ -214,11 +189,11 @@ class Engine:
 
     @property
     def max_batch(self) -> int:
-        return self._scheduler.max_batch
+        return self.config.max_batch
 
     @property
     def max_k(self) -> int:
-        return self.largest.k
+        return self.max_shape.k
 
     @property
     def vocab_size(self) -> int:
@@ -231,20 +206,21 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """Counters and gauges, for people and for /metrics."""
         with self._lock:
-            pages, scheduler = self._pages, self._scheduler
+            allocator = self._allocator
+            scheduler = self._scheduler
             return self.metrics.as_dict() | {
                 "waiting": len(scheduler.waiting),
                 "running": len(scheduler.running),
-                "kv_usage": 1 - pages.free / pages.count,
+                "kv_usage": 1 - allocator.num_free / allocator.num_pages,
                 "preemptions": scheduler.preemptions,
                 "method": self.method,
                 "exact": self.exact,
                 "int8": self.config.int8,
                 "weights": self.weights,
                 "kernels": "triton" if self._on_gpu else kernel_state(),
-                "prefix_queries": pages.asked,
-                "prefix_hits": pages.found,
-                "kv_tokens": pages.count * pages.size,
+                "prefix_queries": allocator.queried_tokens,
+                "prefix_hits": allocator.hit_tokens,
+                "kv_tokens": allocator.num_pages * allocator.page_size,
                 "context": self.context,
                 "k_most": self.max_k,
             }
@@ -255,27 +231,20 @@ class Engine:
 
     def time_step(self, batch: int, shape: DraftShape) -> tuple[float | None, float | None]:
         """Milliseconds of the two CUDA graphs of a step: verification, acceptance with drafting."""
-        return self._stepper.split(batch, shape)
+        return self._stepper.time_graphs(batch, shape)
 
     def force_acceptance(self, probabilities: list[float]) -> None:
         """For measurements: draft i is accepted with this probability, given the ones before."""
-        self._stepper.force(probabilities)
+        self._stepper.force_acceptance(probabilities)
 
     def check_integrity(self) -> None:
         """Assert that pages, slots and requests agree."""
-        with self._lock:
-            self._scheduler.check_integrity()
-            states = self.loop.states
-            assert states.keys() == self._scheduler.live.keys(), "states and requests differ"
-            slots = [state.place for state in states.values() if state.place is not None]
-            assert len(slots) == len(set(slots)) == self._stepper.places.taken, "slots are lost"
-            finished = self.metrics.finished.total()
-            assert finished + len(self._scheduler.live) == self._scheduler.added
+        self.loop.check_integrity()
 
     @property
     def idle(self) -> bool:
         """Whether no request is live and every KV page is free."""
-        return not self.busy and self._pages.free == self._pages.count
+        return not self.busy and self._allocator.num_free == self._allocator.num_pages
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -306,56 +275,43 @@ class Engine:
     def _on_gpu(self) -> bool:
         return self.target.device.type == "cuda"
 
-    def _check_ids(self, ids: list[int], settings: Sampling) -> None:
-        if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
-            raise UserError(
-                f"token ids {bad[:5]} are outside the target's vocabulary of {self.vocab_size}"
-            )
-        check_logit_bias(settings, self.vocab_size)
-
     def _enable_exact(self) -> bool:
-        """Whether exact mode is on; it fills passes up to a multiple of rows."""
-        wanted = self.config.exact
-        if wanted is None and not self.largest.is_chain:
+        """Decide whether exact mode is on; if so, passes are padded to a multiple of rows."""
+        requested = self.config.exact
+        if requested is None and not self.max_shape.is_chain:
             return False
-        enabled = self.target.dtype != torch.float32 if wanted is None else wanted
+        enabled = self.target.dtype != torch.float32 if requested is None else requested
         if not enabled:
             return False
         multiple = exact_multiple(
             self._stepper.verifier, self.target, self.config.page_size, self.max_k
         )
-        if multiple is None and wanted:
+        if multiple is None and requested:
             raise UserError(
-                f"exact mode is not supported for {self.target.name!r}: rows depend on other rows of"
-                " the batch (as in mixtures of experts). Leave out `exact` and set `dtype` to"
+                f"exact mode is not supported for {self.target.name!r}: rows depend on other rows"
+                " of the batch (as in mixtures of experts). Leave out `exact` and set `dtype` to"
                 " float32: a near tie is unlikely there"
             )
-        self._stepper.multiple = multiple or 1
+        self._stepper.row_multiple = multiple or 1
         return multiple is not None
 
     def _page_allocator(self) -> PageAllocator:
         caching = self.config.prefix_caching and not self.exact
-        kv_cache = self._stepper.memory
-        return PageAllocator(kv_cache.pages, self.config.page_size, caching=caching)
-
-    def _make_scheduler(self) -> Scheduler:
-        config, nodes = self.config, self.largest.nodes
-        chunk = config.prefill_chunk or (GPU_PREFILL_CHUNK if self._on_gpu else CPU_PREFILL_CHUNK)
-        if self.exact:  # A prompt in chunks would get bits that depend on other requests.
-            chunk = self.context * config.max_batch
-        return Scheduler(
-            self._pages,
-            config.max_batch,
-            chunk,
-            config.max_queue,
-            self.context,
-            slack=nodes,
-            reserve=self.exact,
-            spare=0 if self.largest.is_chain else nodes,
+        return PageAllocator(
+            self._stepper.kv_cache.num_pages, self.config.page_size, caching=caching
         )
+
+    def _prompt_rules(self) -> PromptRules:
+        context = self._scheduler.context
+        setting = None
+        if context < self.context:
+            setting = "kv_tokens"
+        elif context < self.target.context:
+            setting = "context"
+        return PromptRules(context, self.vocab_size, setting)
 
     def _policy(self, drafter: Drafter | None) -> DraftPolicy:
         if self.config.k != "auto" or drafter is None:
-            return FixedPolicy(self.largest)
-        nodes = 0 if self.largest.is_chain else self.largest.nodes
+            return FixedPolicy(self.max_shape)
+        nodes = 0 if self.max_shape.is_chain else self.max_shape.nodes
         return AdaptivePolicy(candidate_shapes(self.max_k, nodes))

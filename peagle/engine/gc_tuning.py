@@ -1,20 +1,23 @@
-"""A process that has loaded what it will keep: Python's garbage collector and its threads, told so.
+"""Tuning of Python's garbage collector and thread switching for a process that serves requests.
 
-Without it, each full collection walks through every object of torch and transformers, and a thread that wants the
-interpreter back from another waits 5 ms for it: longer than a step takes on a GPU.
+Without it, each full collection visits every object of torch and transformers, and a thread that
+needs the interpreter waits up to 5 ms for it: longer than a step on a GPU takes.
 """
 
 import gc
 import sys
 
-SWITCH = 50e-6  # seconds a thread may keep the interpreter while others want it
-YOUNG = 50_000  # new objects before a collection
+SWITCH_INTERVAL_SECONDS = 50e-6  # A thread keeps the interpreter this long while others wait.
+NEW_OBJECTS_PER_COLLECTION = 50_000
 
 
 def freeze_live_objects() -> None:
-    """What is there now is not looked at again, until this is called once more."""
+    """Freeze live objects so that the garbage collector skips them.
+
+    Call it again after loading more models: objects that died meanwhile are collected first.
+    """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, 20, 20)
-    sys.setswitchinterval(SWITCH)
+    gc.set_threshold(NEW_OBJECTS_PER_COLLECTION, 20, 20)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)

@@ -1,4 +1,4 @@
-"""Counters of an engine: what it did, how drafts fared, which form it runs and why."""
+"""Metrics: the counters of an engine."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,33 +10,30 @@ DERIVED = ("drafts", "draft_tokens", "accepted_tokens", "accepted_at", "drafted_
 @dataclass(slots=True)
 class Metrics:
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts: found in the prefix cache
+    cached_tokens: int = 0  # Prompt tokens found in the prefix cache.
     generated_tokens: int = 0
     steps: int = 0
     prefill_passes: int = 0
-    fared: Counter[tuple[int, int]] = field(
-        default_factory=Counter
-    )  # passes of a request by drafted, accepted
-    finished: Counter[str] = field(default_factory=Counter)
+    # Decode passes of one request, by drafted and accepted tokens.
+    pass_counts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)  # Requests by finish reason.
+    # The draft shape of the last step; a chain has K nodes.
     k: int = 0
-    nodes: int = 0  # of a chain, as many as K
+    nodes: int = 0
     k_reason: str = ""
-    k_steps: Counter[int] = field(
-        default_factory=Counter
-    )  # how many steps ran with each number of nodes
+    k_steps: Counter[int] = field(default_factory=Counter)  # Steps by number of nodes.
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
 
     @property
     def passes(self) -> list[tuple[int, int, int]]:
-        """Drafted, accepted, how often. A copy at one moment: the engine's thread goes on counting."""
-        return [
-            (drafted, accepted, count) for (drafted, accepted), count in list(self.fared.items())
-        ]
+        """(drafted, accepted, count): a snapshot, as the engine's thread goes on counting."""
+        counts = list(self.pass_counts.items())
+        return [(drafted, accepted, count) for (drafted, accepted), count in counts]
 
     @property
     def drafts(self) -> int:
-        """Passes of a request that verified drafts."""
+        """Passes of one request that verified drafts."""
         return sum(count for drafted, _, count in self.passes if drafted)
 
     @property
@@ -49,34 +46,39 @@ class Metrics:
 
     @property
     def drafted_at(self) -> list[int]:
-        """Per position."""
-        return self._at([(drafted, count) for drafted, _, count in self.passes])
+        """Drafted tokens by position."""
+        return self._count_positions([(drafted, count) for drafted, _, count in self.passes])
 
     @property
     def accepted_at(self) -> list[int]:
-        return self._at(
+        """Accepted tokens by position."""
+        return self._count_positions(
             [(min(drafted, accepted), count) for drafted, accepted, count in self.passes]
         )
 
-    def _at(self, reached: list[tuple[int, int]]) -> list[int]:
-        """Of each position that was ever drafted: how many reached beyond it."""
-        deepest = max((drafted for drafted, _, _ in self.passes), default=0)
-        return [sum(count for depth, count in reached if depth > i) for i in range(deepest)]
+    def _count_positions(self, depths: list[tuple[int, int]]) -> list[int]:
+        """For each position that was ever drafted: the passes with a larger depth."""
+        max_depth = max((drafted for drafted, _, _ in self.passes), default=0)
+        return [sum(count for depth, count in depths if depth > i) for i in range(max_depth)]
 
     @property
     def acceptance_length(self) -> float:
+        """Tokens per pass that verified drafts, the bonus token included."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        told = {
-            name: getattr(self, name) for name in (*self.__slots__, *DERIVED) if name != "fared"
-        }
-        shares = [
-            good / of if of else 0.0
-            for good, of in zip(told["accepted_at"], told["drafted_at"], strict=True)
+        """All counters by name, for JSON and for /metrics."""
+        names = [name for name in (*self.__slots__, *DERIVED) if name != "pass_counts"]
+        counters = {name: getattr(self, name) for name in names}
+        rates = [
+            accepted / drafted if drafted else 0.0
+            for accepted, drafted in zip(
+                counters["accepted_at"], counters["drafted_at"], strict=True
+            )
         ]
-        told["finished"], told["k_steps"] = dict(self.finished), dict(self.k_steps)
-        return told | {
+        counters["finished"] = dict(self.finished)
+        counters["k_steps"] = dict(self.k_steps)
+        return counters | {
             "acceptance_length": round(self.acceptance_length, 4),
-            "accepted_per_position": [round(share, 4) for share in shares],
+            "accepted_per_position": [round(rate, 4) for rate in rates],
         }

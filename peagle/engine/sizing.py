@@ -1,4 +1,4 @@
-"""What an engine allocates: the largest draft shape, the number of KV pages, the stepper."""
+"""The sizes of an engine: the largest draft shape, KV pages, prefill chunks, the stepper."""
 
 import torch
 
@@ -10,7 +10,9 @@ from peagle.draft_shape import (
 )
 from peagle.drafter import Drafter
 from peagle.engine.config import EngineConfig
-from peagle.engine.step.stepper import Stepper, kv_shapes
+from peagle.engine.schedule.scheduler import SchedulerConfig
+from peagle.engine.step.stepper import Stepper
+from peagle.engine.step.stepper_size import StepperSize, kv_shapes
 from peagle.errors import UserError
 from peagle.kernels.cpu.library import kernel_state
 from peagle.kernels.cpu.matrix import can_pack
@@ -20,6 +22,8 @@ from peagle.target import Target
 KV_MEMORY_FRACTION = 0.85  # Fraction of free GPU memory used for KV pages.
 CPU_KV_TOKENS = 1 << 15  # Positions in the KV cache on a CPU, all requests together.
 MAX_ADAPTIVE_NODES = 31  # Largest tree that adaptive drafting chooses by default.
+GPU_PREFILL_CHUNK = 4096  # Prompt tokens computed per step.
+CPU_PREFILL_CHUNK = 512
 
 
 def supports_trees(drafter: Drafter) -> bool:
@@ -27,7 +31,7 @@ def supports_trees(drafter: Drafter) -> bool:
     return drafter.config.method == "p-eagle"
 
 
-def largest_shape(config: EngineConfig, pair: ModelPair, drafter: Drafter | None) -> DraftShape:
+def max_draft_shape(config: EngineConfig, pair: ModelPair, drafter: Drafter | None) -> DraftShape:
     """The shape that no draft exceeds, in depth or in nodes."""
     if drafter is None:
         return DraftShape(0, 0)
@@ -36,15 +40,15 @@ def largest_shape(config: EngineConfig, pair: ModelPair, drafter: Drafter | None
     nodes = config.tree
     if nodes is None and config.k == "auto" and on_gpu and not config.exact and parallel:
         nodes = MAX_ADAPTIVE_NODES
-    k = largest_k(config.k, nodes or 0, pair.pair.k, deep=on_gpu and parallel)
+    k = max_draft_k(config.k, nodes or 0, pair.pair.k, deep=on_gpu and parallel)
     if not nodes:
         return DraftShape(k, k)
     check_tree_support(drafter.config.method, config.exact)
     return DraftShape(k, nodes)
 
 
-def largest_k(k: int | str, nodes: int, pair_k: int, deep: bool) -> int:
-    """`deep`: extra draft rows are nearly free."""
+def max_draft_k(k: int | str, nodes: int, pair_k: int, deep: bool) -> int:
+    """The depth that no draft exceeds; `deep`: extra draft rows are nearly free."""
     if k != "auto":
         return int(k)
     limit = max(MAX_ADAPTIVE_K_PARALLEL if deep else MAX_ADAPTIVE_K, pair_k)
@@ -71,26 +75,45 @@ def build_stepper(
     config: EngineConfig,
     pair: ModelPair,
     drafter: Drafter | None,
-    largest: DraftShape,
+    max_shape: DraftShape,
     context: int,
 ) -> Stepper:
-    pages = kv_page_count(config, pair, drafter, context, largest.nodes)
-    tokens = pages * config.page_size
-    if not largest.is_chain and tokens < 2 * largest.nodes:
+    num_pages = kv_page_count(config, pair, drafter, context, max_shape.nodes)
+    tokens = num_pages * config.page_size
+    if not max_shape.is_chain and tokens < 2 * max_shape.nodes:
         raise UserError(
-            f"{tokens} KV positions do not hold a tree of {largest.nodes} nodes and a prompt:"
+            f"{tokens} KV positions do not hold a tree of {max_shape.nodes} nodes and a prompt:"
             " raise `kv_tokens`, or lower `tree`"
         )
+    size = StepperSize(max_shape, num_pages, config.page_size, config.max_batch, context)
     try:
-        return Stepper(
-            pair.target, drafter, largest, pages, config.page_size, config.max_batch, context
-        )
+        return Stepper(pair.target, drafter, size)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if "memory" not in str(error).lower():
             raise
         raise UserError(
-            f"{tokens:,} KV positions do not fit into memory: lower `kv_tokens`, `max_batch` or `context`"
+            f"{tokens:,} KV positions do not fit into memory: lower `kv_tokens`, `max_batch` or"
+            " `context`"
         ) from error
+
+
+def scheduler_config(
+    config: EngineConfig, pair: ModelPair, max_shape: DraftShape, context: int, exact: bool
+) -> SchedulerConfig:
+    on_gpu = pair.target.device.type == "cuda"
+    chunk = config.prefill_chunk or (GPU_PREFILL_CHUNK if on_gpu else CPU_PREFILL_CHUNK)
+    if exact:
+        # In chunks, the bits of a prompt's result would depend on other requests.
+        chunk = context * config.max_batch
+    return SchedulerConfig(
+        config.max_batch,
+        chunk,
+        config.max_queue,
+        context,
+        answer_slack=max_shape.nodes,
+        context_slack=0 if max_shape.is_chain else max_shape.nodes,
+        reserve_pages=exact,
+    )
 
 
 def check_int8(target: Target) -> None:
@@ -101,7 +124,8 @@ def check_int8(target: Target) -> None:
     if target.dtype != torch.bfloat16:
         name = str(target.dtype).removeprefix("torch.")
         raise UserError(
-            f"int8 needs a target in bfloat16, and this one is in {name}: leave out `int8`, or set `dtype` to bfloat16"
+            f"int8 needs a target in bfloat16, and this one is in {name}: leave out `int8`, or set"
+            " `dtype` to bfloat16"
         )
     if not can_pack(target.lm_head):
         state = kernel_state()

@@ -1,4 +1,4 @@
-"""What a request's owner holds: pieces of the answer as they come, for threads and for asyncio."""
+"""Stream: the pieces of an answer as they arrive, for threads and for asyncio."""
 
 import asyncio
 import queue
@@ -13,19 +13,20 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The token's own, its rank, and the likeliest tokens', of the target's raw distribution at that place; where the
-    answer is bound to a grammar, of what that allows.
+    """The log-probability and the rank of a token, and the greedy_tokens tokens at its position.
+
+    They are those of the target's raw distribution; with a grammar, of the tokens it allows.
     """
 
     token: int
     logprob: float
-    rank: int
-    top: dict[int, float] = field(default_factory=dict)
+    rank: int  # 1: the greedy_tokens token.
+    top: dict[int, float] = field(default_factory=dict)  # Log-probabilities by token.
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """What one step adds. The last piece has a `reason`."""
+    """The addition of one step to an answer. The last piece has a `reason`."""
 
     step: Step | None
     text: str = ""
@@ -35,63 +36,67 @@ class StreamPiece:
 
 
 class RequestFailed(UserError):
-    """The request could not be answered; the others were."""
+    """The request could not be answered; other requests are not affected."""
 
 
 class RequestRefused(RequestFailed):
-    """For what was asked, not for what went wrong here."""
+    """The request itself is the cause: the engine works as it should."""
 
 
 class Stream:
-    """Iterate over it (or `async for`), once; `abort()` gives the rest up."""
+    """An answer to iterate over once, with `for` or `async for`; `abort()` ends it early."""
 
     def __init__(self, id: str, prompt_tokens: int, abort: Callable[[str], None]) -> None:
-        self.id, self.prompt_tokens = id, prompt_tokens
+        self.id = id
+        self.prompt_tokens = prompt_tokens
+        self.ended = False
         self._abort = abort
         self._pieces: queue.SimpleQueue[StreamPiece] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None
-        self.ended = False
+        self._on_piece: Callable[[], None] | None = None
 
     def put(self, piece: StreamPiece) -> None:
-        """The engine's side; from any thread."""
+        """Add a piece; called by the engine, from any thread."""
         self._pieces.put(piece)
-        if (wake := self._wake) is not None:
-            wake()
+        if (on_piece := self._on_piece) is not None:
+            on_piece()
 
-    def notify(self, wake: Callable[[], None]) -> None:
-        """For those who take pieces with `waiting`: called, on the engine's thread, when one has come."""
-        self._wake = wake
+    def on_piece(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the engine's thread whenever a piece has arrived; see `poll`."""
+        self._on_piece = callback
 
     def abort(self) -> None:
         self._abort(self.id)
 
-    def waiting(self) -> list[StreamPiece]:
-        """What has come and was not taken yet; never blocks."""
+    def poll(self) -> list[StreamPiece]:
+        """Return the pieces that have arrived since the last call; never blocks."""
         pieces = []
         while not self._pieces.empty():
-            pieces.append(self._checked(self._pieces.get()))
+            pieces.append(self._take())
         return pieces
 
     def __iter__(self) -> Iterator[StreamPiece]:
         while not self.ended:
-            yield self._checked(self._pieces.get())
+            yield self._take()
 
     async def __aiter__(self) -> AsyncIterator[StreamPiece]:
-        loop, there = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
 
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(there.set)
+        def wake_up() -> None:
+            with suppress(RuntimeError):  # The event loop is closed, so the stream has no reader.
+                loop.call_soon_threadsafe(arrived.set)
 
-        self._wake = wake
+        self._on_piece = wake_up
         while not self.ended:
-            there.clear()
+            arrived.clear()
             while not self._pieces.empty():
-                yield self._checked(self._pieces.get())
+                yield self._take()
             if not self.ended:
-                await there.wait()
+                await arrived.wait()
 
-    def _checked(self, piece: StreamPiece) -> StreamPiece:
+    def _take(self) -> StreamPiece:
+        """Wait for the next piece; raise if it reports a failure."""
+        piece = self._pieces.get()
         self.ended = piece.reason is not None
         if piece.reason == "refused":
             raise RequestRefused(piece.error or "the request cannot be answered")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from peagle.engine.model.verifier import cache_shapes
+from peagle.engine.model.verifier import target_kv_shapes
 from peagle.regenerate.decode_step import PAGE_SIZE, DecodeStep
 from peagle.regenerate.repetition import MIN_TOKENS, WINDOW, find_loops, pad_rows
 from peagle.target import Target
@@ -198,7 +198,7 @@ def auto_slots(target: Target, capacity: int, requests: int) -> int:
     if target.device.type != "cuda":
         return slots
     positions = -(-capacity // PAGE_SIZE) * PAGE_SIZE
-    kv_bytes = positions * sum(shape.bytes for shape in cache_shapes(target))
+    kv_bytes = positions * sum(shape.bytes for shape in target_kv_shapes(target))
     free_bytes, _ = torch.cuda.mem_get_info(target.device)
     slot_bytes = kv_bytes + target.vocab_size * LOGIT_BYTES
     return max(1, min(slots, int(free_bytes * KV_MEMORY_FRACTION) // slot_bytes))

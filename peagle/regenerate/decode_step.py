@@ -12,6 +12,7 @@ State of a slot, all on the device:
                   its state does not change
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import cache_shapes, verifier_for
+from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.engine.step.graphs import Graphs
 from peagle.target import Target
 
@@ -45,10 +46,10 @@ class DecodeStep:
         device = target.device
         self.target = target
         self.capacity = capacity
-        self.model = verifier_for(target, capacity)
+        self.model = build_verifier(target, capacity)
         pages_per_slot = -(-capacity // PAGE_SIZE)
         pages = slots * pages_per_slot
-        self.kv_cache = KVCache(cache_shapes(target), pages, PAGE_SIZE, device)
+        self.kv_cache = KVCache(target_kv_shapes(target), pages, PAGE_SIZE, device)
         page_ids = torch.arange(pages, dtype=torch.int32, device=device)
         self.page_tables = page_ids.view(slots, pages_per_slot)
         self.first_kv_slots = self.page_tables[:, 0].long() * PAGE_SIZE
@@ -81,7 +82,7 @@ class DecodeStep:
         if any(stored):
             ids = self._upload([token for prompt in prompts for token in prompt[:-1]])
             self.model.forward(
-                ids, self._prefill_rows(slots, stored, index), self.kv_cache, keep=index[:1] * 0
+                ids, self._prefill_rows(slots, stored, index), self.kv_cache, logit_rows=index[:1] * 0
             )
         self.lengths[index] = self._upload(stored)
         self.tokens[index] = self._upload([prompt[-1] for prompt in prompts])
@@ -149,8 +150,9 @@ class DecodeStep:
         if self.tokens.device.type != "cuda":
             return
         for greedy in (True, False):
-            self.graphs.warm(lambda greedy=greedy: self.step(greedy))
-            self.graphs.capture(greedy, lambda greedy=greedy: self.step(greedy))
+            work = partial(self.step, greedy)
+            self.graphs.warm_up(work)
+            self.graphs.capture(greedy, work)
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.tokens.device)

@@ -52,11 +52,11 @@ def test_every_method_and_load(tmp_path: Path) -> None:
 
 def test_drafts_behind_the_profile_are_never_right() -> None:
     engine = engine_for(shape_pair("tiny", "cpu", torch.float32), "p-eagle", "auto", 2, 64, tree=0)
-    engine.loop.stepper.force(conditional(PROFILE[:3]))
-    assert engine.largest.is_chain
+    engine.loop.stepper.force_acceptance(conditional(PROFILE[:3]))
+    assert engine.max_shape.is_chain
     for _ in range(4):
         engine.add([1, 2, 3], max_tokens=48, ignore_eos=True)
     engine.drain()
     assert engine.metrics.generated_tokens == 4 * 48
-    assert max(accepted for _, accepted in engine.metrics.fared) <= 3
+    assert max(accepted for _, accepted in engine.metrics.pass_counts) <= 3
     engine.close()

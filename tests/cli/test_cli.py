@@ -203,7 +203,7 @@ MISTAKES = {
     "check against no target": (["check", "{root}/p-eagle", "--target", "nothing"], "unknown pair"),
     "unknown source": (["pull", "smollm2-135m", "--source", "hubs"], "Did you mean 'hub'"),
     "unknown pair to pull": (["pull", "nothing"], "unknown pair"),
-    "target without a template": (["generate", "{root}/bare", "w1"], "use raw=True"),
+    "target without a template": (["generate", "{root}/bare", "w1"], "use --raw"),
 }
 
 

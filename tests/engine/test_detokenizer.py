@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from peagle.engine.detokenizer import WINDOW, Detokenizer, token_decoder
+from peagle.engine.detokenizer import MAX_WAITING_TOKENS, Detokenizer, token_decoder
+from peagle.engine.schedule.request import RequestLimits
 from peagle.errors import UserError
 
 TEXT = "Ein Wörterbuch: naïve café, 你好世界, 🙂🙃 und noch mehr. END of it, ENDE. Ein Wort, ein Wörterbuch!"
@@ -181,11 +182,11 @@ def test_only_a_window_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stream(Detokenizer(token_decoder(BYTES)), blocks(tokens[1:], [size]))[
             0
         ] == BYTES.decode(tokens[1:])
-        assert max(seen) <= 2 * WINDOW + 8
+        assert max(seen) <= 2 * MAX_WAITING_TOKENS + 8
     lost = Detokenizer(token_decoder(BYTES))
     for _ in range(1000):
         lost.push(raw[1:2])  # a byte that begins nothing
-    assert max(seen) <= 2 * WINDOW + 8
+    assert max(seen) <= 2 * MAX_WAITING_TOKENS + 8
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
@@ -194,6 +195,8 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     with pytest.raises(UserError, match="tokenizer"):
         Detokenizer(None, ["x"])
     with pytest.raises(UserError, match="empty"):
+        RequestLimits(1, stop=("",))
+    with pytest.raises(AssertionError, match="empty"):
         Detokenizer(token_decoder(BYTES), [""])
 
 
@@ -213,7 +216,7 @@ GGUF = decoders.ByteFallback(), decoders.Fuse(), REPLACE, BYTE
 def test_a_tokenizer_out_of_a_gguf_file(added: str) -> None:
     tokenizer = with_decoder(*GGUF, added=added)
     decoder, tokens = token_decoder(tokenizer), tokenizer(TEXT + added)["input_ids"]
-    assert decoder.alone and stream(Detokenizer(decoder), blocks(tokens, [3, 1]))[
+    assert decoder.context_free and stream(Detokenizer(decoder), blocks(tokens, [3, 1]))[
         0
     ] == tokenizer.decode(tokens)
 
@@ -232,7 +235,7 @@ def test_where_tokens_are_more_than_bytes_their_context_is_kept(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     decoder = token_decoder(tokenizer)
-    assert not decoder.alone
+    assert not decoder.context_free
     tokens = tokenizer("a . bc END")["input_ids"]
     assert decoder.decode(tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -245,4 +248,4 @@ def test_a_decoder_that_is_a_program() -> None:
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.decoder = decoders.Decoder.custom(Loud())
     decoder = token_decoder(tokenizer)
-    assert not decoder.alone and decoder.decode(ids("abc")) == "ABC"
+    assert not decoder.context_free and decoder.decode(ids("abc")) == "ABC"

@@ -9,7 +9,7 @@ import torch
 
 from peagle.core import METHODS, Method
 from peagle.engine import Engine
-from peagle.engine.kv.page_allocator import ROOT, PageAllocator
+from peagle.engine.kv.page_allocator import ROOT_KEY, PageAllocator
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.decoding import PATTERNS, tokens_of, transformers_generate
@@ -57,7 +57,7 @@ def test_equals_transformers_and_the_plain_loop(
     assert [tokens_of(steps) for steps in answers] == generated
     assert (
         engine.loop.scheduler.preemptions
-        and engine.loop.scheduler.pages.found
+        and engine.loop.scheduler.allocator.hit_tokens
         and engine.metrics.prefill_passes > len(ASKED)
     )
     if method != "none":
@@ -89,7 +89,7 @@ def test_sixty_four_at_once(method: Method) -> None:
     assert answers == [alone(small(), method, ids, **settings) for ids, settings in asked]
     assert engine.metrics.acceptance_length > 1.5
     assert engine.metrics.drafts > 15 * engine.metrics.steps, "of a pass, in the mean"
-    assert engine.loop.scheduler.preemptions and engine.loop.scheduler.pages.found
+    assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -99,7 +99,7 @@ def test_any_k_gives_the_same_tokens(method: Method, k: int | str) -> None:
     engine = engine_of(small(), method, k, prefix_caching=False)
     expected = [tokens_of(alone(small(), "none", ids, **settings)) for ids, settings in asked]
     assert [tokens_of(steps) for steps in serve(engine, asked)] == expected
-    assert engine.loop.scheduler.pages.found == 0
+    assert engine.loop.scheduler.allocator.hit_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_a_known_prefix_is_not_computed_again(method: Method, prompt) -> None:
 
 
 def without_the_next_token(
-    self: PageAllocator, tokens: list[int], first: int = 0, key: bytes = ROOT
+    self: PageAllocator, tokens: list[int], first: int = 0, key: bytes = ROOT_KEY
 ) -> Any:
-    for begin in range(first * self.size, len(tokens) - self.size, self.size):
-        key += bytes(tokens[begin : begin + self.size])
+    for start in range(first * self.page_size, len(tokens) - self.page_size, self.page_size):
+        key += bytes(tokens[start : start + self.page_size])
         yield key
 
 
@@ -169,7 +169,7 @@ def test_a_page_is_shared_with_its_next_token_only(
 ) -> None:
     """The drafter's last row of a page reads the token after it: prompts that differ there share one page less."""
     if broken:  # the test can tell
-        monkeypatch.setattr(PageAllocator, "_chain", without_the_next_token)
+        monkeypatch.setattr(PageAllocator, "_page_keys", without_the_next_token)
     shared, apart = prompt(24), 0
     engine = engine_of(small(), method, prefill_chunk=32, kv_tokens=800)
     for tail in range(10, 16):
@@ -189,13 +189,12 @@ def test_a_page_is_shared_with_its_next_token_only(
 
 def computed(engine: Engine, id: str) -> list[torch.Tensor]:
     """The keys and values of a request's positions, of every layer of target and drafter."""
-    request, size, memory = (
-        engine.loop.scheduler.live[id],
-        engine.loop.scheduler.pages.size,
-        engine.loop.stepper.memory,
-    )
-    at = torch.tensor([request.pages[j // size] * size + j % size for j in range(request.computed)])
-    return [cache[at] for cache in (*memory.keys, *memory.values)]
+    request = engine.loop.scheduler.live[id]
+    size = engine.loop.scheduler.allocator.page_size
+    kv_cache = engine.loop.stepper.kv_cache
+    slots = [request.pages[j // size] * size + j % size for j in range(request.computed)]
+    index = torch.tensor(slots)
+    return [cache[index] for cache in (*kv_cache.keys, *kv_cache.values)]
 
 
 # What is told besides.

@@ -52,8 +52,8 @@ def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
     assert (
         engine.exact
-        and engine.loop.stepper.multiple in ROW_MULTIPLES
-        and engine.loop.scheduler.pages.caching is False
+        and engine.loop.stepper.row_multiple in ROW_MULTIPLES
+        and engine.loop.scheduler.allocator.caching is False
     )
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
 
@@ -104,7 +104,7 @@ def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
     ):
         engine_of(experts, "none", exact=True)
     engine = engine_of(experts, "none")
-    assert not engine.exact and engine.loop.stepper.multiple == 1
+    assert not engine.exact and engine.loop.stepper.row_multiple == 1
     assert [len(tokens_of(steps)) for steps in serve(engine, ASKED)] == [COUNT] * 2
 
 

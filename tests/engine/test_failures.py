@@ -21,14 +21,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([], {}, "at least one"),
     ([96], {}, r"token ids \[96\] are outside the target's vocabulary of 96"),
     ([5, -1], {}, r"token ids \[-1\]"),
-    ([5] * 64, {}, "64 tokens.*fit into 64.*shorten it"),
+    ([5] * 64, {}, "64 tokens.*context holds 64.*shorten it, or raise `context`"),
     ([5], {"logit_bias": {96: 1.0}}, r"logit_bias names token ids \[96\].*ends at 95"),
     ([5], {"logit_bias": {4: 200.0}}, r"logit_bias must be in \[-100, 100\]"),
     ([5], {"temperature": -1}, "temperature"),
-    ([5], {"max_tokens": 0}, "max_tokens must be 1 or more"),
-    ([5], {"max_tokens": 4, "min_tokens": 5}, r"min_tokens must be in 0..max_tokens \(4\)"),
+    ([5], {"max_tokens": 0}, "`max_tokens` must be 1 or more"),
+    ([5], {"max_tokens": 4, "min_tokens": 5}, r"`min_tokens` must be in 0..max_tokens \(4\)"),
     ([5], {"logprobs": 21}, "logprobs"),
-    ([5], {"stop": ("x",)}, "stop strings need a tokenizer"),
+    ([5], {"stop": ("x",)}, "`stop` needs a tokenizer"),
     ("words", {}, "no tokenizer"),
     ([5], {"id": "first"}, "'first' is not finished yet"),
 ]
@@ -38,12 +38,12 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(prompt) -> None:
     engine = engine_of(small(), "p-eagle", context=64)
     first = engine.add(prompt(9), id="first", max_tokens=10)
     engine.step()
-    before = engine.status(), engine.loop.scheduler.pages.free
+    before = engine.status(), engine.loop.scheduler.allocator.num_free
     for ids, how, words in REFUSED:
         with pytest.raises(UserError, match=words):
             engine.add(ids, **how)
         engine.check_integrity()
-    assert (engine.status(), engine.loop.scheduler.pages.free) == before
+    assert (engine.status(), engine.loop.scheduler.allocator.num_free) == before
     engine.drain()
     assert steps_of(first) == alone(small(), "p-eagle", prompt(9), max_tokens=10)
 
@@ -134,12 +134,12 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(
     engine.drain()
     engine.check_integrity()
     for stream in failed:
-        with pytest.raises(RequestFailed, match=r"not numbers.*Use float32"):
+        with pytest.raises(RequestFailed, match=r"not finite.*`dtype` to float32"):
             list(stream)
     assert [steps_of(stream) for stream in streams] == poisoned.expected[method]
     assert (
         engine.status()["finished"]["error"] == len(failed)
-        and engine.loop.scheduler.pages.free == engine.loop.scheduler.pages.count
+        and engine.loop.scheduler.allocator.num_free == engine.loop.scheduler.allocator.num_pages
     )
 
 
@@ -168,7 +168,7 @@ def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
     assert steps_of(good) == poisoned.expected[method][0]
     pieces = iter(stream)
     assert next(pieces).step.tokens == (poisoned.token,)  # type: ignore[union-attr]
-    with pytest.raises(RequestFailed, match="not numbers"):
+    with pytest.raises(RequestFailed, match="not finite"):
         next(pieces)
     assert stream.ended
 

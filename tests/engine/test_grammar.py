@@ -19,7 +19,7 @@ from peagle.core import METHODS, Method
 from peagle.engine import Engine
 from peagle.engine.stream import RequestRefused
 from peagle.errors import UserError
-from peagle.grammar import LEAST, LONGEST, Grammar, Grammars
+from peagle.grammar import MAX_GRAMMAR_CHARS, MIN_ENTRY_CHARS, Grammar, GrammarCompiler
 from peagle.target import Target
 from tests.support.decoding import PATTERNS, tokens_of
 from tests.support.engines import ask, engine_of, pair_of, serve, some_requests, steps_of, whisper
@@ -243,7 +243,7 @@ def test_on_cuda(method: Method) -> None:
     engine = engine_of(bound_pair("cuda"), method, kv_tokens=1200)
     engine.warm_up()
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == without_drafts()
-    assert engine.loop.graphs
+    assert engine.loop.use_graphs
 
 
 # Sampling: every answer to [ab]{1,3}, with its probability by definition.
@@ -280,7 +280,7 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     how = {"grammar": Grammar.regex("[ab]{1,3}"), "temperature": 8.0, "max_tokens": 4}
     streams = [engine.add(ids, seed=seed, **how) for seed in range(runs)]
     while engine.step():
-        engine.loop.stepper.places.trees.chain[:, :2] = torch.tensor(
+        engine.loop.stepper.slots.trees.chain[:, :2] = torch.tensor(
             [VOCAB.index(letter) for letter in drafts]
         )
     answers = [steps_of(stream) for stream in streams]
@@ -304,8 +304,8 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
         (Grammar.regex("(a|b"), "unclosed"),
         (Grammar.regex("\ud800"), "surrogates"),
         (Grammar("lark", "start: nobody"), "nobody"),
-        (Grammar.json({"const": "<bos>"}), "'<bos>', which is no text"),
-        (Grammar.choice(["<eos>"]), "'<eos>', which is no text"),
+        (Grammar.json({"const": "<bos>"}), "'<bos>', which is a special token"),
+        (Grammar.choice(["<eos>"]), "'<eos>', which is a special token"),
         (
             Grammar.json({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}),
             "items; max is 2000",
@@ -334,7 +334,7 @@ def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
     )
     engine.drain()
     with pytest.raises(
-        RequestRefused, match="kept to its grammar: Parser Error: Current row"
+        RequestRefused, match="cannot follow its grammar: Parser Error: Current row"
     ) as found:
         list(bound)
     assert "\n" not in str(found.value) and "<non-verbose/>" not in str(found.value)
@@ -345,34 +345,30 @@ def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
     engine.check_integrity()
 
 
-def test_an_ambiguous_grammar_is_refused_before_it_holds_others_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_ambiguous_grammar_is_refused_before_it_holds_others_up() -> None:
     """With so few tokens to choose from it takes a lower limit than with a real vocabulary."""
-    monkeypatch.setattr("peagle.grammar.ITEMS", 50)
+    compiler = GrammarCompiler(bound_pair().target, max_parser_items=50)
     with pytest.raises(UserError, match=r"Too many items \(limit 50;"):
-        Grammars(bound_pair().target).matcher(
-            Grammar("lark", "start: s\ns: s s s | s s | /[a-z]/ | ")
-        )
+        compiler.matcher(Grammar("lark", "start: s\ns: s s s | s s | /[a-z]/ | "))
 
 
-def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.grammar.KEPT", 3 * LEAST)
-    grammars, compiled = Grammars(bound_pair().target), list[str]()
-    compile_ = Grammars._compile
+def test_the_cache_of_compiled_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(bound_pair().target, cache_chars=3 * MIN_ENTRY_CHARS)
+    compiled: list[str] = []
+    compile_ = GrammarCompiler._compile
 
-    def counted(self: Grammars, grammar: Grammar) -> Any:
+    def counted(self: GrammarCompiler, grammar: Grammar) -> Any:
         compiled.append(grammar.text)
         return compile_(self, grammar)
 
-    monkeypatch.setattr(Grammars, "_compile", counted)
+    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
     for text in ("a", "b", "c", "a", "d", "a", "b"):
-        grammars.matcher(Grammar.regex(text))
+        compiler.matcher(Grammar.regex(text))
     assert compiled == ["a", "b", "c", "d", "b"], "the one not used for longest went"
-    grammars.matcher(Grammar.regex("e" * (2 * LEAST)))
-    grammars.matcher(Grammar.regex("b"))
-    grammars.matcher(Grammar.regex("a"))
-    assert compiled[5:] == ["e" * (2 * LEAST), "a"], "a long one counts for more"
+    compiler.matcher(Grammar.regex("e" * (2 * MIN_ENTRY_CHARS)))
+    compiler.matcher(Grammar.regex("b"))
+    compiler.matcher(Grammar.regex("a"))
+    assert compiled[5:] == ["e" * (2 * MIN_ENTRY_CHARS), "a"], "a long one counts for more"
 
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +376,9 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="ignore_eos"):
         engine.add([10], grammar=Grammar.json(), ignore_eos=True)
     with pytest.raises(UserError, match="smaller"):
-        Grammar.regex("a" * (LONGEST + 1))
+        Grammar.regex("a" * (MAX_GRAMMAR_CHARS + 1))
     with pytest.raises(UserError, match="smaller"):
-        Grammar.ebnf("a" * (LONGEST + 1))
+        Grammar.ebnf("a" * (MAX_GRAMMAR_CHARS + 1))
     with pytest.raises(UserError, match="read"):
         Grammar.ebnf("root ::= (")
     with pytest.raises(UserError, match="allows nothing"):
@@ -419,7 +415,7 @@ def test_any_text_can_be_a_choice() -> None:
     model.add_special_tokens(["<eos>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
     target = SimpleNamespace(tokenizer=tokenizer, vocab_size=257, stop_ids={256}, name="bytes")
-    matcher = Grammars(target).matcher(Grammar.choice(texts))  # type: ignore[arg-type]
+    matcher = GrammarCompiler(target).matcher(Grammar.choice(texts))  # type: ignore[arg-type]
     for text in texts[-12:]:
         one = matcher.deep_copy()
         assert one.consume_tokens(tokenizer(text)["input_ids"]) and one.is_stopped()

@@ -11,7 +11,7 @@ from peagle.engine.kv.page_allocator import PageAllocator
 
 def published(pages: PageAllocator, tokens: list[int]) -> list[int]:
     """Pages that hold all tokens but the last, as a request would have computed them."""
-    held = pages.allocate(pages.needed(len(tokens) - 1))
+    held = pages.allocate(pages.pages_for(len(tokens) - 1))
     assert held is not None
     pages.publish(tokens, held)
     return held
@@ -19,9 +19,9 @@ def published(pages: PageAllocator, tokens: list[int]) -> list[int]:
 
 def test_all_or_nothing() -> None:
     pages = PageAllocator(3, 4)
-    assert pages.allocate(4) is None and pages.free == 3
+    assert pages.allocate(4) is None and pages.num_free == 3
     held = pages.allocate(2)
-    assert held == [0, 1] and pages.allocate(2) is None and pages.free == 1
+    assert held == [0, 1] and pages.allocate(2) is None and pages.num_free == 1
     assert pages.allocate(0) == []
     pages.check_integrity([held])
     pages.release(held)
@@ -30,28 +30,30 @@ def test_all_or_nothing() -> None:
 
 @pytest.mark.parametrize(("positions", "count"), [(0, 0), (1, 1), (4, 1), (5, 2)])
 def test_pages_needed(positions: int, count: int) -> None:
-    assert PageAllocator(3, 4).needed(positions) == count
+    assert PageAllocator(3, 4).pages_for(positions) == count
 
 
 def test_a_page_is_shared_only_with_its_next_token() -> None:
     pages = PageAllocator(8, 2)
     held = published(pages, [5, 6, 7, 8, 9])
-    assert pages.match([5, 6]) == []  # its next token is not known, and one token must be left
-    assert pages.match([5, 6, 7]) == held[:1]
-    assert pages.match([5, 6, 0]) == []  # the drafter's row of token 6 has seen 7
-    assert pages.match([5, 6, 7, 8, 0]) == held[:1]
-    assert pages.match([5, 6, 7, 8, 9, 1, 2]) == held
-    assert pages.match([0, 6, 7, 8, 9]) == []
+    assert (
+        pages.match_prefix([5, 6]) == []
+    )  # its next token is not known, and one token must be left
+    assert pages.match_prefix([5, 6, 7]) == held[:1]
+    assert pages.match_prefix([5, 6, 0]) == []  # the drafter's row of token 6 has seen 7
+    assert pages.match_prefix([5, 6, 7, 8, 0]) == held[:1]
+    assert pages.match_prefix([5, 6, 7, 8, 9, 1, 2]) == held
+    assert pages.match_prefix([0, 6, 7, 8, 9]) == []
     pages.check_integrity([held, held[:1], held[:1], held])
 
 
 def test_hits_are_counted_unless_taken_back() -> None:
     pages = PageAllocator(8, 2)
     held = published(pages, [5, 6, 7, 8, 9])
-    pages.match([5, 6, 7, 0])
-    assert (pages.asked, pages.found) == (4, 2)
-    pages.unmatch([5, 6, 7, 0], held[:1])
-    assert (pages.asked, pages.found) == (0, 0)
+    pages.match_prefix([5, 6, 7, 0])
+    assert (pages.queried_tokens, pages.hit_tokens) == (4, 2)
+    pages.undo_match([5, 6, 7, 0], held[:1])
+    assert (pages.queried_tokens, pages.hit_tokens) == (0, 0)
     pages.check_integrity([held])
 
 
@@ -62,8 +64,8 @@ def test_publishing_twice_changes_nothing_and_goes_on_where_it_was() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7]
     for known in (1, 3, 3, 4, 7):
         pages.publish(tokens[:known], held)
-        assert len(pages.table) == (known - 1) // 2
-    assert pages.match([*tokens, 0]) == held
+        assert len(pages.prefix_table) == (known - 1) // 2
+    assert pages.match_prefix([*tokens, 0]) == held
 
 
 def test_a_second_page_of_the_same_prefix_stays_private() -> None:
@@ -71,7 +73,7 @@ def test_a_second_page_of_the_same_prefix_stays_private() -> None:
     first, second = published(pages, [1, 2, 3]), published(pages, [1, 2, 3])
     pages.release(second)
     assert (len(pages.fresh), len(pages.idle)) == (3, 0)
-    assert pages.match([1, 2, 3]) == first
+    assert pages.match_prefix([1, 2, 3]) == first
     pages.check_integrity([first, first])
 
 
@@ -79,9 +81,9 @@ def test_a_private_page_takes_the_place_of_an_evicted_one() -> None:
     pages = PageAllocator(2, 2)
     first, second = published(pages, [1, 2, 3]), published(pages, [1, 2, 3])
     pages.release(first)
-    assert pages.allocate(1) == first and not pages.table
+    assert pages.allocate(1) == first and not pages.prefix_table
     pages.release(second)
-    assert pages.match([1, 2, 3]) == second
+    assert pages.match_prefix([1, 2, 3]) == second
     pages.check_integrity([first, second])
 
 
@@ -90,10 +92,10 @@ def test_the_longest_unused_is_evicted_first_and_of_a_chain_its_end() -> None:
     old, new = published(pages, [1, 1, 1, 1, 1]), published(pages, [2, 2, 2, 2, 2])
     pages.release(old)
     pages.release(new)
-    assert pages.free == 4
+    assert pages.num_free == 4
     taken = pages.allocate(1)
     assert (
-        taken == old[1:] and pages.match([1, 1, 1, 1, 1]) == old[:1]
+        taken == old[1:] and pages.match_prefix([1, 1, 1, 1, 1]) == old[:1]
     )  # which makes the old one used again
     pages.release(old[:1])
     assert pages.allocate(1) == new[1:]
@@ -104,7 +106,7 @@ def test_mistakes_are_noticed() -> None:
     pages = PageAllocator(2, 2)
     held = pages.allocate(1)
     assert held is not None
-    with pytest.raises(AssertionError, match="not what requests hold"):
+    with pytest.raises(AssertionError, match="differ from what requests hold"):
         pages.check_integrity([])
     with pytest.raises(AssertionError, match="holds a page twice"):
         pages.check_integrity([held * 2])
@@ -125,10 +127,10 @@ def test_mistakes_are_noticed() -> None:
 def test_what_is_found_was_written_for_the_same_tokens(size: int, prompts: list[list[int]]) -> None:
     pages, written, holders = PageAllocator(8, size), dict[int, list[int]](), []
     for tokens in prompts:
-        held = pages.match(tokens)
+        held = pages.match_prefix(tokens)
         for i, page in enumerate(held):
             assert written[page] == tokens[: (i + 1) * size + 1]
-        more = pages.allocate(pages.needed(len(tokens) - 1) - len(held))
+        more = pages.allocate(pages.pages_for(len(tokens) - 1) - len(held))
         if more is None:
             pages.release(held)
             continue

@@ -1,4 +1,4 @@
-"""The scheduler, with an engine that only pretends: a page remembers which tokens it was computed from."""
+"""The scheduler under a simulated engine, whose pages record the tokens they were computed from."""
 
 import random
 from collections import deque
@@ -19,9 +19,8 @@ from peagle.core import Sampling
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.schedule.request import Request, RequestLimits
-from peagle.engine.schedule.scheduler import Scheduler, StepPlan
-from peagle.errors import UserError
-from tests.engine.test_scheduler import ROWS, K
+from peagle.engine.schedule.scheduler import Scheduler, SchedulerConfig, StepPlan
+from tests.support.scheduling import STEP_ROWS, K
 
 
 def says(tokens: tuple[int, ...]) -> int:
@@ -35,8 +34,8 @@ class Engine:
     The KV of position j is right if it was computed from tokens 0..j, the drafter's from tokens 0..j + 1.
     """
 
-    def __init__(self, chosen: Scheduler) -> None:
-        self.scheduler = chosen
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.target: dict[tuple[int, int], tuple[int, ...]] = {}  # by page and offset
         self.drafter: dict[tuple[int, int], tuple[int, ...]] = {}
         self.tokens: dict[str, tuple[int, ...]] = {}  # all that the device knows of a request
@@ -49,23 +48,31 @@ class Engine:
         j: int,
         value: tuple[int, ...],
     ) -> None:
-        size = self.scheduler.pages.size
+        size = self.scheduler.allocator.page_size
         if j // size < len(to.pages):
             kv[to.pages[j // size], j % size] = value
 
     def verify(self, of: Request, end: int) -> None:
         """Everything that a row at position `end` would see is right."""
-        tokens, size = self.tokens[of.id], self.scheduler.pages.size
-        for j in range(min(end, self.scheduler.cap(of))):
+        tokens, size = self.tokens[of.id], self.scheduler.allocator.page_size
+        for j in range(min(end, self.scheduler.max_length(of))):
             slot = of.pages[j // size], j % size
             assert self.target[slot] == tokens[: j + 1]
             assert self.drafter[slot] == tokens[: j + 2]
 
     def launch(self, accepted: list[int]) -> StepPlan:
-        plan = self.scheduler.plan(ROWS)
-        assert sum(chunk.end - chunk.start for chunk in plan.prefill) <= self.scheduler.chunk
+        plan = self.scheduler.plan(STEP_ROWS)
+        assert (
+            sum(chunk.end - chunk.start for chunk in plan.prefill)
+            <= self.scheduler.config.prefill_chunk
+        )
         assert not {chunk.request for chunk in plan.prefill} & set(plan.preempted)
-        assert not plan.stalled or any(self.unread), "nothing to read back"
+        left_out = [
+            request
+            for request in self.scheduler.running[:-1]
+            if request.status == "decode" and request not in plan.decode
+        ]
+        assert not left_out or any(self.unread), "nothing to read back"
         results = [self.prefill(chunk) for chunk in plan.prefill]
         results += [
             self.decode(each, right) for each, right in zip(plan.decode, accepted, strict=False)
@@ -83,19 +90,20 @@ class Engine:
         for j in range(chunk.start, chunk.end):
             self.write(self.target, of, j, known[: j + 1])
             self.write(self.drafter, of, j, known[: j + 2])
-        self.scheduler.prefilled(chunk)
+        self.scheduler.mark_prefilled(chunk)
         return of, said
 
     def decode(self, of: Request, accepted: int) -> tuple[Request, list[int]]:
         known = self.tokens[of.id]
         newest = len(known) - 1
         assert (
-            min(newest + ROWS, self.scheduler.cap(of)) <= len(of.pages) * self.scheduler.pages.size
+            min(newest + STEP_ROWS, self.scheduler.max_length(of))
+            <= len(of.pages) * self.scheduler.allocator.page_size
         )
         self.verify(of, newest)
         for _ in range(accepted + 1):
             known += (says(known),)
-        for i in range(ROWS):  # what was rejected is written as well, and overwritten later
+        for i in range(STEP_ROWS):  # what was rejected is written as well, and overwritten later
             self.write(
                 self.target, of, newest + i, known[: newest + i + 1] if i <= accepted else ()
             )
@@ -104,7 +112,7 @@ class Engine:
                 self.drafter, of, newest + i, known[: newest + i + 2] if i <= accepted else ()
             )
         self.tokens[of.id] = known
-        of.ahead += ROWS
+        of.ahead += STEP_ROWS
         return of, list(known[newest + 1 :])
 
     def read(self) -> None:
@@ -112,11 +120,11 @@ class Engine:
             if of.finished:
                 continue
             if of.output:
-                of.ahead -= ROWS
-                self.scheduler.advance(of, tokens[: self.scheduler.cap(of) - of.length])
+                of.ahead -= STEP_ROWS
+                self.scheduler.append(of, tokens[: self.scheduler.max_length(of) - of.length])
             else:
-                self.scheduler.first(of, tokens[0])
-            if of.length == self.scheduler.cap(of):
+                self.scheduler.append_first(of, tokens[0])
+            if of.length == self.scheduler.max_length(of):
                 self.scheduler.finish(of, "length")
             elif of.limits.stop_ids & set(tokens):
                 self.scheduler.finish(of, "stop")
@@ -126,11 +134,14 @@ class Engine:
         for steps in range(1000):
             if not self.scheduler.live:
                 break
-            self.launch([steps % ROWS] * self.scheduler.max_batch)
+            self.launch([steps % STEP_ROWS] * self.scheduler.config.max_batch)
             while self.unread:
                 self.read()
             self.scheduler.check_integrity()
-        assert not self.scheduler.live and self.scheduler.pages.free == self.scheduler.pages.count
+        assert (
+            not self.scheduler.live
+            and self.scheduler.allocator.num_free == self.scheduler.allocator.num_pages
+        )
 
 
 def right(each: Request) -> bool:
@@ -159,9 +170,8 @@ class Machine(RuleBasedStateMachine):
         slack=st.integers(0, K),
     )
     def start(self, pages: int, size: int, chunk: int, batch: int, slack: int) -> None:
-        self.scheduler = Scheduler(
-            PageAllocator(pages, size), batch, chunk, QUEUE, context=24, slack=slack
-        )
+        config = SchedulerConfig(batch, chunk, QUEUE, context=24, answer_slack=slack)
+        self.scheduler = Scheduler(PageAllocator(pages, size), config)
         self.engine = Engine(self.scheduler)
         self.requests: list[Request] = []
 
@@ -174,12 +184,12 @@ class Machine(RuleBasedStateMachine):
     def add(self, prompt: list[int], max_tokens: int, user: str, stops: bool) -> None:
         limits = RequestLimits(max_tokens, stop_ids=frozenset([2] if stops else []))
         new = Request(str(len(self.requests)), prompt, Sampling(), limits, user)
+        if len(prompt) >= self.scheduler.context:
+            return
         try:
             self.scheduler.add(new)
         except QueueFull:
             assert len(self.scheduler.waiting) >= QUEUE
-        except UserError:
-            assert len(prompt) >= self.scheduler.context
         else:
             self.requests.append(new)
 
@@ -202,8 +212,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 60))
     def abort(self, number: int) -> None:
-        alive = str(number) in self.scheduler.live
-        assert (self.scheduler.abort(str(number)) is not None) == alive
+        request = self.scheduler.live.get(str(number))
+        if request is not None:
+            self.scheduler.finish(request, "abort")
+            assert request.finished and request.id not in self.scheduler.live
 
     @precondition(lambda self: self.scheduler.running)
     @rule(place=st.integers(0, 20 * BATCH))
@@ -230,8 +242,8 @@ TestMachine = Machine.TestCase
 )  # results that are not read back when the next step is launched
 def test_ten_thousand_operations(depth: int) -> None:
     chance, requests = random.Random(depth), list[Request]()
-    chosen = Scheduler(PageAllocator(14, 3), BATCH, 8, QUEUE, context=30)
-    engine = Engine(chosen)
+    scheduler = Scheduler(PageAllocator(14, 3), SchedulerConfig(BATCH, 8, QUEUE, context=30))
+    engine = Engine(scheduler)
     for _ in range(3500):
         prompt = [*COMMON[: chance.randrange(9)], chance.randrange(3)]
         new = Request(
@@ -241,17 +253,19 @@ def test_ten_thousand_operations(depth: int) -> None:
             RequestLimits(chance.randint(1, 20)),
             chance.choice("abc"),
         )
-        if len(chosen.waiting) < QUEUE:
-            chosen.add(new)
+        if len(scheduler.waiting) < QUEUE:
+            scheduler.add(new)
             requests.append(new)
         if chance.random() < 0.02:
-            chosen.abort(chance.choice(requests[-8:]).id)
-        chosen.check_integrity()
-        engine.launch(chance.choices(range(ROWS), k=BATCH))
-        chosen.check_integrity()
+            victim = chance.choice(requests[-8:])
+            if not victim.finished:
+                scheduler.finish(victim, "abort")
+        scheduler.check_integrity()
+        engine.launch(chance.choices(range(STEP_ROWS), k=BATCH))
+        scheduler.check_integrity()
         while len(engine.unread) > depth:
             engine.read()
-            chosen.check_integrity()
+            scheduler.check_integrity()
     engine.drain()
     assert all(right(each) for each in requests) and len(requests) > 500
-    assert chosen.preemptions > 100 and chosen.pages.found > 1000
+    assert scheduler.preemptions > 100 and scheduler.allocator.hit_tokens > 1000

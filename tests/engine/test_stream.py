@@ -62,16 +62,16 @@ def test_asyncio(engine: Engine, expected) -> None:
 def test_a_piece_a_step(prompt) -> None:
     engine = engine_of(small(), "p-eagle")
     stream = engine.add(prompt(13), max_tokens=12, ignore_eos=True)
-    assert stream.prompt_tokens == 13 and stream.waiting() == []
+    assert stream.prompt_tokens == 13 and stream.poll() == []
     engine.step()
-    [piece] = stream.waiting()
+    [piece] = stream.poll()
     assert (
         piece.step is not None
         and len(piece.step.tokens) == 1
         and (piece.step.drafted, piece.reason) == (0, None)
     )
     engine.drain()
-    *pieces, last = stream.waiting()
+    *pieces, last = stream.poll()
     assert [piece.step.drafted for piece in pieces if piece.step] == [3] * len(pieces)
     assert all(
         len(piece.step.tokens) == piece.step.accepted + 1 for piece in pieces[:-1] if piece.step

@@ -10,11 +10,11 @@ import torch
 
 from peagle.draft_shape import MAX_TREE_NODES, NO_DRAFT, DraftShape
 from peagle.engine import Engine
-from peagle.engine.loop import verifiable_shape
+from peagle.engine.batch import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts, accepted_counts
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
-from peagle.engine.sizing import largest_k
+from peagle.engine.sizing import max_draft_k
 from peagle.errors import UserError
 from peagle.kernels.triton.accept_tree import accept_tree
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
@@ -97,7 +97,7 @@ def test_shapes() -> None:
 )
 def test_how_deep_adaptive_drafting_goes(tree: int, deep: bool, k: int) -> None:
     """On a GPU rows are nearly free; a tree has more nodes than depths."""
-    assert largest_k("auto", tree, small().pair.k, deep) == k
+    assert max_draft_k("auto", tree, small().pair.k, deep) == k
     assert candidate_shapes(k, tree)[-1] == DraftShape(k, tree or k)
 
 
@@ -111,9 +111,9 @@ def branching(any_target: Target) -> LoadedPair:
 
 def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) -> None:
     """Replace the drafts by random trees that hold the true answer up to a random depth."""
-    trees = engine.loop.stepper.places.trees
-    for id, seat in engine.loop.states.items():
-        if seat.place is None:
+    trees = engine.loop.stepper.slots.trees
+    for id, state in engine.loop.states.items():
+        if state.slot is None:
             continue
         emitted = len(engine.loop.scheduler.live[id].output)
         truth = (answers[id][emitted:] + [3] * K)[:K]
@@ -129,8 +129,8 @@ def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) 
             row = parents[row - 1]
         rows = (torch.tensor(ids), grown.parent[0], grown.depth[0])
         for whole, own in zip(trees[1:4], rows, strict=True):
-            whole[seat.place, :NODES] = own
-        trees.masks[seat.place, : NODES + 1] = grown.masks[0]
+            whole[state.slot, :NODES] = own
+        trees.masks[state.slot, : NODES + 1] = grown.masks[0]
 
 
 def test_whatever_is_accepted(branching: LoadedPair) -> None:
@@ -154,9 +154,9 @@ def test_whatever_is_accepted(branching: LoadedPair) -> None:
 def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
     asked = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
     engine = engine_of(small(), "p-eagle", K, tree=nodes, kv_tokens=400)
-    assert engine.loop.stepper.drafting is not None
+    assert engine.loop.stepper.drafter is not None
     # A drafter of 45 training steps is more certain than its probabilities say.
-    engine.loop.stepper.drafting.branching.calibration = (4.0,)
+    engine.loop.stepper.drafter.branching.calibration = (4.0,)
     answers = serve(engine, asked)
     alone_ = [alone(small(), "p-eagle", ids, K, **settings) for ids, settings in asked]
     assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in alone_]
@@ -276,7 +276,7 @@ def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt
             engine.step()
         pages = engine.loop.scheduler.running[0].pages
         slots = [pages[position // 16] * 16 + position % 16 for position in range(50)]
-        caches.append(torch.stack([keys[slots] for keys in engine.loop.stepper.memory.keys[-3:]]))
+        caches.append(torch.stack([keys[slots] for keys in engine.loop.stepper.kv_cache.keys[-3:]]))
     torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
 
 

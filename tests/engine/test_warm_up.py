@@ -1,4 +1,4 @@
-"""Before the first request automatic form knows what steps cost on the device: its graphs are timed."""
+"""Before the first request, adaptive drafting knows the cost of steps: its graphs are timed."""
 
 from collections.abc import Hashable
 
@@ -15,8 +15,8 @@ class Timed(Graphs):
     """Graphs of batches of up to 4, whose milliseconds are known."""
 
     def milliseconds(self, key: Hashable, repeats: int = 30) -> float | None:
-        half, batch, tree, *_ = key  # type: ignore[misc]
-        return None if batch > 4 else batch * (1 + 0.1 * tree.nodes) if half == "verify" else 0.5
+        half, batch, shape, *_ = key  # type: ignore[misc]
+        return None if batch > 4 else batch * (1 + 0.1 * shape.nodes) if half == "verify" else 0.5
 
 
 @pytest.mark.parametrize("k", ["auto", 3])
@@ -24,19 +24,20 @@ def test_costs_are_known_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, k: int | str
 ) -> None:
     engine = Engine(tiny_pair(), EngineConfig(method="p-eagle", k=k, max_batch=4, thread=False))
-    rounds, stepper = engine.loop, engine.loop.stepper
-    monkeypatch.setattr(rounds, "graphs", True)
-    monkeypatch.setattr(rounds, "_capture", lambda *_: None)
-    monkeypatch.setattr(stepper.prefilling, "capture", lambda *_: None)
+    loop = engine.loop
+    stepper = loop.stepper
+    monkeypatch.setattr(loop, "use_graphs", True)
+    monkeypatch.setattr(loop, "_capture", lambda *_: None)
+    monkeypatch.setattr(stepper.prefill, "capture", lambda *_: None)
     monkeypatch.setattr(stepper, "graphs", Timed())
     engine.warm_up()
-    chooser = rounds.chooser
-    if isinstance(chooser, AdaptivePolicy):
-        assert set(chooser.costs.calibrated) == {form.nodes for form in chooser.candidates}
-        assert chooser.costs.seconds(4, 7) == pytest.approx((4 * 1.7 + 0.5) / 1000)
-        assert not chooser.choose(4).reason.startswith("measuring")
-    assert (k == "auto") == isinstance(chooser, AdaptivePolicy)
-    assert stepper.costs([DraftShape(2, 2)]) == pytest.approx(
+    policy = loop.policy
+    if isinstance(policy, AdaptivePolicy):
+        assert set(policy.costs.calibrated) == {shape.nodes for shape in policy.candidates}
+        assert policy.costs.seconds(4, 7) == pytest.approx((4 * 1.7 + 0.5) / 1000)
+        assert not policy.choose(4).reason.startswith("measuring")
+    assert (k == "auto") == isinstance(policy, AdaptivePolicy)
+    assert stepper.graph_costs([DraftShape(2, 2)]) == pytest.approx(
         {(b, DraftShape(2, 2)): (b * 1.2 + 0.5) / 1000 for b in (1, 2, 4)}
     )
     engine.close()

@@ -58,7 +58,7 @@ def test_trees_are_the_servers_own_choice() -> None:
             assert (await ask(client, peagle=choice))["choices"] == plain
         engines = front.engines
         assert engines.main is not None and set(engines.main.engine.metrics.k_steps) == {12}
-        assert all(slot.engine.largest.is_chain for slot in engines.others.values())
+        assert all(slot.engine.max_shape.is_chain for slot in engines.others.values())
 
     served(test, tree=12)
 

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
-from peagle.grammar import Grammars
+from peagle.grammar import GrammarCompiler
 from peagle.loaded import LoadedPair
 from peagle.server.engines.local_backend import LocalBackend
 from tests.support import serving
@@ -203,7 +203,7 @@ def test_any_json_and_what_is_refused_late() -> None:
                 max_tokens=200,
             )
             error = told[-1]["error"] if stream else told["error"]
-            assert error["code"] == 400 and "kept to its grammar" in error["message"]
+            assert error["code"] == 400 and "cannot follow its grammar" in error["message"]
         page = (await client.get("/metrics")).text
         assert 'finished_reason="refused",model_name="tiny"} 2.0' in page
         assert 'finished_reason="error",model_name="tiny"} 0.0' in page
@@ -212,9 +212,9 @@ def test_any_json_and_what_is_refused_late() -> None:
 
 
 def test_a_slow_grammar_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_ = Grammars._compile
+    compile_ = GrammarCompiler._compile
 
-    def slow(self: Grammars, grammar: Any) -> Any:
+    def slow(self: GrammarCompiler, grammar: Any) -> Any:
         time.sleep(1.0)
         return compile_(self, grammar)
 
@@ -230,5 +230,5 @@ def test_a_slow_grammar_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
             "it was compiled all the same, and kept"
         )
 
-    monkeypatch.setattr(Grammars, "_compile", slow)
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     served(test)

@@ -119,7 +119,7 @@ def serve(
     engine.check_integrity()
     assert (
         not engine.loop.states
-        and engine.loop.scheduler.pages.free == engine.loop.scheduler.pages.count
+        and engine.loop.scheduler.allocator.num_free == engine.loop.scheduler.allocator.num_pages
     )
     return [steps_of(stream) for stream in streams]
 
@@ -139,15 +139,15 @@ ASKED = some_requests(8, seed=3, max_tokens=COUNT, ignore_eos=True)
 
 def whisper(engine: Engine, answers: dict[str, list[int]], right: list[bool]) -> None:
     """Drafts that are right or wrong as the pattern says, in place of the drafter's own."""
-    for id, seat in engine.loop.states.items():
-        if seat.place is not None:
+    for id, state in engine.loop.states.items():
+        if state.slot is not None:
             said = len(engine.loop.scheduler.live[id].output)
             truth = (answers[id][said:] + [3] * K)[:K]
             drafts = [
                 token if ok else (token + 1) % 96
                 for token, ok in zip(truth, islice(cycle(right), K), strict=True)
             ]
-            engine.loop.stepper.places.trees.chain[seat.place, :K] = torch.tensor(drafts)
+            engine.loop.stepper.slots.trees.chain[state.slot, :K] = torch.tensor(drafts)
 
 
 SETTINGS: list[dict[str, Any]] = [

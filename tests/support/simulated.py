@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from peagle.draft_shape import DraftShape
-from peagle.engine.loop import verifiable_shape
+from peagle.engine.batch import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.draft_policy import DraftChoice, DraftPolicy

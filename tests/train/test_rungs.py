@@ -137,7 +137,7 @@ def test_lean_layers_inject(prompt) -> None:
     for injected in (True, False):
         engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
         if not injected:
-            engine.loop.stepper.drafting.layers.inject = None
+            engine.loop.stepper.drafter.layers.inject = None
         served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
     one.target.tap(AUX)
     alone = [

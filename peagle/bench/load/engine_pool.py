@@ -8,7 +8,7 @@ import torch
 
 from peagle.core import Method
 from peagle.engine import Engine, EngineConfig
-from peagle.engine.step.stepper import kv_shapes
+from peagle.engine.step.stepper_size import kv_shapes
 from peagle.loaded import LoadedPair
 
 SHARE = 0.6  # of the free memory may be taken by engines

@@ -168,7 +168,7 @@ class User:
         self.job, self.answers, self.record, self.stream = job, answers, record, stream
 
     def take(self, now: float) -> None:
-        for piece in self.stream.waiting():
+        for piece in self.stream.poll():
             self.record.text += piece.text
             if piece.step is not None and piece.step.tokens:
                 self.record.arrivals.append(now)

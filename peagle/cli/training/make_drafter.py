@@ -67,7 +67,7 @@ def make_drafter(
     del loaded
     err.print("[bold]1. answers[/]")
     regenerate(
-        folder=out / "answers",
+        out=out / "answers",
         prompts=prompts,
         target=target,
         max_tokens=chosen.max_tokens,

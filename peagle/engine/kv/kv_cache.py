@@ -1,8 +1,9 @@
-"""Keys and values of every layer, by slot: what pages are made of.
+"""KVCache: the keys and values of every layer, in pages.
 
-A page holds `size` consecutive positions of one request, of the target's layers and of the drafter's alike; position j
-of a request lies in slot table[j // size] * size + j % size. One page more than the allocator hands out takes what
-belongs nowhere.
+A page holds `page_size` consecutive positions of one request, for the layers of the target and of
+the drafter alike. Position j of a request lies in KV slot
+page_table[j // page_size] * page_size + j % page_size. One page beyond those that the allocator
+hands out takes the rows that are not stored.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from peagle.kernels.triton.paged_attention import counters
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """One layer's keys: so many heads of so many numbers."""
+    """The shape of one layer's keys, and of its values."""
 
     kv_heads: int
     head_dim: int
@@ -25,7 +26,7 @@ class KVShape:
 
     @property
     def bytes(self) -> int:
-        """Keys and values of one position."""
+        """Bytes of the keys and values of one position."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -33,51 +34,59 @@ class KVCache:
     def __init__(
         self,
         shapes: list[KVShape],
-        pages: int,
-        size: int,
+        num_pages: int,
+        page_size: int,
         device: torch.device,
-        target: int | None = None,
+        target_layers: int | None = None,
     ) -> None:
-        """`target`: so many layers are the target's; None: all. Layers alike lie side by side."""
-        self.pages, self.size = pages, size
-        slots = (pages + 1) * size
-        self.nowhere = pages * size  # the first slot of the page that is nobody's
+        """`target_layers`: the number of first layers that are the target's; None: all."""
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.discard_page = num_pages  # The extra page.
+        self.discard_slot = num_pages * page_size
+        num_slots = (num_pages + 1) * page_size
         self.arrived = counters(device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.moved: list[
-            Tensor
-        ] = []  # [2 * layers, slots, width]: the target's keys, then its values
-        whose = [(shape, target is None or i < target) for i, shape in enumerate(shapes)]
-        for (shape, own), alike in groupby(whose):
-            count, width = len(list(alike)), shape.kv_heads * shape.head_dim
-            # zeros: a masked key is still multiplied, by zero
-            block = torch.zeros(2 * count, slots, width, dtype=shape.dtype, device=device)
+        # [2 * layers, slots, width]: the target's keys, then its values, of layers of one shape.
+        self.target_blocks: list[Tensor] = []
+        layers = [
+            (shape, target_layers is None or i < target_layers) for i, shape in enumerate(shapes)
+        ]
+        for (shape, is_target), group in groupby(layers):
+            count = len(list(group))
+            width = shape.kv_heads * shape.head_dim
+            # Zeros, because a masked key is still multiplied (by zero).
+            block = torch.zeros(2 * count, num_slots, width, dtype=shape.dtype, device=device)
             heads = block.unflatten(2, (shape.kv_heads, shape.head_dim)).unbind()
             self.keys += heads[:count]
             self.values += heads[count:]
-            self.moved += [block] if own else []
+            if is_target:
+                self.target_blocks.append(block)
 
-    def settle(self, first: Tensor, kept: Tensor, path: Tensor, tables: Tensor) -> None:
-        """The target's keys and values of an accepted path, to where a chain's would lie."""
-        for block in self.moved:
-            compact_kv(block, first, kept, path, tables, self.size)
+    def compact_path(self, first: Tensor, accepted: Tensor, path: Tensor, tables: Tensor) -> None:
+        """Move the target's keys and values of an accepted path to the positions of a chain."""
+        for block in self.target_blocks:
+            compact_kv(block, first, accepted, path, tables, self.page_size)
 
-    def renew(self, pages: list[int]) -> None:
-        """Pages that get a new owner. On a CPU whole pages are read, also behind what their owner has written."""
+    def reset_pages(self, pages: list[int]) -> None:
+        """Prepare pages for a new owner.
+
+        CPU attention reads whole pages, also beyond the positions that their owner has written.
+        """
         if self.keys[0].device.type == "cpu":
-            self.clear(pages)
+            self.zero_pages(pages)
 
-    def clear(self, pages: list[int]) -> None:
-        """Zeros: a masked key is still multiplied, and what is left in a page need not be a number."""
+    def zero_pages(self, pages: list[int]) -> None:
+        """Overwrite pages with zeros: a masked key is still multiplied, and NaN * 0 is NaN."""
         if pages:
-            at = torch.tensor(pages, device=self.keys[0].device)
+            index = torch.tensor(pages, device=self.keys[0].device)
             for cache in (*self.keys, *self.values):
-                cache.unflatten(0, (-1, self.size))[at] = 0
+                cache.unflatten(0, (-1, self.page_size))[index] = 0
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values [T, kv_heads, head_dim] to slots [T]; a negative slot: nowhere."""
-        at = slots.long()
-        at = torch.where(at < 0, self.nowhere, at)
-        self.keys[layer][at] = keys
-        self.values[layer][at] = values
+        """Write keys, values [T, kv_heads, head_dim] to slots [T]; -1 discards a row."""
+        index = slots.long()
+        index = torch.where(index < 0, self.discard_slot, index)
+        self.keys[layer][index] = keys
+        self.values[layer][index] = values

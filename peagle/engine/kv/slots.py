@@ -1,89 +1,112 @@
-"""Where requests sit while they decode: the state of each place, on the device.
+"""DecodeSlots: the device-side state of the requests that decode, one slot for each.
 
-A step reads and writes it without the host. Positions 0..lengths-1 of a place's request are computed, `newest` is the
-token after them, `trees` what the drafter says comes next: a chain, and a tree where one was made.
+A step reads and writes it without the host. Of the request in a slot, positions 0..lengths-1 are
+computed, `newest` is the token after them, and `trees` holds the drafts that come next: a chain,
+and a tree where one was drafted.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from peagle.draft_shape import DraftShape
+from peagle.engine.device import to_device
 from peagle.engine.model.row_pass import RowPass
-from peagle.engine.sampling.sampling_state import to_device
 from peagle.kernels.triton.build_tree import DraftTrees
 from peagle.kernels.triton.gather_rows import GatheredRows, gather_rows
 
 
+class PageTableUpdate(NamedTuple):
+    """New pages of the request in a slot."""
+
+    slot: int
+    end: int  # Rows from this position on are not stored.
+    pages: list[int]
+
+
 class DecodeSlots:
     def __init__(
-        self, count: int, largest: DraftShape, positions: int, page: int, device: torch.device
+        self,
+        count: int,
+        max_shape: DraftShape,
+        positions: int,
+        page_size: int,
+        device: torch.device,
     ) -> None:
-        """One place more than asked for is nobody's: it fills a batch up."""
-        self.count, self.page, self.device = count, page, device
-        pages = -(-positions // page)
+        """`positions`: the length of the longest request, drafts included."""
+        self.count = count
+        self.padding_slot = count  # One slot more, of no request, fills a batch up.
+        self.page_size = page_size
+        self.device = device
+        table_width = -(-positions // page_size)
         rows = count + 1
-        self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.ends = torch.zeros(
-            rows, dtype=torch.int32, device=device
-        )  # rows from this position on are not stored
+        # Rows from this position on are not stored.
+        self.ends = torch.zeros(rows, dtype=torch.int32, device=device)
         self.emitted = torch.zeros(rows, dtype=torch.int32, device=device)
         self.newest = torch.zeros(rows, dtype=torch.long, device=device)
-        self.trees = empty_trees(rows, largest, device)
+        self.trees = empty_trees(rows, max_shape, device)
         self._free = list(range(count))[::-1]
 
     @property
-    def taken(self) -> int:
+    def num_used(self) -> int:
         return self.count - len(self._free)
 
-    def take(self) -> int:
-        """A free place: of its request nothing is known there yet."""
+    def allocate(self) -> int:
+        """Return a free slot. Its device state is still that of the request before."""
         return self._free.pop()
 
-    def leave(self, place: int) -> None:
-        assert place not in self._free
-        self._free.append(place)
+    def release(self, slot: int) -> None:
+        assert slot not in self._free
+        self._free.append(slot)
 
     def upload(
         self, values: list[int] | list[list[int]], dtype: type[np.integer] = np.int64
     ) -> Tensor:
-        """From the host, without waiting for the device. By numpy, which reads lists three times as fast."""
+        """Copy numbers to the device without waiting for it.
+
+        numpy reads lists three times as fast as torch does.
+        """
         return to_device(torch.from_numpy(np.array(values, dtype)), self.device)
 
-    def write(self, known: list[tuple[int, int, list[int]]], nowhere: int) -> None:
-        """Of each (place, end, pages): in one transfer. Behind the pages comes the one that is nobody's."""
-        if not known:
+    def write_tables(self, updates: list[PageTableUpdate], discard_page: int) -> None:
+        """Write the page tables of several slots in one transfer, padded with `discard_page`."""
+        if not updates:
             return
         width = self.tables.shape[1]
         rows = [
-            [place, end, *pages, *[nowhere] * (width - len(pages))] for place, end, pages in known
+            [slot, end, *pages, *[discard_page] * (width - len(pages))]
+            for slot, end, pages in updates
         ]
-        there = self.upload(rows, np.int32)
-        at = there[:, 0].long()
-        self.ends[at], self.tables[at] = there[:, 1], there[:, 2:]
+        uploaded = self.upload(rows, np.int32)
+        index = uploaded[:, 0].long()
+        self.ends[index] = uploaded[:, 1]
+        self.tables[index] = uploaded[:, 2:]
 
-    def rows(self, at: Tensor, tree: DraftShape) -> tuple[GatheredRows, RowPass]:
-        """A pass over the newest token and the drafts of each place in `at` [B]."""
+    def verify_rows(self, index: Tensor, shape: DraftShape) -> tuple[GatheredRows, RowPass]:
+        """Gather the newest token and the drafts of the slots in `index` [B] for one pass."""
+        count = shape.nodes + 1
         state = self.tables, self.lengths, self.ends, self.newest
-        if tree.is_chain:
-            taken = gather_rows(at, tree.nodes + 1, self.page, *state, self.trees.chain)
+        if shape.is_chain:
+            gathered = gather_rows(index, count, self.page_size, *state, self.trees.chain)
         else:
             _, nodes, _, depths, masks = self.trees
-            taken = gather_rows(at, tree.nodes + 1, self.page, *state, nodes, depths, masks)
-        _, positions, slots, tables, starts, counts, first, _, seen = taken
-        return taken, RowPass(
-            positions, slots, tables, starts, counts, first, tree.nodes + 1, self.page, seen
+            gathered = gather_rows(index, count, self.page_size, *state, nodes, depths, masks)
+        _, positions, kv_slots, tables, starts, counts, first, _, seen = gathered
+        return gathered, RowPass(
+            positions, kv_slots, tables, starts, counts, first, count, self.page_size, seen
         )
 
 
-def empty_trees(places: int, largest: DraftShape, device: torch.device) -> DraftTrees:
-    """Chains of token 0: what nobody's place holds must be a tree as well."""
-    nodes = torch.arange(0 if largest.is_chain else largest.nodes, dtype=torch.int32, device=device)
-    chain = torch.zeros(places, max(largest.k, 1), dtype=torch.long, device=device)
+def empty_trees(slots: int, max_shape: DraftShape, device: torch.device) -> DraftTrees:
+    """Chains of token 0, one for each slot: the padding slot must hold a valid tree as well."""
+    num_nodes = 0 if max_shape.is_chain else max_shape.nodes
+    nodes = torch.arange(num_nodes, dtype=torch.int32, device=device)
+    chain = torch.zeros(slots, max(max_shape.k, 1), dtype=torch.long, device=device)
     masks = (torch.ones(len(nodes) + 1, dtype=torch.long, device=device) << 1).cumprod(0) - 1
-    shape = (places, -1)
-    ids = torch.zeros(places, len(nodes), dtype=torch.long, device=device)
-    return DraftTrees(
-        chain, ids, *(x.expand(shape).contiguous() for x in (nodes, nodes + 1, masks))
-    )
+    ids = torch.zeros(slots, len(nodes), dtype=torch.long, device=device)
+    parents, depths, masks = (x.expand(slots, -1).contiguous() for x in (nodes, nodes + 1, masks))
+    return DraftTrees(chain, ids, parents, depths, masks)

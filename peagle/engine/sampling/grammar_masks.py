@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peagle.engine.sampling.sampling_state import to_device
-from peagle.grammar import Grammar, Grammars, one_line
+from peagle.engine.device import to_device
+from peagle.grammar import Grammar, GrammarCompiler, clean_error_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,7 +24,7 @@ class GrammarState:
     """The grammar of one request, and how far its answer has come in it."""
 
     def __init__(
-        self, grammars: Grammars, grammar: Grammar, stop_ids: Collection[int], min_tokens: int
+        self, grammars: GrammarCompiler, grammar: Grammar, stop_ids: Collection[int], min_tokens: int
     ) -> None:
         self.matcher: LLMatcher = grammars.matcher(grammar)
         self.executor = grammars.executor
@@ -41,7 +41,7 @@ class GrammarState:
         """
         for count, token in enumerate(tokens, 1):
             if not self.matcher.consume_token(token):
-                self.error = one_line(self.matcher.get_error())
+                self.error = clean_error_text(self.matcher.get_error())
             self.terminated = self.matcher.is_stopped()
             if self.terminated:
                 return count

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from peagle.core import Sampling
-from peagle.engine.sampling.sampling_state import SamplingState, to_device
+from peagle.engine.device import to_device
+from peagle.engine.sampling.sampling_state import SamplingState
 
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

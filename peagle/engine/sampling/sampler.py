@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.engine.device import to_device
 from peagle.engine.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor, Penalties
-from peagle.engine.sampling.sampling_state import SamplingState, to_device
+from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.kernels.triton.argmax import argmax
 
 # Limit of requests x rows x V in a group: bounds the copies of logits that its processors make.

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from peagle.core import Sampling
+from peagle.engine.device import to_device
 from peagle.errors import UserError
 from peagle.reference.sampling_rule import uniforms
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device, without waiting for the device."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def check_logit_bias(sampling: Sampling, vocab: int) -> None:

@@ -1,94 +1,138 @@
-"""Chunks of prompts side by side, laid out by the host: one vector of numbers, one transfer to the device.
+"""The layout of a prefill pass: chunks of prompts side by side, as one vector of numbers.
 
-The target's rows are the chunks' tokens. The drafter's are the same positions with ids shifted by one (the id after a
-chunk's last is known, or what the target is about to say), and behind a chunk that ends its prompt, mask rows. A layout
-may be larger than what is in it, so that shapes repeat and a CUDA graph fits: the rest is nobody's.
+The host builds the vector and copies it to the device in one transfer. The target's rows are the
+tokens of the chunks. The drafter's rows are the same positions with ids shifted by one (the id
+after a chunk's last token is known, or the target is about to give it) and, behind a chunk that
+ends its prompt, mask rows. A layout may be larger than its contents, so that shapes repeat and a
+CUDA graph can be replayed; the remaining rows and requests are padding.
 
-    chunk 10 11 12 at positions 5..7, the next id 13, 2 mask rows:
+    chunk 10 11 12 at positions 5..7, next id 13, 2 mask rows:
 
     target   id 10 11 12      position 5 6 7
     drafter  id 11 12 13 M M  position 5 6 7 8 9   source 0 1 2 -1 -1
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
 from peagle.engine.schedule.request import PrefillChunk
 
-MASK, DEAD = -1, -2  # sources of rows that are no token's
-NEWEST = -1  # the id after a chunk: known by then, or what the target says
+# Values of `draft_source` in rows that no token of a chunk belongs to.
+MASK_ROW = -1
+PADDING_ROW = -2
+UNKNOWN_ID = -1  # The id after a chunk, if the target's pass gives it.
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    rows: int  # of the target's pass
+class PrefillSize:
+    """The shape of a layout: passes of equal size share a CUDA graph."""
+
+    rows: int  # Rows of the target's pass.
     requests: int
-    masks: int  # the most behind a chunk
-    most: int  # rows of one request
-    everywhere: bool = False  # mask rows behind every chunk, not those alone that end a prompt
+    mask_rows: int  # Mask rows behind a chunk, at most.
+    max_rows: int  # Rows of one request, at most.
+    mask_every_chunk: bool = False  # Mask rows behind every chunk, not only at the end of a prompt.
 
     @property
-    def wide(self) -> int:
+    def draft_rows(self) -> int:
         """Rows of the drafter's pass."""
-        return self.rows + self.requests * self.masks
+        return self.rows + self.requests * self.mask_rows
 
 
-def parts_of(size: Size) -> dict[str, int]:
-    """The names of the vector's parts, in order, and how long each is."""
-    rows, wide, each = size.rows, size.wide, size.requests
-    return (
-        dict.fromkeys(("ids", "positions", "owner"), rows)
-        | dict.fromkeys(("next_ids", "wide_positions", "wide_owner", "source"), wide)
-        | dict.fromkeys(("place", "start", "count", "first", "last", "end"), each)
-        | dict.fromkeys(("wide_start", "wide_count", "wide_last", "known", "emitted"), each)
-    )
+@dataclass(frozen=True, slots=True)
+class PrefillInput:
+    """The parts of the vector, in its order, as views on the device."""
+
+    # Of each row of the target's pass.
+    ids: Tensor
+    positions: Tensor
+    owner: Tensor  # The index of its request in the batch; -1: padding.
+    # Of each row of the drafter's pass.
+    draft_ids: Tensor
+    draft_positions: Tensor
+    draft_owner: Tensor
+    draft_source: Tensor  # The target's row with its hidden state, or MASK_ROW or PADDING_ROW.
+    # Of each request.
+    slot: Tensor
+    start: Tensor  # Its first row.
+    count: Tensor  # Its number of rows.
+    first: Tensor  # Its first position.
+    last: Tensor  # Its last row.
+    end: Tensor  # The position after its chunk.
+    draft_start: Tensor
+    draft_count: Tensor
+    draft_last: Tensor  # The drafter's last row that is not a mask row.
+    next_id: Tensor  # The token after the chunk, or UNKNOWN_ID.
+    emitted: Tensor  # Tokens of the answer, the first one included.
 
 
-def numbers_of(chunks: list[PrefillChunk], at: list[int], size: Size, nobody: int) -> list[int]:
-    """`at`: the chunks' places; `nobody`: the place of requests that fill the layout up."""
-    parts: dict[str, list[int]] = {name: [] for name in parts_of(size)}
-    for b, (chunk, place) in enumerate(zip(chunks, at, strict=True)):
-        ids, next_id = chunk.ids, chunk.next_id
-        count, masks = (
-            len(ids),
-            size.masks if size.everywhere or chunk.end == chunk.request.goal else 0,
-        )
-        row, wide = len(parts["ids"]), len(parts["next_ids"])
-        parts["ids"] += ids
-        parts["positions"] += range(chunk.start, chunk.end)
-        parts["owner"] += [b] * count
-        parts["next_ids"] += [*ids[1:], NEWEST] + [0] * masks
-        parts["wide_positions"] += range(chunk.start, chunk.end + masks)
-        parts["wide_owner"] += [b] * (count + masks)
-        parts["source"] += [*range(row, row + count)] + [MASK] * masks
-        each = {
-            "place": place,
-            "start": row,
-            "count": count,
-            "first": chunk.start,
-            "last": row + count - 1,
-            "end": chunk.end,
-            "wide_start": wide,
-            "wide_count": count + masks,
-            "wide_last": wide + count - 1,
-            "known": NEWEST if next_id is None else next_id,
-            "emitted": max(1, len(chunk.request.output)),
-        }
-        for name, number in each.items():
-            parts[name].append(number)
-    fill = {"owner": -1, "wide_owner": -1, "source": DEAD, "place": nobody}
-    numbers: list[int] = []
-    for name, length in parts_of(size).items():
-        numbers += parts[name] + [fill.get(name, 0)] * (length - len(parts[name]))
-    return numbers
+PART_NAMES = tuple(part.name for part in fields(PrefillInput))
+ROW_PARTS = frozenset(("ids", "positions", "owner"))
+DRAFT_ROW_PARTS = frozenset(("draft_ids", "draft_positions", "draft_owner", "draft_source"))
 
 
-def views_of(vector: Tensor, size: Size) -> dict[str, Any]:
+def part_lengths(size: PrefillSize) -> list[tuple[str, int]]:
+    """The name and the length of each part of the vector, in order."""
+    lengths = dict.fromkeys(PART_NAMES, size.requests)
+    lengths |= dict.fromkeys(ROW_PARTS, size.rows)
+    lengths |= dict.fromkeys(DRAFT_ROW_PARTS, size.draft_rows)
+    return list(lengths.items())
+
+
+def layout_vector(
+    chunks: list[PrefillChunk], slots: list[int], size: PrefillSize, padding_slot: int
+) -> list[int]:
+    """The numbers of all parts, one after another; `slots`: the decode slots of the chunks."""
+    parts: dict[str, list[int]] = {name: [] for name in PART_NAMES}
+    for request_index, (chunk, slot) in enumerate(zip(chunks, slots, strict=True)):
+        append_chunk(parts, chunk, request_index, slot, size)
+    padding = {"owner": -1, "draft_owner": -1, "draft_source": PADDING_ROW, "slot": padding_slot}
+    vector: list[int] = []
+    for name, length in part_lengths(size):
+        vector += parts[name] + [padding.get(name, 0)] * (length - len(parts[name]))
+    return vector
+
+
+def append_chunk(
+    parts: dict[str, list[int]],
+    chunk: PrefillChunk,
+    request_index: int,
+    slot: int,
+    size: PrefillSize,
+) -> None:
+    ids = chunk.ids
+    next_id = chunk.next_id
+    count = len(ids)
+    ends_prompt = chunk.end == chunk.request.prefill_end
+    mask_rows = size.mask_rows if size.mask_every_chunk or ends_prompt else 0
+    row = len(parts["ids"])
+    draft_row = len(parts["draft_ids"])
+    parts["ids"] += ids
+    parts["positions"] += range(chunk.start, chunk.end)
+    parts["owner"] += [request_index] * count
+    parts["draft_ids"] += [*ids[1:], UNKNOWN_ID] + [0] * mask_rows
+    parts["draft_positions"] += range(chunk.start, chunk.end + mask_rows)
+    parts["draft_owner"] += [request_index] * (count + mask_rows)
+    parts["draft_source"] += [*range(row, row + count)] + [MASK_ROW] * mask_rows
+    parts["slot"].append(slot)
+    parts["start"].append(row)
+    parts["count"].append(count)
+    parts["first"].append(chunk.start)
+    parts["last"].append(row + count - 1)
+    parts["end"].append(chunk.end)
+    parts["draft_start"].append(draft_row)
+    parts["draft_count"].append(count + mask_rows)
+    parts["draft_last"].append(draft_row + count - 1)
+    parts["next_id"].append(UNKNOWN_ID if next_id is None else next_id)
+    parts["emitted"].append(max(1, len(chunk.request.output)))
+
+
+def split_vector(vector: Tensor, size: PrefillSize) -> PrefillInput:
     """The parts of the vector, each a view of it."""
-    views, start = {}, 0
-    for name, length in parts_of(size).items():
+    views = {}
+    start = 0
+    for name, length in part_lengths(size):
         views[name] = vector[start : start + length]
         start += length
-    return views
+    return PrefillInput(**views)

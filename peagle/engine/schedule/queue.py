@@ -1,11 +1,11 @@
-"""The queue of requests that wait: bounded and fair.
+"""FairQueue: the waiting requests, bounded in number, with users taking turns.
 
-Users take turns; within a user, first come, first served:
+Requests of one user are first come, first served:
 
     pushed   a1 a2 a3 b1 c1 c2
     popped   a1 b1 c1 a2 c2 a3
 
-A request that was preempted goes before everybody: it has waited already.
+A preempted request goes to the very front, because it has waited already.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from peagle.errors import UserError
 
 
 class QueueFull(UserError):
-    """Try again later: a server answers 429 or 503."""
+    """The request can be sent again later: a server answers 429 or 503."""
 
 
 class FairQueue:
@@ -24,58 +24,55 @@ class FairQueue:
         assert limit >= 1
         self.limit = limit
         self.front: deque[Request] = deque()
-        self.lanes: dict[
-            str, deque[Request]
-        ] = {}  # by user, never empty; the first lane's turn is next
+        # Queues by user, never empty; the first user's turn is next.
+        self.user_queues: dict[str, deque[Request]] = {}
 
     def __len__(self) -> int:
-        return len(self.front) + sum(map(len, self.lanes.values()))
+        return len(self.front) + sum(map(len, self.user_queues.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        """All that wait, in no promised order."""
+        """Yield all waiting requests, in no particular order."""
         yield from self.front
-        for lane in self.lanes.values():
-            yield from lane
+        for queue in self.user_queues.values():
+            yield from queue
 
     def push(self, request: Request) -> None:
         if len(self) >= self.limit:
             raise QueueFull(
-                f"{self.limit} requests are waiting already: try again later, or raise --max-queue"
+                f"{self.limit} requests are already waiting: try again later, or raise `max_queue`"
             )
-        self.lanes.setdefault(request.user, deque()).append(request)
+        self.user_queues.setdefault(request.user, deque()).append(request)
 
     def push_front(self, request: Request) -> None:
-        """Never refused: it was let in before."""
+        """Put a preempted request back; the limit does not apply, as it was admitted before."""
         self.front.appendleft(request)
 
     def peek(self) -> Request | None:
-        """What `pop` will give."""
+        """Return the request that `pop` would return, or None."""
         if self.front:
             return self.front[0]
-        return next((lane[0] for lane in self.lanes.values()), None)
+        return next((queue[0] for queue in self.user_queues.values()), None)
 
     def pop(self) -> Request:
         if self.front:
             return self.front.popleft()
-        user = next(iter(self.lanes))
-        lane = self.lanes.pop(user)
-        request = lane.popleft()
-        if lane:
-            self.lanes[user] = lane  # behind the others
+        user = next(iter(self.user_queues))
+        queue = self.user_queues.pop(user)
+        request = queue.popleft()
+        if queue:
+            self.user_queues[user] = queue  # Behind the other users.
         return request
 
     def remove(self, id: str) -> Request | None:
-        """The request that waited under this id; None if there was none."""
-        for request in self:
-            if request.id == id:
-                break
-        else:
+        """Remove and return the request with this id; None if it is not waiting."""
+        request = next((request for request in self if request.id == id), None)
+        if request is None:
             return None
         if request in self.front:
             self.front.remove(request)
         else:
-            lane = self.lanes[request.user]
-            lane.remove(request)
-            if not lane:
-                del self.lanes[request.user]
+            queue = self.user_queues[request.user]
+            queue.remove(request)
+            if not queue:
+                del self.user_queues[request.user]
         return request

@@ -1,21 +1,26 @@
-"""The scheduler: who runs in the next step, and with which pages.
+"""Scheduler: which requests run in the next step, and with which pages.
 
     add -> waiting -> (admitted) prefill -> decode -> finished
               ^----- preempted -----'---------'
 
-The engine's loop: `plan`, launch what it says, `prefilled` for each chunk; when results are read back, `first` for a
-prompt's first token, `advance` for a step's tokens, `finish`. It may plan again before it has read back: at launch it
-adds to `request.ahead` what the step may emit at most, and takes it off when the result is there. It drops what comes
-for a request that has finished meanwhile: those pages have a new owner, whose passes run later on the device.
+The engine's loop calls `plan`, launches the plan, and calls `mark_prefilled` for each chunk. When
+results are read back it calls `append_first` for the first token of an answer, `append` for the
+tokens of a step, and `finish`. It may plan again before it has read back: at launch it adds to
+`request.ahead` the maximum number of tokens that the step may emit, and subtracts it at read-back.
+Results of a request that has finished meanwhile are dropped: its pages have a new owner, whose
+passes run later on the device.
 
-* Running requests are served in the order of their admission. One that lacks pages takes them from the one admitted
-  last; the oldest may have all pages there are, so it always gets on.
-* A preempted request keeps its output and goes to the front of the queue. Its tokens are computed again (up to where:
-  see request.py), save what the prefix table still has. One with results under way is never preempted: the plan says
-  `stalled`, and the engine reads back first.
-* A waiting request is admitted when everybody running has the pages of this step, and all that the new one has to
-  compute, a decode step included, fits what is left. Nobody overtakes the first in the queue.
-* No request gets pages beyond its `cap`. A row whose position has no page must not be written; what it says is cut.
+* Running requests are served in the order of admission. A request that lacks pages takes them from
+  the request admitted last. The oldest request may take every page, so it always makes progress.
+* A preempted request keeps its output and goes to the front of the queue. Its tokens are computed
+  again up to `prefill_end`, except for those still in the prefix table. A request with a pass in
+  flight is never preempted; if only such requests have pages to give, the plan stays short, and the
+  loop must read back before it plans again.
+* A waiting request is admitted when all running requests have the pages for this step, and the
+  free pages hold everything the new one has to compute, one decode step included. No request
+  overtakes the first one in the queue.
+* No request gets pages beyond `max_length`, except for `answer_slack`. A row whose position has no
+  page must not be stored, and its result is cut.
 """
 
 from collections import Counter
@@ -27,225 +32,218 @@ from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.errors import UserError
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_batch: int
+    prefill_chunk: int  # Prefill tokens of one plan.
+    max_queue: int
+    context: int  # Tokens of a request, its answer included.
+    answer_slack: int = 0  # Positions beyond an answer's end that its last step may still read.
+    context_slack: int = 0  # Those of them that may lie beyond the context: rows of a draft tree.
+    reserve_pages: bool = False  # Allocate all pages at admission, so that nothing is preempted.
+
+    def __post_init__(self) -> None:
+        assert self.max_batch >= 1 and self.prefill_chunk >= 1 and self.context >= 2
+
+
 @dataclass(slots=True)
 class StepPlan:
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    stalled: bool = False  # pages are with requests under way: read back before the next plan
 
 
 class Scheduler:
-    def __init__(
-        self,
-        pages: PageAllocator,
-        max_batch: int,
-        chunk: int,
-        max_queue: int,
-        context: int,
-        slack: int = 0,
-        reserve: bool = False,
-        spare: int = 0,
-    ) -> None:
-        """`chunk`: prefill tokens of one plan; `context`: the most tokens of a request, its answer included; `slack`:
-        positions behind the end of an answer that its last step may still look at (drafts count as in any other step),
-        `spare`: so many of them also behind the context (the rows of a tree lie side by side); `reserve`: a
-        request has all the pages it may need from its admission on, so that nobody is ever preempted.
-        """
-        assert max_batch >= 1 and chunk >= 1 and context >= 2
-        self.pages, self.max_batch, self.chunk, self.slack, self.reserve = (
-            pages,
-            max_batch,
-            chunk,
-            slack,
-            reserve,
-        )
-        self.spare = spare
-        self.context = min(
-            context, pages.count * pages.size - spare
-        )  # fits the pages, at least alone
-        self.waiting = FairQueue(max_queue)
-        self.running: list[Request] = []  # in the order of admission
-        self.live: dict[str, Request] = {}  # waiting or running
-        self.added = self.preemptions = 0
-        self.done: Counter[FinishReason] = Counter()
+    def __init__(self, allocator: PageAllocator, config: SchedulerConfig) -> None:
+        self.allocator = allocator
+        self.config = config
+        capacity = allocator.num_pages * allocator.page_size
+        # A request alone must always fit into the pages.
+        self.context = min(config.context, capacity - config.context_slack)
+        self.waiting = FairQueue(config.max_queue)
+        self.running: list[Request] = []  # In the order of admission.
+        self.live: dict[str, Request] = {}  # Waiting or running requests, by id.
+        self.num_added = 0
+        self.preemptions = 0
+        self.finished: Counter[FinishReason] = Counter()
 
-    def cap(self, request: Request) -> int:
-        """The most tokens the request may come to: at this length it ends with "length"."""
+    def max_length(self, request: Request) -> int:
+        """The length at which the request ends with the reason "length"."""
         return min(self.context, len(request.prompt) + request.limits.max_tokens)
 
     def add(self, request: Request) -> None:
+        """Queue a request whose prompt fits into the context."""
         assert request.status == "waiting" and not request.pages and not request.output
-        if not request.prompt:
-            raise UserError("the prompt has no tokens: give at least one")
-        if len(request.prompt) >= self.context:
-            own = self.pages.count * self.pages.size - self.spare
-            setting = "--kv-tokens" if self.context == own else "--context"
-            raise UserError(
-                f"the prompt has {len(request.prompt)} tokens, but with one token of the answer it must fit into"
-                f" {self.context}: shorten it, or raise {setting}"
-            )
+        assert 0 < len(request.prompt) < self.context
         if request.id in self.live:
-            raise UserError(f"a request with id {request.id!r} is not finished yet: use another id")
+            raise UserError(f"a request with `id` {request.id!r} is not finished yet: use another")
         self.waiting.push(request)
         self.live[request.id] = request
-        self.added += 1
+        self.num_added += 1
 
-    def abort(self, id: str) -> Request | None:
-        """None if no such request waits or runs (any more)."""
-        request = self.live.get(id)
-        if request is not None:
-            self.finish(request, "abort")
-        return request
+    def plan(self, step_rows: int) -> StepPlan:
+        """Plan the next step.
 
-    def plan(self, rows: int) -> StepPlan:
-        """The next step. `rows`: positions a decode step may write for a request, from computed + ahead on."""
-        plan, budget = StepPlan(), self.chunk
+        `step_rows`: positions that a decode step may write, from `computed + ahead` on.
+        """
+        plan = StepPlan()
+        budget = self.config.prefill_chunk
         for request in list(self.running):
             if request.status == "waiting" or (request.status == "prefill" and not budget):
-                continue  # preempted for an older one just now; or its turn comes in the next plan
+                continue  # It was preempted just now, or its turn comes in the next plan.
             decodes = request.status == "decode"
-            end = request.computed if decodes else min(request.goal, request.computed + budget)
-            if not self._grow(
-                request, self._reach(request, end, rows, decodes or end == request.goal), plan
+            prefill_end = request.prefill_end
+            end = request.computed if decodes else min(prefill_end, request.computed + budget)
+            with_step = decodes or end == prefill_end
+            if not self._ensure_pages(
+                request, self._positions(request, end, step_rows, with_step), plan
             ):
-                return plan  # what is left is not for younger ones
+                return plan  # The remaining pages are not for younger requests.
             if decodes:
                 plan.decode.append(request)
             else:
                 plan.prefill.append(PrefillChunk(request, request.computed, end))
                 budget -= end - request.computed
         if not plan.preempted:
-            self._admit(plan, budget, rows)
+            self._admit(plan, budget, step_rows)
         return plan
 
-    def prefilled(self, chunk: PrefillChunk) -> None:
-        """The chunk has been launched. After a preemption its pages may be shared: the device works in order."""
+    def mark_prefilled(self, chunk: PrefillChunk) -> None:
+        """Record that the chunk is launched; later passes may read its pages."""
         request = chunk.request
-        assert (
-            request.status == "prefill"
-            and request.computed == chunk.start < chunk.end <= request.goal
-        )
-        self._compute(request, chunk.end)
-        if request.computed == request.goal:
+        assert request.status == "prefill"
+        assert request.computed == chunk.start < chunk.end <= request.prefill_end
+        self._set_computed(request, chunk.end)
+        if request.computed == request.prefill_end:
             request.status = "decode"
 
-    def first(self, request: Request, token: int) -> None:
-        """The prompt's last chunk gave the first token of the answer: known, but not consumed."""
-        assert (
-            request.status == "decode" and not request.output and request.computed == request.length
-        )
+    def append_first(self, request: Request, token: int) -> None:
+        """Append the first token of the answer, which the last chunk of the prompt gave."""
+        assert request.status == "decode"
+        assert not request.output and request.computed == request.length
         request.output.append(token)
-        self._compute(
-            request, request.computed
-        )  # a page that ends with the prompt has waited for this token
+        # A page that ends with the prompt is published only now, with its next token known.
+        self._set_computed(request, request.computed)
 
-    def advance(self, request: Request, tokens: list[int]) -> None:
-        """A step emitted `tokens`, cut at the cap, and consumed as many positions."""
+    def append(self, request: Request, tokens: list[int]) -> None:
+        """Append the tokens of a decode step, cut at `max_length`; as many were computed."""
         assert request.status == "decode" and request.output and tokens
         request.output += tokens
-        assert request.length <= self.cap(request), "what goes beyond the cap must be cut"
-        self._compute(request, request.computed + len(tokens))
+        assert request.length <= self.max_length(request), "tokens beyond max_length must be cut"
+        self._set_computed(request, request.computed + len(tokens))
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """Its full pages have been published all along; they are given back, and may be found again after no error."""
-        assert self.live.get(request.id) is request, (
-            f"request {request.id!r} is not here (any more)"
-        )
+        """Release the pages of a request. Published ones stay shareable, except after an error."""
+        assert self.live.get(request.id) is request, f"request {request.id!r} is not live"
         if reason == "error":
-            self.pages.withdraw(request.pages)
+            self.allocator.withdraw(request.pages)
         if request.status == "waiting":
             self.waiting.remove(request.id)
         else:
             self._stop(request)
         del self.live[request.id]
-        request.status, request.finish_reason, request.error = "finished", reason, error
-        self.done[reason] += 1
+        request.status = "finished"
+        request.finish_reason = reason
+        request.error = error
+        self.finished[reason] += 1
 
-    def _reach(self, request: Request, end: int, rows: int, whole: bool) -> int:
-        """Positions to have pages for when work goes up to `end`: at the goal, those of a decode step as well."""
-        if not whole and not self.reserve:
+    def _positions(self, request: Request, end: int, step_rows: int, with_step: bool) -> int:
+        """Positions that need pages to compute up to `end`, and a decode step after it if asked."""
+        config = self.config
+        if not with_step and not config.reserve_pages:
             return end
-        most = min(self.cap(request) + self.slack, self.context + self.spare)
-        return most if self.reserve else min(end + request.ahead + rows, most)
+        limit = min(
+            self.max_length(request) + config.answer_slack, self.context + config.context_slack
+        )
+        return limit if config.reserve_pages else min(end + request.ahead + step_rows, limit)
 
-    def _lacks(self, request: Request, positions: int) -> int:
-        return max(0, self.pages.needed(positions) - len(request.pages))
+    def _missing_pages(self, request: Request, positions: int) -> int:
+        return max(0, self.allocator.pages_for(positions) - len(request.pages))
 
-    def _grow(self, request: Request, positions: int, plan: StepPlan) -> bool:
-        """Does the request have pages for so many positions now? They are taken from younger ones if need be."""
-        lacks = self._lacks(request, positions)
-        if not lacks:
+    def _ensure_pages(self, request: Request, positions: int, plan: StepPlan) -> bool:
+        """Give the request pages for `positions`, preempting younger requests if necessary.
+
+        Returns False if the pages are not available in this step.
+        """
+        missing = self._missing_pages(request, positions)
+        if not missing:
             return True
-        while (pages := self.pages.allocate(lacks)) is None:
+        while (pages := self.allocator.allocate(missing)) is None:
             younger = self.running[self.running.index(request) + 1 :]
-            victim = next((other for other in reversed(younger) if not other.under_way), None)
+            victim = next((other for other in reversed(younger) if not other.in_flight), None)
             if victim is None:
                 assert younger or request is not self.running[0], "a request alone always fits"
-                plan.stalled = bool(younger)
                 return False
-            self._stop(victim)
-            victim.computed, victim.status = 0, "waiting"
-            self.waiting.push_front(victim)
-            self.preemptions += 1
+            self._preempt(victim)
             plan.preempted.append(victim)
         request.pages += pages
         return True
 
-    def _admit(self, plan: StepPlan, budget: int, rows: int) -> None:
-        while budget and len(self.running) < self.max_batch and (request := self.waiting.peek()):
-            tokens = request.tokens[: request.goal]
-            request.pages = self.pages.match(tokens)
-            if (
-                self._lacks(request, self._reach(request, request.goal, rows, True))
-                > self.pages.free
-            ):
-                self.pages.unmatch(tokens, request.pages)
+    def _preempt(self, request: Request) -> None:
+        self._stop(request)
+        request.computed = 0
+        request.status = "waiting"
+        self.waiting.push_front(request)
+        self.preemptions += 1
+
+    def _admit(self, plan: StepPlan, budget: int, step_rows: int) -> None:
+        allocator = self.allocator
+        while budget and len(self.running) < self.config.max_batch:
+            request = self.waiting.peek()
+            if request is None:
+                break
+            prefill_end = request.prefill_end
+            tokens = request.tokens[:prefill_end]
+            request.pages = allocator.match_prefix(tokens)
+            positions = self._positions(request, prefill_end, step_rows, with_step=True)
+            if self._missing_pages(request, positions) > allocator.num_free:
+                allocator.undo_match(tokens, request.pages)
                 request.pages = []
                 break
             self.running.append(self.waiting.pop())
-            request.computed = request.cached = len(request.pages) * self.pages.size
-            request.status, end = "prefill", min(request.goal, request.computed + budget)
-            fits = self._grow(request, self._reach(request, end, rows, end == request.goal), plan)
-            assert fits, "there was room for more than this"
+            request.computed = request.cached = len(request.pages) * allocator.page_size
+            request.status = "prefill"
+            end = min(prefill_end, request.computed + budget)
+            positions = self._positions(request, end, step_rows, end == prefill_end)
+            fits = self._ensure_pages(request, positions, plan)
+            assert fits, "enough pages were free"
             plan.prefill.append(PrefillChunk(request, request.computed, end))
             budget -= end - request.computed
 
-    def _compute(self, request: Request, computed: int) -> None:
-        """KV is there up to `computed`: pages that are full and whose next token is known are published.
+    def _set_computed(self, request: Request, computed: int) -> None:
+        """Record computed KV, and publish the pages that are full with their next token known.
 
-        Not before the prompt's first token is there: a prompt whose logits are not numbers must fail alone.
+        Nothing is published before the first token of the answer is read back: a prompt whose
+        logits are not finite must fail alone.
         """
         request.computed = computed
-        if not request.output:
+        allocator = self.allocator
+        if not request.output or not allocator.caching:
             return
-        if not self.pages.caching:
-            return
-        full = min(computed, request.length - 1) // self.pages.size
-        if full and not self.pages.closed(request.pages[full - 1]):
-            self.pages.publish(request.tokens[: full * self.pages.size + 1], request.pages)
+        full = min(computed, request.length - 1) // allocator.page_size
+        if full and not allocator.is_sealed(request.pages[full - 1]):
+            allocator.publish(request.tokens[: full * allocator.page_size + 1], request.pages)
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
-        self.pages.release(request.pages)
+        self.allocator.release(request.pages)
         request.pages = []
 
     def check_integrity(self) -> None:
-        self.pages.check_integrity(request.pages for request in self.running)
+        """Assert that every request is in one place and has the pages for what is computed."""
+        page_size = self.allocator.page_size
+        self.allocator.check_integrity(request.pages for request in self.running)
         present = [*self.waiting, *self.running]
         assert len(present) == len(self.live), "a request is lost, or in two places"
         assert all(self.live[request.id] is request for request in present)
-        assert self.added == len(self.live) + self.done.total()
-        assert len(self.running) <= self.max_batch
+        assert self.num_added == len(self.live) + self.finished.total()
+        assert len(self.running) <= self.config.max_batch
         for request in self.waiting:
-            assert (
-                request.status == "waiting"
-                and request.computed == request.ahead == len(request.pages) == 0
-            )
+            assert request.status == "waiting" and not request.pages
+            assert request.computed == request.ahead == 0
         for request in self.running:
-            assert request.status == ("prefill" if request.computed < request.goal else "decode")
-            assert request.computed <= request.goal and request.ahead >= 0
-            assert (
-                min(request.computed + request.ahead, self.cap(request))
-                <= len(request.pages) * self.pages.size
-            )
+            prefilling = request.computed < request.prefill_end
+            assert request.status == ("prefill" if prefilling else "decode")
+            assert request.computed <= request.prefill_end and request.ahead >= 0
+            computed = min(request.computed + request.ahead, self.max_length(request))
+            assert computed <= len(request.pages) * page_size

@@ -1,22 +1,21 @@
-"""CUDA graphs by key: work of a fixed shape, launched as one."""
+"""Graphs: CUDA graphs by key, for work of a fixed shape."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-WARM_UPS = 2  # before a capture: kernels are compiled and workspaces allocated in them
+WARM_UP_RUNS = 2  # Before a capture, to compile kernels and to allocate workspaces.
 
 
 class Graphs:
-    """All share one pool of memory. What a graph returned stays where it is, and each replay fills it anew."""
+    """CUDA graphs that share one memory pool. Each replay overwrites the graph's own outputs."""
 
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, Any] = {}
-        self.side: Any = (
-            None  # the stream of warm-ups: one, for the matrix library keeps memory for each
-        )
+        # One stream for all warm-ups, because the matrix library keeps a workspace per stream.
+        self.warm_up_stream: Any = None
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.graphs
@@ -25,22 +24,25 @@ class Graphs:
         return len(self.graphs)
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        """Replays the graph of this key; without one, does the work."""
+        """Replay the graph of this key; do the work if there is none."""
         if key not in self.graphs:
             return work()
         self.graphs[key].replay()
         return self.outputs[key]
 
-    def warm(self, work: Callable[[], Any]) -> None:
-        stream = self.side = self.side or torch.cuda.Stream()
+    def warm_up(self, work: Callable[[], Any]) -> None:
+        stream = self.warm_up_stream = self.warm_up_stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+            for _ in range(WARM_UP_RUNS):
                 work()
         torch.cuda.current_stream().wait_stream(stream)
 
     def capture(self, key: Hashable, work: Callable[[], Any]) -> bool:
-        """False: the work asks the host in between (as some mixtures of experts do), and cannot be a graph."""
+        """Capture the work as a graph.
+
+        Returns False if the work synchronizes with the host, as some mixtures of experts do.
+        """
         if key in self.graphs:
             return True
         graph = torch.cuda.CUDAGraph()
@@ -57,11 +59,12 @@ class Graphs:
         return True
 
     def milliseconds(self, key: Hashable, repeats: int = 30) -> float | None:
-        """Of one replay, after another; None if there is no such graph."""
+        """The mean time of one replay; None if there is no such graph."""
         if key not in self.graphs:
             return None
         self.graphs[key].replay()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(repeats):
             self.graphs[key].replay()

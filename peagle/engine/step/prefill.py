@@ -1,12 +1,11 @@
-"""Prompts, piece by piece: the target consumes chunks, then the drafter does, and drafts where a prompt ends.
+"""PrefillRunner: the target and the drafter consume chunks of prompts, and drafting begins.
 
-Like a step in two halves, each a CUDA graph where it is small: up to the target's tokens, and from them to the drafts.
-Large prefills have enough to compute and run as they are.
+Like a decode step, a prefill has two halves: up to the target's tokens, and from them to the drafts
+of the prompts that end. Each half is a CUDA graph where it is small. Large prefills keep the GPU
+busy without one.
 """
 
-import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,141 +14,179 @@ from peagle.draft_shape import DraftShape
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner, VerifiedRows
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import Verifier
-from peagle.engine.sampling.grammar_masks import GrammarMasks
-from peagle.engine.sampling.sampler import Sampler, greedy_tokens, logprobs
-from peagle.engine.schedule.prefill_layout import MASK, Size, numbers_of, views_of
+from peagle.engine.sampling.sampler import greedy_tokens, logprobs
+from peagle.engine.schedule.prefill_layout import (
+    MASK_ROW,
+    PrefillInput,
+    PrefillSize,
+    layout_vector,
+    split_vector,
+)
 from peagle.engine.schedule.request import PrefillChunk
+from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graphs import Graphs
+from peagle.engine.step.prefill_rows import draft_rows, target_rows
+from peagle.engine.step.prefill_sizes import PrefillSizer
 from peagle.engine.step.step_output import StepOutput
 from peagle.kernels.triton.accept import pack_step_output
 from peagle.kernels.triton.argmax import argmax
 
-ROWS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)  # sizes of graphs
-REQUESTS = (1, 2, 4, 8, 16, 32, 64)
-MOST = 512  # rows of one request in most passes
-WORK = 2e12  # rows * weights that keep a GPU busy (10 ms) while the host launches a pass that is not a graph
-
 
 @dataclass(slots=True)
-class Consumed:
-    """The first half: what the target has read and says."""
+class ConsumedPrompts:
+    """The first half of a prefill: the target has consumed the chunks."""
 
     tables: Tensor  # [N, P]
     hidden: Tensor  # [rows, taps * d]
-    logits: Tensor  # [N, 1, vocabulary] at each request's last row
-    tokens: Tensor  # [N, 1] the likeliest, until they are overwritten
-    tops: Tensor  # [N, 1] their logits
+    logits: Tensor  # [N, 1, vocabulary] of each request's last row
+    tokens: Tensor  # [N, 1] the argmax, until sampled tokens overwrite it
+    top_logits: Tensor  # [N, 1] the logit of the argmax
 
 
 class PrefillRunner:
     def __init__(
         self,
         verifier: Verifier,
-        drafting: DraftRunner | None,
-        places: DecodeSlots,
-        memory: KVCache,
+        drafter: DraftRunner | None,
+        slots: DecodeSlots,
+        kv_cache: KVCache,
         graphs: Graphs,
         weights: int,
     ) -> None:
-        """`weights`: of the target's layers."""
-        self.largest = max((size for size in ROWS if size * weights <= WORK), default=ROWS[0])
-        self.verifier, self.drafting, self.places, self.memory, self.graphs = (
-            verifier,
-            drafting,
-            places,
-            memory,
-            graphs,
-        )
-        self.vectors: dict[Size, Tensor] = {}
+        """`weights`: the number of weights in the target's layers."""
+        self.verifier = verifier
+        self.drafter = drafter
+        self.slots = slots
+        self.kv_cache = kv_cache
+        self.graphs = graphs
+        self.sizer = PrefillSizer(drafter, weights)
+        self._input_vectors: dict[PrefillSize, Tensor] = {}  # Graphs read their input from these.
 
     @torch.inference_mode()
     def run(
         self,
         chunks: list[PrefillChunk],
-        at: list[int],
-        tree: DraftShape,
-        processing: Sampler | None,
-        top: int | None,
-        graphs: bool,
-        masks: GrammarMasks | None = None,
+        slots: list[int],
+        draft_shape: DraftShape,
+        sampling: BatchSampling,
+        use_graphs: bool,
     ) -> StepOutput | None:
-        """Consumes the chunks; `tree`: the form of the drafts behind prompts. `processing`, `masks` and the
-        result: of those that end a prompt and have no answer."""
-        size = self.size(chunks, tree.k, graphs)
-        vector = self._upload(numbers_of(chunks, at, size, self.places.count), size, graphs)
-        part = views_of(vector, size)
-        if graphs and self.small(size.rows, size.requests):
-            self._capture(size, part, tree)
-        consumed: Consumed = self.graphs.run(("consume", size), lambda: self.consume(part, size))
-        fresh = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
-        first = fresh == list(range(len(fresh)))
-        who = slice(len(fresh)) if first else self.places.upload(fresh)
-        logits, tokens = consumed.logits[who], consumed.tokens[who]
-        if masks is not None:
-            masks.apply(logits, [[]] * len(fresh))
-            tokens = greedy_tokens(logits)
-        if processing is not None and fresh:
-            nothing = torch.zeros(len(fresh), dtype=torch.int32, device=tokens.device)
-            tokens = processing.choose(logits, tokens[:, :0], nothing)
-            processing.commit(tokens, nothing)
-        if masks is not None or (processing is not None and fresh):
-            consumed.tokens[who] = tokens
-        packed = self.graphs.run(
-            ("seat", size, tree), lambda: self.seat(part, consumed, size, tree)
+        """Consume the chunks, and draft behind the prompts that end.
+
+        `sampling` and the result cover the requests that end a prompt and have no output yet.
+        """
+        use_graphs = use_graphs and self.sizer.has_graph(chunks)
+        size = self.sizer.size(chunks, draft_shape.k, use_graphs)
+        vector = layout_vector(chunks, slots, size, self.slots.padding_slot)
+        inputs = split_vector(self._upload(vector, size, use_graphs), size)
+        if use_graphs:
+            self._capture(size, inputs, draft_shape)
+        consumed: ConsumedPrompts = self.graphs.run(
+            ("consume", size), lambda: self.consume(inputs, size)
         )
-        if not fresh:
+        new = [i for i, chunk in enumerate(chunks) if chunk.next_id is None]
+        at_front = new == list(range(len(new)))
+        index = slice(len(new)) if at_front else self.slots.upload(new)
+        logits = consumed.logits[index]
+        tokens = self._choose_tokens(consumed, logits, index, len(new), sampling)
+        packed = self.graphs.run(
+            ("fill", size, draft_shape),
+            lambda: self.fill_slots(inputs, consumed, size, draft_shape),
+        )
+        if not new:
             return None
-        told = None if top is None else logprobs(logits, tokens, top)
-        return StepOutput(packed[who].clone(), told)
+        output = StepOutput(packed[index].clone(), k=0)
+        if sampling.top_logprobs is not None:
+            output.logprobs = logprobs(logits, tokens, sampling.top_logprobs)
+        return output
 
-    def consume(self, part: dict[str, Any], size: Size) -> Consumed:
-        tables = self.places.tables[part["place"]]
-        rows = self._rows(part, tables, size.most, "")
-        logits, hidden = self.verifier.forward(part["ids"], rows, self.memory, part["last"])
-        tokens, tops = argmax(logits)
-        return Consumed(tables, hidden, logits[:, None], tokens[:, None], tops[:, None])
+    def consume(self, inputs: PrefillInput, size: PrefillSize) -> ConsumedPrompts:
+        """Run the target over all chunks."""
+        tables = self.slots.tables[inputs.slot]
+        rows = target_rows(inputs, tables, size, self.slots.page_size)
+        logits, hidden = self.verifier.forward(inputs.ids, rows, self.kv_cache, inputs.last)
+        tokens, top_logits = argmax(logits)
+        return ConsumedPrompts(
+            tables, hidden, logits[:, None], tokens[:, None], top_logits[:, None]
+        )
 
-    def seat(
-        self, part: dict[str, Any], consumed: Consumed, size: Size, tree: DraftShape
+    def _choose_tokens(
+        self,
+        consumed: ConsumedPrompts,
+        logits: Tensor,
+        index: slice | Tensor,
+        count: int,
+        sampling: BatchSampling,
     ) -> Tensor:
-        """The places behind their chunks, with drafts. Returns a result's `packed`."""
-        places, at, tokens = self.places, part["place"], consumed.tokens
-        newest = torch.where(part["known"] < 0, tokens[:, 0], part["known"])
-        places.lengths[at] = part["end"].int()
-        places.emitted[at] = part["emitted"].int()
-        places.newest[at] = newest
-        if self.drafting is not None:
-            self._draft(part, consumed, newest, size, tree)
-        return pack_step_output(tokens, consumed.tops, torch.zeros_like(newest))
+        """The first tokens [n, 1] of the new answers; also written to `consumed.tokens`."""
+        tokens = consumed.tokens[index]
+        masks = sampling.masks
+        sampler = sampling.sampler if count else None
+        if masks is not None:
+            masks.apply(logits, [[]] * count)
+            tokens = greedy_tokens(logits)
+        if sampler is not None:
+            none_emitted = torch.zeros(count, dtype=torch.int32, device=tokens.device)
+            tokens = sampler.choose(logits, tokens[:, :0], none_emitted)
+            sampler.commit(tokens, none_emitted)
+        if masks is not None or sampler is not None:
+            consumed.tokens[index] = tokens
+        return tokens
+
+    def fill_slots(
+        self,
+        inputs: PrefillInput,
+        consumed: ConsumedPrompts,
+        size: PrefillSize,
+        draft_shape: DraftShape,
+    ) -> Tensor:
+        """Write the slots' state behind their chunks, drafts included. Returns a packed output."""
+        slots = self.slots
+        index = inputs.slot
+        tokens = consumed.tokens
+        newest = torch.where(inputs.next_id < 0, tokens[:, 0], inputs.next_id)
+        slots.lengths[index] = inputs.end.int()
+        slots.emitted[index] = inputs.emitted.int()
+        slots.newest[index] = newest
+        if self.drafter is not None:
+            self._draft(self.drafter, inputs, consumed, newest, size, draft_shape)
+        return pack_step_output(tokens, consumed.top_logits, torch.zeros_like(newest))
 
     def _draft(
-        self, part: dict[str, Any], consumed: Consumed, newest: Tensor, size: Size, tree: DraftShape
+        self,
+        drafter: DraftRunner,
+        inputs: PrefillInput,
+        consumed: ConsumedPrompts,
+        newest: Tensor,
+        size: PrefillSize,
+        draft_shape: DraftShape,
     ) -> None:
-        """Drafts of a chunk that does not end its prompt are nonsense, and overwritten before anybody reads them."""
-        drafting, places, at, last = self.drafting, self.places, part["place"], part["wide_last"]
-        assert drafting is not None
-        source, ids = part["source"], part["next_ids"]
-        ids = torch.where(ids < 0, newest[part["wide_owner"].clamp(min=0)], ids)
-        mask = (source == MASK)[:, None]
-        hidden = torch.where(
-            mask, drafting.mask_hidden, drafting.fc(consumed.hidden)[source.clamp(min=0)]
+        """Run the drafter over the chunks.
+
+        Drafts behind a chunk that does not end its prompt are meaningless, and are overwritten
+        before they are read.
+        """
+        source = inputs.draft_source
+        last = inputs.draft_last
+        k = draft_shape.k
+        ids = torch.where(
+            inputs.draft_ids < 0, newest[inputs.draft_owner.clamp(min=0)], inputs.draft_ids
         )
-        embeds = torch.where(mask, drafting.mask_embedding, drafting.drafter.embed(ids))
-        rows = self._rows(part, consumed.tables, size.most + size.masks, "wide_", places.ends[at])
-        rows.both = drafting.bidirectional_rows(tree.k)
-        normed, residual = drafting.layers.forward(embeds, hidden, rows, self.memory)
-        k = tree.k
+        is_mask = (source == MASK_ROW)[:, None]
+        fused = drafter.fc(consumed.hidden)[source.clamp(min=0)]
+        hidden = torch.where(is_mask, drafter.mask_hidden, fused)
+        embeds = torch.where(is_mask, drafter.mask_embedding, drafter.drafter.embed(ids))
+        ends = self.slots.ends[inputs.slot]
+        rows = draft_rows(inputs, consumed.tables, size, ends, self.slots.page_size)
+        rows.both = drafter.bidirectional_rows(k)
+        normed, residual = drafter.layers.forward(embeds, hidden, rows, self.kv_cache)
         if not k:
             return
-        if drafting.parallel:
-            last = (
-                (last[:, None] + torch.arange(k, device=last.device))
-                .clamp(max=size.wide - 1)
-                .flatten()
-            )
-        first = (part["end"] - 1).int()
+        if drafter.parallel:
+            depths = torch.arange(k, device=last.device)
+            last = (last[:, None] + depths).clamp(max=size.draft_rows - 1).flatten()
+        first = (inputs.end - 1).int()
         verified = VerifiedRows(
             ids[:0],
             consumed.hidden,
@@ -157,73 +194,44 @@ class PrefillRunner:
             torch.zeros_like(first),
             newest,
             consumed.tables,
-            places.ends[at],
+            ends,
         )
-        drafting.draft_from_pass(normed, residual, last, verified, tree, at, places.trees)
-
-    def _rows(
-        self, part: dict[str, Any], tables: Tensor, most: int, kind: str, ends: Tensor | None = None
-    ) -> RowPass:
-        positions, owner = part[f"{kind}positions"], part[f"{kind}owner"]
-        whose, page = owner.clamp(min=0), self.places.page
-        stored = owner >= 0
-        if ends is not None:
-            stored &= positions < ends[whose]
-        slots = torch.where(
-            stored, tables[whose, positions // page].long() * page + positions % page, -1
+        drafter.draft_from_pass(
+            normed, residual, last, verified, draft_shape, inputs.slot, self.slots.trees
         )
-        start, count = part[f"{kind}start"].int(), part[f"{kind}count"].int()
-        return RowPass(positions, slots, tables, start, count, part["first"].int(), most, page)
 
-    def size(self, chunks: list[PrefillChunk], k: int, graphs: bool) -> Size:
-        """As large as it must be; for graphs, the next size there is one for."""
-        counts = [chunk.end - chunk.start for chunk in chunks]
-        rows, requests, most = sum(counts), len(chunks), max(counts)
-        if graphs and self.small(rows, requests):
-            rows = next(size for size in ROWS if size >= rows)
-            most = rows if most > MOST else min(rows, MOST)
-            requests = next(size for size in REQUESTS if size >= requests)
-        return Size(rows, requests, self.masks(k), most, self.everywhere)
-
-    def masks(self, k: int) -> int:
-        """Mask rows behind a prompt."""
-        return max(k - 1, 0) if self.drafting is not None and self.drafting.parallel else 0
-
-    @property
-    def everywhere(self) -> bool:
-        """The last rows of each request see each other: so they must be mask rows in every chunk."""
-        return self.drafting is not None and self.drafting.drafter.config.bidirectional
+    # --- CUDA graphs ------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, most: int, tree: DraftShape) -> None:
-        """The graphs of usual sizes: up to `most` requests of 32 to 512 tokens each."""
-        for requests, rows in itertools.product(REQUESTS, ROWS):
-            if requests < 2 * most and 32 * requests <= rows <= min(512 * requests, self.largest):
-                size = Size(rows, requests, self.masks(tree.k), min(rows, MOST), self.everywhere)
-                vector = self._upload(numbers_of([], [], size, self.places.count), size, True)
-                self._capture(size, views_of(vector, size), tree)
+    def capture(self, max_batch: int, draft_shape: DraftShape) -> None:
+        """Capture the graphs of usual sizes: up to `max_batch` requests of 32 to 512 tokens."""
+        for size in self.sizer.usual_sizes(max_batch, draft_shape.k):
+            vector = layout_vector([], [], size, self.slots.padding_slot)
+            inputs = split_vector(self._upload(vector, size, True), size)
+            self._capture(size, inputs, draft_shape)
 
-    def _upload(self, numbers: list[int], size: Size, graphs: bool) -> Tensor:
-        """To the vector of that size, which graphs read; without, a new one."""
-        new = self.places.upload(numbers)
-        if not graphs or not self.small(size.rows, size.requests):
-            return new
-        if size not in self.vectors:
-            self.vectors[size] = torch.empty_like(new)
-        return self.vectors[size].copy_(new, non_blocking=True)
+    def _upload(self, vector: list[int], size: PrefillSize, use_graphs: bool) -> Tensor:
+        """Copy the vector to the device; with graphs, to the tensor that graphs of `size` read."""
+        uploaded = self.slots.upload(vector)
+        if not use_graphs:
+            return uploaded
+        if size not in self._input_vectors:
+            self._input_vectors[size] = torch.empty_like(uploaded)
+        return self._input_vectors[size].copy_(uploaded, non_blocking=True)
 
-    def _capture(self, size: Size, part: dict[str, Any], tree: DraftShape) -> None:
-        """Warm-ups do the work itself, twice: it comes to the same. They need no state, but leave it as it will be."""
-        if ("seat", size, tree) in self.graphs:
+    def _capture(self, size: PrefillSize, inputs: PrefillInput, draft_shape: DraftShape) -> None:
+        """Capture both graphs. The warm-up runs do the actual work, which may be repeated."""
+        consume_key = ("consume", size)
+        fill_key = ("fill", size, draft_shape)
+        if fill_key in self.graphs:
             return
-        self.graphs.warm(lambda: self.seat(part, self.consume(part, size), size, tree))
-        consumed = ("consume", size)
-        if self.graphs.capture(consumed, lambda: self.consume(part, size)):
-            self.graphs.capture(
-                ("seat", size, tree),
-                lambda: self.seat(part, self.graphs.outputs[consumed], size, tree),
-            )
 
-    def small(self, rows: int, requests: int) -> bool:
-        """Is there a graph for so many?"""
-        return rows <= self.largest and requests <= REQUESTS[-1]
+        def consume() -> ConsumedPrompts:
+            return self.consume(inputs, size)
+
+        def fill_slots(consumed: ConsumedPrompts) -> Tensor:
+            return self.fill_slots(inputs, consumed, size, draft_shape)
+
+        self.graphs.warm_up(lambda: fill_slots(consume()))
+        if self.graphs.capture(consume_key, consume):
+            self.graphs.capture(fill_key, lambda: fill_slots(self.graphs.outputs[consume_key]))

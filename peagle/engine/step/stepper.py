@@ -1,32 +1,32 @@
-"""One step of a batch, on the device from end to end: verify -> accept -> draft.
+"""Stepper: one decode step of a batch, entirely on the device: verify -> accept -> draft.
 
-The host says which places take part, and the form of what is verified and of what is drafted (peagle/tree.py);
-everything else is in `Places`. On a GPU a step is two CUDA graphs, per size of the batch and form: up to the
-target's tokens, and from them to the next drafts; between the two, logits are processed where a request wants more
-than the likeliest token.
+The host passes the slots that take part, the shape that is verified and the shape that is drafted
+(peagle/draft_shape.py); everything else is in DecodeSlots. On a GPU a step is two CUDA graphs for
+each batch size and shape: up to the target's tokens, and from them to the next drafts. Between the
+two, logits are processed where a request needs more than the argmax.
 """
 
 import time
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
-from peagle.engine.kv.kv_cache import KVCache, KVShape
+from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner, VerifiedRows
 from peagle.engine.model.exactness import pad_rows
 from peagle.engine.model.fused_llama import FusedLlamaTarget
-from peagle.engine.model.row_pass import RowPass
-from peagle.engine.model.verifier import build_verifier, target_kv_shapes
-from peagle.engine.sampling.grammar_masks import GrammarMasks
-from peagle.engine.sampling.sampler import Sampler, greedy_tokens, logprobs
+from peagle.engine.model.verifier import build_verifier
+from peagle.engine.sampling.sampler import greedy_tokens, logprobs
+from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
 from peagle.engine.step.step_output import AcceptOutput, StepOutput
+from peagle.engine.step.stepper_size import StepperSize, kv_shapes
+from peagle.engine.step.verify_output import VerifyOutput, force_tokens, path_logits
 from peagle.errors import UserError
 from peagle.kernels.triton.accept import accept
 from peagle.kernels.triton.accept_tree import AcceptedPath, accept_tree
@@ -36,254 +36,257 @@ from peagle.target import Target
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-@dataclass(slots=True)
-class VerifyInput:
-    """The first half of a step: what the target consumed and said."""
-
-    rows: RowPass
-    ids: Tensor  # [B, R]
-    hidden: Tensor  # [B * R, taps * d]
-    logits: Tensor  # [B, R, vocabulary]
-    tokens: Tensor  # [B, R] the likeliest, until they are overwritten
-    tops: Tensor  # [B, R] their logits
-    ends: Tensor  # [B]
-
-
 class Stepper:
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        largest: DraftShape,
-        pages: int,
-        page: int,
-        batch: int,
-        context: int,
-    ) -> None:
-        """`largest`: no form has more depths or nodes."""
+    def __init__(self, target: Target, drafter: Drafter | None, size: StepperSize) -> None:
         self.target = target
-        length = context + largest.nodes + 1
-        self.verifier = build_verifier(target, length)
-        self.small = (
-            self.verifier.use_codes()
-            if target.format and isinstance(self.verifier, FusedLlamaTarget)
-            else 0.0
+        max_length = size.context + size.max_shape.nodes + 1
+        self.verifier = build_verifier(target, max_length)
+        self._quantized_share = 0.0  # Matrices that kernels read in the target's own format.
+        if target.format and isinstance(self.verifier, FusedLlamaTarget):
+            self._quantized_share = self.verifier.use_codes()
+        num_layers = len(target.layers)
+        page_size = size.page_size
+        self.kv_cache = KVCache(
+            kv_shapes(target, drafter), size.num_pages, page_size, target.device, num_layers
         )
-        shapes = kv_shapes(target, drafter)
-        self.memory = KVCache(shapes, pages, page, target.device, len(target.layers))
-        self.places = DecodeSlots(batch, largest, length, page, target.device)
-        self.drafting = None
+        self.slots = DecodeSlots(
+            size.max_batch, size.max_shape, max_length, page_size, target.device
+        )
+        self.drafter: DraftRunner | None = None
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
-            self.drafting = DraftRunner(drafter, len(target.layers), length, page, self.memory)
-        self.forced: Tensor | None = None
-        self.multiple = 1  # exact mode fills passes up to a multiple of rows
+            self.drafter = DraftRunner(drafter, num_layers, max_length, page_size, self.kv_cache)
+        self.row_multiple = 1  # Exact mode pads passes to a multiple of rows.
         self.graphs = Graphs()
         weights = sum(p.numel() for p in target.layers.parameters())
-        self.prefilling = PrefillRunner(
-            self.verifier, self.drafting, self.places, self.memory, self.graphs, weights
+        self.prefill = PrefillRunner(
+            self.verifier, self.drafter, self.slots, self.kv_cache, self.graphs, weights
         )
-        self.inputs: dict[
-            int, tuple[list[int], Tensor]
-        ] = {}  # the last places of each size of the batch
+        self._forced_acceptance: Tensor | None = None
+        # By batch size: the slots of the last step, and the device tensor that graphs read.
+        self._slot_indices: dict[int, tuple[list[int], Tensor]] = {}
 
     @property
     def weights(self) -> str:
-        """What the layers' matrices are multiplied as."""
+        """The number format in which the layers' matrices are multiplied."""
         dtype = str(self.target.dtype).removeprefix("torch.")
-        if not self.target.format or not self.small:
-            return (
-                f"{self.target.format}, multiplied out to {dtype}" if self.target.format else dtype
-            )
-        return (
-            self.target.format
-            if self.small == 1
-            else f"{self.target.format}, {1 - self.small:.0%} in {dtype}"
-        )
+        quantized = self.target.format
+        if not quantized:
+            return dtype
+        if not self._quantized_share:
+            return f"{quantized}, multiplied out to {dtype}"
+        if self._quantized_share == 1:
+            return quantized
+        return f"{quantized}, {1 - self._quantized_share:.0%} in {dtype}"
 
     def quantize(self) -> None:
-        """Matrices of target and drafter in int8 from now on."""
+        """Convert the matrices of target and drafter to int8."""
         if not isinstance(self.verifier, FusedLlamaTarget):
             raise UserError(
-                f"int8 cannot be had for {self.target.name!r}: its layers are not Llama-like. Leave it out"
+                f"int8 is not supported for {self.target.name!r}, whose layers are not Llama-like:"
+                " leave out `int8`"
             )
         self.verifier.quantize()
-        if self.drafting is not None:
-            self.drafting.quantize()
+        if self.drafter is not None:
+            self.drafter.quantize()
+
+    # --- one step ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def decode(
         self,
-        at: list[int],
-        tree: DraftShape,
-        made: DraftShape,
-        processing: Sampler | None,
-        top: int | None = None,
-        masks: GrammarMasks | None = None,
+        slots: list[int],
+        verify_shape: DraftShape,
+        draft_shape: DraftShape,
+        sampling: BatchSampling,
     ) -> StepOutput:
-        """Verifies the drafts of these places in the form `tree` and makes new ones in the form `made`.
+        """Verify the drafts of these slots as `verify_shape`, and draft anew as `draft_shape`.
 
-        `processing`: None if all is plain; `top`: log-probabilities are wanted, of so many likeliest tokens; `masks`:
-        None if nobody is bound to a grammar; who is, verifies a chain.
+        With a grammar in the batch, `verify_shape` must be a chain.
         """
-        count = len(at)
-        batch = batch_bucket(count) if self.places.device.type == "cuda" else count
-        index = self._index(at, batch)
-        chains = self.places.trees.chain
-        drafts = (
-            chains[index[:count], : tree.k].tolist() if masks is not None else []
-        )  # before the pass
-        verify, settle = keys_of(batch, tree, made)
-        clock = [time.perf_counter()]
-        block: VerifyInput = self.graphs.run(verify, lambda: self.verify(index, tree))
-        clock.append(time.perf_counter())
-        logits, tokens = block.logits[:count], block.tokens[:count]
-        if masks is not None:
-            assert tree.is_chain
-            masks.apply(logits, drafts)
-            tokens.copy_(greedy_tokens(logits))
-        if processing is not None:
-            emitted = self.places.emitted[index[:count]]
-            seen = (
-                None if tree.is_chain else self.places.trees.masks[index[:count], : tree.nodes + 1]
-            )
-            tokens.copy_(processing.choose(logits, block.ids[:count, 1:], emitted, seen))
-        clock.append(time.perf_counter())
-        packed, rows, draft_confidence = self.graphs.run(
-            settle, lambda: self.settle(index, block, tree, made)
+        count = len(slots)
+        batch = batch_bucket(count) if self._on_gpu else count
+        index = self._slot_index(slots, batch)
+        # Grammar masks need the drafts on the host, before the pass overwrites them.
+        drafts: list[list[int]] = []
+        if sampling.masks is not None:
+            drafts = self.slots.trees.chain[index[:count], : verify_shape.k].tolist()
+        verify_key, accept_key = graph_keys(batch, verify_shape, draft_shape)
+        started = time.perf_counter()
+        verified: VerifyOutput = self.graphs.run(
+            verify_key, lambda: self.verify(index, verify_shape)
         )
-        clock.append(time.perf_counter())
-        packed = packed[:count]
-        told, kept = packed[:, : tree.k + 1], packed[:, tree.k + 1]
-        if processing is not None:
-            processing.commit(told, kept)
-        output = StepOutput(packed, draft_confidence=draft_confidence)
-        if self.places.device.type == "cpu":
-            output.verify_seconds = clock[1] - clock[0]
-            output.draft_seconds = clock[3] - clock[2]
-        if top is not None:
-            if rows is not None:
-                logits = block.logits.flatten(0, 1)[rows].unflatten(0, (batch, -1))[:count]
-            output.logprobs = logprobs(logits, told, top)
+        verify_seconds = time.perf_counter() - started
+        self._choose_tokens(verified, index[:count], verify_shape, sampling, drafts)
+        started = time.perf_counter()
+        packed, path_rows, confidence = self.graphs.run(
+            accept_key, lambda: self.accept_and_draft(index, verified, verify_shape, draft_shape)
+        )
+        draft_seconds = time.perf_counter() - started
+        output = StepOutput(packed[:count], verify_shape.k, confidence=confidence)
+        if sampling.sampler is not None:
+            sampling.sampler.commit(output.tokens, output.accepted)
+        if not self._on_gpu:
+            output.verify_seconds = verify_seconds
+            output.draft_seconds = draft_seconds
+        if sampling.top_logprobs is not None:
+            logits = path_logits(verified.logits, path_rows)[:count]
+            output.logprobs = logprobs(logits, output.tokens, sampling.top_logprobs)
         return output
 
-    def verify(self, index: Tensor, tree: DraftShape) -> VerifyInput:
-        """The target consumes the newest token and the drafts of each place."""
-        taken, rows = self.places.rows(index, tree)
-        ids = taken.ids
+    def verify(self, index: Tensor, shape: DraftShape) -> VerifyOutput:
+        """Run the target over the newest token and the drafts of each slot in `index` [B]."""
+        gathered, rows = self.slots.verify_rows(index, shape)
+        ids = gathered.ids
         logits, hidden = self.verifier.forward(
-            *pad_rows(ids.flatten(), rows, self.multiple), self.memory
+            *pad_rows(ids.flatten(), rows, self.row_multiple), self.kv_cache
         )
-        logits, hidden = logits[: ids.numel()], hidden[: ids.numel()]
-        tokens, tops = (x.view(ids.shape) for x in argmax(logits))
-        return VerifyInput(rows, ids, hidden, logits.view(*ids.shape, -1), tokens, tops, taken.ends)
+        logits = logits[: ids.numel()]
+        hidden = hidden[: ids.numel()]
+        tokens, top_logits = (x.view(ids.shape) for x in argmax(logits))
+        logits = logits.view(*ids.shape, -1)
+        return VerifyOutput(rows, ids, hidden, logits, tokens, top_logits, gathered.ends)
 
-    def settle(
-        self, index: Tensor, block: VerifyInput, tree: DraftShape, made: DraftShape
+    def _choose_tokens(
+        self,
+        verified: VerifyOutput,
+        index: Tensor,
+        shape: DraftShape,
+        sampling: BatchSampling,
+        drafts: list[list[int]],
+    ) -> None:
+        """Overwrite the argmax where a grammar or sampling settings ask for another token."""
+        if sampling.masks is None and sampling.sampler is None:
+            return
+        count = len(index)
+        logits = verified.logits[:count]
+        tokens = verified.tokens[:count]
+        if sampling.masks is not None:
+            assert shape.is_chain
+            sampling.masks.apply(logits, drafts)
+            tokens.copy_(greedy_tokens(logits))
+        if sampling.sampler is not None:
+            emitted = self.slots.emitted[index]
+            seen = None if shape.is_chain else self.slots.trees.masks[index, : shape.nodes + 1]
+            tokens.copy_(sampling.sampler.choose(logits, verified.ids[:count, 1:], emitted, seen))
+
+    def accept_and_draft(
+        self,
+        index: Tensor,
+        verified: VerifyOutput,
+        verify_shape: DraftShape,
+        draft_shape: DraftShape,
     ) -> AcceptOutput:
-        """Accepts, moves the places on, drafts anew."""
-        if self.forced is not None:
-            self._force(block)
-        first, tables = block.rows.first, block.rows.tables
-        walked = self._accept(index, block, tree)
-        rows = walked.rows
-        if walked.path is not None:
-            self.memory.settle(first, walked.kept, walked.path, tables)
-        draft_confidence = None
-        if self.drafting is not None:
-            hidden = block.hidden if rows is None else block.hidden[rows]
-            verified = VerifiedRows(
-                walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends
+        """Accept drafts, advance the slots, and write the next drafts to them."""
+        if self._forced_acceptance is not None:
+            force_tokens(verified, self._forced_acceptance)
+        first = verified.rows.first
+        tables = verified.rows.tables
+        path = self._accept(index, verified, verify_shape)
+        if path.path is not None:
+            self.kv_cache.compact_path(first, path.kept, path.path, tables)
+        confidence = None
+        if self.drafter is not None:
+            hidden = verified.hidden if path.rows is None else verified.hidden[path.rows]
+            accepted = VerifiedRows(
+                path.ids, hidden, first, path.kept, path.newest, tables, verified.ends
             )
-            draft_confidence = self.drafting.draft(verified, made, index, self.places.trees)
-        return AcceptOutput(walked.packed, rows, draft_confidence)
+            confidence = self.drafter.draft(accepted, draft_shape, index, self.slots.trees)
+        return AcceptOutput(path.packed, path.rows, confidence)
 
-    def _accept(self, index: Tensor, block: VerifyInput, tree: DraftShape) -> AcceptedPath:
-        """What holds, as a chain: of a tree its accepted path."""
-        places, first = self.places, block.rows.first
-        state = first, block.ends, index, places.lengths, places.emitted, places.newest
-        if not tree.is_chain:
-            return accept_tree(block.tokens, block.tops, block.ids, places.trees, *state, tree.k)
-        kept, newest, packed = accept(block.tokens, block.tops, block.ids[:, 1:], *state)
-        return AcceptedPath(kept, newest, None, None, block.ids, packed)
+    def _accept(self, index: Tensor, verified: VerifyOutput, shape: DraftShape) -> AcceptedPath:
+        """Accept drafts by the rule of kernels/triton/accept.py, or accept_tree.py for a tree."""
+        slots = self.slots
+        tokens = verified.tokens
+        top_logits = verified.top_logits
+        ids = verified.ids
+        first = verified.rows.first
+        state = first, verified.ends, index, slots.lengths, slots.emitted, slots.newest
+        if not shape.is_chain:
+            return accept_tree(tokens, top_logits, ids, slots.trees, *state, shape.k)
+        accepted, newest, packed = accept(tokens, top_logits, ids[:, 1:], *state)
+        return AcceptedPath(accepted, newest, None, None, ids, packed)
 
-    def _index(self, at: list[int], batch: int) -> Tensor:
-        """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""
-        filled = at + [self.places.count] * (batch - len(at))
-        if self.places.device.type != "cuda":
-            return self.places.upload(filled)
-        before, there = self.inputs.get(batch) or (filled, self.places.upload(filled))
-        if before != filled:
-            there.copy_(self.places.upload(filled), non_blocking=True)
-        self.inputs[batch] = filled, there
-        return there
+    @property
+    def _on_gpu(self) -> bool:
+        return self.slots.device.type == "cuda"
 
-    def force(self, conditional: list[float]) -> None:
-        """For measurements of chains: from now on draft i is right with this probability, given that those before it
-        were; drafts behind the last of them never are."""
-        drafts = self.places.trees.chain.shape[1]
-        self.forced = torch.tensor(
-            [*conditional, *[0.0] * drafts][:drafts], device=self.places.device
-        )
+    def _slot_index(self, slots: list[int], batch: int) -> Tensor:
+        """The slots as a device tensor, padded to `batch`; on a GPU one tensor per batch size."""
+        padded = slots + [self.slots.padding_slot] * (batch - len(slots))
+        if not self._on_gpu:
+            return self.slots.upload(padded)
+        previous, index = self._slot_indices.get(batch) or (padded, self.slots.upload(padded))
+        if previous != padded:
+            index.copy_(self.slots.upload(padded), non_blocking=True)
+        self._slot_indices[batch] = padded, index
+        return index
 
-    def _force(self, block: VerifyInput) -> None:
-        assert self.forced is not None and block.rows.masks is None, "chains are measured"
-        drafts = block.ids[:, 1:]
-        right = torch.rand(drafts.shape, device=drafts.device) < self.forced[: drafts.shape[1]]
-        block.tokens[:, :-1] = torch.where(right, drafts, (drafts + 1) % block.logits.shape[-1])
+    # --- measurements -----------------------------------------------------------------------------
 
-    def split(
-        self, count: int, tree: DraftShape, repeats: int = 30
+    def force_acceptance(self, probabilities: list[float]) -> None:
+        """For measurements of chains: accept draft i with this probability, given those before it.
+
+        Drafts beyond the last probability are never accepted.
+        """
+        max_k = self.slots.trees.chain.shape[1]
+        padded = [*probabilities, *[0.0] * max_k][:max_k]
+        self._forced_acceptance = torch.tensor(padded, device=self.slots.device)
+
+    def time_graphs(
+        self, count: int, shape: DraftShape, repeats: int = 30
     ) -> tuple[float | None, float | None]:
-        """Milliseconds of a step's two halves, by their graphs: the target's pass, and acceptance with drafting."""
-        batch = batch_bucket(count)
-        first, second = (
-            self.graphs.milliseconds(key, repeats) for key in keys_of(batch, tree, tree)
+        """Milliseconds of a step's two graphs: verification, acceptance with drafting."""
+        verify_key, accept_key = graph_keys(batch_bucket(count), shape, shape)
+        return (
+            self.graphs.milliseconds(verify_key, repeats),
+            self.graphs.milliseconds(accept_key, repeats),
         )
-        return first, second
 
-    def costs(self, forms: Iterable[DraftShape]) -> dict[tuple[int, DraftShape], float]:
-        """Seconds of a step by batch size and form, where there are graphs for it."""
-        told = {
-            (batch, form): self.split(batch, form, repeats=5)
-            for batch in BATCH_BUCKETS
-            for form in forms
-        }
-        return {
-            at: (first + second) / 1000 for at, (first, second) in told.items() if first and second
-        }
+    def graph_costs(self, shapes: Iterable[DraftShape]) -> dict[tuple[int, DraftShape], float]:
+        """Seconds of a step by batch size and shape, for those that have graphs."""
+        costs = {}
+        for batch in BATCH_BUCKETS:
+            for shape in shapes:
+                verify_ms, draft_ms = self.time_graphs(batch, shape, repeats=5)
+                if verify_ms and draft_ms:
+                    costs[batch, shape] = (verify_ms + draft_ms) / 1000
+        return costs
 
-    def captured(self, count: int, tree: DraftShape, made: DraftShape) -> bool:
-        return keys_of(batch_bucket(count), tree, made)[1] in self.graphs
+    # --- CUDA graphs ------------------------------------------------------------------------------
+
+    def is_captured(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
+        return graph_keys(batch_bucket(count), verify_shape, draft_shape)[1] in self.graphs
 
     @torch.inference_mode()
-    def capture(self, count: int, tree: DraftShape, made: DraftShape) -> bool:
-        """Makes the two graphs of a batch size and form. False: this target asks the host in between, and has none."""
+    def capture(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
+        """Capture the two graphs of a batch size and its shapes.
+
+        Returns False if the target synchronizes with the host during a pass.
+        """
         batch = batch_bucket(count)
-        index = self._index([self.places.count] * batch, batch)
-        self.graphs.warm(lambda: self.settle(index, self.verify(index, tree), tree, made))
-        first, second = keys_of(batch, tree, made)
-        return self.graphs.capture(first, lambda: self.verify(index, tree)) and self.graphs.capture(
-            second, lambda: self.settle(index, self.graphs.outputs[first], tree, made)
+        index = self._slot_index([self.slots.padding_slot] * batch, batch)
+        verify_key, accept_key = graph_keys(batch, verify_shape, draft_shape)
+
+        def verify() -> VerifyOutput:
+            return self.verify(index, verify_shape)
+
+        def accept_and_draft(verified: VerifyOutput) -> AcceptOutput:
+            return self.accept_and_draft(index, verified, verify_shape, draft_shape)
+
+        self.graphs.warm_up(lambda: accept_and_draft(verify()))
+        return self.graphs.capture(verify_key, verify) and self.graphs.capture(
+            accept_key, lambda: accept_and_draft(self.graphs.outputs[verify_key])
         )
 
 
-def keys_of(batch: int, tree: DraftShape, made: DraftShape) -> tuple[Hashable, Hashable]:
-    """Of a step's two graphs."""
-    return ("verify", batch, tree), ("settle", batch, tree, made)
+def graph_keys(
+    batch: int, verify_shape: DraftShape, draft_shape: DraftShape
+) -> tuple[Hashable, Hashable]:
+    """The keys of a step's two graphs."""
+    return ("verify", batch, verify_shape), ("accept", batch, verify_shape, draft_shape)
 
 
 def batch_bucket(count: int) -> int:
-    """The size of the batch that holds so many: there is a graph for each."""
+    """The batch size with a graph that holds this many requests."""
     return next((size for size in BATCH_BUCKETS if size >= count), count)
-
-
-def kv_shapes(target: Target, drafter: Drafter | None) -> list[KVShape]:
-    """What a position stores: of every layer of the target, then of the drafter."""
-    shapes = target_kv_shapes(target)
-    if drafter is not None:
-        config = drafter.config
-        shapes += [
-            KVShape(config.num_kv_heads, config.head_dim, drafter.fc.weight.dtype)
-        ] * config.num_layers
-    return shapes

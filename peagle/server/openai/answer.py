@@ -198,7 +198,7 @@ class Answer:
 
         def collect() -> None:
             try:
-                for piece in stream.waiting():
+                for piece in stream.poll():
                     aborted = piece.reason == "abort"
                     self._put(
                         choice, ApiError(503, "the request was aborted") if aborted else piece
@@ -207,7 +207,7 @@ class Answer:
                 self._put(choice, error)
 
         bell.listen()
-        stream.notify(lambda: bell.ring(collect))
+        stream.on_piece(lambda: bell.ring(collect))
         collect()
 
     def _put(self, choice: Choice | None, piece: "StreamPiece | Exception") -> None:

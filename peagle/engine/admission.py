@@ -1,0 +1,76 @@
+"""Admission: the checks at the engine's door, and what a new request needs before it is queued."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from peagle.core import Sampling
+from peagle.engine.detokenizer import Detokenizer, token_decoder
+from peagle.engine.request_state import RequestState
+from peagle.engine.sampling.grammar_masks import GrammarState
+from peagle.engine.sampling.sampling_state import check_logit_bias
+from peagle.engine.schedule.prompt_rules import PromptRules
+from peagle.engine.schedule.request import Request, RequestLimits
+from peagle.engine.stream import Stream
+from peagle.errors import UserError
+from peagle.grammar import Grammar
+from peagle.model_pair import ModelPair
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a caller asks for, in addition to the prompt."""
+
+    sampling: Sampling
+    limits: RequestLimits
+    include_stop: bool = False  # The text of the answer includes the stop string.
+    grammar: Grammar | None = None
+    user: str = ""
+    id: str | None = None  # None: the engine chooses one.
+
+    def __post_init__(self) -> None:
+        if self.grammar is not None and self.limits.ignore_eos:
+            raise UserError(
+                "`ignore_eos` does not work with a grammar, which ends the answer: leave it out"
+            )
+
+
+class Admission:
+    def __init__(self, pair: ModelPair, rules: PromptRules) -> None:
+        self.pair = pair
+        self.rules = rules
+        tokenizer = pair.target.tokenizer
+        self._decoder = None if tokenizer is None else token_decoder(tokenizer)
+        self._ids = itertools.count()
+
+    def prepare(
+        self, prompt: list[int], options: RequestOptions, abort: Callable[[str], None]
+    ) -> tuple[Request, RequestState]:
+        """Check a request, and build its state; `abort`: called by its stream, with its id."""
+        self.rules.check(prompt)
+        check_logit_bias(options.sampling, self.rules.vocab_size)
+        limits = self._bounded(options.limits, len(prompt))
+        detokenizer = Detokenizer(
+            self._decoder, limits.stop, options.include_stop, limits.min_tokens
+        )
+        stop_ids = limits.stop_ids
+        if not limits.ignore_eos:
+            stop_ids |= self.pair.target.stop_ids
+        grammar_state = None
+        if options.grammar is not None:
+            grammar_state = GrammarState(
+                self.pair.grammars, options.grammar, stop_ids, limits.min_tokens
+            )
+        id = options.id or f"r{next(self._ids)}"
+        request = Request(id, prompt, options.sampling, limits, options.user)
+        stream = Stream(id, len(prompt), abort)
+        return request, RequestState(stream, detokenizer, stop_ids, grammar_state)
+
+    def _bounded(self, limits: RequestLimits, prompt_tokens: int) -> RequestLimits:
+        """The limits of an answer that fits into the context."""
+        room = self.rules.context - prompt_tokens
+        return replace(
+            limits,
+            max_tokens=min(limits.max_tokens, room),
+            min_tokens=min(limits.min_tokens, room),
+        )

@@ -1,0 +1,34 @@
+"""RequestState: what the engine keeps of a live request, in addition to the scheduler."""
+
+from dataclasses import dataclass
+
+from peagle.draft_shape import NO_DRAFT, DraftShape
+from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.sampling.grammar_masks import GrammarState
+from peagle.engine.sampling.sampling_state import SamplingState
+from peagle.engine.stream import Stream
+
+
+@dataclass(slots=True)
+class RequestState:
+    stream: Stream
+    detokenizer: Detokenizer
+    stop_ids: frozenset[int]
+    grammar_state: GrammarState | None = None
+    slot: int | None = None  # None: the request is not running.
+    sampling_state: SamplingState | None = None
+    # The drafts that the next step may verify; a tree includes the chain of its depth.
+    draft_shape: DraftShape = NO_DRAFT
+    draft_confidence: list[float] | None = None  # The drafter's estimate for each of them.
+    known_pages: int = 0  # Pages in the slot's page table on the device.
+
+    def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """Cut tokens after a stop token or the end of the grammar; also whether there was one."""
+        stopped = not self.stop_ids.isdisjoint(tokens)
+        if stopped:
+            end = next(i + 1 for i, token in enumerate(tokens) if token in self.stop_ids)
+            tokens = tokens[:end]
+        grammar = self.grammar_state
+        if grammar is None:
+            return tokens, stopped
+        return tokens[: grammar.consume(tokens)], grammar.terminated or stopped

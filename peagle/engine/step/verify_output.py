@@ -1,0 +1,37 @@
+"""VerifyOutput: the result of the target's pass over a batch of drafts, on the device."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.engine.model.row_pass import RowPass
+
+
+@dataclass(slots=True)
+class VerifyOutput:
+    """The first half of a step: the rows that the target has consumed, and what it predicts."""
+
+    rows: RowPass
+    ids: Tensor  # [B, R]
+    hidden: Tensor  # [B * R, taps * d]
+    logits: Tensor  # [B, R, vocabulary]
+    tokens: Tensor  # [B, R] the argmax, until sampled tokens overwrite it
+    top_logits: Tensor  # [B, R] the logit of the argmax
+    ends: Tensor  # [B]
+
+
+def path_logits(logits: Tensor, path_rows: Tensor | None) -> Tensor:
+    """The logits [B, R, V] of a chain, or [B, K + 1, V] of the accepted path of a tree."""
+    if path_rows is None:
+        return logits
+    return logits.flatten(0, 1)[path_rows].unflatten(0, (len(logits), -1))
+
+
+def force_tokens(verified: VerifyOutput, probabilities: Tensor) -> None:
+    """Overwrite the target's tokens so that draft i of a chain is accepted with probability i."""
+    assert verified.rows.masks is None, "acceptance can be forced for chains only"
+    drafts = verified.ids[:, 1:]
+    accept = torch.rand(drafts.shape, device=drafts.device) < probabilities[: drafts.shape[1]]
+    other_tokens = (drafts + 1) % verified.logits.shape[-1]
+    verified.tokens[:, :-1] = torch.where(accept, drafts, other_tokens)
