@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.model import Drafter
-from peagle.kernels.triton.candidate_pairs import candidate_pairs
+from peagle.kernels.triton.candidate_pairs import DependencyTerms, candidate_pairs
 from peagle.kernels.triton.candidates import candidates
 
 Product = Callable[[Tensor], Tensor]
@@ -49,15 +49,13 @@ class Branching:
         """normed [B * K, d] and its logits -> (ids [B, K, M] of the draft vocabulary, logp [B, K, 1 or M, M])."""
         shape = (-1, k, self.count)
         factor = self.factor(len(normed) // k, k)
-        ids, values, totals = candidates(logits, factor, self.count)
+        top = candidates(logits, factor, self.count)
         if self.here is None:
-            logp = (values - totals[:, None]).view(shape)[:, :, None]
+            logp = (top.logits - top.logsumexp[:, None]).view(shape)[:, :, None]
         else:
-            logp = candidate_pairs(
-                ids, values, totals, factor, self.here(normed), self.before, self.after, k
-            )
-            logp = logp.view(*shape, self.count)
-        return ids.view(shape), logp
+            terms = DependencyTerms(self.here(normed), self.before, self.after)
+            logp = candidate_pairs(top, factor, terms, k).view(*shape, self.count)
+        return top.ids.view(shape), logp
 
     def factor(self, batch: int, k: int) -> Tensor:
         """[B * K]: what logits are multiplied by, by depth. Kept: a graph reads it where it lies."""

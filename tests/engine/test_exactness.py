@@ -7,11 +7,11 @@ import torch
 
 from peagle.core import METHODS, Method
 from peagle.engine.model.exactness import BLOCKS, MULTIPLES, _alike, exact_multiple, filled
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import verifier_for
 from peagle.errors import UserError
+from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair
-from tests.kernels.test_cpu_kernels import needs_dots
+from tests.support.cpu_features import needs_dots
 from tests.support.decoding import tokens_of
 from tests.support.engines import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
 from tests.support.tiny_models import CONFIGS, make_drafter, make_target
@@ -127,7 +127,7 @@ def test_it_is_probed_and_not_assumed() -> None:
 
     def crooked(ids, rows, memory, keep=None):
         logits, hidden = forward(ids, rows, memory, keep)
-        return logits + rows.most, hidden
+        return logits + rows.max_rows, hidden
 
     verifier.forward = crooked  # type: ignore[method-assign]
     assert exact_multiple(verifier, target, 64) is None
@@ -137,7 +137,7 @@ def test_passes_are_filled_up() -> None:
     ids, at, one = torch.tensor([7, 8, 9]), torch.arange(5, 8), torch.ones(1, dtype=torch.int32)
     rows = RowPass(at, at, one[None], one * 0, one * 3, one * 5, 3, 16)
     more, wide = filled(ids, rows, 4)
-    assert (more.tolist(), wide.positions.tolist(), wide.slots.tolist()) == (
+    assert (more.tolist(), wide.positions.tolist(), wide.kv_slots.tolist()) == (
         [7, 8, 9, 0],
         [5, 6, 7, 0],
         [5, 6, 7, -1],

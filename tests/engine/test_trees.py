@@ -15,6 +15,7 @@ from peagle.engine.policy.accepted import AcceptedCounts, accepted_counts
 from peagle.engine.policy.adaptive import AdaptivePolicy, candidate_shapes
 from peagle.engine.sizing import largest_k
 from peagle.errors import UserError
+from peagle.kernels.slot_state import SlotBatch, SlotState
 from peagle.kernels.triton.accept_tree import accept_tree
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 from peagle.loaded import LoadedPair
@@ -53,8 +54,8 @@ def test_the_likeliest_nodes_are_in_the_tree() -> None:
     best = sorted(sums, key=lambda path: -sums[path])[:20]
     tree, paths = tree_topology(logp, 20), [()]
     for node in range(20):
-        paths.append((*paths[tree.parent[0, node]], int(tree.candidate[0, node])))
-        assert len(paths[-1]) == tree.depth[0, node] and tree.parent[0, node] <= node
+        paths.append((*paths[tree.parents[0, node]], int(tree.candidates[0, node])))
+        assert len(paths[-1]) == tree.depths[0, node] and tree.parents[0, node] <= node
         ancestors = {row for row in range(node + 2) if tree.masks[0, node + 1] >> row & 1}
         assert ancestors == {
             row for row, path in enumerate(paths) if paths[-1][: len(path)] == path
@@ -116,14 +117,14 @@ def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) 
         said = len(engine.loop.scheduler.live[id].output)
         truth = (answers[id][said:] + [3] * K)[:K]
         grown = tree_topology(torch.randn(1, K, 1, 5).log_softmax(-1), NODES)
-        parents, depths = grown.parent[0].tolist(), grown.depth[0].tolist()
+        parents, depths = grown.parents[0].tolist(), grown.depths[0].tolist()
         ids = [(truth[depth - 1] + 1 + node) % 96 for node, depth in enumerate(depths)]
         at, right = chance.randrange(NODES) + 1, chance.randrange(K + 1)
         while at:  # a random node and its ancestors
             if depths[at - 1] <= right:
                 ids[at - 1] = truth[depths[at - 1] - 1]
             at = parents[at - 1]
-        rows = (torch.tensor(ids), grown.parent[0], grown.depth[0])
+        rows = (torch.tensor(ids), grown.parents[0], grown.depths[0])
         for whole, own in zip(trees[1:4], rows, strict=True):
             whole[seat.place, :NODES] = own
         trees.masks[seat.place, : NODES + 1] = grown.masks[0]
@@ -212,7 +213,7 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
         drafts = torch.rand(runs, 2, vocab, generator=chance).argsort(
             -1
         )  # four of six tokens at each depth
-        drafts = drafts[torch.arange(runs)[:, None], tree.depth.long() - 1, tree.candidate]
+        drafts = drafts[torch.arange(runs)[:, None], tree.depths.long() - 1, tree.candidates]
         rows = torch.stack(
             [torch.stack(rows_of(outputs[b], drafts[b], tree.masks[b], vocab)) for b in range(runs)]
         )
@@ -220,25 +221,21 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
         tokens = processing.choose(rows, drafts, emitted, tree.masks)
         ids = torch.cat([torch.zeros(runs, 1, dtype=torch.long), drafts], 1)
         first, ends, nothing = (torch.full((runs,), n, dtype=torch.int32) for n in (0, 99, 0))
-        trees = DraftTrees(drafts[:, :2], drafts, tree.parent, tree.depth, tree.masks)
+        trees = DraftTrees(drafts[:, :2], drafts, tree.parents, tree.depths, tree.masks)
         walked = accept_tree(
             tokens,
             torch.zeros(tokens.shape),
             ids,
             trees,
-            first,
-            ends,
-            torch.arange(runs),
-            nothing,
-            nothing.clone(),
-            torch.zeros(runs, dtype=torch.long),
+            SlotBatch(torch.arange(runs), first, ends),
+            SlotState(nothing[:, None], nothing, ends, nothing.clone(), nothing.long()),
             2,
         )
         said = walked.packed[:, :3]
-        processing.commit(said, walked.kept)
-        accepted += int(walked.kept.sum())
+        processing.commit(said, walked.accepted_counts)
+        accepted += int(walked.accepted_counts.sum())
         for b in range(runs):
-            outputs[b] += said[b, : walked.kept[b] + 1].tolist()
+            outputs[b] += said[b, : walked.accepted_counts[b] + 1].tolist()
     assert accepted > runs
     assert p_value(Counter(tuple(output[:3]) for output in outputs), exact, runs) > 1e-3
 
@@ -285,16 +282,13 @@ def test_a_place_that_holds_no_tree_breaks_nothing() -> None:
         torch.zeros(1, rows),
         ids,
         trees,
-        one,
-        one + 99,
-        torch.zeros(1).long(),
-        one.clone(),
-        one.clone(),
-        torch.zeros(1).long(),
+        SlotBatch(torch.zeros(1).long(), one, one + 99),
+        SlotState(one[:, None], one.clone(), one + 99, one.clone(), one.long()),
         k,
     )
-    assert walked.rows is not None and 0 <= walked.rows.min() <= walked.rows.max() < rows
-    assert walked.kept.item() <= k
+    assert walked.flat_rows is not None
+    assert 0 <= walked.flat_rows.min() <= walked.flat_rows.max() < rows
+    assert walked.accepted_counts.item() <= k
 
 
 def test_a_grammar_keeps_automatic_form_to_chains() -> None:

@@ -18,8 +18,8 @@ from transformers import (
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget, merge, merged
 from peagle.engine.model.hf_paged import HFPagedTarget
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import PROBE, Verifier, cache_shapes, verifier_for
+from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 from tests.support.tiny_models import CONFIGS, SIZES, make_target
 

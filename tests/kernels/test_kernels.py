@@ -1,8 +1,4 @@
-"""Every kernel against its plain reference: in Triton's interpreter, and on CUDA where there is one."""
-
-import os
-import subprocess
-import sys
+"""The decode attention of regeneration: in Triton's interpreter, and on CUDA if present."""
 
 import pytest
 import torch
@@ -10,26 +6,13 @@ import torch
 pytest.importorskip("triton")
 
 from peagle.kernels.triton.decode_attention import decode_attention, reference
+from tests.support.triton_interpreter import (
+    interpreted,
+    not_interpreted,
+    run_interpreted_tests,
+)
 
-INTERPRETED = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # Triton reads it when it is imported: hence a process of its own
 LENGTHS = [0, 1, 15, 63, 64, 65, 99, 127]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
-
-
-@pytest.fixture(autouse=True)
-def index_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of Triton 3.6 writes int(array of one element) for a loop's bound; numpy 2.4 refuses that."""
-    from triton.runtime import interpreter
-
-    plain = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope) -> None:
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def inputs(
@@ -47,21 +30,9 @@ def inputs(
     return (*(x.to(device, dtype) for x in (query[:, :, 0], key, value)), lengths.to(device))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@not_interpreted
 def test_in_the_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "interpreted",
-        __file__,
-    ]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    done = run_interpreted_tests(__file__)
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -79,12 +50,11 @@ def test_decode_attention_of_strided_tensors_interpreted() -> None:
     query, key, value, lengths = inputs(4, 2, 16, torch.float32, "cpu")
     wide = torch.zeros(*query.shape[:2], 3, 16)
     wide[:, :, 1] = query
-    swapped = (
-        key.transpose(1, 2).contiguous().transpose(1, 2)
-    )  # [slots, capacity, kv_heads, d] in memory
-    found = decode_attention(wide[:, :, 1], swapped, value, lengths, 0.3)
+    # [slots, capacity, kv_heads, d] in memory
+    swapped = key.transpose(1, 2).contiguous().transpose(1, 2)
+    result = decode_attention(wide[:, :, 1], swapped, value, lengths, 0.3)
     torch.testing.assert_close(
-        found, reference(query, key, value, lengths, 0.3), rtol=1e-4, atol=1e-5
+        result, reference(query, key, value, lengths, 0.3), rtol=1e-4, atol=1e-5
     )
 
 
@@ -97,5 +67,6 @@ def test_decode_attention_on_cuda(
     heads: int, kv_heads: int, d: int, dtype: torch.dtype, atol: float
 ) -> None:
     given = inputs(heads, kv_heads, d, dtype, "cuda")
-    found, wanted = decode_attention(*given, d**-0.5), reference(*given, d**-0.5)
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-2, atol=atol)
+    result = decode_attention(*given, d**-0.5)
+    expected = reference(*given, d**-0.5)
+    torch.testing.assert_close(result.float(), expected.float(), rtol=1e-2, atol=atol)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.triton.compact_kv import compact_kv
-from peagle.kernels.triton.paged_attention import counters
+from peagle.kernels.triton.paged_attention import new_split_counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class KVCache:
         self.pages, self.size = pages, size
         slots = (pages + 1) * size
         self.nowhere = pages * size  # the first slot of the page that is nobody's
-        self.arrived = counters(device)
+        self.arrived = new_split_counters(device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.moved: list[

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from peagle.draft_shape import DraftShape
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.sampling.sampling_state import to_device
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.slot_state import SlotState
 from peagle.kernels.triton.build_tree import DraftTrees
 from peagle.kernels.triton.gather_rows import GatheredRows, gather_rows
 
@@ -32,6 +33,10 @@ class DecodeSlots:
         self.newest = torch.zeros(rows, dtype=torch.long, device=device)
         self.trees = empty_trees(rows, largest, device)
         self._free = list(range(count))[::-1]
+
+    @property
+    def state(self) -> SlotState:
+        return SlotState(self.tables, self.lengths, self.ends, self.emitted, self.newest)
 
     @property
     def taken(self) -> int:
@@ -65,16 +70,8 @@ class DecodeSlots:
 
     def rows(self, at: Tensor, tree: DraftShape) -> tuple[GatheredRows, RowPass]:
         """A pass over the newest token and the drafts of each place in `at` [B]."""
-        state = self.tables, self.lengths, self.ends, self.newest
-        if tree.chain:
-            taken = gather_rows(at, tree.nodes + 1, self.page, *state, self.trees.chain)
-        else:
-            _, nodes, _, depths, masks = self.trees
-            taken = gather_rows(at, tree.nodes + 1, self.page, *state, nodes, depths, masks)
-        _, positions, slots, tables, starts, counts, first, _, seen = taken
-        return taken, RowPass(
-            positions, slots, tables, starts, counts, first, tree.nodes + 1, self.page, seen
-        )
+        taken = gather_rows(at, tree, self.page, self.state, self.trees)
+        return taken, taken.row_pass(self.page)
 
 
 def empty_trees(places: int, largest: DraftShape, device: torch.device) -> DraftTrees:

@@ -16,11 +16,16 @@ from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.weight import Weight
+from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.build_tree import DraftTrees, build_tree
-from peagle.kernels.triton.expand_rows import ExpandedRows, expand_rows
+from peagle.kernels.triton.expand_rows import (
+    DrafterInputs,
+    ExpandedRows,
+    VerifiedBlock,
+    expand_rows,
+)
 from peagle.kernels.triton.gather_rows import kv_slots
 
 
@@ -83,38 +88,39 @@ class DraftRunner:
         """
         width = max(tree.k, 1) if self.parallel else 1
         made = expand_rows(
-            verified.block,
-            verified.kept,
-            verified.newest,
-            verified.first,
-            self.fc(verified.hidden),
-            self.drafter.embed_tokens,
-            self.mask_embedding,
-            self.mask_hidden,
-            self.mask_id,
-            verified.tables,
+            VerifiedBlock(
+                verified.block,
+                self.fc(verified.hidden),
+                verified.first,
+                verified.kept,
+                verified.newest,
+                verified.tables,
+                verified.ends,
+            ),
+            DrafterInputs(
+                self.drafter.embed_tokens, self.mask_embedding, self.mask_hidden, self.mask_id
+            ),
             self.page,
-            verified.ends,
             width,
         )
-        if not made.slots.is_cuda:
+        if not made.kv_slots.is_cuda:
             made = living(made)
         most = verified.block.shape[1] + width - 1
         rows = RowPass(
             made.positions,
-            made.slots,
+            made.kv_slots,
             verified.tables,
-            made.starts,
-            made.counts,
+            made.row_starts,
+            made.row_counts,
             verified.first,
             most,
             self.page,
-            both=self.both(tree.k),
+            bidirectional_rows=self.both(tree.k),
         )
         normed, stream = self.lean.forward(made.embeds, made.hidden, rows, self.memory)
         if not tree.k:
             return None
-        return self.look_ahead(normed, stream, made.sampled, verified, tree, index, trees)
+        return self.look_ahead(normed, stream, made.draft_rows, verified, tree, index, trees)
 
     def both(self, k: int) -> int:
         """Mask rows that see each other."""
@@ -202,14 +208,14 @@ class DraftRunner:
 
 def living(made: ExpandedRows) -> ExpandedRows:
     """Without the dead rows: on a CPU no graph wants one shape, and every row costs."""
-    batch = len(made.starts)
-    live = torch.arange(len(made.slots) // batch) < made.counts[:, None]  # [B, W]
+    batch = len(made.row_starts)
+    live = torch.arange(len(made.kv_slots) // batch) < made.row_counts[:, None]  # [B, W]
     at = live.flatten().nonzero()[:, 0]
-    starts = made.counts.cumsum(0) - made.counts
-    shift = (made.starts - starts).repeat_interleave(len(made.sampled) // batch)
+    starts = made.row_counts.cumsum(0) - made.row_counts
+    shift = (made.row_starts - starts).repeat_interleave(len(made.draft_rows) // batch)
     embeds, hidden, positions, slots = (
-        x[at] for x in (made.embeds, made.hidden, made.positions, made.slots)
+        x[at] for x in (made.embeds, made.hidden, made.positions, made.kv_slots)
     )
     return ExpandedRows(
-        embeds, hidden, positions, slots, starts.int(), made.counts, made.sampled - shift
+        embeds, hidden, positions, slots, starts.int(), made.row_counts, made.draft_rows - shift
     )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import Verifier, cache_shapes
+from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 
 BLOCKS = (8, 16)  # the verify passes of K = 7 and K = 15: what is probed is what is promised
@@ -36,11 +36,18 @@ def filled(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass]:
     if not more:
         return ids, rows
     ids, positions = (torch.cat([x, x.new_zeros(more)]) for x in (ids, rows.positions))
-    slots = torch.cat([rows.slots, rows.slots.new_full((more,), -1)])
+    slots = torch.cat([rows.kv_slots, rows.kv_slots.new_full((more,), -1)])
     wide = RowPass(
-        positions, slots, rows.tables, rows.starts, rows.counts, rows.first, rows.most, rows.page
+        positions,
+        slots,
+        rows.page_tables,
+        rows.row_starts,
+        rows.row_counts,
+        rows.first_positions,
+        rows.max_rows,
+        rows.page_size,
     )
-    assert rows.masks is None, "exact mode verifies chains"
+    assert rows.tree_masks is None, "exact mode verifies chains"
     return ids, wide
 
 

@@ -15,12 +15,13 @@ from torch.nn.functional import embedding
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import attend
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.weight import Weight
-from peagle.kernels.cpu.layer import Whole, Work
-from peagle.kernels.cpu.library import library
+from peagle.kernels.attention_params import AttentionHeads, AttentionParams
+from peagle.kernels.cpu.layer import FusedLayer, LayerMatrices, LayerWorkspace
+from peagle.kernels.cpu.ops import supports_heads
+from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.add_norm import add_norm
-from peagle.kernels.triton.rope_store import rope_store, turn
+from peagle.kernels.triton.rope_store import rope_store
 from peagle.target.quantized.read import joined_codes
 
 
@@ -39,7 +40,7 @@ class Layer:
     kv_heads: int
     head_dim: int
     window: int | None = None
-    whole: Whole | None = None  # the layer in one call, where it can be had
+    fused: FusedLayer | None = None  # the layer in one call, on CPUs that support it
 
     def run(
         self,
@@ -53,22 +54,27 @@ class Layer:
         """normed: attention's input [T, d or 2d] -> (the MLP's output, perhaps in shares; the residual stream before it
         is added)."""
         keys, values = memory.keys[at], memory.values[at]
-        if self.whole is not None:
-            if "work" not in rows.memo:  # a pass runs the layers of one stack, all alike
-                rows.memo["work"] = Work.of(rows, rope, self.whole.width)
-            return self.whole(normed, residual, rows.memo["work"], keys, values)
+        fused = self.fused
+        if fused is not None:
+            workspace = rows.cached(
+                "layer_workspace", lambda: LayerWorkspace.create(rows, rope, fused.scratch_width)
+            )
+            return fused(normed, residual, workspace, keys, values)
         qkv = self.qkv.shares(normed)
-        sizes = self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps
-        if qkv.is_cuda or library() is not None:
-            query = rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
-        else:
-            turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
-            query = qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
-        seen = attend(query, keys, values, rows, self.head_dim**-0.5, self.window, memory.arrived)
+        query = rope_store(qkv, rows, rope, keys, values, self.attention_heads)
+        seen = attend(query, keys, values, rows, self.attention_params, memory.arrived)
         normed, residual = add_norm(
             self.out.shares(seen.flatten(1)), residual, self.after, self.eps
         )
         return self.down.shares(self.gate_up.gated(normed)), residual
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        return AttentionHeads(self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps)
+
+    @property
+    def attention_params(self) -> AttentionParams:
+        return AttentionParams(self.head_dim**-0.5, self.window)
 
     @property
     def weights(self) -> list[Weight]:
@@ -77,13 +83,16 @@ class Layer:
     def joined(self) -> "Layer":
         """The same, in one call where that can be had."""
         matrices = [weight.matrix for weight in self.weights if weight.matrix is not None]
-        if len(matrices) < 4 or not Whole.possible(self.head_dim, self.heads // self.kv_heads):
+        if len(matrices) < 4 or not supports_heads(self.head_dim, self.heads // self.kv_heads):
             return self
-        norms = [self.after, self.q_norm, self.k_norm]
-        whole = Whole(
-            matrices, norms, self.heads, self.kv_heads, self.head_dim, self.eps, self.window
+        fused = FusedLayer(
+            LayerMatrices(*matrices),
+            self.after,
+            self.attention_heads,
+            self.head_dim,
+            self.attention_params,
         )
-        return replace(self, whole=whole)
+        return replace(self, fused=fused)
 
     def quantized(self) -> "Layer":
         for weight in self.weights:

@@ -15,9 +15,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.attention import blocks_of, read
-from peagle.engine.model.row_pass import RowPass
+from peagle.engine.model.attention import query_blocks
 from peagle.errors import UserError
+from peagle.kernels.attention_params import AttentionParams
+from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.paged_attention import paged_attention
 from peagle.target import Target
 from peagle.target.hf_attention import hf_attention
@@ -81,7 +82,7 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
         """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
         rows, memory, windows = paged
         layer: Any = module.layer_idx
-        memory.store(layer, rows.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        memory.store(layer, rows.kv_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         keys, values = memory.keys[layer], memory.values[layer]
         window = windows[layer] = kwargs.get("sliding_window")
         if query.is_cuda and kwargs.get("position_bias") is None:
@@ -89,33 +90,23 @@ def _attention(plain: str) -> Callable[..., tuple[Tensor, Any]]:
                 query[0].transpose(0, 1),
                 keys,
                 values,
-                rows.tables,
-                rows.page,
-                rows.starts,
-                rows.counts,
-                rows.first,
-                rows.most,
-                kwargs.get("scaling") or query.shape[-1] ** -0.5,
-                window=window,
-                softcap=kwargs.get("softcap"),
-                sinks=kwargs.get("s_aux"),
-                arrived=memory.arrived,
-                masks=rows.masks,
-                positions=rows.positions,
-                both=rows.both,
+                rows,
+                AttentionParams(
+                    kwargs.get("scaling") or query.shape[-1] ** -0.5,
+                    window=window,
+                    softcap=kwargs.get("softcap"),
+                    sinks=kwargs.get("s_aux"),
+                ),
+                split_counters=memory.arrived,
             )
             return out[None], None
         out, run = torch.zeros_like(query).transpose(1, 2).contiguous(), hf_attention(plain, module)
-        blocks = window, 1
-        if blocks not in rows.memo:
-            rows.memo[blocks] = blocks_of(rows, *blocks, query.dtype)
-        for b, start, end, pages, mask in rows.memo[blocks]:
-            table = rows.tables[b, :pages]
-            k, v = (read(x, table, rows.page).transpose(0, 1)[None] for x in (keys, values))
-            q = pad(query[:, :, start:end], (0, 0, 0, len(mask) - (end - start)))
-            out[:, start:end] = run(module, q, k, v, mask[None, None], **kwargs)[0][
-                :, : end - start
-            ]
+        for block in query_blocks(rows, window, 1, query.dtype):
+            count = block.end - block.start
+            k, v = (block.read(x, rows).transpose(0, 1)[None] for x in (keys, values))
+            q = pad(query[:, :, block.start : block.end], (0, 0, 0, len(block.mask) - count))
+            result = run(module, q, k, v, block.mask[None, None], **kwargs)[0]
+            out[:, block.start : block.end] = result[:, :count]
         return out, None
 
     return attention

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peagle.kernels.cpu.matrix import Matrix, can_pack, quantized_matrix
-from peagle.kernels.triton.skinny_gemm import fits, gated_skinny_gemm, reads, skinny_gemm
+from peagle.kernels.cpu.matrix import PackedMatrix, can_pack, quantize_int8
+from peagle.kernels.triton.skinny_gemm import (
+    gated_skinny_gemm,
+    skinny_gemm,
+    supports_skinny_gemm,
+    supports_weight_dtype,
+)
 from peagle.kernels.triton.swiglu import swiglu
 from peagle.target.quantized.codes import Codes
 
@@ -29,7 +34,7 @@ class Weight:
         self.plain, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.codes, self.scales = codes, None  # type: Codes | None, Tensor | None
         self.read = self.plain  # what the kernel of few rows reads
-        self.matrix = Matrix(self.plain, self.bias) if can_pack(self.plain) else None
+        self.matrix = PackedMatrix(self.plain, self.bias) if can_pack(self.plain) else None
         reorder = self.matrix is None and packable(weight)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, ROWS) if reorder else None
 
@@ -43,21 +48,25 @@ class Weight:
 
     def shares(self, x: Tensor) -> Tensor:
         """The same, or shares [S, T, outputs] that must be added up: for add_norm and rope_store, which do that."""
-        return skinny_gemm(x, self.read, self.bias, self.scales) if fits(x, self.read) else self(x)
+        return (
+            skinny_gemm(x, self.read, self.bias, self.scales)
+            if supports_skinny_gemm(x, self.read)
+            else self(x)
+        )
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, of a gate and an up projection side by side: [T, outputs / 2]"""
         return (
             gated_skinny_gemm(x, self.read, self.scales)
-            if fits(x, self.read, 2)
+            if supports_skinny_gemm(x, self.read, gated=True)
             else swiglu(self(x))
         )
 
     def quantize(self) -> None:
         """From now on in int8, where `possible`."""
         assert self.matrix is not None
-        codes, scales = quantized_matrix(self.plain)
-        self.matrix = Matrix(codes, self.bias, scales)
+        codes, scales = quantize_int8(self.plain)
+        self.matrix = PackedMatrix(codes, self.bias, scales)
 
     def shrink(self) -> bool:
         """From now on by its codes. False: there are none, or no kernel reads them here."""
@@ -65,12 +74,14 @@ class Weight:
             return False
         codes, scales = self.codes.codes, self.codes.scales[:, 0].float()
         if self.matrix is not None and codes.dtype == torch.int8:
-            self.matrix = Matrix(codes, self.bias, scales)
+            self.matrix = PackedMatrix(codes, self.bias, scales)
             return True
         here = self.plain.device
         large = here.type != "cuda" or self.plain.numel() >= PAYS
         if (
-            large and fits(self.plain[:1], self.plain) and reads(codes.dtype, here)
+            large
+            and supports_skinny_gemm(self.plain[:1], self.plain)
+            and supports_weight_dtype(codes.dtype, here)
         ):  # any row: here one of its own
             self.read, self.scales = codes.to(here), scales.to(here)
             return True

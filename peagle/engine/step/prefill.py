@@ -15,7 +15,6 @@ from peagle.draft_shape import DraftShape
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner, Verified
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import Verifier
 from peagle.engine.sampling.grammar_masks import GrammarMasks
 from peagle.engine.sampling.sampler import Sampler, likeliest, logprobs
@@ -23,6 +22,7 @@ from peagle.engine.schedule.prefill_layout import MASK, Size, numbers_of, views_
 from peagle.engine.schedule.request import PrefillChunk
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.step_output import StepOutput
+from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.accept import pack_step_output
 from peagle.kernels.triton.argmax import argmax
 
@@ -138,7 +138,7 @@ class PrefillRunner:
         )
         embeds = torch.where(mask, drafting.mask_embedding, drafting.drafter.embed(ids))
         rows = self._rows(part, consumed.tables, size.most + size.masks, "wide_", places.ends[at])
-        rows.both = drafting.both(tree.k)
+        rows.bidirectional_rows = drafting.both(tree.k)
         normed, stream = drafting.lean.forward(embeds, hidden, rows, self.memory)
         k = tree.k
         if not k:

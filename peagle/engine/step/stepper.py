@@ -20,7 +20,6 @@ from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner, Verified
 from peagle.engine.model.exactness import filled
 from peagle.engine.model.fused_llama import FusedLlamaTarget
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import cache_shapes, verifier_for
 from peagle.engine.sampling.grammar_masks import GrammarMasks
 from peagle.engine.sampling.sampler import Sampler, likeliest, logprobs
@@ -28,6 +27,8 @@ from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
 from peagle.engine.step.step_output import AcceptOutput, StepOutput
 from peagle.errors import UserError
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.slot_state import SlotBatch
 from peagle.kernels.triton.accept import accept
 from peagle.kernels.triton.accept_tree import AcceptedPath, accept_tree
 from peagle.kernels.triton.argmax import argmax
@@ -182,28 +183,36 @@ class Stepper:
         """Accepts, moves the places on, drafts anew."""
         if self.forced is not None:
             self._force(block)
-        first, tables = block.rows.first, block.rows.tables
+        first, tables = block.rows.first_positions, block.rows.page_tables
         walked = self._accept(index, block, tree)
-        rows = walked.rows
-        if walked.path is not None:
-            self.memory.settle(first, walked.kept, walked.path, tables)
+        rows = walked.flat_rows
+        if walked.path_rows is not None:
+            self.memory.settle(first, walked.accepted_counts, walked.path_rows, tables)
         outlook = None
         if self.drafting is not None:
             hidden = block.hidden if rows is None else block.hidden[rows]
             verified = Verified(
-                walked.ids, hidden, first, walked.kept, walked.newest, tables, block.ends
+                walked.path_ids,
+                hidden,
+                first,
+                walked.accepted_counts,
+                walked.newest,
+                tables,
+                block.ends,
             )
             outlook = self.drafting.draft(verified, made, index, self.places.trees)
         return AcceptOutput(walked.packed, rows, outlook)
 
     def _accept(self, index: Tensor, block: VerifyInput, tree: DraftShape) -> AcceptedPath:
         """What holds, as a chain: of a tree its accepted path."""
-        places, first = self.places, block.rows.first
-        state = first, block.ends, index, places.lengths, places.emitted, places.newest
+        trees, state = self.places.trees, self.places.state
+        batch = SlotBatch(index, block.rows.first_positions, block.ends)
         if not tree.chain:
-            return accept_tree(block.tokens, block.tops, block.ids, places.trees, *state, tree.k)
-        kept, newest, packed = accept(block.tokens, block.tops, block.ids[:, 1:], *state)
-        return AcceptedPath(kept, newest, None, None, block.ids, packed)
+            return accept_tree(block.tokens, block.tops, block.ids, trees, batch, state, tree.k)
+        accepted = accept(block.tokens, block.tops, block.ids[:, 1:], batch, state)
+        return AcceptedPath(
+            accepted.accepted_counts, accepted.newest, None, None, block.ids, accepted.packed
+        )
 
     def _index(self, at: list[int], batch: int) -> Tensor:
         """The places of a batch, filled up with the one that is nobody's; one tensor per size, for the graphs."""
@@ -225,7 +234,7 @@ class Stepper:
         )
 
     def _force(self, block: VerifyInput) -> None:
-        assert self.forced is not None and block.rows.masks is None, "chains are measured"
+        assert self.forced is not None and block.rows.tree_masks is None, "chains are measured"
         drafts = block.ids[:, 1:]
         right = torch.rand(drafts.shape, device=drafts.device) < self.forced[: drafts.shape[1]]
         block.tokens[:, :-1] = torch.where(right, drafts, (drafts + 1) % block.logits.shape[-1])

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from peagle.core import Step
 from peagle.draft_shape import DraftShape
-from peagle.kernels.triton.build_tree import tree_topology
 from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
+from peagle.kernels.triton.build_tree import tree_topology
 from peagle.train.data.attention_mask import mask_for
 from peagle.train.data.batch_transfer import flatten
 from peagle.train.data.chains import full_chains
@@ -129,8 +129,8 @@ def tree_matches(
             tree_topology(logp, tree.nodes),
             torch.arange(len(part), device=part.device)[:, None],
         )
-        depth = grown.depth.long() - 1
-        holds = drafter.known(ids[each, depth, grown.candidate]) == own.gather(1, depth)
+        depth = grown.depths.long() - 1
+        holds = drafter.known(ids[each, depth, grown.candidates]) == own.gather(1, depth)
         good = 1 + (holds.long() << torch.arange(1, tree.nodes + 1, device=part.device)).sum(1)
         found.append(
             (grown.masks & ~good[:, None] == 0).sum(1) - 1
