@@ -18,8 +18,8 @@ from peagle.bench.step_cost import measure_prompts
 from peagle.data.bench import read_sets
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import target_kv_shapes
+from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair, load
 
 SETS, TOKENS, PAGE = ("humaneval", "mt_bench", "gsm8k"), 96, 64

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.model import Drafter
-from peagle.kernels.triton.candidate_pairs import candidate_pairs
+from peagle.kernels.triton.candidate_pairs import DependencyTerms, candidate_pairs
 from peagle.kernels.triton.candidates import candidates
 
 Product = Callable[[Tensor], Tensor]
@@ -56,15 +56,13 @@ class Branching:
         """
         shape = (-1, k, self.count)
         factor = self.calibration_factor(len(normed) // k, k)
-        ids, values, totals = candidates(logits, factor, self.count)
+        top = candidates(logits, factor, self.count)
         if self.here is None:
-            logprobs = (values - totals[:, None]).view(shape)[:, :, None]
+            logprobs = (top.logits - top.logsumexp[:, None]).view(shape)[:, :, None]
         else:
-            logprobs = candidate_pairs(
-                ids, values, totals, factor, self.here(normed), self.previous, self.candidate, k
-            )
-            logprobs = logprobs.view(*shape, self.count)
-        return ids.view(shape), logprobs
+            terms = DependencyTerms(self.here(normed), self.previous, self.candidate)
+            logprobs = candidate_pairs(top, factor, terms, k).view(*shape, self.count)
+        return top.ids.view(shape), logprobs
 
     def calibration_factor(self, batch: int, k: int) -> Tensor:
         """[B * K] factors of the logits by depth; depths behind the last given one repeat it.

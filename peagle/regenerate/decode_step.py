@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.engine.step.graphs import Graphs
+from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 
 PAGE_SIZE = 64
@@ -82,7 +82,10 @@ class DecodeStep:
         if any(stored):
             ids = self._upload([token for prompt in prompts for token in prompt[:-1]])
             self.model.forward(
-                ids, self._prefill_rows(slots, stored, index), self.kv_cache, logit_rows=index[:1] * 0
+                ids,
+                self._prefill_rows(slots, stored, index),
+                self.kv_cache,
+                logit_rows=index[:1] * 0,
             )
         self.lengths[index] = self._upload(stored)
         self.tokens[index] = self._upload([prompt[-1] for prompt in prompts])

@@ -139,7 +139,11 @@ class ServerSettings:
             return self.names
         from peagle.catalog import find_pair, pair_names
 
-        hub = find_pair(self.pair).target.hub if self.pair in pair_names() and self.target is None else None
+        hub = (
+            find_pair(self.pair).target.hub
+            if self.pair in pair_names() and self.target is None
+            else None
+        )
         return (self.pair, hub) if hub else (self.pair,)
 
     @property

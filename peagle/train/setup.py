@@ -121,7 +121,9 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
     )
     ids = None if target_ids is None else target_ids.to(target.device)
     drafter = untrained_drafter(drafter_config, target, config.seed, ids).float()
-    drafter.set_embed_and_head(target.embedding, target.lm_head, ids)  # the target's own tensors, in its dtype
+    drafter.set_embed_and_head(
+        target.embedding, target.lm_head, ids
+    )  # the target's own tensors, in its dtype
     if config.init == "target":
         begin_as_target(drafter, target)
     elif config.init != "random":

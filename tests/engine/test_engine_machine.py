@@ -112,7 +112,8 @@ class Machine(RuleBasedStateMachine):
         self.engine.check_integrity()
         assert (
             not self.engine.loop.states
-            and self.engine.loop.scheduler.allocator.num_free == self.engine.loop.scheduler.allocator.num_pages
+            and self.engine.loop.scheduler.allocator.num_free
+            == self.engine.loop.scheduler.allocator.num_pages
         )
         for number, stream in self.streams.values():
             self.check(number, stream)

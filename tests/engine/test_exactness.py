@@ -13,9 +13,9 @@ from peagle.engine.model.exactness import (
     is_bit_equal,
     pad_rows,
 )
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import build_verifier
 from peagle.errors import UserError
+from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair
 from tests.support.cpu_features import needs_dots
 from tests.support.decoding import tokens_of
@@ -137,7 +137,7 @@ def test_it_is_probed_and_not_assumed() -> None:
 
     def depends_on_rows(ids, rows, kv_cache, logit_rows=None):
         logits, hidden = forward(ids, rows, kv_cache, logit_rows)
-        return logits + rows.most, hidden
+        return logits + rows.max_rows, hidden
 
     verifier.forward = depends_on_rows  # type: ignore[method-assign]
     assert exact_multiple(verifier, target, 64) is None
@@ -151,7 +151,7 @@ def test_passes_are_padded() -> None:
     padded_ids, padded = pad_rows(ids, rows, 4)
     assert padded_ids.tolist() == [7, 8, 9, 0]
     assert padded.positions.tolist() == [5, 6, 7, 0]
-    assert padded.slots.tolist() == [5, 6, 7, -1]
+    assert padded.kv_slots.tolist() == [5, 6, 7, -1]
     assert pad_rows(ids, rows, 3) == (ids, rows)
 
 

@@ -16,6 +16,7 @@ from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.sizing import max_draft_k
 from peagle.errors import UserError
+from peagle.kernels.slot_state import SlotBatch, SlotState
 from peagle.kernels.triton.accept_tree import accept_tree
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 from peagle.loaded import LoadedPair
@@ -56,8 +57,8 @@ def test_the_most_likely_nodes_are_in_the_tree() -> None:
     tree = tree_topology(logp, 20)
     paths = [()]
     for node in range(20):
-        paths.append((*paths[tree.parent[0, node]], int(tree.candidate[0, node])))
-        assert len(paths[-1]) == tree.depth[0, node] and tree.parent[0, node] <= node
+        paths.append((*paths[tree.parents[0, node]], int(tree.candidates[0, node])))
+        assert len(paths[-1]) == tree.depths[0, node] and tree.parents[0, node] <= node
         ancestors = {row for row in range(node + 2) if tree.masks[0, node + 1] >> row & 1}
         assert ancestors == {
             row for row, path in enumerate(paths) if paths[-1][: len(path)] == path
@@ -118,8 +119,8 @@ def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) 
         emitted = len(engine.loop.scheduler.live[id].output)
         truth = (answers[id][emitted:] + [3] * K)[:K]
         grown = tree_topology(torch.randn(1, K, 1, 5).log_softmax(-1), NODES)
-        parents = grown.parent[0].tolist()
-        depths = grown.depth[0].tolist()
+        parents = grown.parents[0].tolist()
+        depths = grown.depths[0].tolist()
         ids = [(truth[depth - 1] + 1 + node) % 96 for node, depth in enumerate(depths)]
         row = chance.randrange(NODES) + 1
         true_depth = chance.randrange(K + 1)
@@ -127,7 +128,7 @@ def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) 
             if depths[row - 1] <= true_depth:
                 ids[row - 1] = truth[depths[row - 1] - 1]
             row = parents[row - 1]
-        rows = (torch.tensor(ids), grown.parent[0], grown.depth[0])
+        rows = (torch.tensor(ids), grown.parents[0], grown.depths[0])
         for whole, own in zip(trees[1:4], rows, strict=True):
             whole[state.slot, :NODES] = own
         trees.masks[state.slot, : NODES + 1] = grown.masks[0]
@@ -217,7 +218,7 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
         tree = tree_topology(torch.randn(runs, 2, 1, 4, generator=chance), nodes)
         # four of six tokens at each depth
         drafts = torch.rand(runs, 2, vocab, generator=chance).argsort(-1)
-        drafts = drafts[torch.arange(runs)[:, None], tree.depth.long() - 1, tree.candidate]
+        drafts = drafts[torch.arange(runs)[:, None], tree.depths.long() - 1, tree.candidates]
         rows = torch.stack(
             [torch.stack(rows_of(outputs[b], drafts[b], tree.masks[b], vocab)) for b in range(runs)]
         )
@@ -225,25 +226,21 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
         tokens = sampler.choose(rows, drafts, emitted, tree.masks)
         ids = torch.cat([torch.zeros(runs, 1, dtype=torch.long), drafts], 1)
         first, ends, nothing = (torch.full((runs,), n, dtype=torch.int32) for n in (0, 99, 0))
-        trees = DraftTrees(drafts[:, :2], drafts, tree.parent, tree.depth, tree.masks)
+        trees = DraftTrees(drafts[:, :2], drafts, tree.parents, tree.depths, tree.masks)
         walked = accept_tree(
             tokens,
             torch.zeros(tokens.shape),
             ids,
             trees,
-            first,
-            ends,
-            torch.arange(runs),
-            nothing,
-            nothing.clone(),
-            torch.zeros(runs, dtype=torch.long),
+            SlotBatch(torch.arange(runs), first, ends),
+            SlotState(nothing[:, None], nothing, ends, nothing.clone(), nothing.long()),
             2,
         )
         path_tokens = walked.packed[:, :3]
-        sampler.commit(path_tokens, walked.kept)
-        accepted += int(walked.kept.sum())
+        sampler.commit(path_tokens, walked.accepted_counts)
+        accepted += int(walked.accepted_counts.sum())
         for b in range(runs):
-            outputs[b] += path_tokens[b, : walked.kept[b] + 1].tolist()
+            outputs[b] += path_tokens[b, : walked.accepted_counts[b] + 1].tolist()
     assert accepted > runs
     assert p_value(Counter(tuple(output[:3]) for output in outputs), exact, runs) > 1e-3
 
@@ -295,16 +292,13 @@ def test_a_slot_without_a_tree_breaks_nothing() -> None:
         torch.zeros(1, rows),
         ids,
         trees,
-        zero,
-        zero + 99,
-        torch.zeros(1).long(),
-        zero.clone(),
-        zero.clone(),
-        torch.zeros(1).long(),
+        SlotBatch(torch.zeros(1).long(), zero, zero + 99),
+        SlotState(zero[:, None], zero.clone(), zero + 99, zero.clone(), torch.zeros(1).long()),
         k,
     )
-    assert walked.rows is not None and 0 <= walked.rows.min() <= walked.rows.max() < rows
-    assert walked.kept.item() <= k
+    assert walked.flat_rows is not None
+    assert 0 <= walked.flat_rows.min() <= walked.flat_rows.max() < rows
+    assert walked.accepted_counts.item() <= k
 
 
 def test_a_grammar_restricts_adaptive_drafting_to_chains() -> None:

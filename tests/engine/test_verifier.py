@@ -21,8 +21,8 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.merged_linear import are_merged, merge_linears
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import PROBE_TOKENS, Verifier, build_verifier, target_kv_shapes
+from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 from tests.support.tiny_models import CONFIGS, SIZES, make_target
 

@@ -1,4 +1,4 @@
-"""The C library: compiled once, found again, rebuilt if it is broken, and done without where there is no compiler."""
+"""The C library: compiled once, cached, rebuilt if broken; PyTorch runs without a compiler."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ print([token for piece in stream for token in (piece.step.tokens if piece.step e
 
 
 def answer(**env: str) -> list[str]:
-    """[what does the work, the tokens], in a process of its own."""
+    """[the kernels in use, the tokens], from a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", ANSWER], env=os.environ | env, capture_output=True, text=True
     )
@@ -35,20 +35,20 @@ def answer(**env: str) -> list[str]:
 
 
 @needs_compiler
-def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     assert COMPILER is not None
-    library.load(COMPILER)
+    library.load_or_build(COMPILER)
     files = sorted(file.name for file in (tmp_path / "kernels").iterdir())
     assert [Path(name).suffix for name in files] == [".sha256", ".so"], (
-        "nothing is left of the building"
+        "no temporary files are left"
     )
 
     def never(*_: object) -> None:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(library, "build", never)
-    library.load(COMPILER)
+    library.load_or_build(COMPILER)
 
 
 @needs_compiler
@@ -57,31 +57,32 @@ def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_broken_file_is_built_again(
     content: bytes, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not its sum is the one that was written."""
+    """Whether or not its digest is the recorded one."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     assert COMPILER is not None
-    file = tmp_path / "kernels" / f"cpu-{library.key_of(COMPILER, library.openmp())}.so"
+    file = library.library_path(COMPILER, library.openmp_runtime())
     file.parent.mkdir()
     file.write_bytes(content)
-    file.with_suffix(".sha256").write_text(library.digest(file) or "" if known else "another")
-    assert library.load(COMPILER).functions
+    file.with_suffix(".sha256").write_text(library.file_digest(file) or "" if known else "another")
+    assert library.load_or_build(COMPILER).functions
     assert len(file.read_bytes()) > 1000
 
 
 @needs_compiler
-def test_the_key_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_key_depends_on_everything() -> None:
     assert COMPILER is not None
-    keys = [library.key_of(COMPILER, None), library.key_of(COMPILER, "libgomp.so.1")]
-    monkeypatch.setattr(library, "cpu_flags", lambda: "another machine")
-    keys.append(library.key_of(COMPILER, None))
-    monkeypatch.setattr(library, "FLAGS", ("-O1",))
-    keys.append(library.key_of(COMPILER, None))
+    keys = [
+        library.cache_key(COMPILER, None),
+        library.cache_key(COMPILER, "libgomp.so.1"),
+        library.cache_key(COMPILER, None, cpu="another machine"),
+        library.cache_key(COMPILER, None, flags=("-O1",)),
+    ]
     assert len(set(keys)) == 4
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "compilers", lambda: ("no-such-compiler",))
-    assert library._find.__wrapped__() == (None, "pytorch: no C compiler found (gcc, cc or clang)")
+def test_no_compiler() -> None:
+    result = library.load_library(["no-such-compiler"])
+    assert result == (None, "pytorch: no C compiler found (gcc, cc or clang)")
 
 
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +90,14 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     bad = tmp_path / "bad-cc"
     bad.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho out of cheese >&2\nexit 1\n")
     bad.chmod(0o755)
-    monkeypatch.setattr(library, "compilers", lambda: (str(bad),))
-    assert library._find.__wrapped__() == (None, f"pytorch: {bad} failed: out of cheese")
+    result = library.load_library([str(bad)])
+    assert result == (None, f"pytorch: {bad} failed: out of cheese")
 
 
 @needs_compiler
-def test_a_runtime_that_does_not_fit_costs_the_threads_only(tmp_path: Path) -> None:
+def test_an_unusable_runtime_costs_only_the_threads(tmp_path: Path) -> None:
     assert COMPILER is not None
-    path = tmp_path / "made.so"
+    path = tmp_path / "library.so"
     library.build(COMPILER, str(tmp_path / "no-such-runtime.so"), path)
     assert library.Library(path).functions
 

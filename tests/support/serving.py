@@ -180,7 +180,8 @@ def all_free(front: LocalBackend) -> bool:
         slot.engine.check_integrity()
     return all(
         not slot.busy
-        and slot.engine.loop.scheduler.allocator.num_free == slot.engine.loop.scheduler.allocator.num_pages
+        and slot.engine.loop.scheduler.allocator.num_free
+        == slot.engine.loop.scheduler.allocator.num_pages
         for slot in front.engines.slots
     )
 

@@ -1,12 +1,15 @@
-"""The cases of the kernels that trees need, for tests/test_engine_kernels.py: each against its reference."""
+"""Cases of the kernels that draft trees need, for tests/support/kernel_cases.py."""
 
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from peagle.draft_shape import DraftShape
+from peagle.kernels.attention_params import AttentionParams
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.slot_state import SlotBatch, SlotState
 from peagle.kernels.triton import (
     accept_tree,
     build_tree,
@@ -16,252 +19,277 @@ from peagle.kernels.triton import (
     gather_rows,
     paged_attention,
 )
-from tests.support.comparing import near, some
+from tests.support.comparing import near, same_fields, some
 
 
 def some_tree(
-    batch: int, k: int, nodes: int, wide: bool, seed: int = 0
+    batch: int, k: int, nodes: int, dependent: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor, build_tree.DraftTrees]:
-    """(logp, tokens, the trees grown from them)"""
-    logits = some(batch, k, 16 if wide else 1, 16, seed=seed) * 2
+    """(logp, tokens, the trees built from them)"""
+    logits = some(batch, k, 16 if dependent else 1, 16, seed=seed) * 2
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.stack([torch.randperm(99, generator=generator)[:16] for _ in range(batch * k)])
-    logp, tokens = logits.log_softmax(-1), tokens.view(batch, k, 16)
+    tokens = tokens.view(batch, k, 16)
+    logp = logits.log_softmax(-1)
     trees = no_trees(batch, k, nodes)
     build_tree.reference(logp, tokens, None, nodes, torch.arange(batch), trees)
     return logp, tokens, trees
 
 
-def no_trees(places: int, k: int, nodes: int, device: str = "cpu") -> build_tree.DraftTrees:
+def no_trees(slots: int, k: int, nodes: int, device: str = "cpu") -> build_tree.DraftTrees:
     chain, ids, masks = (
-        torch.zeros(places, n, dtype=torch.long, device=device) for n in (k, nodes, nodes + 1)
+        torch.zeros(slots, n, dtype=torch.long, device=device) for n in (k, nodes, nodes + 1)
     )
-    return build_tree.DraftTrees(
-        chain, ids, *torch.zeros(2, places, nodes, dtype=torch.int32, device=device), masks
-    )
+    parents, depths = torch.zeros(2, slots, nodes, dtype=torch.int32, device=device)
+    return build_tree.DraftTrees(chain, ids, parents, depths, masks)
 
 
-def grows(batch: int, k: int, nodes: int, wide: bool, device: str, dtype: torch.dtype) -> None:
-    logp, tokens, wanted = some_tree(batch, k, nodes, wide)
-    index = torch.arange(batch).flip(0) + 1  # the place of each
-    found = no_trees(batch + 2, k + 1, nodes + 3, device)
-    names = torch.arange(99).flip(0)
+def check_build_tree(
+    batch: int, k: int, nodes: int, dependent: bool, device: str, dtype: torch.dtype
+) -> None:
+    logp, tokens, expected = some_tree(batch, k, nodes, dependent)
+    index = torch.arange(batch).flip(0) + 1  # the slot of each
+    result = no_trees(batch + 2, k + 1, nodes + 3, device)
+    target_ids = torch.arange(99).flip(0)
     build_tree.build_tree(
-        logp.to(device), 98 - tokens.to(device), names.to(device), nodes, index.to(device), found
+        logp.to(device),
+        98 - tokens.to(device),
+        target_ids.to(device),
+        nodes,
+        index.to(device),
+        result,
     )
-    for name, a, b in zip(wanted._fields, found, wanted, strict=True):
-        own = a.cpu()[:, : b.shape[1]]
-        assert own.dtype == b.dtype and torch.equal(own[index], b), name
-        assert not own[[0, -1]].any() and not a[:, b.shape[1] :].any(), f"{name}: nobody's"
+    for name, a, b in zip(expected._fields, result, expected, strict=True):
+        written = a.cpu()[:, : b.shape[1]]
+        assert written.dtype == b.dtype and torch.equal(written[index], b), name
+        assert not written[[0, -1]].any(), f"{name}: another slot"
+        assert not a[:, b.shape[1] :].any(), f"{name}: behind the tree"
 
 
-def walks(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> None:
-    """The target says what a random path holds, up to where it disagrees."""
-    places = batch + 3
-    _, _, tree = some_tree(places, k, nodes, wide=True)
+def check_accept_tree(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> None:
+    """The target's tokens agree with a random path up to some depth."""
+    slots = batch + 3
+    _, _, tree = some_tree(slots, k, nodes, dependent=True)
     generator = torch.Generator().manual_seed(nodes)
-    index = torch.randperm(places, generator=generator)[:batch]
+    index = torch.randperm(slots, generator=generator)[:batch]
     ids = torch.cat([torch.zeros(batch, 1, dtype=torch.long), tree.nodes[index]], 1)
     tokens = torch.full((batch, nodes + 1), 100)
     for b in range(batch):
-        for row in torch.randperm(nodes, generator=generator).tolist()[
-            : nodes // 2
-        ]:  # some parents agree with a child
-            tokens[b, tree.parents[index[b], row]] = tree.nodes[index[b], row]
-    tokens[0, 0], tokens[1, 0] = tree.chain[index[0], 0], 100
+        agreeing = torch.randperm(nodes, generator=generator).tolist()[: nodes // 2]
+        for node in agreeing:  # some parents agree with a child
+            tokens[b, tree.parents[index[b], node]] = tree.nodes[index[b], node]
+    tokens[0, 0] = tree.chain[index[0], 0]
+    tokens[1, 0] = 100
     first = torch.randint(0, 50, (batch,), generator=generator).int()
     ends = first + torch.randint(1, k + 3, (batch,), generator=generator).int()
-    tops, broken = some(batch, nodes + 1), torch.arange(batch) % 3 == 1
-    tops[broken, nodes // 2] = torch.inf
-    results = []
-    for run in (accept_tree.accept_tree, accept_tree.reference):
-        state = [
-            torch.ones(places, dtype=kind, device=device)
-            for kind in (torch.int32, torch.int32, torch.int64)
-        ]
-        tokens_, tops_, ids_, *rest = (
-            x.to(device) for x in (tokens, tops, ids, first, ends, index)
-        )
-        trees = build_tree.DraftTrees(*(x.to(device) for x in tree))
-        results.append((*run(tokens_, tops_, ids_, trees, *rest, *state, k), *state))
-    kept, _, path, flat, path_ids, packed = (x.cpu() for x in results[1][:6])
-    assert torch.equal(ids.flatten()[flat].view(path.shape), path_ids)
-    said, (told, bad, agrees, taken) = packed[:, : k + 1], packed[:, k + 1 :].T
-    assert torch.equal(tokens.flatten()[flat].view(path.shape), said)
-    assert torch.equal(told, kept.long()) and torch.equal(bad, broken.long())
-    for i, (a, b) in enumerate(zip(*results, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), i
+    top_logits = some(batch, nodes + 1)
+    broken = torch.arange(batch) % 3 == 1
+    top_logits[broken, nodes // 2] = torch.inf
+    trees = build_tree.DraftTrees(*(x.to(device) for x in tree))
+    slot_batch = SlotBatch(*(x.to(device) for x in (index, first, ends)))
+    inputs = [x.to(device) for x in (tokens, top_logits, ids)]
+    state, expected_state = ones_state(slots, device), ones_state(slots, device)
+    result = accept_tree.accept_tree(*inputs, trees, slot_batch, state, k)
+    expected = accept_tree.reference(*inputs, trees, slot_batch, expected_state, k)
+    same_fields(result, expected)
+    same_fields(state, expected_state)
+    accepted, newest, path_rows, flat_rows, path_ids, packed = (x.cpu() for x in expected)
+    assert torch.equal(ids.flatten()[flat_rows].view(path_rows.shape), path_ids)
+    path_tokens = packed[:, : k + 1]
+    packed_accepted, packed_broken, chain_accepted, path_mask = packed[:, k + 1 :].T
+    assert torch.equal(tokens.flatten()[flat_rows].view(path_rows.shape), path_tokens)
+    assert torch.equal(packed_accepted, accepted.long())
+    assert torch.equal(packed_broken, broken.long())
     for b in range(batch):  # the rule, spelled out
-        row, length = 0, 0
-        while length < ends[b] - 1 - first[b]:
+        row = 0
+        depth = 0
+        while depth < ends[b] - 1 - first[b]:
             children = [n + 1 for n in range(nodes) if tree.parents[index[b], n] == row]
-            below = [child for child in children if ids[b, child] == tokens[b, row]]
-            if not below:
+            matching = [child for child in children if ids[b, child] == tokens[b, row]]
+            if not matching:
                 break
-            row, length = below[0], length + 1
-            assert path[b, length] == row
-        assert kept[b] == length and results[1][1][b] == tokens[b, row]
-        assert taken[b] == sum(1 << row for row in path[b, : length + 1].tolist())
-        pairs = zip(tree.chain[index[b]].tolist(), said[b, : length + 1].tolist(), strict=False)
-        assert agrees[b] == len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    assert kept.max() > 1 and len(set(agrees.tolist())) > 1
+            row = matching[0]
+            depth += 1
+            assert path_rows[b, depth] == row
+        assert accepted[b] == depth and newest[b] == tokens[b, row]
+        assert path_mask[b] == sum(1 << row for row in path_rows[b, : depth + 1].tolist())
+        known = path_tokens[b, : depth + 1].tolist()
+        pairs = zip(tree.chain[index[b]].tolist(), known, strict=False)
+        assert chain_accepted[b] == len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    assert accepted.max() > 1 and len(set(chain_accepted.tolist())) > 1
 
 
-def moves(batch: int, layers: int, width: int, device: str, dtype: torch.dtype) -> None:
-    page, pages, k = 4, 6, 5
-    tables = (
-        torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1))
-        .view(batch, pages)
-        .int()
-    )
+def ones_state(slots: int, device: str) -> SlotState:
+    ones = torch.ones(slots, dtype=torch.int32, device=device)
+    return SlotState(ones[:, None], ones.clone(), ones.clone(), ones.clone(), ones.long())
+
+
+def check_compact_kv(batch: int, layers: int, width: int, device: str, dtype: torch.dtype) -> None:
+    page_size, pages, k = 4, 6, 5
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1))
+    tables = order.view(batch, pages).int()
     generator = torch.Generator().manual_seed(width)
     path = torch.stack(
         [torch.randperm(15, generator=generator)[:k].sort().values + 1 for _ in range(batch)]
     )
     path = torch.cat([torch.zeros(batch, 1, dtype=torch.long), path], 1)
     first = torch.randint(0, 8, (batch,), generator=generator).int()
-    kept = torch.randint(0, k + 1, (batch,), generator=generator).int()
-    kept[0] = k
-    caches = [some(layers, batch * pages * page, width).to(device, dtype) for _ in range(2)]
+    accepted = torch.randint(0, k + 1, (batch,), generator=generator).int()
+    accepted[0] = k
+    caches = [some(layers, batch * pages * page_size, width).to(device, dtype) for _ in range(2)]
     for run, cache in zip((compact_kv.compact_kv, compact_kv.reference), caches, strict=True):
-        run(cache, *(x.to(device) for x in (first, kept, path, tables)), page)
+        run(cache, *(x.to(device) for x in (first, accepted, path, tables)), page_size)
     assert torch.equal(*caches)
-    before = some(layers, batch * pages * page, width).to(device, dtype)
+    before = some(layers, batch * pages * page_size, width).to(device, dtype)
 
     def slot(position: int) -> int:
-        return int(tables[0, position // page]) * page + position % page
+        return int(tables[0, position // page_size]) * page_size + position % page_size
 
     for depth, row in enumerate(path[0].tolist()):
-        assert torch.equal(
-            caches[0][:, slot(int(first[0]) + depth)], before[:, slot(int(first[0]) + row)]
-        )
+        moved = caches[0][:, slot(int(first[0]) + depth)]
+        assert torch.equal(moved, before[:, slot(int(first[0]) + row)])
 
 
-def finds(rows: int, size: int, count: int, device: str, dtype: torch.dtype) -> None:
+def check_candidates(rows: int, size: int, count: int, device: str, dtype: torch.dtype) -> None:
     logits = (some(rows, size + 3) * 3).to(device, dtype)[:, :size]
-    logits[0, size // 2 :] = logits[0, 0]  # equals: the first counts
+    logits[0, size // 2 :] = logits[0, 0]  # the first of equals counts
     factor = torch.linspace(0.5, 1.5, rows, device=device)
-    found, wanted = (
-        run(logits, factor, count) for run in (candidates.candidates, candidates.reference)
-    )
-    first = (logits.float() * factor[:, None]).sort(dim=-1, descending=True, stable=True).indices
-    assert torch.equal(found[0], first[:, :count])
-    near(found[1], wanted[1])
-    near(found[2], wanted[2], 8)
+    result = candidates.candidates(logits, factor, count)
+    expected = candidates.reference(logits, factor, count)
+    order = (logits.float() * factor[:, None]).sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(result.ids, order[:, :count])
+    near(result.logits, expected.logits)
+    near(result.logsumexp, expected.logsumexp, 8)
 
 
-def pairs_up(batch: int, k: int, rank: int, device: str, dtype: torch.dtype) -> None:
+def check_candidate_pairs(batch: int, k: int, rank: int, device: str, dtype: torch.dtype) -> None:
     rows, size = batch * k, 40
     logits = (some(rows, size) * 2).to(device)
     factor = torch.linspace(0.5, 1.5, rows, device=device)
-    ids, values, totals = candidates.reference(logits, factor, 16)
+    top = candidates.reference(logits, factor, 16)
     drawn = (some(n, rank, seed=i) / rank**0.5 for i, n in enumerate((rows, size, size)))
     here, before, after = (x.to(device, dtype) for x in drawn)
-    given = ids, values, totals, factor, here, before, after * 3, k
-    found, wanted = candidate_pairs.candidate_pairs(*given), candidate_pairs.reference(*given)
-    near(found, wanted, 40)
-    logp = (logits * factor[:, None]).log_softmax(-1).gather(1, ids)
-    near(
-        wanted[::k], logp[::k, None].expand(-1, 16, -1), 8
-    )  # the first row of a block is not corrected
-    assert (wanted[1] - wanted[1, 0]).abs().max() > 0.05 and (wanted.exp().sum(-1) < 1.0001).all()
+    terms = candidate_pairs.DependencyTerms(here, before, after * 3)
+    result = candidate_pairs.candidate_pairs(top, factor, terms, k)
+    expected = candidate_pairs.reference(top, factor, terms, k)
+    near(result, expected, 40)
+    logp = (logits * factor[:, None]).log_softmax(-1).gather(1, top.ids)
+    # the first row of a block is not corrected
+    near(expected[::k], logp[::k, None].expand(-1, 16, -1), 8)
+    assert (expected[1] - expected[1, 0]).abs().max() > 0.05
+    assert (expected.exp().sum(-1) < 1.0001).all()
 
 
-def takes_trees(batch: int, nodes: int, device: str, dtype: torch.dtype) -> None:
-    places, page, pages = batch + 2, 4, 20
-    _, _, tree = some_tree(places, 5, nodes, wide=False)
+def check_gather_trees(batch: int, nodes: int, device: str, dtype: torch.dtype) -> None:
+    slots, page_size, pages, k = batch + 2, 4, 20, 5
+    _, _, tree = some_tree(slots, k, nodes, dependent=False)
     generator = torch.Generator().manual_seed(batch)
-    tables = torch.randperm(places * pages, generator=generator).view(places, pages).int()
-    lengths = torch.randint(0, pages * page - nodes - 1, (places,), generator=generator).int()
-    ends = lengths + torch.randint(1, 7, (places,), generator=generator).int()
-    newest, index = torch.arange(places), torch.randperm(places, generator=generator)[:batch]
-    given = [
-        x.to(device) for x in (tables, lengths, ends, newest, tree.nodes, tree.depths, tree.masks)
-    ]
+    tables = torch.randperm(slots * pages, generator=generator).view(slots, pages).int()
+    max_length = pages * page_size - nodes - 1
+    lengths = torch.randint(0, max_length, (slots,), generator=generator).int()
+    ends = lengths + torch.randint(1, 7, (slots,), generator=generator).int()
+    newest = torch.arange(slots)
+    index = torch.randperm(slots, generator=generator)[:batch].to(device)
+    state = SlotState(*(x.to(device) for x in (tables, lengths, ends, lengths, newest)))
+    trees = build_tree.DraftTrees(*(x.to(device) for x in tree))
     for width in (nodes + 1, nodes // 2):  # a smaller tree is the beginning of a larger one
-        found, wanted = (
-            run(index.to(device), width, page, *given)
-            for run in (gather_rows.gather_rows, gather_rows.reference)
-        )
-        for name, a, b in zip(found._fields, found, wanted, strict=True):
-            assert (a is b is None) or (a.dtype == b.dtype and torch.equal(a, b)), name
-        stored = found.slots[found.slots >= 0]
+        shape = DraftShape(k, width - 1)
+        result = gather_rows.gather_rows(index, shape, page_size, state, trees)
+        same_fields(result, gather_rows.reference(index, shape, page_size, state, trees))
+        stored = result.kv_slots[result.kv_slots >= 0]
         assert len(stored) == len(stored.unique())
-        assert found.positions.view(batch, width)[:, 0].equal(found.first.long())
+        first_rows = result.positions.view(batch, width)[:, 0]
+        assert first_rows.equal(result.first_positions.long())
 
 
-def attends_trees(
-    heads: int, kv_heads: int, nodes: int, device: str, dtype: torch.dtype, **switches: Any
+def check_tree_attention(
+    heads: int,
+    kv_heads: int,
+    nodes: int,
+    device: str,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> None:
     """A row of a tree gives what the last row of its path gives in a chain."""
-    batch, page, d, k = 2, 16, 16, 5
-    _, _, tree = some_tree(batch, k, nodes, wide=True)
-    first, rows = torch.tensor([37, 3]).int(), nodes + 1
-    pages = 8
+    batch, page_size, d, k, pages = 2, 16, 16, 5, 8
+    _, _, tree = some_tree(batch, k, nodes, dependent=True)
+    first = torch.tensor([37, 3]).int()
+    width = nodes + 1
     tables = torch.arange(batch * pages).view(batch, pages).int()
-    caches = some(2, batch * pages * page, kv_heads, d)
-    query = some(batch * rows, heads, d)
+    caches = some(2, batch * pages * page_size, kv_heads, d)
+    drawn_query = some(batch * width, heads, d)
     depths = torch.cat([torch.zeros(batch, 1).int(), tree.depths], 1)
-    positions, masks = (first[:, None] + depths).flatten().long(), tree.masks.flatten()
-    starts, counts = torch.tensor([0, rows]).int(), torch.tensor([rows, rows]).int()
-    args = [x.to(device, dtype) for x in (query, caches[0], caches[1])]
-    ints = [x.to(device) for x in (starts, counts, first)]
-    more = {"masks": masks.to(device), "positions": positions.to(device), **switches}
-    given = (*args, tables.to(device), page, *ints, rows, d**-0.5)
-    wanted = paged_attention.reference(*given, **more)
-    for splits in (None, 1, 3):
-        near(paged_attention.paged_attention(*given, **more, splits=splits), wanted, 4)
-    b, row = 1, nodes  # the last node, as a chain of its own
-    path = [i for i in range(rows) if tree.masks[b, row] >> i & 1]
-    keys = [x[b * pages * page :] for x in args[1:]]
-    moved = [torch.cat([x[: first[b]], x[first[b] + torch.tensor(path)]]) for x in keys]
-    one = torch.tensor([0]).int().to(device)
-    alone = paged_attention.reference(
-        args[0][b * rows + row][None],
-        *moved,
-        torch.arange(4, device=device)[None],
-        page,
-        one,
-        one + 1,
-        one + int(first[b]) + len(path) - 1,
-        1,
-        d**-0.5,
-        **switches,
+    positions = (first[:, None] + depths).flatten().long()
+    starts = torch.tensor([0, width]).int()
+    counts = torch.tensor([width, width]).int()
+    query, keys, values = (x.to(device, dtype) for x in (drawn_query, caches[0], caches[1]))
+    rows = RowPass(
+        *(x.to(device) for x in (positions, positions, tables, starts, counts, first)),
+        width,
+        page_size,
+        tree.masks.flatten().to(device),
     )
-    near(wanted[b * rows + row][None], alone, 4)
-
-
-def attends_both_ways(both: int, device: str, dtype: torch.dtype) -> None:
-    """The last rows of a request see each other; without their future keys the others do not change."""
-    page, d, counts, first = 16, 16, torch.tensor([7, 3]).int(), torch.tensor([20, 0]).int()
-    tables, starts = torch.arange(6).view(2, 3).int(), torch.tensor([0, 7]).int()
-    query, caches = some(10, 4, d), some(2, 6 * page, 2, d)
-    args = [x.to(device, dtype) for x in (query, caches[0], caches[1])]
-    ints = [x.to(device) for x in (starts, counts, first)]
-    given = (*args, tables.to(device), page, *ints, 7, d**-0.5)
-    wanted, causal = (paged_attention.reference(*given, both=n) for n in (both, 0))
+    params = AttentionParams(d**-0.5, window)
+    expected = paged_attention.reference(query, keys, values, rows, params)
     for splits in (None, 1, 3):
-        near(paged_attention.paged_attention(*given, both=both, splits=splits), wanted, 4)
-    near(wanted[: 7 - both], causal[: 7 - both])
-    near(wanted[6], causal[6])
-    assert not torch.allclose(wanted[7 - both].float(), causal[7 - both].float(), atol=1e-2)
+        result = paged_attention.paged_attention(query, keys, values, rows, params, splits=splits)
+        near(result, expected, 4)
+    b, row = 1, nodes  # the last node, as a chain of its own
+    path = [i for i in range(width) if tree.masks[b, row] >> i & 1]
+    chain_keys, chain_values = (
+        torch.cat([x[: first[b]], x[first[b] + torch.tensor(path)]])
+        for x in (cache[b * pages * page_size :] for cache in (keys, values))
+    )
+    zero = torch.tensor([0]).int().to(device)
+    last = zero + int(first[b]) + len(path) - 1
+    chain = RowPass(
+        last, last, torch.arange(4, device=device)[None], zero, zero + 1, last, 1, page_size
+    )
+    alone = paged_attention.reference(
+        query[b * width + row][None], chain_keys, chain_values, chain, params
+    )
+    near(expected[b * width + row][None], alone, 4)
+
+
+def check_bidirectional_attention(bidirectional_rows: int, device: str, dtype: torch.dtype) -> None:
+    """The last rows of a request attend to each other; the other rows do not change."""
+    page_size, d = 16, 16
+    counts = torch.tensor([7, 3]).int()
+    first = torch.tensor([20, 0]).int()
+    starts = torch.tensor([0, 7]).int()
+    tables = torch.arange(6).view(2, 3).int()
+    query, caches = some(10, 4, d), some(2, 6 * page_size, 2, d)
+    tensors = [x.to(device, dtype) for x in (query, caches[0], caches[1])]
+    unused = torch.zeros(10, dtype=torch.long)
+    requests = [x.to(device) for x in (unused, unused, tables, starts, counts, first)]
+    rows = RowPass(*requests, 7, page_size, bidirectional_rows=bidirectional_rows)
+    params = AttentionParams(d**-0.5)
+    expected = paged_attention.reference(*tensors, rows, params)
+    causal = paged_attention.reference(*tensors, RowPass(*requests, 7, page_size), params)
+    for splits in (None, 1, 3):
+        near(paged_attention.paged_attention(*tensors, rows, params, splits=splits), expected, 4)
+    causal_rows = 7 - bidirectional_rows
+    near(expected[:causal_rows], causal[:causal_rows])
+    near(expected[6], causal[6])
+    changed = expected[causal_rows].float(), causal[causal_rows].float()
+    assert not torch.allclose(*changed, atol=1e-2)
 
 
 CASES = {
-    "grow": partial(grows, 3, 7, 32, True),
-    "grow, independent": partial(grows, 5, 4, 31, False),
-    "grow, chain alone": partial(grows, 3, 7, 0, True),
-    "grow, the largest": partial(grows, 1, 11, 62, True),
-    "walk": partial(walks, 9, 7, 32),
-    "walk, the largest": partial(walks, 4, 5, 62),
-    "move": partial(moves, 5, 3, 40),
-    "move, wide": partial(moves, 2, 2, 300),
-    "candidates": partial(finds, 7, 5000, 16),
-    "candidates, few": partial(finds, 3, 20, 4),
-    "pairs": partial(pairs_up, 3, 5, 64),
-    "pairs, odd rank": partial(pairs_up, 2, 7, 24),
-    "take, trees": partial(takes_trees, 6, 32),
-    "attention, trees": partial(attends_trees, 6, 2, 32),
-    "attention, trees in a window": partial(attends_trees, 4, 4, 20, window=21),
-    "attention, both ways": partial(attends_both_ways, 4),
+    "grow": partial(check_build_tree, 3, 7, 32, True),
+    "grow, independent": partial(check_build_tree, 5, 4, 31, False),
+    "grow, chain alone": partial(check_build_tree, 3, 7, 0, True),
+    "grow, the largest": partial(check_build_tree, 1, 11, 62, True),
+    "walk": partial(check_accept_tree, 9, 7, 32),
+    "walk, the largest": partial(check_accept_tree, 4, 5, 62),
+    "move": partial(check_compact_kv, 5, 3, 40),
+    "move, wide": partial(check_compact_kv, 2, 2, 300),
+    "candidates": partial(check_candidates, 7, 5000, 16),
+    "candidates, few": partial(check_candidates, 3, 20, 4),
+    "pairs": partial(check_candidate_pairs, 3, 5, 64),
+    "pairs, odd rank": partial(check_candidate_pairs, 2, 7, 24),
+    "take, trees": partial(check_gather_trees, 6, 32),
+    "attention, trees": partial(check_tree_attention, 6, 2, 32),
+    "attention, trees in a window": partial(check_tree_attention, 4, 4, 20, window=21),
+    "attention, both ways": partial(check_bidirectional_attention, 4),
 }

@@ -67,7 +67,9 @@ def tiny_drafter(case: Case, target: Target, seed: int = 1) -> Drafter:
     drafter = untrained_drafter(config, target, seed, kept)
     enliven(drafter, generator)
     if case.own_tables:
-        drafter.set_embed_and_head(drafter.embed_tokens.roll(1, 0), drafter.lm_head.roll(1, 0), kept)
+        drafter.set_embed_and_head(
+            drafter.embed_tokens.roll(1, 0), drafter.lm_head.roll(1, 0), kept
+        )
     return drafter
 
 

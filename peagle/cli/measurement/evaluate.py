@@ -145,7 +145,10 @@ def plain(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
     from peagle.loaded import LoadedPair
 
     drafter = loaded.drafter(method)
-    warn(subset_notice(drafter.config) or "vLLM runs this drafter as it is: --as-vllm changes nothing")
+    warn(
+        subset_notice(drafter.config)
+        or "vLLM runs this drafter as it is: --as-vllm changes nothing"
+    )
     return LoadedPair(loaded.pair, loaded.target, {method: vllm_subset(drafter)})
 
 

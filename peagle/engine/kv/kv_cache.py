@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.triton.compact_kv import compact_kv
-from peagle.kernels.triton.paged_attention import counters
+from peagle.kernels.triton.paged_attention import new_split_counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class KVCache:
         self.discard_page = num_pages  # The extra page.
         self.discard_slot = num_pages * page_size
         num_slots = (num_pages + 1) * page_size
-        self.arrived = counters(device)
+        self.arrived = new_split_counters(device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         # [2 * layers, slots, width]: the target's keys, then its values, of layers of one shape.

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from peagle.draft_shape import DraftShape
 from peagle.engine.device import to_device
-from peagle.engine.model.row_pass import RowPass
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.slot_state import SlotState
 from peagle.kernels.triton.build_tree import DraftTrees
 from peagle.kernels.triton.gather_rows import GatheredRows, gather_rows
 
@@ -86,19 +87,14 @@ class DecodeSlots:
         self.ends[index] = uploaded[:, 1]
         self.tables[index] = uploaded[:, 2:]
 
+    @property
+    def state(self) -> SlotState:
+        return SlotState(self.tables, self.lengths, self.ends, self.emitted, self.newest)
+
     def verify_rows(self, index: Tensor, shape: DraftShape) -> tuple[GatheredRows, RowPass]:
         """Gather the newest token and the drafts of the slots in `index` [B] for one pass."""
-        count = shape.nodes + 1
-        state = self.tables, self.lengths, self.ends, self.newest
-        if shape.is_chain:
-            gathered = gather_rows(index, count, self.page_size, *state, self.trees.chain)
-        else:
-            _, nodes, _, depths, masks = self.trees
-            gathered = gather_rows(index, count, self.page_size, *state, nodes, depths, masks)
-        _, positions, kv_slots, tables, starts, counts, first, _, seen = gathered
-        return gathered, RowPass(
-            positions, kv_slots, tables, starts, counts, first, count, self.page_size, seen
-        )
+        gathered = gather_rows(index, shape, self.page_size, self.state, self.trees)
+        return gathered, gathered.row_pass(self.page_size)
 
 
 def empty_trees(slots: int, max_shape: DraftShape, device: torch.device) -> DraftTrees:

@@ -1,8 +1,9 @@
-"""Attention of a pass over paged keys and values: a kernel, on a GPU (Triton) and on a CPU (C); else plain PyTorch.
+"""Attention of a pass over paged keys and values: a Triton kernel on a GPU, a C kernel on a CPU.
 
-In PyTorch the heads of a group are folded into the rows, so that no key is copied for them, and keys are read in whole
-pages: what is masked adds exactly zero. Short passes run in blocks of a fixed number of rows: then a row's bits depend
-neither on its place in the block nor on its neighbors (see exactness.py).
+Where the C kernel is not available, PyTorch attends in blocks of query rows. The heads of a group
+are folded into the rows, so that no key is copied for them, and keys are read in whole pages: a
+masked key adds exactly zero. Short passes run in blocks of a fixed number of rows; the bits of a
+row then depend neither on its place in the block nor on its neighbors (see exactness.py).
 """
 
 from dataclasses import dataclass
@@ -11,165 +12,188 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from peagle.engine.model.row_pass import RowPass
+from peagle.kernels.attention_params import UNLIMITED_WINDOW, AttentionParams
 from peagle.kernels.cpu import ops
-from peagle.kernels.cpu.ops import EVERYTHING
-from peagle.kernels.triton.paged_attention import paged_attention, seen_keys
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.paged_attention import paged_attention, visible_keys
 
-ROWS = 8  # in a block
-
-Block = tuple[
-    int, int, int, int, Tensor
-]  # request, its rows from..to, pages of keys, mask [group * rows, keys]
+BLOCK_ROWS = 8
 
 
 def attend(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
     rows: RowPass,
-    scale: float,
-    window: int | None = None,
-    arrived: Tensor | None = None,
+    params: AttentionParams,
+    split_counters: Tensor | None = None,
 ) -> Tensor:
-    """query [T, heads, d]; keys, values [slots, kv_heads, d] -> [T, heads, d]. `arrived`: of Memory."""
+    """query [T, heads, d]; key_cache, value_cache [slots, kv_heads, d] -> [T, heads, d].
+
+    Soft caps and sinks are supported on a GPU only.
+    """
     if query.is_cuda:
-        return paged_attention(
-            query,
-            keys,
-            values,
-            rows.tables,
-            rows.page,
-            rows.starts,
-            rows.counts,
-            rows.first,
-            rows.most,
-            scale,
-            window=window,
-            out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
-            arrived=arrived,
-            masks=rows.masks,
-            positions=rows.positions,
-            both=rows.both,
-        )
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        return paged_attention(query, key_cache, value_cache, rows, params, out, split_counters)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    if ops.attend(
-        query,
-        keys,
-        values,
-        rows.tables,
-        rows.page,
-        rows.starts,
-        rows.counts,
-        rows.first,
-        rows.most,
-        scale,
-        window,
-        out,
-        rows.masks,
-        rows.positions,
-        rows.both,
-    ):
+    if ops.attend(query, key_cache, value_cache, rows, params, out):
         return out
-    key = window, query.shape[1] // keys.shape[1]
-    if key not in rows.memo:
-        blocks = blocks_of(rows, *key, query.dtype)
-        several = len({b for b, *_ in blocks}) > 1 and all(
-            len(mask) == ROWS * key[1] for *_, mask in blocks
+    group = query.shape[1] // key_cache.shape[1]
+    blocks = query_blocks(rows, params.window, group, query.dtype)
+    batch = rows.cached(
+        ("block_batch", params.window, group), lambda: BlockBatch.create(blocks, rows, group)
+    )
+    if batch is not None:
+        out[batch.live_rows] = batch.attend(query, key_cache, value_cache, params.scale)
+        return out
+    for block in blocks:
+        keys, values = block.read(key_cache, rows), block.read(value_cache, rows)
+        block_query = query[block.start : block.end]
+        out[block.start : block.end] = attend_folded(
+            block_query, keys, values, block.mask, params.scale
         )
-        rows.memo[key] = [Side.of(blocks, rows, query.dtype)] if several else blocks
-    for work in rows.memo[key]:
-        if isinstance(work, Side):
-            out[work.live] = work.attend(query, keys, values, scale)
-        else:
-            b, start, end, pages, mask = work
-            k, v = (read(x, rows.tables[b, :pages], rows.page) for x in (keys, values))
-            out[start:end] = folded(query[start:end], k, v, mask, scale)
     return out
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """Short blocks of several requests, side by side in one call: keys are copied once, filled up to the longest."""
+class QueryBlock:
+    """Consecutive rows of one request, and the keys that they read."""
 
-    take: Tensor  # [B, size] the rows of each block, filled up with its first
-    back: Tensor  # [live rows] where a live row came to lie, among B * size
-    live: Tensor  # [live rows] rows of the pass
-    slots: Tensor  # [B, L]
+    request: int
+    start: int  # rows start .. end - 1 of the pass
+    end: int
+    pages: int  # the first pages of the request
+    mask: Tensor  # [group * size, pages * page_size], 0 or -inf; size >= end - start
+
+    def read(self, cache: Tensor, rows: RowPass) -> Tensor:
+        """The block's keys or values [L, kv_heads, d], as a view if its pages are consecutive."""
+        page_size = rows.page_size
+        table = rows.page_tables[self.request, : self.pages]
+        pages = table.tolist()
+        first = pages[0]
+        if pages == list(range(first, first + len(pages))):
+            return cache[first * page_size : (first + len(pages)) * page_size]
+        return cache.unflatten(0, (-1, page_size))[table.long()].flatten(0, 1)
+
+
+def query_blocks(
+    rows: RowPass, window: int | None, group: int, dtype: torch.dtype
+) -> list[QueryBlock]:
+    """The blocks of a pass, computed once for all of its layers with the same window and group.
+
+    Short passes are cut into blocks of BLOCK_ROWS, and where a page ends: the number of keys that a
+    row reads, visible or masked, then depends on its position alone. A prefill is one block, and so
+    are rows that do not form a chain.
+    """
+    return rows.cached(
+        ("query_blocks", window, group), lambda: _cut_blocks(rows, window, group, dtype)
+    )
+
+
+def _cut_blocks(
+    rows: RowPass, window: int | None, group: int, dtype: torch.dtype
+) -> list[QueryBlock]:
+    blocks = []
+    page_size = rows.page_size
+    requests = (x.tolist() for x in (rows.row_starts, rows.row_counts, rows.first_positions))
+    for request, (start, count, first) in enumerate(zip(*requests, strict=True)):
+        is_chain = rows.tree_masks is None and not rows.bidirectional_rows
+        is_short = is_chain and count <= 2 * BLOCK_ROWS
+        size = BLOCK_ROWS if is_short else count
+        own_rows = slice(start, start + count)
+        tree = None
+        if rows.tree_masks is not None:
+            tree = (rows.tree_masks[own_rows], rows.positions[own_rows])
+        done = 0
+        while done < count:
+            end = min(done + size, count)
+            if is_short:
+                page_end = page_size * ((first + done) // page_size + 1)
+                end = min(end, page_end - first)
+            pages = (first + end - 1) // page_size + 1
+            visible = visible_keys(
+                first + done,
+                size,
+                torch.arange(pages * page_size),
+                UNLIMITED_WINDOW if window is None else window,
+                tree,
+                rows.bidirectional_rows,
+            )
+            mask = torch.where(visible, 0.0, float("-inf")).to(dtype).repeat(group, 1)
+            blocks.append(QueryBlock(request, start + done, start + end, pages, mask))
+            done = end
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBatch:
+    """Short blocks of several requests in one call, padded to the longest number of keys."""
+
+    query_rows: Tensor  # [B, size] the rows of each block, padded with its first
+    live_rows: Tensor  # [live rows] rows of the pass
+    live_index: Tensor  # [live rows] where each of them lies among the B * size padded rows
+    kv_slots: Tensor  # [B, L]
     mask: Tensor  # [B, 1, group * size, L]
 
-    @staticmethod
-    def of(blocks: list[Block], rows: RowPass, dtype: torch.dtype) -> "Side":
-        longest = max(pages for _, _, _, pages, _ in blocks)
-        take, back, live = list[list[int]](), list[int](), list[int]()
+    @classmethod
+    def create(cls, blocks: list[QueryBlock], rows: RowPass, group: int) -> "BlockBatch | None":
+        """None unless all blocks are short and belong to more than one request."""
+        if len({block.request for block in blocks}) < 2:
+            return None
+        if any(len(block.mask) != BLOCK_ROWS * group for block in blocks):
+            return None
+        max_pages = max(block.pages for block in blocks)
+        query_rows = list[list[int]]()
+        live_rows = list[int]()
+        live_index = list[int]()
         mask = torch.full(
-            (len(blocks), 1, len(blocks[0][4]), longest * rows.page), float("-inf"), dtype=dtype
+            (len(blocks), 1, len(blocks[0].mask), max_pages * rows.page_size),
+            float("-inf"),
+            dtype=blocks[0].mask.dtype,
         )
-        for i, (_, start, end, _, seen) in enumerate(blocks):
-            take.append([*range(start, end)] + [start] * (ROWS - (end - start)))
-            back += range(i * ROWS, i * ROWS + end - start)
-            live += range(start, end)
-            mask[i, 0, :, : seen.shape[1]] = seen
-        tables = rows.tables[torch.tensor([b for b, *_ in blocks]), :longest].long()
-        slots = (tables[:, :, None] * rows.page + torch.arange(rows.page)).flatten(1)
-        return Side(torch.tensor(take), torch.tensor(back), torch.tensor(live), slots, mask)
+        for i, block in enumerate(blocks):
+            count = block.end - block.start
+            own_rows = list(range(block.start, block.end))
+            query_rows.append(own_rows + [block.start] * (BLOCK_ROWS - count))
+            live_rows += own_rows
+            live_index += range(i * BLOCK_ROWS, i * BLOCK_ROWS + count)
+            mask[i, 0, :, : block.mask.shape[1]] = block.mask
+        requests = torch.tensor([block.request for block in blocks])
+        pages = rows.page_tables[requests, :max_pages].long()
+        kv_slots = (pages[:, :, None] * rows.page_size + torch.arange(rows.page_size)).flatten(1)
+        return cls(
+            torch.tensor(query_rows),
+            torch.tensor(live_rows),
+            torch.tensor(live_index),
+            kv_slots,
+            mask,
+        )
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """[live rows, heads, d]"""
-        group = query.shape[1] // keys.shape[1]
-        q = (
-            query[self.take].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        )  # [B, kv, group * size, d]
-        k, v = (x[self.slots].transpose(1, 2) for x in (keys, values))  # [B, kv_heads, L, d]
-        out = scaled_dot_product_attention(q, k, v, self.mask, scale=scale).unflatten(
-            2, (group, -1)
-        )
-        return out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)[self.back]
+        group = query.shape[1] // key_cache.shape[1]
+        q = query[self.query_rows].unflatten(2, (-1, group))  # [B, size, kv_heads, group, d]
+        q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, kv_heads, group * size, d]
+        k = key_cache[self.kv_slots].transpose(1, 2)  # [B, kv_heads, L, d]
+        v = value_cache[self.kv_slots].transpose(1, 2)
+        out = scaled_dot_product_attention(q, k, v, self.mask, scale=scale)
+        out = out.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)  # [B, size, kv_heads, group, d]
+        return out.flatten(0, 1).flatten(1, 2)[self.live_index]
 
 
-def folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """query [R, heads, d], filled up to `size`; keys, values [L, kv_heads, d]; mask [group * size, L]."""
+def attend_folded(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Attend with the heads of a group folded into the rows.
+
+    query [R, heads, d]; keys, values [L, kv_heads, d]; mask [group * size, L], size >= R.
+    """
     count, heads, d = query.shape
     group = heads // keys.shape[1]
     size = len(mask) // group
     q = pad(query, (0, 0, 0, 0, 0, size - count)) if count < size else query
     q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * size, d]
-    k, v = keys.transpose(0, 1), values.transpose(0, 1)  # [kv_heads, L, d]
+    k = keys.transpose(0, 1)  # [kv_heads, L, d]
+    v = values.transpose(0, 1)
     out = scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[0]
     return out.unflatten(1, (group, size)).permute(2, 0, 1, 3).reshape(size, heads, d)[:count]
-
-
-def blocks_of(rows: RowPass, window: int | None, group: int, dtype: torch.dtype) -> list[Block]:
-    """Short passes are cut into blocks of ROWS, and where a page ends: how many keys a row is shown, seen or masked,
-    then depends on its position alone. A prefill is one block, and so are rows that are no chain."""
-    blocks = []
-    spans = zip(rows.starts.tolist(), rows.counts.tolist(), rows.first.tolist(), strict=True)
-    for b, (start, count, first) in enumerate(spans):
-        at = 0
-        while at < count:
-            short = count <= 2 * ROWS and rows.masks is None and not rows.both
-            size = ROWS if short else count
-            end = min(
-                at + size,
-                count,
-                rows.page * ((first + at) // rows.page + 1) - first if short else count,
-            )
-            pages = (first + end - 1) // rows.page + 1
-            key, own = torch.arange(pages * rows.page), slice(start, start + count)
-            tree = None if rows.masks is None else (rows.masks[own], rows.positions[own])
-            seen = seen_keys(
-                first + at, size, key, EVERYTHING if window is None else window, tree, rows.both
-            )
-            mask = torch.where(seen, 0.0, float("-inf")).to(dtype).repeat(group, 1)
-            blocks.append((b, start + at, start + end, pages, mask))
-            at = end
-    return blocks
-
-
-def read(cache: Tensor, table: Tensor, page: int) -> Tensor:
-    """The pages of a request side by side, [L, kv_heads, d]: a view where they lie so."""
-    pages = table.tolist()
-    first = pages[0]
-    if pages == list(range(first, first + len(pages))):
-        return cache[first * page : (first + len(table)) * page]
-    return cache.unflatten(0, (-1, page))[table.long()].flatten(0, 1)

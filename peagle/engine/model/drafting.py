@@ -14,7 +14,6 @@ run with real inputs, and so replace the mask rows of the pass before.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,29 +24,17 @@ from peagle.drafter.branching import Branching
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.draft_confidence import draft_confidence
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.weight import Weight
+from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.build_tree import DraftTrees, build_tree
-from peagle.kernels.triton.expand_rows import ExpandedRows, expand_rows
+from peagle.kernels.triton.expand_rows import (
+    DrafterInputs,
+    ExpandedRows,
+    VerifiedBlock,
+    expand_rows,
+)
 from peagle.kernels.triton.gather_rows import kv_slots
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedRows:
-    """What one target pass consumed, R rows per request: row i is at position first + i.
-
-    Row 0 is the token that was newest before, rows 1..R-1 are its drafts. Rows 0..accepted count;
-    `newest` follows them.
-    """
-
-    ids: Tensor  # [B, R] the tokens consumed
-    hidden: Tensor  # [B * R, taps * d] their g
-    first: Tensor  # [B] int32
-    accepted: Tensor  # [B] int32: number of accepted drafts
-    newest: Tensor  # [B]
-    tables: Tensor  # [B, P] int32: the pages of each request
-    ends: Tensor  # [B] int32: rows from this position on are not stored
 
 
 class DraftRunner:
@@ -66,7 +53,6 @@ class DraftRunner:
         if drafter.input_norm is None and drafter.fc_norm is None:
             self.fc = Weight(drafter.fc.weight)
         self.lm_head = Weight(drafter.lm_head)
-        self.mask_id = -1 if config.mask_token_id is None else config.mask_token_id
         zeros = drafter.fc.weight.new_zeros(config.hidden_size)
         self.mask_embedding = zeros
         if drafter.mask_embedding is not None:
@@ -75,6 +61,10 @@ class DraftRunner:
         if drafter.mask_hidden is not None:
             with torch.no_grad():
                 self.mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden[None])[0]
+        mask_id = -1 if config.mask_token_id is None else config.mask_token_id
+        self.inputs = DrafterInputs(
+            drafter.embed_tokens, self.mask_embedding, self.mask_hidden, mask_id
+        )
         self.branching = Branching(drafter, Weight)
         # On a GPU the host plans one step ahead: draft confidence would arrive too late.
         self.has_confidence = not zeros.is_cuda and bool(config.calibration or config.confidence)
@@ -93,7 +83,7 @@ class DraftRunner:
             self.fc.quantize()
 
     def draft(
-        self, verified: VerifiedRows, shape: DraftShape, slots: Tensor, trees: DraftTrees
+        self, verified: VerifiedBlock, shape: DraftShape, slots: Tensor, trees: DraftTrees
     ) -> Tensor | None:
         """Write the next drafts to `slots` [B] of `trees`; with K = 0 only update the KV cache.
 
@@ -101,32 +91,20 @@ class DraftRunner:
         """
         width = max(shape.k, 1) if self.parallel else 1  # rows that predict a draft
         expanded = expand_rows(
-            verified.ids,
-            verified.accepted,
-            verified.newest,
-            verified.first,
-            self.fc(verified.hidden),
-            self.drafter.embed_tokens,
-            self.mask_embedding,
-            self.mask_hidden,
-            self.mask_id,
-            verified.tables,
-            self.page_size,
-            verified.ends,
-            width,
+            verified._replace(hidden=self.fc(verified.hidden)), self.inputs, self.page_size, width
         )
-        if not expanded.slots.is_cuda:
+        if not expanded.kv_slots.is_cuda:
             expanded = drop_padding_rows(expanded)
         rows = RowPass(
             expanded.positions,
-            expanded.slots,
-            verified.tables,
-            expanded.starts,
-            expanded.counts,
-            verified.first,
-            verified.ids.shape[1] + width - 1,
-            self.page_size,
-            both=self.bidirectional_rows(shape.k),
+            expanded.kv_slots,
+            verified.page_tables,
+            expanded.row_starts,
+            expanded.row_counts,
+            verified.first_positions,
+            max_rows=verified.ids.shape[1] + width - 1,
+            page_size=self.page_size,
+            bidirectional_rows=self.bidirectional_rows(shape.k),
         )
         normed, residual = self.layers.forward(
             expanded.embeds, expanded.hidden, rows, self.kv_cache
@@ -134,7 +112,7 @@ class DraftRunner:
         if not shape.k:
             return None
         return self.draft_from_pass(
-            normed, residual, expanded.sampled, verified, shape, slots, trees
+            normed, residual, expanded.draft_rows, verified, shape, slots, trees
         )
 
     def bidirectional_rows(self, k: int) -> int:
@@ -146,7 +124,7 @@ class DraftRunner:
         normed: Tensor,
         residual: Tensor,
         sampled: Tensor,
-        verified: VerifiedRows,
+        verified: VerifiedBlock,
         shape: DraftShape,
         slots: Tensor,
         trees: DraftTrees,
@@ -180,22 +158,22 @@ class DraftRunner:
         return draft_confidence(self.drafter, normed.unflatten(0, (-1, k)), ids, logp, chain)
 
     def draft_sequential(
-        self, normed: Tensor, residual: Tensor, sampled: Tensor, verified: VerifiedRows, k: int
+        self, normed: Tensor, residual: Tensor, sampled: Tensor, verified: VerifiedBlock, k: int
     ) -> Tensor:
         """EAGLE-3: drafts [B, k], one pass each, fed with the draft before and its hidden state."""
         feeds_normed = self.drafter.config.norm_output
         ids = self.greedy_ids(normed[sampled])
         hidden = (normed if feeds_normed else residual)[sampled]  # [B, d]
         drafts = [ids]
-        position = (verified.first + verified.accepted)[:, None]
-        counts = torch.ones_like(verified.first)  # one row per request
+        position = (verified.first_positions + verified.accepted_counts)[:, None]
+        counts = torch.ones_like(verified.first_positions)  # one row per request
         starts = torch.arange(len(counts), dtype=torch.int32, device=counts.device)
         for _ in range(k - 1):
             position = position + 1
-            slots = kv_slots(verified.tables, position, self.page_size, verified.ends[:, None])
+            slots = kv_slots(verified.page_tables, position, self.page_size, verified.ends[:, None])
             first = position[:, 0]
             rows = RowPass(
-                first, slots[:, 0], verified.tables, starts, counts, first, 1, self.page_size
+                first, slots[:, 0], verified.page_tables, starts, counts, first, 1, self.page_size
             )
             embeds = self.drafter.embed(ids)
             normed, residual = self.layers.forward(embeds, hidden, rows, self.kv_cache)
@@ -215,18 +193,18 @@ def drop_padding_rows(expanded: ExpandedRows) -> ExpandedRows:
 
     CUDA graphs need them, to have one shape; on a CPU every row costs time.
     """
-    batch = len(expanded.starts)
-    width = len(expanded.slots) // batch
-    is_real = torch.arange(width) < expanded.counts[:, None]  # [B, W]
+    batch = len(expanded.row_starts)
+    width = len(expanded.kv_slots) // batch
+    is_real = torch.arange(width) < expanded.row_counts[:, None]  # [B, W]
     index = is_real.flatten().nonzero()[:, 0]
-    starts = expanded.counts.cumsum(0) - expanded.counts
-    shift = (expanded.starts - starts).repeat_interleave(len(expanded.sampled) // batch)
+    starts = expanded.row_counts.cumsum(0) - expanded.row_counts
+    shift = (expanded.row_starts - starts).repeat_interleave(len(expanded.draft_rows) // batch)
     return ExpandedRows(
         embeds=expanded.embeds[index],
         hidden=expanded.hidden[index],
         positions=expanded.positions[index],
-        slots=expanded.slots[index],
-        starts=starts.int(),
-        counts=expanded.counts,
-        sampled=expanded.sampled - shift,
+        kv_slots=expanded.kv_slots[index],
+        row_starts=starts.int(),
+        row_counts=expanded.row_counts,
+        draft_rows=expanded.draft_rows - shift,
     )

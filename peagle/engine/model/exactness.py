@@ -8,12 +8,14 @@ a row depend neither on its place in a block nor on its neighbors. The smallest 
 that holds, bit by bit, is found by trying.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.verifier import Verifier, target_kv_shapes
+from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 
 # Rows of the probed verify passes: K = 7 and K = 15. Exactness is promised for what is probed.
@@ -29,13 +31,10 @@ def pad_rows(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass
     count = -len(ids) % multiple
     if not count:
         return ids, rows
-    assert rows.masks is None, "exact mode verifies chains"
+    assert rows.tree_masks is None, "exact mode verifies chains"
     padded_ids, positions = (torch.cat([x, x.new_zeros(count)]) for x in (ids, rows.positions))
-    slots = torch.cat([rows.slots, rows.slots.new_full((count,), -1)])
-    padded_rows = RowPass(
-        positions, slots, rows.tables, rows.starts, rows.counts, rows.first, rows.most, rows.page
-    )
-    return padded_ids, padded_rows
+    kv_slots = torch.cat([rows.kv_slots, rows.kv_slots.new_full((count,), -1)])
+    return padded_ids, replace(rows, positions=positions, kv_slots=kv_slots, _cache={})
 
 
 def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 0) -> int | None:

@@ -17,12 +17,13 @@ from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import attend
 from peagle.engine.model.merged_linear import merged_weight
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.model.weight import Weight
-from peagle.kernels.cpu.layer import Whole, Work
-from peagle.kernels.cpu.library import library
+from peagle.kernels.attention_params import AttentionHeads, AttentionParams
+from peagle.kernels.cpu.layer import FusedLayer, LayerMatrices, LayerWorkspace
+from peagle.kernels.cpu.ops import supports_heads
+from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.add_norm import add_norm
-from peagle.kernels.triton.rope_store import rope_store, turn
+from peagle.kernels.triton.rope_store import rope_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,11 @@ class LlamaLayer:
     down: Weight
     input_norm: Tensor
     post_attention_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
     eps: float
-    heads: int
-    kv_heads: int
     head_dim: int
-    window: int | None = None
-    cpu_layer: Whole | None = None  # the whole layer in one C call, where that is supported
+    heads: AttentionHeads
+    attention: AttentionParams
+    cpu_layer: FusedLayer | None = None  # the whole layer in one C call, where that is supported
 
     def run(
         self,
@@ -58,28 +56,19 @@ class LlamaLayer:
         """
         keys = kv_cache.keys[cache_layer]
         values = kv_cache.values[cache_layer]
-        if self.cpu_layer is not None:
-            if "work" not in rows.memo:  # all layers of a pass have the same sizes
-                rows.memo["work"] = Work.of(rows, rope, self.cpu_layer.width)
-            return self.cpu_layer(normed, residual, rows.memo["work"], keys, values)
-        query = self._store_kv(self.qkv.split_k(normed), rows, keys, values, rope)
-        attended = attend(
-            query, keys, values, rows, self.head_dim**-0.5, self.window, kv_cache.arrived
-        )
+        cpu_layer = self.cpu_layer
+        if cpu_layer is not None:
+            workspace = rows.cached(
+                "layer_workspace",
+                lambda: LayerWorkspace.create(rows, rope, cpu_layer.scratch_width),
+            )
+            return cpu_layer(normed, residual, workspace, keys, values)
+        query = rope_store(self.qkv.split_k(normed), rows, rope, keys, values, self.heads)
+        attended = attend(query, keys, values, rows, self.attention, kv_cache.arrived)
         normed, residual = add_norm(
             self.out.split_k(attended.flatten(1)), residual, self.post_attention_norm, self.eps
         )
         return self.down.split_k(self.gate_up.gated(normed)), residual
-
-    def _store_kv(
-        self, qkv: Tensor, rows: RowPass, keys: Tensor, values: Tensor, rope: Tensor
-    ) -> Tensor:
-        """Apply RoPE, store keys and values, and return the query [T, heads, head_dim]."""
-        sizes = (self.heads, self.kv_heads, self.q_norm, self.k_norm, self.eps)
-        if qkv.is_cuda or library() is not None:
-            return rope_store(qkv, rows.positions, rows.slots, rope, keys, values, *sizes)
-        turn(qkv, rows.angles(rope, qkv.dtype), rows.slots, keys, values, *sizes)
-        return qkv[:, : self.heads * self.head_dim].unflatten(1, (self.heads, self.head_dim))
 
     @property
     def weights(self) -> list[Weight]:
@@ -88,11 +77,15 @@ class LlamaLayer:
     def with_cpu_layer(self) -> "LlamaLayer":
         """The same layer, run by one C call where that is supported."""
         matrices = [weight.matrix for weight in self.weights if weight.matrix is not None]
-        if len(matrices) < 4 or not Whole.possible(self.head_dim, self.heads // self.kv_heads):
+        group = self.heads.num_heads // self.heads.num_kv_heads
+        if len(matrices) < 4 or not supports_heads(self.head_dim, group):
             return self
-        norms = [self.post_attention_norm, self.q_norm, self.k_norm]
-        cpu_layer = Whole(
-            matrices, norms, self.heads, self.kv_heads, self.head_dim, self.eps, self.window
+        cpu_layer = FusedLayer(
+            LayerMatrices(*matrices),
+            self.post_attention_norm,
+            self.heads,
+            self.head_dim,
+            self.attention,
         )
         return replace(self, cpu_layer=cpu_layer)
 
@@ -109,6 +102,8 @@ def build_layer(module: Any, eps: float, head_dim: int, window: int | None = Non
     mlp = module.mlp
     head_norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in head_norms)
+    num_heads = attention.q_proj.weight.shape[0] // head_dim
+    num_kv_heads = attention.k_proj.weight.shape[0] // head_dim
     layer = LlamaLayer(
         qkv=merged_weight([attention.q_proj, attention.k_proj, attention.v_proj]),
         out=merged_weight([attention.o_proj]),
@@ -116,13 +111,10 @@ def build_layer(module: Any, eps: float, head_dim: int, window: int | None = Non
         down=merged_weight([mlp.down_proj]),
         input_norm=module.input_layernorm.weight.detach(),
         post_attention_norm=module.post_attention_layernorm.weight.detach(),
-        q_norm=q_norm,
-        k_norm=k_norm,
         eps=eps,
-        heads=attention.q_proj.weight.shape[0] // head_dim,
-        kv_heads=attention.k_proj.weight.shape[0] // head_dim,
         head_dim=head_dim,
-        window=window,
+        heads=AttentionHeads(num_heads, num_kv_heads, q_norm, k_norm, eps),
+        attention=AttentionParams(head_dim**-0.5, window),
     )
     return layer.with_cpu_layer()
 

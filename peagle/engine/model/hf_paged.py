@@ -17,9 +17,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.attention import blocks_of, read
-from peagle.engine.model.row_pass import RowPass
+from peagle.engine.model.attention import query_blocks
 from peagle.errors import UserError
+from peagle.kernels.attention_params import AttentionParams
+from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.paged_attention import paged_attention
 from peagle.target import Target
 from peagle.target.hf_attention import hf_attention
@@ -100,7 +101,7 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
         """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
         layer: Any = module.layer_idx
         keys, values = (x[0].transpose(0, 1) for x in (key, value))
-        paged.kv_cache.store(layer, paged.rows.slots, keys, values)
+        paged.kv_cache.store(layer, paged.rows.kv_slots, keys, values)
         paged.windows[layer] = kwargs.get("sliding_window")
         if query.is_cuda and kwargs.get("position_bias") is None:
             return attend_on_gpu(query, layer, paged, kwargs), None
@@ -112,25 +113,19 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
 
 def attend_on_gpu(query: Tensor, layer: int, paged: PagedContext, kwargs: dict[str, Any]) -> Tensor:
     """query [1, heads, T, d] -> [1, T, heads, d], by the paged kernel."""
-    rows = paged.rows
-    out = paged_attention(
-        query[0].transpose(0, 1),
-        paged.kv_cache.keys[layer],
-        paged.kv_cache.values[layer],
-        rows.tables,
-        rows.page,
-        rows.starts,
-        rows.counts,
-        rows.first,
-        rows.most,
+    params = AttentionParams(
         kwargs.get("scaling") or query.shape[-1] ** -0.5,
         window=paged.windows[layer],
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
-        arrived=paged.kv_cache.arrived,
-        masks=rows.masks,
-        positions=rows.positions,
-        both=rows.both,
+    )
+    out = paged_attention(
+        query[0].transpose(0, 1),
+        paged.kv_cache.keys[layer],
+        paged.kv_cache.values[layer],
+        paged.rows,
+        params,
+        split_counters=paged.kv_cache.arrived,
     )
     return out[None]
 
@@ -146,14 +141,11 @@ def attend_by_blocks(
     rows = paged.rows
     layer: Any = module.layer_idx
     out = torch.zeros_like(query).transpose(1, 2).contiguous()
-    key = (paged.windows[layer], 1)  # window, heads folded into the rows
-    if key not in rows.memo:
-        rows.memo[key] = blocks_of(rows, *key, query.dtype)
     caches = (paged.kv_cache.keys[layer], paged.kv_cache.values[layer])
-    for b, start, end, pages, mask in rows.memo[key]:
-        table = rows.tables[b, :pages]
-        k, v = (read(cache, table, rows.page).transpose(0, 1)[None] for cache in caches)
-        q = pad(query[:, :, start:end], (0, 0, 0, len(mask) - (end - start)))
-        attended = run(module, q, k, v, mask[None, None], **kwargs)[0]
-        out[:, start:end] = attended[:, : end - start]
+    for block in query_blocks(rows, paged.windows[layer], 1, query.dtype):
+        count = block.end - block.start
+        k, v = (block.read(cache, rows).transpose(0, 1)[None] for cache in caches)
+        q = pad(query[:, :, block.start : block.end], (0, 0, 0, len(block.mask) - count))
+        attended = run(module, q, k, v, block.mask[None, None], **kwargs)[0]
+        out[:, block.start : block.end] = attended[:, :count]
     return out

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
-from peagle.engine.model.row_pass import RowPass
+from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 
 PROBE_TOKENS = 24

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peagle.kernels.cpu.matrix import Matrix, can_pack, quantized_matrix
-from peagle.kernels.triton.skinny_gemm import fits, gated_skinny_gemm, reads, skinny_gemm
+from peagle.kernels.cpu.matrix import PackedMatrix, can_pack, quantize_int8
+from peagle.kernels.triton.skinny_gemm import (
+    gated_skinny_gemm,
+    skinny_gemm,
+    supports_skinny_gemm,
+    supports_weight_dtype,
+)
 from peagle.kernels.triton.swiglu import swiglu
 from peagle.target.quantized.codes import QuantizedWeight
 
@@ -35,7 +40,7 @@ class Weight:
         # What the kernel for few rows reads: the weight, or codes with one scale per output.
         self.skinny_weight = self.weight
         self.skinny_scales: Tensor | None = None
-        self.matrix = Matrix(self.weight, self.bias) if can_pack(self.weight) else None
+        self.matrix = PackedMatrix(self.weight, self.bias) if can_pack(self.weight) else None
         self.mkldnn_weight: Tensor | None = None
         if self.matrix is None and can_reorder(weight):
             reorder = torch.ops.mkldnn._reorder_linear_weight
@@ -54,21 +59,21 @@ class Weight:
 
         add_norm and rope_store add the partial sums up.
         """
-        if fits(x, self.skinny_weight):
+        if supports_skinny_gemm(x, self.skinny_weight):
             return skinny_gemm(x, self.skinny_weight, self.bias, self.skinny_scales)
         return self(x)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, for gate and up projections side by side: [T, outputs / 2]"""
-        if fits(x, self.skinny_weight, 2):
+        if supports_skinny_gemm(x, self.skinny_weight, gated=True):
             return gated_skinny_gemm(x, self.skinny_weight, self.skinny_scales)
         return swiglu(self(x))
 
     def quantize(self) -> None:
         """Multiply in int8 from now on. Requires the packed matrix of a CPU."""
         assert self.matrix is not None
-        codes, scales = quantized_matrix(self.weight)
-        self.matrix = Matrix(codes, self.bias, scales)
+        codes, scales = quantize_int8(self.weight)
+        self.matrix = PackedMatrix(codes, self.bias, scales)
 
     def use_codes(self, min_gpu_weights: int = MIN_GPU_CODES) -> bool:
         """Multiply with the codes of the quantized checkpoint from now on.
@@ -81,12 +86,16 @@ class Weight:
         codes = self.codes.codes
         scales = self.codes.scales[:, 0].float()
         if self.matrix is not None and codes.dtype == torch.int8:
-            self.matrix = Matrix(codes, self.bias, scales)
+            self.matrix = PackedMatrix(codes, self.bias, scales)
             return True
         device = self.weight.device
         large = device.type != "cuda" or self.weight.numel() >= min_gpu_weights
         row = self.weight[:1]  # any row with the right number of inputs
-        if large and fits(row, self.weight) and reads(codes.dtype, device):
+        if (
+            large
+            and supports_skinny_gemm(row, self.weight)
+            and supports_weight_dtype(codes.dtype, device)
+        ):
             self.skinny_weight = codes.to(device)
             self.skinny_scales = scales.to(device)
             return True

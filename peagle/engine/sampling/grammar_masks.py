@@ -24,7 +24,11 @@ class GrammarState:
     """The grammar of one request, and how far its answer has come in it."""
 
     def __init__(
-        self, grammars: GrammarCompiler, grammar: Grammar, stop_ids: Collection[int], min_tokens: int
+        self,
+        grammars: GrammarCompiler,
+        grammar: Grammar,
+        stop_ids: Collection[int],
+        min_tokens: int,
     ) -> None:
         self.matcher: LLMatcher = grammars.matcher(grammar)
         self.executor = grammars.executor

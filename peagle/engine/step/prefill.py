@@ -13,7 +13,7 @@ from torch import Tensor
 from peagle.draft_shape import DraftShape
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
-from peagle.engine.model.drafting import DraftRunner, VerifiedRows
+from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.verifier import Verifier
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
 from peagle.engine.schedule.prefill_layout import (
@@ -31,6 +31,7 @@ from peagle.engine.step.prefill_sizes import PrefillSizer
 from peagle.engine.step.step_output import StepOutput
 from peagle.kernels.triton.accept import pack_step_output
 from peagle.kernels.triton.argmax import argmax
+from peagle.kernels.triton.expand_rows import VerifiedBlock
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ class PrefillRunner:
         embeds = torch.where(is_mask, drafter.mask_embedding, drafter.drafter.embed(ids))
         ends = self.slots.ends[inputs.slot]
         rows = draft_rows(inputs, consumed.tables, size, ends, self.slots.page_size)
-        rows.both = drafter.bidirectional_rows(k)
+        rows.bidirectional_rows = drafter.bidirectional_rows(k)
         normed, residual = drafter.layers.forward(embeds, hidden, rows, self.kv_cache)
         if not k:
             return
@@ -187,7 +188,7 @@ class PrefillRunner:
             depths = torch.arange(k, device=last.device)
             last = (last[:, None] + depths).clamp(max=size.draft_rows - 1).flatten()
         first = (inputs.end - 1).int()
-        verified = VerifiedRows(
+        verified = VerifiedBlock(
             ids[:0],
             consumed.hidden,
             first,

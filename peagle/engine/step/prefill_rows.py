@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from peagle.engine.model.row_pass import RowPass
 from peagle.engine.schedule.prefill_layout import PrefillInput, PrefillSize
+from peagle.kernels.row_pass import RowPass
 
 
 def target_rows(inputs: PrefillInput, tables: Tensor, size: PrefillSize, page_size: int) -> RowPass:

@@ -16,7 +16,7 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
-from peagle.engine.model.drafting import DraftRunner, VerifiedRows
+from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.exactness import pad_rows
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import build_verifier
@@ -28,9 +28,11 @@ from peagle.engine.step.step_output import AcceptOutput, StepOutput
 from peagle.engine.step.stepper_size import StepperSize, kv_shapes
 from peagle.engine.step.verify_output import VerifyOutput, force_tokens, path_logits
 from peagle.errors import UserError
+from peagle.kernels.slot_state import SlotBatch
 from peagle.kernels.triton.accept import accept
 from peagle.kernels.triton.accept_tree import AcceptedPath, accept_tree
 from peagle.kernels.triton.argmax import argmax
+from peagle.kernels.triton.expand_rows import VerifiedBlock
 from peagle.target import Target
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -180,19 +182,22 @@ class Stepper:
         """Accept drafts, advance the slots, and write the next drafts to them."""
         if self._forced_acceptance is not None:
             force_tokens(verified, self._forced_acceptance)
-        first = verified.rows.first
-        tables = verified.rows.tables
+        first = verified.rows.first_positions
+        page_tables = verified.rows.page_tables
         path = self._accept(index, verified, verify_shape)
-        if path.path is not None:
-            self.kv_cache.compact_path(first, path.kept, path.path, tables)
+        accepted = path.accepted_counts
+        if path.path_rows is not None:
+            self.kv_cache.compact_path(first, accepted, path.path_rows, page_tables)
         confidence = None
         if self.drafter is not None:
-            hidden = verified.hidden if path.rows is None else verified.hidden[path.rows]
-            accepted = VerifiedRows(
-                path.ids, hidden, first, path.kept, path.newest, tables, verified.ends
+            hidden = verified.hidden
+            if path.flat_rows is not None:
+                hidden = hidden[path.flat_rows]
+            block = VerifiedBlock(
+                path.path_ids, hidden, first, accepted, path.newest, page_tables, verified.ends
             )
-            confidence = self.drafter.draft(accepted, draft_shape, index, self.slots.trees)
-        return AcceptOutput(path.packed, path.rows, confidence)
+            confidence = self.drafter.draft(block, draft_shape, index, self.slots.trees)
+        return AcceptOutput(path.packed, path.flat_rows, confidence)
 
     def _accept(self, index: Tensor, verified: VerifyOutput, shape: DraftShape) -> AcceptedPath:
         """Accept drafts by the rule of kernels/triton/accept.py, or accept_tree.py for a tree."""
@@ -200,12 +205,11 @@ class Stepper:
         tokens = verified.tokens
         top_logits = verified.top_logits
         ids = verified.ids
-        first = verified.rows.first
-        state = first, verified.ends, index, slots.lengths, slots.emitted, slots.newest
+        batch = SlotBatch(index, verified.rows.first_positions, verified.ends)
         if not shape.is_chain:
-            return accept_tree(tokens, top_logits, ids, slots.trees, *state, shape.k)
-        accepted, newest, packed = accept(tokens, top_logits, ids[:, 1:], *state)
-        return AcceptedPath(accepted, newest, None, None, ids, packed)
+            return accept_tree(tokens, top_logits, ids, slots.trees, batch, slots.state, shape.k)
+        chain = accept(tokens, top_logits, ids[:, 1:], batch, slots.state)
+        return AcceptedPath(chain.accepted_counts, chain.newest, None, None, ids, chain.packed)
 
     @property
     def _on_gpu(self) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.engine.model.row_pass import RowPass
+from peagle.kernels.row_pass import RowPass
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ def path_logits(logits: Tensor, path_rows: Tensor | None) -> Tensor:
 
 def force_tokens(verified: VerifyOutput, probabilities: Tensor) -> None:
     """Overwrite the target's tokens so that draft i of a chain is accepted with probability i."""
-    assert verified.rows.masks is None, "acceptance can be forced for chains only"
+    assert verified.rows.tree_masks is None, "acceptance can be forced for chains only"
     drafts = verified.ids[:, 1:]
     accept = torch.rand(drafts.shape, device=drafts.device) < probabilities[: drafts.shape[1]]
     other_tokens = (drafts + 1) % verified.logits.shape[-1]

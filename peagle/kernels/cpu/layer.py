@@ -1,148 +1,154 @@
 """A whole Llama-like layer in one call, on a CPU in bf16 (c/layer.c).
 
-It is the same kernels in the same order as `engine/lean.py` has them one by one, and gives the same bits: what is saved
-is some fifteen operations of PyTorch and as many calls from Python, for each of which a step would wait.
+It runs the same kernels in the same order as peagle/engine/model/fused_llama.py does one by one,
+and gives the same bits. It saves about fifteen PyTorch operations and calls from Python per layer.
 """
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from peagle.kernels.cpu import matrix
+from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.cpu.library import library
-from peagle.kernels.cpu.ops import EVERYTHING, MAX_DIM, QUERIES
+from peagle.kernels.cpu.matrix import MatrixStruct, PackedMatrix
+from peagle.kernels.row_pass import RowPass
 
-P, L = ctypes.c_void_p, ctypes.c_long
+
+def struct_fields(ctype: type, *names: str) -> list[tuple[str, type]]:
+    return [(name, ctype) for name in names]
 
 
-class Struct(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """`struct layer` in c/layer.c."""
 
     _fields_ = [
-        *((name, matrix.Struct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, P) for name in ("after", "q_norm", "k_norm")),
-        *((name, L) for name in ("heads", "kv_heads", "d", "window")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *struct_fields(MatrixStruct, "qkv", "out", "gate_up", "down"),
+        *struct_fields(ctypes.c_void_p, "mlp_norm", "q_norm", "k_norm"),
+        *struct_fields(ctypes.c_long, "heads", "kv_heads", "head_dim", "window"),
+        *struct_fields(ctypes.c_float, "eps", "scale"),
     ]
 
 
-class Pass(ctypes.Structure):
-    """`struct pass` in c/layer.c."""
+class RowPassStruct(ctypes.Structure):
+    """`struct row_pass` in c/layer.c."""
 
     _fields_ = [
-        *(
-            (name, P)
-            for name in (
-                "positions",
-                "slots",
-                "masks",
-                "tables",
-                "starts",
-                "counts",
-                "first",
-                "table",
-            )
+        *struct_fields(ctypes.c_void_p, "positions", "kv_slots", "tree_masks", "page_tables"),
+        *struct_fields(
+            ctypes.c_void_p, "row_starts", "row_counts", "first_positions", "rope_table"
         ),
-        *(
-            (name, L)
-            for name in ("both", "rows", "batch", "most", "page", "pages", "rot", "length")
-        ),
+        *struct_fields(ctypes.c_long, "bidirectional_rows", "rows", "batch", "max_rows"),
+        *struct_fields(ctypes.c_long, "page_size", "pages", "rot", "rope_length"),
         ("threads", ctypes.c_int),
     ]
 
 
 @dataclass(slots=True)
-class Work:
-    """What the layers of one pass share: the rows, and room to work in."""
+class LayerWorkspace:
+    """What the layers of one pass share: the rows in C, and scratch memory."""
 
-    rows: Pass
-    held: tuple[Tensor | None, ...]  # what it points to
+    rows: RowPassStruct
+    tensors: tuple[Tensor | None, ...]  # what `rows` points to
     scratch: Tensor
 
-    @staticmethod
-    def of(rows: Any, table: Tensor, width: int) -> "Work":
-        """rows: a RowPass; table [positions, rot] of angles; width: numbers a row needs on its way."""
-        held = (
+    @classmethod
+    def create(cls, rows: RowPass, rope_table: Tensor, row_width: int) -> "LayerWorkspace":
+        """rope_table [max_positions, rot]; row_width: `FusedLayer.scratch_width`."""
+        requests = (rows.page_tables, rows.row_starts, rows.row_counts, rows.first_positions)
+        tensors = (
             rows.positions.long().contiguous(),
-            rows.slots.long().contiguous(),
-            None if rows.masks is None else rows.masks.contiguous(),
-            *(x.int().contiguous() for x in (rows.tables, rows.starts, rows.counts, rows.first)),
-            table,
+            rows.kv_slots.long().contiguous(),
+            None if rows.tree_masks is None else rows.tree_masks.contiguous(),
+            *(x.int().contiguous() for x in requests),
+            rope_table,
         )
-        count = len(rows.slots)
-        sizes = (
-            count,
-            len(rows.tables),
-            rows.most,
-            rows.page,
-            rows.tables.shape[1],
-            table.shape[1],
-            len(table),
-        )
-        made = Pass(
-            *(None if x is None else x.data_ptr() for x in held),
-            rows.both,
-            *sizes,
+        row_count = len(rows.kv_slots)
+        struct = RowPassStruct(
+            *(None if x is None else x.data_ptr() for x in tensors),
+            rows.bidirectional_rows,
+            row_count,
+            len(rows.page_tables),
+            rows.max_rows,
+            rows.page_size,
+            rows.page_tables.shape[1],
+            rope_table.shape[1],
+            len(rope_table),
             torch.get_num_threads(),
         )
-        return Work(made, held, torch.empty(count * width, dtype=torch.bfloat16))
+        return cls(struct, tensors, torch.empty(row_count * row_width, dtype=torch.bfloat16))
 
 
-class Whole:
-    """One layer."""
+class LayerMatrices(NamedTuple):
+    qkv: PackedMatrix
+    out: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+
+class FusedLayer:
+    """One layer; `ops.supports_heads` tells whether its heads are supported."""
 
     def __init__(
         self,
-        matrices: list[matrix.Matrix],
-        norms: list[Tensor | None],
-        heads: int,
-        kv_heads: int,
-        d: int,
-        eps: float,
-        window: int | None,
+        matrices: LayerMatrices,
+        mlp_norm: Tensor,
+        heads: AttentionHeads,
+        head_dim: int,
+        params: AttentionParams,
     ) -> None:
-        """matrices: qkv, out, gate_up, down; norms: before the MLP, of query heads, of key heads."""
-        self.matrices, self.norms = matrices, [None if x is None else x.contiguous() for x in norms]
-        self.struct = Struct(
-            *(m.struct for m in matrices),
+        # The struct points to these tensors.
+        self.matrices = matrices
+        self.norms = [
+            None if x is None else x.contiguous() for x in (mlp_norm, heads.q_norm, heads.k_norm)
+        ]
+        self.struct = LayerStruct(
+            *(matrix.struct for matrix in matrices),
             *(None if x is None else x.data_ptr() for x in self.norms),
-            heads,
-            kv_heads,
-            d,
-            EVERYTHING if window is None else window,
-            eps,
-            d**-0.5,
+            heads.num_heads,
+            heads.num_kv_heads,
+            head_dim,
+            params.window_size,
+            heads.eps,
+            params.scale,
         )
+        self.address = ctypes.addressof(self.struct)
         qkv, out, gate_up, down = matrices
-        self.inputs, self.hidden = qkv.k, out.n
-        self.width = qkv.n + out.k + 2 * out.n + gate_up.n + down.k
-        self.at = ctypes.addressof(self.struct)
-
-    @staticmethod
-    def possible(d: int, group: int) -> bool:
-        return d <= MAX_DIM and d % 2 == 0 and group <= QUERIES
+        self.input_size = qkv.k
+        self.hidden_size = out.n
+        self.scratch_width = qkv.n + out.k + 2 * out.n + gate_up.n + down.k  # numbers per row
 
     def __call__(
-        self, normed: Tensor, residual: Tensor, work: Work, keys: Tensor, values: Tensor
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        workspace: LayerWorkspace,
+        key_cache: Tensor,
+        value_cache: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """normed [T, inputs], residual [T, hidden] -> (the MLP's output, the residual stream before it is added)."""
-        rows, lib = normed.shape[0], library()
-        assert lib is not None and normed.is_contiguous() and normed.shape[1] == self.inputs
-        assert residual.stride(1) == 1 and len(work.scratch) >= rows * self.width
-        x, total = (torch.empty(rows, self.hidden, dtype=normed.dtype) for _ in range(2))
+        """normed [T, input_size], residual [T, hidden_size] -> (MLP output, residual stream).
+
+        The residual stream returned is the one to which the MLP output is still to be added.
+        """
+        rows = normed.shape[0]
+        lib = library()
+        assert lib is not None and normed.is_contiguous() and normed.shape[1] == self.input_size
+        assert residual.stride(1) == 1 and len(workspace.scratch) >= rows * self.scratch_width
+        mlp_output, total = (
+            torch.empty(rows, self.hidden_size, dtype=normed.dtype) for _ in range(2)
+        )
         lib.layer(
-            self.at,
-            ctypes.addressof(work.rows),
+            self.address,
+            ctypes.addressof(workspace.rows),
             normed.data_ptr(),
             residual.data_ptr(),
             residual.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            work.scratch.data_ptr(),
-            x.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            workspace.scratch.data_ptr(),
+            mlp_output.data_ptr(),
             total.data_ptr(),
         )
-        return x, total
+        return mlp_output, total

@@ -1,8 +1,9 @@
-"""The C kernels of a CPU (c/*.c) as a library: compiled at first use by the machine's own compiler, and kept.
+"""The C kernels (c/*.c) as a shared library, compiled at first use by the machine's compiler.
 
-It lies in the cache folder under a hash of the sources, the compiler, its flags and the CPU's. Without a compiler, or
-with PEAGLE_NATIVE=0, there is none and PyTorch does the work: `state()` says which, and why. Threads are those of the
-OpenMP runtime that PyTorch has loaded; a second one would fight it for the cores.
+The library is cached under a hash of its sources, the compiler, the flags and the CPU's features.
+Without a compiler, or with PEAGLE_NATIVE=0, PyTorch computes instead; `kernel_state()` reports
+which of them runs, and why. The threads are those of the OpenMP runtime that PyTorch has loaded: a
+second runtime would compete with it for the cores.
 """
 
 import ctypes
@@ -12,123 +13,158 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from peagle.paths import cache_home
 
-SOURCES = Path(__file__).parent / "c"
-FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11")
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+SOURCE_FOLDER = Path(__file__).parent / "c"
+COMPILER_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11")
+COMPILE_TIMEOUT = 300  # seconds
+VERSION_TIMEOUT = 60  # seconds
+DTYPE_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
-P, L, F, I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int  # noqa: E741
-ARGUMENTS: dict[str, list[Any]] = {
-    "add_norm": [P] * 5 + [L] * 6 + [F, I],
-    "rope_store": [P] * 8 + [L] * 7 + [F, I],
-    "swiglu": [P] * 2 + [L] * 3 + [I],
-    "argmax": [P] * 2 + [L] * 3 + [I],
-    "attend": [P] * 10 + [L] * 11 + [F, I],
+POINTER = ctypes.c_void_p
+LONG = ctypes.c_long
+FLOAT = ctypes.c_float
+INT = ctypes.c_int
+ARGUMENT_TYPES: dict[str, list[Any]] = {
+    "add_norm": [POINTER] * 5 + [LONG] * 6 + [FLOAT, INT],
+    "rope_store": [POINTER] * 8 + [LONG] * 7 + [FLOAT, INT],
+    "swiglu": [POINTER] * 2 + [LONG] * 3 + [INT],
+    "argmax": [POINTER] * 2 + [LONG] * 3 + [INT],
+    "attend": [POINTER] * 10 + [LONG] * 11 + [FLOAT, INT],
 }
+PACK_TYPES = [POINTER] * 2 + [LONG] * 4
+MULTIPLY_TYPES = [POINTER] * 3 + [LONG] * 2 + [INT]
+LAYER_TYPES = [POINTER] * 4 + [LONG] + [POINTER] * 5
 
 
 class Library:
-    """The functions, by name and dtype."""
+    """The loaded C functions: `functions` by name and dtype, and those of packed matrices."""
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
         self.functions: dict[tuple[str, torch.dtype], Any] = {}
-        for name, arguments in ARGUMENTS.items():
-            for dtype, suffix in DTYPES.items():
-                function = getattr(loaded, f"{name}_{suffix}")
-                function.argtypes, function.restype = arguments, None
-                self.functions[name, dtype] = function
-        self.panel = loaded.panel_width()  # outputs that a packed weight holds together
-        self.multiplies = self.panel > 0  # this CPU has dot products of bf16 and int8
-        if self.multiplies:
-            self.pack, self.multiply, self.layer = loaded.pack, loaded.multiply, loaded.layer
-            self.pack.argtypes, self.pack.restype = [P, P, L, L, L, L], None
-            self.multiply.argtypes, self.multiply.restype = [P] * 3 + [L] * 2 + [I], None
-            self.layer.argtypes, self.layer.restype = [P] * 4 + [L] + [P] * 5, None
+        for name, types in ARGUMENT_TYPES.items():
+            for dtype, suffix in DTYPE_SUFFIXES.items():
+                self.functions[name, dtype] = declared(loaded, f"{name}_{suffix}", types)
+        self.panel_width: int = loaded.panel_width()  # outputs in a panel of a packed matrix
+        # Packed matrices need a CPU with dot products of bf16 and int8.
+        self.has_packed_matrices = self.panel_width > 0
+        if self.has_packed_matrices:
+            self.pack = declared(loaded, "pack", PACK_TYPES)
+            self.multiply = declared(loaded, "multiply", MULTIPLY_TYPES)
+            self.layer = declared(loaded, "layer", LAYER_TYPES)
 
 
-@cache
+def declared(loaded: ctypes.CDLL, name: str, types: list[Any]) -> Any:
+    """The C function of that name, which returns nothing."""
+    function = getattr(loaded, name)
+    function.argtypes = types
+    function.restype = None
+    return function
+
+
+class LoadResult(NamedTuple):
+    library: Library | None
+    state: str  # `c`, or `pytorch: ` and the reason
+
+
 def library() -> Library | None:
-    return _find()[0]
+    return _load_once().library
 
 
 def kernel_state() -> str:
-    """`c`, or why it is not."""
-    return _find()[1]
+    """`c` if the C kernels run, else `pytorch: ` and the reason."""
+    return _load_once().state
 
 
 @cache
-def _find() -> tuple[Library | None, str]:
+def _load_once() -> LoadResult:
+    return load_library(compiler_names())
+
+
+def load_library(compilers: Sequence[str]) -> LoadResult:
+    """Load the library, compiled by the first of these compilers that is installed."""
     if os.environ.get("PEAGLE_NATIVE") == "0":
-        return None, "pytorch: PEAGLE_NATIVE=0"
-    compiler = next((path for name in compilers() if (path := shutil.which(name))), None)
+        return LoadResult(None, "pytorch: PEAGLE_NATIVE=0")
+    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
-        return None, "pytorch: no C compiler found (gcc, cc or clang)"
+        return LoadResult(None, "pytorch: no C compiler found (gcc, cc or clang)")
     try:
-        return load(compiler), "c"
+        return LoadResult(load_or_build(compiler), "c")
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return (
-            None,
-            f"pytorch: {compiler} failed: {said.strip().splitlines()[-1] if said.strip() else 'no reason given'}",
-        )
+        message = (getattr(error, "stderr", None) or str(error)).strip()
+        reason = message.splitlines()[-1] if message else "no reason given"
+        return LoadResult(None, f"pytorch: {compiler} failed: {reason}")
 
 
-def compilers() -> tuple[str, ...]:
+def compiler_names() -> list[str]:
     chosen = os.environ.get("CC")
-    return (*((chosen,) if chosen else ()), "gcc", "cc", "clang")
+    return [*([chosen] if chosen else []), "gcc", "cc", "clang"]
 
 
-def load(compiler: str) -> Library:
-    """From the cache folder, if what lies there is what was written; else compiled."""
-    runtime = openmp()
-    path = cache_home() / "kernels" / f"cpu-{key_of(compiler, runtime)}.so"
-    if digest(path) == written(path):
+def load_or_build(compiler: str) -> Library:
+    """Load the library from the cache folder if its file is intact, else compile it first."""
+    runtime = openmp_runtime()
+    path = library_path(compiler, runtime)
+    if file_digest(path) == recorded_digest(path):
         try:
             return Library(path)
-        except OSError:  # of another machine, perhaps
+        except OSError:  # The file was built on another machine, for example.
             pass
     build(compiler, runtime, path)
     return Library(path)
 
 
-def key_of(compiler: str, runtime: str | None) -> str:
-    """Of everything that the library depends on."""
+def library_path(compiler: str, runtime: str | None) -> Path:
+    return cache_home() / "kernels" / f"cpu-{cache_key(compiler, runtime)}.so"
+
+
+def cache_key(
+    compiler: str,
+    runtime: str | None,
+    flags: Sequence[str] = COMPILER_FLAGS,
+    cpu: str | None = None,
+) -> str:
+    """A hash of everything that the compiled library depends on."""
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=60, check=True
+        [compiler, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=VERSION_TIMEOUT,
+        check=True,
     ).stdout
     parts = [
-        *(f"{file.name}\n{file.read_text()}" for file in sources()),
+        *(f"{file.name}\n{file.read_text()}" for file in source_files()),
         version,
-        *FLAGS,
-        cpu_flags(),
+        *flags,
+        cpu_features() if cpu is None else cpu,
         runtime or "",
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def sources() -> list[Path]:
-    return sorted(file for file in SOURCES.iterdir() if file.suffix in (".c", ".h", ".inc"))
+def source_files() -> list[Path]:
+    return sorted(file for file in SOURCE_FOLDER.iterdir() if file.suffix in (".c", ".h", ".inc"))
 
 
-def cpu_flags() -> str:
+def cpu_features() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {platform.processor()} {found}"
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {platform.processor()} {features}"
 
 
-def openmp() -> str | None:
-    """The runtime that PyTorch has loaded."""
+def openmp_runtime() -> str | None:
+    """The path of the OpenMP runtime that PyTorch has loaded."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -141,42 +177,49 @@ def openmp() -> str | None:
 
 
 def build(compiler: str, runtime: str | None, path: Path) -> None:
-    """Written beside and renamed; one thread where the compiler and PyTorch's runtime do not fit."""
+    """Compile the library to `path`, through a temporary folder beside it.
+
+    If the compiler and PyTorch's OpenMP runtime do not fit together, the library has one thread.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
-        made = Path(folder) / "made.so"
-        files = [str(file) for file in sources() if file.suffix == ".c"]
+        built = Path(folder) / "library.so"
+        files = [str(file) for file in source_files() if file.suffix == ".c"]
         try:
             if runtime is None:
                 raise OSError("no OpenMP runtime is loaded")
-            compile_with(compiler, made, folder, files, runtime)
+            compile_with_openmp(compiler, runtime, files, built)
         except (OSError, subprocess.SubprocessError):
-            run([compiler, *FLAGS, *files, "-lm", "-o", str(made)])
-        sums = path.with_suffix(".sha256")
-        partial = Path(folder) / "sum"
-        partial.write_text(digest(made) or "")
-        made.replace(path)
-        partial.replace(sums)
+            run([compiler, *COMPILER_FLAGS, *files, "-lm", "-o", str(built)])
+        digest = Path(folder) / "digest"
+        digest.write_text(file_digest(built) or "")
+        built.replace(path)
+        digest.replace(digest_path(path))
 
 
-def compile_with(compiler: str, made: Path, folder: str, files: list[str], runtime: str) -> None:
-    """-fopenmp while compiling, not while linking: the compiler would link a runtime of its own."""
+def compile_with_openmp(compiler: str, runtime: str, files: list[str], built: Path) -> None:
+    """Compile with -fopenmp but link PyTorch's runtime: -fopenmp would link the compiler's own."""
     objects = []
-    flags = [flag for flag in FLAGS if flag != "-shared"]
+    flags = [flag for flag in COMPILER_FLAGS if flag != "-shared"]
     for file in files:
-        objects.append(f"{folder}/{Path(file).stem}.o")
+        objects.append(str(built.parent / f"{Path(file).stem}.o"))
         run([compiler, *flags, "-fopenmp", "-c", file, "-o", objects[-1]])
-    run([compiler, "-shared", *objects, runtime, "-lm", "-Wl,-z,defs", "-o", str(made)])
+    run([compiler, "-shared", *objects, runtime, "-lm", "-Wl,-z,defs", "-o", str(built)])
 
 
 def run(command: list[str]) -> None:
-    subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=True)
 
 
-def digest(path: Path) -> str | None:
+def file_digest(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def written(path: Path) -> str:
-    sums = path.with_suffix(".sha256")
-    return sums.read_text() if sums.is_file() else "nothing"
+def digest_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def recorded_digest(path: Path) -> str:
+    """The digest that was written when the library was built, or "missing"."""
+    file = digest_path(path)
+    return file.read_text() if file.is_file() else "missing"

@@ -1,32 +1,44 @@
-"""The C kernels, called with tensors. Each returns None (or False) where it is not for them: then PyTorch's turn comes.
+"""The C kernels, called with tensors.
 
-They are called from the entry points of the Triton kernels of the same names, where shapes and rules are told.
+Each function computes what the entry point of the same name in peagle/kernels/triton documents.
+It returns None (or False) where the C kernel does not support its arguments; PyTorch then computes
+the result.
 """
 
 import torch
 from torch import Tensor
 
-from peagle.kernels.cpu.library import DTYPES, Library, library
+from peagle.kernels.attention_params import AttentionHeads, AttentionParams
+from peagle.kernels.cpu.library import DTYPE_SUFFIXES, Library, library
+from peagle.kernels.row_pass import RowPass
 
-MAX_DIM, QUERIES = 256, 64  # of a head; heads of a group: as in kernels.c
-EVERYTHING = 1 << 30  # a window that sees everything
+# As in c/kernels.c:
+MAX_HEAD_DIM = 256
+MAX_GROUP_SIZE = 64  # query heads per key/value head
 
 
-def usable(*tensors: Tensor | None) -> Library | None:
-    """The library, if these are for it: on the CPU, all of one dtype it knows, the numbers of a row side by side."""
+def library_for(*tensors: Tensor | None) -> Library | None:
+    """The library, if it supports these tensors.
+
+    They must lie on the CPU, share a dtype that has C kernels, and have contiguous rows.
+    """
     first = tensors[0]
     assert first is not None
-    if first.device.type != "cpu" or first.dtype not in DTYPES:
+    if first.device.type != "cpu" or first.dtype not in DTYPE_SUFFIXES:
         return None
     if any(x is not None and (x.dtype != first.dtype or x.stride(-1) != 1) for x in tensors):
         return None
     return library()
 
 
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    lib = usable(x, residual, weight, out)
+    lib = library_for(x, residual, weight, out)
     if lib is None:
         return None
     rows, d = x.shape
@@ -34,7 +46,7 @@ def add_norm(
     total = x if residual is None else torch.empty(rows, d, dtype=x.dtype)
     lib.functions["add_norm", x.dtype](
         x.data_ptr(),
-        None if residual is None else residual.data_ptr(),
+        pointer(residual),
         weight.data_ptr(),
         normed.data_ptr(),
         total.data_ptr(),
@@ -52,49 +64,49 @@ def add_norm(
 
 def rope_store(
     qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
+    rows: RowPass,
+    rope_table: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    heads: int,
-    kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    heads: AttentionHeads,
 ) -> bool:
-    lib, d = usable(qkv, key_cache, value_cache, q_norm, k_norm), key_cache.shape[2]
-    whole = key_cache.is_contiguous() and value_cache.is_contiguous() and table.is_contiguous()
-    if lib is None or d > MAX_DIM or not whole or table.dtype != torch.float32:
+    lib = library_for(qkv, key_cache, value_cache, heads.q_norm, heads.k_norm)
+    head_dim = key_cache.shape[2]
+    contiguous = all(x.is_contiguous() for x in (key_cache, value_cache, rope_table))
+    if lib is None or head_dim > MAX_HEAD_DIM or not contiguous:
         return False
-    positions, slots = positions.long().contiguous(), slots.long().contiguous()
-    norms = (None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm))
+    if rope_table.dtype != torch.float32:
+        return False
+    positions = rows.positions.long().contiguous()
+    kv_slots = rows.kv_slots.long().contiguous()
     lib.functions["rope_store", qkv.dtype](
         qkv.data_ptr(),
         positions.data_ptr(),
-        slots.data_ptr(),
-        table.data_ptr(),
+        kv_slots.data_ptr(),
+        rope_table.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        *norms,
+        pointer(heads.q_norm),
+        pointer(heads.k_norm),
         len(qkv),
-        heads,
-        kv_heads,
-        d,
-        table.shape[1],
-        len(table),
+        heads.num_heads,
+        heads.num_kv_heads,
+        head_dim,
+        rope_table.shape[1],
+        len(rope_table),
         qkv.stride(0),
-        eps,
+        heads.eps,
         torch.get_num_threads(),
     )
     return True
 
 
 def swiglu(gate_up: Tensor) -> Tensor | None:
-    lib = usable(gate_up)
+    lib = library_for(gate_up)
     if lib is None:
         return None
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    inner = gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
     lib.functions["swiglu", gate_up.dtype](
         gate_up.data_ptr(), out.data_ptr(), rows, inner, gate_up.stride(0), torch.get_num_threads()
@@ -106,64 +118,59 @@ def attend(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    tables: Tensor,
-    page: int,
-    starts: Tensor,
-    counts: Tensor,
-    first: Tensor,
-    most: int,
-    scale: float,
-    window: int | None,
+    rows: RowPass,
+    params: AttentionParams,
     out: Tensor,
-    masks: Tensor | None = None,
-    positions: Tensor | None = None,
-    both: int = 0,
 ) -> bool:
-    """query, out [T, heads, d]: a row's heads side by side."""
-    lib, (_, heads, d), kv_heads = (
-        usable(query, key_cache, value_cache, out),
-        query.shape,
-        key_cache.shape[1],
-    )
-    if lib is None or d > MAX_DIM or d % 2 or heads // kv_heads > QUERIES:
+    """Attention without soft caps and sinks: query and out [T, heads, d], each row contiguous."""
+    lib = library_for(query, key_cache, value_cache, out)
+    _, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[1]
+    if lib is None or not supports_heads(head_dim, heads // kv_heads):
         return False
-    if not (
-        key_cache.is_contiguous()
-        and value_cache.is_contiguous()
-        and query.stride(1) == out.stride(1) == d
-    ):
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
         return False
-    numbers = [x.int().contiguous() for x in (tables, starts, counts, first)]
-    tree = [
-        None if x is None or masks is None else x.long().contiguous() for x in (masks, positions)
-    ]
+    if not query.stride(1) == out.stride(1) == head_dim:
+        return False
+    requests = (rows.page_tables, rows.row_starts, rows.row_counts, rows.first_positions)
+    int_tensors = [x.int().contiguous() for x in requests]
+    tree_masks = positions = None
+    if rows.tree_masks is not None:
+        tree_masks = rows.tree_masks.long().contiguous()
+        positions = rows.positions.long().contiguous()
     lib.functions["attend", query.dtype](
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        *(x.data_ptr() for x in numbers),
-        *(None if x is None else x.data_ptr() for x in tree),
+        *(x.data_ptr() for x in int_tensors),
+        pointer(tree_masks),
+        pointer(positions),
         out.data_ptr(),
-        both,
-        len(tables),
-        most,
+        rows.bidirectional_rows,
+        len(rows.page_tables),
+        rows.max_rows,
         heads,
         kv_heads,
-        d,
-        page,
-        tables.shape[1],
+        head_dim,
+        rows.page_size,
+        rows.page_tables.shape[1],
         query.stride(0),
         out.stride(0),
-        EVERYTHING if window is None else window,
-        scale,
+        params.window_size,
+        params.scale,
         torch.get_num_threads(),
     )
     return True
 
 
+def supports_heads(head_dim: int, group: int) -> bool:
+    """Whether the attention in C supports heads of this size, in groups of this size."""
+    return head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0 and group <= MAX_GROUP_SIZE
+
+
 def argmax(logits: Tensor) -> Tensor | None:
-    """logits [T, V] -> the likeliest of each row [T]."""
-    lib = usable(logits)
+    """logits [T, V] -> the most likely token of each row [T]."""
+    lib = library_for(logits)
     if lib is None:
         return None
     ids = torch.empty(len(logits), dtype=torch.long)

@@ -1,28 +1,34 @@
-"""The residual sum and the RMSNorm behind it, in one launch: one program a row.
+"""The residual sum and the RMSNorm behind it, in one launch: a program computes one row.
 
-Rounds where transformers' LlamaRMSNorm rounds: the sum in the tensors' dtype, the norm in float32, its result in the
-tensors' dtype again before the weight multiplies it.
+    total = x + residual
+    normed = weight * total / sqrt(mean(total^2) + eps)
 
-Shapes: x and residual [T, d], weight [d]. Results: normed [T, d], and residual_out [T, d] = x + residual. x may come in
-shares [S, T, d] (few_rows.py): they are added up first.
+    x (1 2), residual (2 2), weight (1 1), eps 0  ->  total (3 4), normed (0.85 1.13)
+
+Results are rounded where transformers' LlamaRMSNorm rounds: the sum in the tensors' dtype, the norm
+in float32, and its result in the tensors' dtype again before the weight multiplies it.
+
+Shapes: x and residual [T, d], weight [d]. Results: normed and total [T, d]. x may come as partial
+sums [S, T, d] (skinny_gemm.py), which are added first.
 """
 
 import torch
 from torch import Tensor
 
 from peagle.kernels.cpu import ops
+from peagle.kernels.triton import uses_triton
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without it uses the reference
+except ImportError:  # without Triton the reference runs
     triton = None
 
 
 def reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel computes, in plain PyTorch."""
+    """The same computation in plain PyTorch."""
     x = x if x.dim() == 2 else x.sum(0).to(weight.dtype)
     total = x if residual is None else x + residual
     wide = total.float()
@@ -34,66 +40,67 @@ def reference(
 if triton is not None:
 
     @triton.jit
-    def _kernel(  # type: ignore[no-untyped-def]
-        x,
-        residual,
-        weight,
-        normed,
-        total,
+    def _add_norm_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        residual_ptr,
+        weight_ptr,
+        normed_ptr,
+        total_ptr,
         eps,
-        x_share,
-        x_row,
-        residual_row,
-        normed_row,
-        total_row,
+        stride_x_split,
+        stride_x_row,
+        stride_residual_row,
+        stride_normed_row,
+        stride_total_row,
         D: tl.constexpr,
-        BLOCK: tl.constexpr,
-        SUM: tl.constexpr,
-        SHARES: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        SPLITS: tl.constexpr,
     ):
-        row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-        there = dims < D
-        mine = tl.load(x + row * x_row + dims, mask=there, other=0.0)
-        for share in tl.static_range(1, SHARES):
-            mine += tl.load(x + share * x_share + row * x_row + dims, mask=there, other=0.0)
-        mine = mine.to(normed.dtype.element_ty)
-        if SUM:
-            before = tl.load(residual + row * residual_row + dims, mask=there, other=0.0)
-            mine = (mine.to(tl.float32) + before.to(tl.float32)).to(mine.dtype)
-        if SUM or SHARES > 1:
-            tl.store(total + row * total_row + dims, mine, mask=there)
-        wide = mine.to(tl.float32)
-        scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(mine.dtype)
-        gain = tl.load(weight + dims, mask=there, other=0.0)
-        result = (gain.to(tl.float32) * scaled.to(tl.float32)).to(mine.dtype)
-        tl.store(normed + row * normed_row + dims, result, mask=there)
+        row = tl.program_id(0).to(tl.int64)
+        dims = tl.arange(0, BLOCK_D)
+        mask = dims < D
+        x_row_ptr = x_ptr + row * stride_x_row + dims
+        total = tl.load(x_row_ptr, mask=mask, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            total += tl.load(x_row_ptr + split * stride_x_split, mask=mask, other=0.0)
+        total = total.to(normed_ptr.dtype.element_ty)
+        if RESIDUAL:
+            residual = tl.load(
+                residual_ptr + row * stride_residual_row + dims, mask=mask, other=0.0
+            )
+            total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        if RESIDUAL or SPLITS > 1:
+            tl.store(total_ptr + row * stride_total_row + dims, total, mask=mask)
+        wide = total.to(tl.float32)
+        scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(total.dtype)
+        weight = tl.load(weight_ptr + dims, mask=mask, other=0.0)
+        normed = (weight.to(tl.float32) * scaled.to(tl.float32)).to(total.dtype)
+        tl.store(normed_ptr + row * stride_normed_row + dims, normed, mask=mask)
 
 
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(normed, residual_out); residual_out is x itself where residual is None and x is whole.
+    """(normed, total); total is x itself if there is no residual and x is no partial sum.
 
-    `out` takes normed. Rows of x, residual and out may lie apart; their last dimension must be contiguous.
+    `out` takes normed. Rows of x, residual and out may lie apart, but must be contiguous.
     """
-    if triton is None or not (x.is_cuda or triton.knobs.runtime.interpret):
-        found = ops.add_norm(x, residual, weight, eps, out) if x.dim() == 2 else None
-        return reference(x, residual, weight, eps, out) if found is None else found
-    (rows, d), shares = x.shape[-2:], len(x) if x.dim() == 3 else 1
+    if not uses_triton(x):
+        result = ops.add_norm(x, residual, weight, eps, out) if x.dim() == 2 else None
+        return reference(x, residual, weight, eps, out) if result is None else result
+    rows, d = x.shape[-2:]
+    splits = len(x) if x.dim() == 3 else 1
     normed = torch.empty(rows, d, dtype=weight.dtype, device=x.device) if out is None else out
-    total = (
-        x
-        if residual is None and shares == 1
-        else torch.empty(rows, d, dtype=weight.dtype, device=x.device)
-    )
+    total = x
+    if residual is not None or splits > 1:
+        total = torch.empty(rows, d, dtype=weight.dtype, device=x.device)
     before = normed if residual is None else residual
     assert x.stride(-1) == before.stride(1) == normed.stride(1) == weight.stride(0) == 1
-    assert (
-        x.shape[-2:] == before.shape == normed.shape
-        and before.dtype == normed.dtype == weight.dtype
-    )
-    block = triton.next_power_of_2(d)
-    _kernel[(rows,)](
+    assert x.shape[-2:] == before.shape == normed.shape
+    assert before.dtype == normed.dtype == weight.dtype
+    block_d = triton.next_power_of_2(d)
+    _add_norm_kernel[(rows,)](
         x,
         before,
         weight,
@@ -106,9 +113,9 @@ def add_norm(
         normed.stride(0),
         total.stride(-2),
         D=d,
-        BLOCK=block,
-        SUM=residual is not None,
-        SHARES=shares,
-        num_warps=min(max(block // 256, 1), 16),
+        BLOCK_D=block_d,
+        RESIDUAL=residual is not None,
+        SPLITS=splits,
+        num_warps=min(max(block_d // 256, 1), 16),
     )
     return normed, total

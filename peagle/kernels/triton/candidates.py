@@ -1,139 +1,157 @@
-"""The likeliest tokens of each row of logits, the likeliest first, and the logarithm of all exponentials' sum.
+"""The M most likely tokens of each row of logits, in descending order, and the row's log-sum-exp.
 
-Two launches: over pieces of a row, then over what the pieces found. Of equals the kernel takes the first. `factor`
-multiplies a row's logits (calibration), so value - total is a log-probability.
+There are two launches: one over pieces of a row, one over the results of the pieces. Of equal
+logits, the kernel takes the first. `factor` multiplies the logits of a row (calibration).
 
-Shapes: logits [T, V], factor [T]. Results: ids [T, M] int64, values [T, M] and totals [T] float32.
+    logits 1 3 2, factor 2, M=2  ->  ids 1 2, logits 6 4, logsumexp 6.14
+
+Shapes: logits [T, V], factor [T].
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from peagle.kernels.triton import uses_triton
+
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without it uses the reference
+except ImportError:  # without Triton the reference runs
     triton = None
 
-PIECE = 512  # of a row: one warp finds its largest without a barrier
+PIECE_SIZE = 512  # logits of one program: a single warp finds their maximum without a barrier
 
 
-def reference(logits: Tensor, factor: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernels compute, in plain PyTorch."""
-    x = logits.float() * factor[:, None]
-    values, ids = x.topk(count)
-    return ids, values, x.logsumexp(-1)
+class Candidates(NamedTuple):
+    """logits - logsumexp are log-probabilities."""
+
+    ids: Tensor  # [T, M] int64
+    logits: Tensor  # [T, M] float32, multiplied by the row's factor
+    logsumexp: Tensor  # [T] float32
+
+
+def reference(logits: Tensor, factor: Tensor, count: int) -> Candidates:
+    """The same computation in plain PyTorch."""
+    scaled = logits.float() * factor[:, None]
+    top_logits, ids = scaled.topk(count)
+    return Candidates(ids, top_logits, scaled.logsumexp(-1))
 
 
 if triton is not None:
+    _SMALLEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 
     @triton.jit
-    def _word(x, at):  # type: ignore[no-untyped-def]
-        """A number that grows with x, and among equals falls with the place."""
+    def _sort_key(x, index):  # type: ignore[no-untyped-def]
+        """An integer that grows with x and, among equals, falls with the index."""
         bits = x.to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
+        return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
     @triton.jit
-    def _value(word):  # type: ignore[no-untyped-def]
-        ordered = (word >> 32).to(tl.int32)
+    def _key_value(key):  # type: ignore[no-untyped-def]
+        ordered = (key >> 32).to(tl.int32)
         return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _place(word):  # type: ignore[no-untyped-def]
-        return 0x7FFFFFFF - (word & 0x7FFFFFFF).to(tl.int32)
+    def _key_index(key):  # type: ignore[no-untyped-def]
+        return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
     @triton.jit
-    def _pieces(  # type: ignore[no-untyped-def]
-        logits,
-        factor,
-        words,
-        sums,
-        row_stride,
-        size,
+    def _pieces_kernel(  # type: ignore[no-untyped-def]
+        logits_ptr,
+        factor_ptr,
+        keys_ptr,
+        sums_ptr,
+        stride_logits_row,
+        vocab_size,
         pieces,
         COUNT: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        at = piece * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * row_stride + at, mask=at < size, other=-float("inf")).to(
-            tl.float32
-        )
-        x = x * tl.load(factor + row)
-        word = _word(x, at)
+        """Store the largest sort keys of a piece, its maximum and its sum of exponentials."""
+        row = tl.program_id(0).to(tl.int64)
+        piece = tl.program_id(1)
+        col = piece * BLOCK + tl.arange(0, BLOCK)
+        row_ptr = logits_ptr + row * stride_logits_row
+        x = tl.load(row_ptr + col, mask=col < vocab_size, other=-float("inf")).to(tl.float32)
+        x = x * tl.load(factor_ptr + row)
+        keys = _sort_key(x, col)
         top = tl.max(x, 0)
-        tl.store(sums + (row * pieces + piece) * 2, top)
-        tl.store(sums + (row * pieces + piece) * 2 + 1, tl.sum(tl.exp(x - top), 0))
-        out = words + (row * pieces + piece) * COUNT
+        tl.store(sums_ptr + (row * pieces + piece) * 2, top)
+        tl.store(sums_ptr + (row * pieces + piece) * 2 + 1, tl.sum(tl.exp(x - top), 0))
+        out_ptr = keys_ptr + (row * pieces + piece) * COUNT
         for i in range(COUNT):
-            best = tl.max(word, 0)
-            tl.store(out + i, best)
-            word = tl.where(word == best, -0x7FFFFFFFFFFFFFFF, word)
+            best = tl.max(keys, 0)
+            tl.store(out_ptr + i, best)
+            keys = tl.where(keys == best, _SMALLEST_KEY, keys)
 
     @triton.jit
-    def _join(  # type: ignore[no-untyped-def]
-        words,
-        sums,
-        ids,
-        values,
-        totals,
+    def _merge_kernel(  # type: ignore[no-untyped-def]
+        keys_ptr,
+        sums_ptr,
+        ids_ptr,
+        top_logits_ptr,
+        logsumexp_ptr,
         pieces,
         COUNT: tl.constexpr,
-        BLOCK: tl.constexpr,
-        PIECES: tl.constexpr,
+        BLOCK_KEYS: tl.constexpr,
+        BLOCK_PIECES: tl.constexpr,
     ):
-        row, at, piece = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, PIECES)
-        there = piece < pieces
-        tops = tl.load(sums + (row * pieces + piece) * 2, mask=there, other=-float("inf"))
-        shares = tl.load(sums + (row * pieces + piece) * 2 + 1, mask=there, other=0.0)
+        row = tl.program_id(0).to(tl.int64)
+        col = tl.arange(0, BLOCK_KEYS)
+        piece = tl.arange(0, BLOCK_PIECES)
+        mask = piece < pieces
+        tops = tl.load(sums_ptr + (row * pieces + piece) * 2, mask=mask, other=-float("inf"))
+        sums = tl.load(sums_ptr + (row * pieces + piece) * 2 + 1, mask=mask, other=0.0)
         top = tl.max(tops, 0)
-        tl.store(totals + row, top + tl.log(tl.sum(shares * tl.exp(tops - top), 0)))
-        word = tl.load(
-            words + row * pieces * COUNT + at, mask=at < pieces * COUNT, other=-0x7FFFFFFFFFFFFFFF
-        )
+        tl.store(logsumexp_ptr + row, top + tl.log(tl.sum(sums * tl.exp(tops - top), 0)))
+        key_count = pieces * COUNT
+        keys = tl.load(keys_ptr + row * key_count + col, mask=col < key_count, other=_SMALLEST_KEY)
         for i in range(COUNT):
-            best = tl.max(word, 0)
-            tl.store(ids + row * COUNT + i, _place(best).to(tl.int64))
-            tl.store(values + row * COUNT + i, _value(best))
-            word = tl.where(word == best, -0x7FFFFFFFFFFFFFFF, word)
+            best = tl.max(keys, 0)
+            tl.store(ids_ptr + row * COUNT + i, _key_index(best).to(tl.int64))
+            tl.store(top_logits_ptr + row * COUNT + i, _key_value(best))
+            keys = tl.where(keys == best, _SMALLEST_KEY, keys)
 
 
-def candidates(logits: Tensor, factor: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, values, totals). Rows of logits may lie apart, their elements may not; `count` is at most V."""
-    if triton is None or not (logits.is_cuda or triton.knobs.runtime.interpret):
+def candidates(logits: Tensor, factor: Tensor, count: int) -> Candidates:
+    """Find `count` <= V candidates of each row. Rows may lie apart, but must be contiguous."""
+    if not uses_triton(logits):
         return reference(logits, factor, count)
-    rows, size = logits.shape
-    assert logits.stride(1) == 1 and count <= min(size, PIECE)
-    pieces, device = triton.cdiv(size, PIECE), logits.device
-    words = torch.empty(rows, pieces, count, dtype=torch.int64, device=device)
+    rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and count <= min(vocab_size, PIECE_SIZE)
+    device = logits.device
+    pieces = triton.cdiv(vocab_size, PIECE_SIZE)
+    keys = torch.empty(rows, pieces, count, dtype=torch.int64, device=device)
     sums = torch.empty(rows, pieces, 2, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, count, dtype=torch.int64, device=device)
-    values = torch.empty(rows, count, dtype=torch.float32, device=device)
-    totals = torch.empty(rows, dtype=torch.float32, device=device)
-    _pieces[(rows, pieces)](
+    result = Candidates(
+        ids=torch.empty(rows, count, dtype=torch.int64, device=device),
+        logits=torch.empty(rows, count, dtype=torch.float32, device=device),
+        logsumexp=torch.empty(rows, dtype=torch.float32, device=device),
+    )
+    _pieces_kernel[(rows, pieces)](
         logits,
         factor,
-        words,
+        keys,
         sums,
         logits.stride(0),
-        size,
+        vocab_size,
         pieces,
         COUNT=count,
-        BLOCK=PIECE,
+        BLOCK=PIECE_SIZE,
         num_warps=1,
     )
-    block = triton.next_power_of_2(pieces * count)
-    _join[(rows,)](
-        words,
+    block_keys = triton.next_power_of_2(pieces * count)
+    _merge_kernel[(rows,)](
+        keys,
         sums,
-        ids,
-        values,
-        totals,
+        *result,
         pieces,
         COUNT=count,
-        BLOCK=block,
-        PIECES=triton.next_power_of_2(pieces),
-        num_warps=min(max(block // 1024, 1), 8),
+        BLOCK_KEYS=block_keys,
+        BLOCK_PIECES=triton.next_power_of_2(pieces),
+        num_warps=min(max(block_keys // 1024, 1), 8),
     )
-    return ids, values, totals
+    return result

@@ -1,89 +1,119 @@
-"""Keys and values of an accepted path, moved to where a chain's would lie.
+"""Keys and values of an accepted path, moved to the slots that a chain's would have.
 
-Row i of a tree lies in the slot of position first + i; the path's row at depth d belongs to position first + d, for
-d up to kept. A path's rows rise, so nothing is overwritten that is still to be moved, if all are read first.
+Row i of a tree is stored in the KV slot of position first + i; the path's row at depth d belongs to
+position first + d, for d up to the number of accepted drafts.
 
-Shapes: cache [layers, slots, width], first and kept [B], path [B, K + 1], tables [B, P]. In place.
+    first 9, path rows 0 1 3, 2 drafts accepted: position 12 moves to position 11
+
+The rows of a path ascend: if all are read first, no row is overwritten before it is moved.
+
+Shapes: cache [layers, slots, width], first_positions and accepted_counts [B], path_rows [B, K + 1],
+page_tables [B, P]. The cache is updated in place.
 """
 
 import torch
 from torch import Tensor
 
+from peagle.kernels.triton import uses_triton
+
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without it uses the reference
+except ImportError:  # without Triton the reference runs
     triton = None
+
+MAX_BLOCK_WIDTH = 256
 
 
 def reference(
-    cache: Tensor, first: Tensor, kept: Tensor, path: Tensor, tables: Tensor, page: int
+    cache: Tensor,
+    first_positions: Tensor,
+    accepted_counts: Tensor,
+    path_rows: Tensor,
+    page_tables: Tensor,
+    page_size: int,
 ) -> None:
-    """What the kernel does, in plain PyTorch."""
-    depth = torch.arange(path.shape[1], device=path.device)
-    b, d = ((depth <= kept[:, None]) & (path != depth)).nonzero(as_tuple=True)
+    """The same operation in plain PyTorch."""
+    depths = torch.arange(path_rows.shape[1], device=path_rows.device)
+    moves = (depths <= accepted_counts[:, None]) & (path_rows != depths)
+    request, depth = moves.nonzero(as_tuple=True)
 
-    def slots(position: Tensor) -> Tensor:
-        return tables[b, position // page].long() * page + position % page
+    def slots(positions: Tensor) -> Tensor:
+        pages = page_tables[request, positions // page_size].long()
+        return pages * page_size + positions % page_size
 
-    begin = first[b].long()
-    cache[:, slots(begin + d)] = cache[:, slots(begin + path[b, d])]
+    first = first_positions[request].long()
+    cache[:, slots(first + depth)] = cache[:, slots(first + path_rows[request, depth])]
 
 
 if triton is not None:
 
     @triton.jit
-    def _kernel(  # type: ignore[no-untyped-def]
-        cache,
-        first,
-        kept,
-        path,
-        tables,
-        layer_stride,
-        table_row,
+    def _kv_slots(  # type: ignore[no-untyped-def]
+        table_ptr, position, mask, PAGE_SIZE: tl.constexpr
+    ):
+        page = tl.load(table_ptr + position // PAGE_SIZE, mask=mask, other=0)
+        return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+
+    @triton.jit
+    def _compact_kv_kernel(  # type: ignore[no-untyped-def]
+        cache_ptr,
+        first_positions_ptr,
+        accepted_ptr,
+        path_rows_ptr,
+        page_tables_ptr,
+        stride_cache_layer,
+        stride_table_row,
         width,
         K: tl.constexpr,
-        PAGE: tl.constexpr,
+        PAGE_SIZE: tl.constexpr,
         BLOCK_K: tl.constexpr,
         BLOCK_W: tl.constexpr,
     ):
-        b, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        depth, col = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)
-        begin = tl.load(first + b)
-        row = tl.load(path + b * (K + 1) + depth, mask=depth <= K, other=0).to(tl.int32)
-        moves = (depth <= tl.load(kept + b)) & (row != depth)
-        table = tables + b.to(tl.int64) * table_row
-        old, new = begin + row, begin + depth
-        source = tl.load(table + old // PAGE, mask=moves, other=0).to(tl.int64) * PAGE + old % PAGE
-        target = tl.load(table + new // PAGE, mask=moves, other=0).to(tl.int64) * PAGE + new % PAGE
-        mine = cache + layer * layer_stride + col[None, :]
-        there = moves[:, None] & (col < width)[None, :]
-        x = tl.load(mine + source[:, None] * width, mask=there)
-        tl.debug_barrier()  # everything is read
-        tl.store(mine + target[:, None] * width, x, mask=there)
+        b = tl.program_id(0)
+        layer = tl.program_id(1).to(tl.int64)
+        depth = tl.arange(0, BLOCK_K)
+        col = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)
+        first = tl.load(first_positions_ptr + b)
+        row = tl.load(path_rows_ptr + b * (K + 1) + depth, mask=depth <= K, other=0).to(tl.int32)
+        moves = (depth <= tl.load(accepted_ptr + b)) & (row != depth)
+        table_ptr = page_tables_ptr + b.to(tl.int64) * stride_table_row
+        source = _kv_slots(table_ptr, first + row, moves, PAGE_SIZE)
+        target = _kv_slots(table_ptr, first + depth, moves, PAGE_SIZE)
+        layer_ptr = cache_ptr + layer * stride_cache_layer + col[None, :]
+        mask = moves[:, None] & (col < width)[None, :]
+        x = tl.load(layer_ptr + source[:, None] * width, mask=mask)
+        tl.debug_barrier()  # Every thread has loaded.
+        tl.store(layer_ptr + target[:, None] * width, x, mask=mask)
 
 
 def compact_kv(
-    cache: Tensor, first: Tensor, kept: Tensor, path: Tensor, tables: Tensor, page: int
+    cache: Tensor,
+    first_positions: Tensor,
+    accepted_counts: Tensor,
+    path_rows: Tensor,
+    page_tables: Tensor,
+    page_size: int,
 ) -> None:
-    if triton is None or not (cache.is_cuda or triton.knobs.runtime.interpret):
-        reference(cache, first, kept, path, tables, page)
+    if not uses_triton(cache):
+        reference(cache, first_positions, accepted_counts, path_rows, page_tables, page_size)
         return
     layers, _, width = cache.shape
-    assert cache.stride(1) == width and path.is_contiguous() and tables.stride(1) == 1
-    k, block = path.shape[1] - 1, min(256, triton.next_power_of_2(width))
-    _kernel[(len(first), layers, triton.cdiv(width, block))](
+    assert cache.stride(1) == width and path_rows.is_contiguous() and page_tables.stride(1) == 1
+    k = path_rows.shape[1] - 1
+    block_width = min(MAX_BLOCK_WIDTH, triton.next_power_of_2(width))
+    _compact_kv_kernel[(len(first_positions), layers, triton.cdiv(width, block_width))](
         cache,
-        first,
-        kept,
-        path,
-        tables,
+        first_positions,
+        accepted_counts,
+        path_rows,
+        page_tables,
         cache.stride(0),
-        tables.stride(0),
+        page_tables.stride(0),
         width,
         K=k,
-        PAGE=page,
+        PAGE_SIZE=page_size,
         BLOCK_K=triton.next_power_of_2(k + 1),
-        BLOCK_W=block,
+        BLOCK_W=block_width,
         num_warps=4,
     )

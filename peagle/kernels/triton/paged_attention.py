@@ -1,278 +1,329 @@
-"""Attention of a ragged batch over keys and values in pages: verification, drafting and prefill alike.
+"""Attention of a ragged batch over paged keys and values: for verification, drafting and prefill.
 
-Request b owns the rows query[starts[b] : starts[b] + counts[b]]. Its row i lies at position p = first[b] + i and sees
-the positions max(0, p - window + 1) .. p of its own request; position j lies in the slot
+The rows and their visibility are those of RowPass (peagle/kernels/row_pass.py): request b owns the
+rows query[row_starts[b] : row_starts[b] + row_counts[b]]. Its row i has position
+p = first_positions[b] + i and attends to the positions max(0, p - window + 1) .. p of its request.
+The key and value of position j lie in the KV slot
 
-    tables[b, j // page_size] * page_size + j % page_size
+    page_tables[b, j // page_size] * page_size + j % page_size
 
-The rows of a tree (peagle/tree.py) lie in the slots of first[b] + i all the same, but at the position of their depth:
-row i sees every position before first[b] (of the window, where there is one) and the rows that masks has bits for. The
-last `both` rows of each request may see each other, later ones too (the mask rows of a bidirectional drafter).
+    page_size=4, page_tables[b] = 7 2 5, first_positions[b] = 5, row_counts[b] = 2, window=3:
 
-One program a (request, key/value head, block of rows). The rows of a block are (query row, head of the group), so that
-a group shares what is loaded; a block has at least the 16 rows the tensor cores want. Softmax online in float32.
+    row   position   attends to positions   in slots
+    0     5          3 4 5                  31 8 9
+    1     6          4 5 6                  8 9 10
 
-Where there are few requests, `splits` programs share the keys of a block, page of keys by page of keys in turns; each
-leaves its unnormalized sum, its largest score and its total, and the last to finish joins them. So the order in which a
-row is summed depends on its position, not on its neighbors.
+The rows of a draft tree attend to every position before first_positions[b] (within the window) and
+to the rows of the tree that have a bit in `tree_masks`.
 
-Shapes: query [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d], tables [B, P], starts, counts and
-first [B], sinks [heads], masks and positions [T]. Result [T, heads, d].
+A program computes one (request, key/value head, block of query rows). The rows of a block are
+(query row, head of the group), so that a group shares what is loaded; a block has at least the 16
+rows that tensor cores need. The softmax is computed online in float32.
+
+If there are few requests, `splits` programs share the keys of a block: split s reads every
+splits-th block of keys. Each stores its unnormalized sum, its largest score and its total weight,
+and the last one to finish merges them. The order in which a row is summed therefore depends on its
+position, not on its neighbors.
+
+Shapes: query and result [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d].
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
-from peagle.kernels.cpu.ops import EVERYTHING
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton import uses_triton
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without it uses the reference
+except ImportError:  # without Triton the reference runs
     triton = None
 
-ROWS, MOST_ROWS, MOST_WIDE = (
-    16,
-    64,
-    32,
-)  # of a block: at least, at most, at most in float32 (no tensor cores)
-KEY_BYTES = 16384  # a block of keys: 64 of 128 dimensions in bf16
+MIN_BLOCK_ROWS = 16
+MAX_BLOCK_ROWS = 64
+MAX_BLOCK_ROWS_FLOAT32 = 32  # float32 runs without tensor cores
+KEY_BLOCK_BYTES = 16384  # 64 keys of 128 dimensions in bf16
 LOG2_E = 1.4426950408889634
-UNSEEN = -1e30  # finite: a block without a seen key leaves a row without a NaN
-KEYS, WARPS, STAGES = 64, 8, 2  # of a short block
-PROGRAMS, MOST_SPLITS = 132, 8  # that keep a GPU busy; of a block's keys
-COUNTERS = 4096  # blocks that are split
+UNSEEN_SCORE = -1e30  # finite, so that a block of keys without a visible one gives no NaN
+SHORT_BLOCK_KEYS = 64
+SHORT_BLOCK_WARPS = 8
+SHORT_BLOCK_STAGES = 2
+BUSY_PROGRAMS = 132  # programs that keep a GPU busy
+MAX_SPLITS = 8
+SPLIT_COUNTERS = 4096  # blocks of a launch that may be split
 
 
 def reference(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    tables: Tensor,
-    page_size: int,
-    starts: Tensor,
-    counts: Tensor,
-    first: Tensor,
-    most: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    rows: RowPass,
+    params: AttentionParams,
     out: Tensor | None = None,
-    masks: Tensor | None = None,
-    positions: Tensor | None = None,
-    both: int = 0,
 ) -> Tensor:
-    """What the kernel computes, in plain PyTorch and float32."""
+    """The same computation in plain PyTorch and float32."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    kv_heads, capacity = key_cache.shape[1], tables.shape[1] * page_size
-    requests = zip(tables.long(), starts.tolist(), counts.tolist(), first.tolist(), strict=True)
-    for table, start, count, position in requests:
+    kv_heads = key_cache.shape[1]
+    page_size = rows.page_size
+    starts, counts, firsts = (
+        x.tolist() for x in (rows.row_starts, rows.row_counts, rows.first_positions)
+    )
+    for b, (start, count, first) in enumerate(zip(starts, counts, firsts, strict=True)):
         if count == 0:
             continue
-        at = torch.arange(min(position + count, capacity), device=query.device)  # [keys]
-        slots = table[at // page_size] * page_size + at % page_size
-        k, v = key_cache[slots].float(), value_cache[slots].float()  # [keys, kv_heads, d]
-        q = (
-            query[start : start + count].float().unflatten(1, (kv_heads, -1))
-        )  # [rows, kv_heads, group, d]
-        scores = torch.einsum("rhgd,khd->rhgk", q, k) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        mine = slice(start, start + count)
-        own = None if masks is None or positions is None else (masks[mine], positions[mine])
-        seen = seen_keys(
-            position, count, at, EVERYTHING if window is None else window, own, both
-        )  # [rows, keys]
-        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-        if sinks is not None:
-            scores = torch.cat(
-                [scores, sinks.float().view(kv_heads, -1, 1).expand(count, -1, -1, 1)], -1
-            )
-        weights = scores.softmax(-1)[..., : len(at)].nan_to_num()
-        out[start : start + count] = (
-            torch.einsum("rhgk,khd->rhgd", weights, v).flatten(1, 2).to(query.dtype)
+        page_table = rows.page_tables[b].long()
+        own_rows = slice(start, start + count)
+        end = min(first + count, len(page_table) * page_size)
+        key_positions = torch.arange(end, device=query.device)
+        slots = page_table[key_positions // page_size] * page_size + key_positions % page_size
+        k = key_cache[slots].float()  # [keys, kv_heads, d]
+        v = value_cache[slots].float()
+        q = query[own_rows].float().unflatten(1, (kv_heads, -1))  # [rows, kv_heads, group, d]
+        scores = torch.einsum("rhgd,khd->rhgk", q, k) * params.scale
+        if params.softcap is not None:
+            scores = params.softcap * torch.tanh(scores / params.softcap)
+        tree = None
+        if rows.tree_masks is not None:
+            tree = (rows.tree_masks[own_rows], rows.positions[own_rows])
+        visible = visible_keys(
+            first, count, key_positions, params.window_size, tree, rows.bidirectional_rows
         )
+        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+        if params.sinks is not None:
+            sinks = params.sinks.float().view(kv_heads, -1, 1).expand(count, -1, -1, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : len(key_positions)].nan_to_num()
+        result = torch.einsum("rhgk,khd->rhgd", weights, v)
+        out[own_rows] = result.flatten(1, 2).to(query.dtype)
     return out
 
 
-def seen_keys(
-    first: int, count: int, at: Tensor, window: int, tree: tuple[Tensor, Tensor] | None, both: int
+def visible_keys(
+    first: int,
+    count: int,
+    key_positions: Tensor,
+    window: int,
+    tree: tuple[Tensor, Tensor] | None,
+    bidirectional_rows: int,
 ) -> Tensor:
-    """[rows, keys]: which of the keys at positions `at` each row of a request sees. `tree`: its masks and positions."""
+    """[count, keys] bool: the keys that each row of one request attends to.
+
+    The rows begin at position `first`; `tree` holds the masks and positions of its rows.
+    """
     if tree is not None:
         masks, positions = tree
-        bits = masks[:, None] >> (at - first).clamp(min=0) & 1
-        return torch.where(at < first, at > positions[:, None] - window, bits == 1)
-    p = (first + torch.arange(count, device=at.device))[:, None]
-    last = torch.where(p >= first + count - both, first + count - 1, p)
-    return (at <= last) & (at > p - window)
+        bits = masks[:, None] >> (key_positions - first).clamp(min=0) & 1
+        return torch.where(
+            key_positions < first, key_positions > positions[:, None] - window, bits == 1
+        )
+    end = first + count
+    positions = (first + torch.arange(count, device=key_positions.device))[:, None]
+    last = torch.where(positions >= end - bidirectional_rows, end - 1, positions)
+    return (key_positions <= last) & (key_positions > positions - window)
 
 
 if triton is not None:
-    _LOG2_E, _UNSEEN = tl.constexpr(LOG2_E), tl.constexpr(UNSEEN)
+    _LOG2_E = tl.constexpr(LOG2_E)
+    _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
 
     @triton.jit
-    def _kernel(  # type: ignore[no-untyped-def]
-        query,
-        key_cache,
-        value_cache,
-        tables,
-        starts,
-        counts,
-        first,
-        sinks,
-        masks,
-        positions,
-        out,
-        parts,
-        tops,
-        totals,
-        arrived,
+    def _visible_keys(  # type: ignore[no-untyped-def]
+        key_position, first, position, last, tree_bits, window, TREE: tl.constexpr
+    ):
+        """[rows, keys]: as `visible_keys`."""
+        visible = key_position[None, :] > position[:, None] - window
+        if TREE:
+            tree_row = tl.maximum(key_position - first, 0).to(tl.int64)
+            bit = (tree_bits[:, None] >> tree_row[None, :]) & 1
+            visible = tl.where(key_position[None, :] < first, visible, bit == 1)
+        else:
+            visible = visible & (key_position[None, :] <= last[:, None])
+        return visible
+
+    @triton.jit
+    def _merge_splits(  # type: ignore[no-untyped-def]
+        part_ptr,
+        max_ptr,
+        sum_ptr,
+        part,
+        row_mask,
+        query_mask,
+        dims,
+        D: tl.constexpr,
+        SPLITS: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """The weighted sum of values and the total weight over all splits."""
+        max_score = tl.full([BLOCK_ROWS], _UNSEEN_SCORE, tl.float32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        for i in tl.static_range(SPLITS):
+            split_max = tl.load(
+                max_ptr + part + i, mask=row_mask, other=_UNSEEN_SCORE, cache_modifier=".cg"
+            )
+            new_max = tl.maximum(max_score, split_max)
+            rescale = tl.exp2(max_score - new_max)
+            weight = tl.exp2(split_max - new_max)
+            split_sum = tl.load(sum_ptr + part + i, mask=row_mask, other=0.0, cache_modifier=".cg")
+            split_acc = tl.load(
+                part_ptr + (part + i)[:, None] * D + dims,
+                mask=query_mask,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            total = total * rescale + split_sum * weight
+            acc = acc * rescale[:, None] + split_acc * weight[:, None]
+            max_score = new_max
+        return acc, total
+
+    @triton.jit
+    def _paged_attention_kernel(  # type: ignore[no-untyped-def]
+        query_ptr,
+        key_cache_ptr,
+        value_cache_ptr,
+        page_tables_ptr,
+        row_starts_ptr,
+        row_counts_ptr,
+        first_positions_ptr,
+        sinks_ptr,
+        tree_masks_ptr,
+        positions_ptr,
+        out_ptr,
+        part_ptr,
+        max_ptr,
+        sum_ptr,
+        counters_ptr,
         scale,
-        cap,
+        softcap,
         window,
         pages,
-        query_row,
-        query_head,
-        key_slot,
-        key_head,
-        value_slot,
-        value_head,
-        table_row,
-        out_row,
-        out_head,
+        stride_q_row,
+        stride_q_head,
+        stride_k_slot,
+        stride_k_head,
+        stride_v_slot,
+        stride_v_head,
+        stride_table_row,
+        stride_o_row,
+        stride_o_head,
         HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         D: tl.constexpr,
-        PAGE: tl.constexpr,
+        PAGE_SIZE: tl.constexpr,
         SPLITS: tl.constexpr,
-        CAPPED: tl.constexpr,
+        SOFTCAP: tl.constexpr,
         SINKS: tl.constexpr,
         TREE: tl.constexpr,
-        BOTH: tl.constexpr,
+        BIDIRECTIONAL_ROWS: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_KEYS: tl.constexpr,
         BLOCK_D: tl.constexpr,
     ):
-        request, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        block, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
-        count = tl.load(counts + request).to(tl.int32)
-        if block * BLOCK_ROWS >= count * GROUP:
+        request = tl.program_id(0)
+        kv_head = tl.program_id(1).to(tl.int64)
+        block = tl.program_id(2) // SPLITS
+        split = tl.program_id(2) % SPLITS
+        row_count = tl.load(row_counts_ptr + request).to(tl.int32)
+        if block * BLOCK_ROWS >= row_count * GROUP:
             return
-        flat, dims = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
-        local, head = flat // GROUP, kv_head * GROUP + flat % GROUP
-        row = tl.load(starts + request).to(tl.int64) + local
-        mine = (local < count)[:, None] & (dims < D)[None, :]
+        query_index = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        dims = tl.arange(0, BLOCK_D)
+        local_row = query_index // GROUP
+        head = kv_head * GROUP + query_index % GROUP
+        row = tl.load(row_starts_ptr + request).to(tl.int64) + local_row
+        row_mask = local_row < row_count
+        query_mask = row_mask[:, None] & (dims < D)[None, :]
         q = tl.load(
-            query + row[:, None] * query_row + head[:, None] * query_head + dims,
-            mask=mine,
+            query_ptr + row[:, None] * stride_q_row + head[:, None] * stride_q_head + dims,
+            mask=query_mask,
             other=0.0,
         )
 
-        begin = tl.load(first + request).to(tl.int32)
-        position = begin + local
+        first = tl.load(first_positions_ptr + request).to(tl.int32)
+        position = first + local_row
         last = position
-        if BOTH > 0:
-            last = begin + tl.where(local >= count - BOTH, count - 1, local)
+        tree_bits = position
+        # Keys low .. high - 1 are visible to some row of the block.
+        low = tl.maximum(first + block * BLOCK_ROWS // GROUP - window + 1, 0)
+        high = first + tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
+        if BIDIRECTIONAL_ROWS > 0:
+            in_both_ways = local_row >= row_count - BIDIRECTIONAL_ROWS
+            last = first + tl.where(in_both_ways, row_count - 1, local_row)
+            high = first + row_count
         if TREE:
-            position = tl.load(positions + row, mask=local < count, other=0).to(tl.int32)
-            bits = tl.load(masks + row, mask=local < count, other=0)
-        low = tl.maximum(
-            begin + block * BLOCK_ROWS // GROUP - window + 1, 0
-        )  # what the block's first row sees
-        if TREE:
-            low = tl.maximum(begin - window + 1, 0)
-        high = begin + tl.minimum(
-            (block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, count
-        )  # and its last one
-        if BOTH > 0:
-            high = begin + count
-        high = tl.minimum(high, pages * PAGE)
-        low = (
-            low // BLOCK_KEYS // SPLITS * SPLITS * BLOCK_KEYS
-        )  # whole blocks of keys, the first one split 0's
+            position = tl.load(positions_ptr + row, mask=row_mask, other=0).to(tl.int32)
+            tree_bits = tl.load(tree_masks_ptr + row, mask=row_mask, other=0)
+            low = tl.maximum(first - window + 1, 0)
+        high = tl.minimum(high, pages * PAGE_SIZE)
+        # Whole blocks of keys, the first of which belongs to split 0.
+        low = low // BLOCK_KEYS // SPLITS * SPLITS * BLOCK_KEYS
 
-        best = tl.full([BLOCK_ROWS], _UNSEEN, tl.float32)  # the largest score so far
+        max_score = tl.full([BLOCK_ROWS], _UNSEEN_SCORE, tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
-        if SINKS:  # one of the splits counts the sink
-            sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
-            best = tl.where(split == 0, sink, best)
+        if SINKS:  # Split 0 counts the sink.
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
+            max_score = tl.where(split == 0, sink, max_score)
             total = tl.where(split == 0, 1.0, total)
-        mixed = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        table = tables + request.to(tl.int64) * table_row
-        keys, values = (
-            key_cache + kv_head * key_head + dims[None, :],
-            value_cache + kv_head * value_head + dims[None, :],
-        )
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
+        keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
+        values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
         for start in range(low + split * BLOCK_KEYS, high, SPLITS * BLOCK_KEYS):
-            at = start + tl.arange(0, BLOCK_KEYS)
-            inside = at < high
-            page = tl.load(table + at // PAGE, mask=inside, other=0)
-            slot = (page.to(tl.int64) * PAGE + at % PAGE)[:, None]
-            there = inside[:, None] & (dims < D)[None, :]
-            k = tl.load(keys + slot * key_slot, mask=there, other=0.0)  # [keys, d]
-            scores = (
-                tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            )  # [rows, keys], in powers of 2
-            if CAPPED:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale holds the 2 / cap
-                scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-            seen = at[None, :] > position[:, None] - window
-            if TREE:
-                bit = (bits[:, None] >> tl.maximum(at - begin, 0).to(tl.int64)[None, :]) & 1
-                seen = tl.where(at[None, :] < begin, seen, bit == 1)
-            else:
-                seen = seen & (at[None, :] <= last[:, None])
-            scores = tl.where(seen & inside[None, :], scores, _UNSEEN)
-            larger = tl.maximum(best, tl.max(scores, 1))
-            weights = tl.exp2(scores - larger[:, None])
-            shrink = tl.exp2(best - larger)
-            v = tl.load(values + slot * value_slot, mask=there, other=0.0)
-            mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            total = total * shrink + tl.sum(weights, 1)
-            best = larger
+            key_position = start + tl.arange(0, BLOCK_KEYS)
+            in_range = key_position < high
+            page = tl.load(table_ptr + key_position // PAGE_SIZE, mask=in_range, other=0)
+            slot = (page.to(tl.int64) * PAGE_SIZE + key_position % PAGE_SIZE)[:, None]
+            key_mask = in_range[:, None] & (dims < D)[None, :]
+            k = tl.load(keys_ptr + slot * stride_k_slot, mask=key_mask, other=0.0)  # [keys, d]
+            # [rows, keys], as powers of 2
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale contains the 2 / softcap
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            visible = _visible_keys(key_position, first, position, last, tree_bits, window, TREE)
+            scores = tl.where(visible & in_range[None, :], scores, _UNSEEN_SCORE)
+            new_max = tl.maximum(max_score, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_max[:, None])
+            rescale = tl.exp2(max_score - new_max)
+            v = tl.load(values_ptr + slot * stride_v_slot, mask=key_mask, other=0.0)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            total = total * rescale + tl.sum(weights, 1)
+            max_score = new_max
 
         if SPLITS > 1:
             part = (row * HEADS + head) * SPLITS
-            tl.store(tops + part + split, best, mask=local < count)
-            tl.store(totals + part + split, total, mask=local < count)
-            tl.store(parts + (part + split)[:, None] * D + dims[None, :], mixed, mask=mine)
-            tl.debug_barrier()  # every thread has stored
-            turn = (request * tl.num_programs(1) + tl.program_id(1)) * (
-                tl.num_programs(2) // SPLITS
-            ) + block
-            if tl.atomic_add(arrived + turn, 1) < SPLITS - 1:
+            tl.store(max_ptr + part + split, max_score, mask=row_mask)
+            tl.store(sum_ptr + part + split, total, mask=row_mask)
+            tl.store(part_ptr + (part + split)[:, None] * D + dims[None, :], acc, mask=query_mask)
+            tl.debug_barrier()  # Every thread has stored.
+            blocks = tl.num_programs(2) // SPLITS
+            counter = (request * tl.num_programs(1) + tl.program_id(1)) * blocks + block
+            if tl.atomic_add(counters_ptr + counter, 1) < SPLITS - 1:
                 return
-            tl.store(arrived + turn, 0)  # for the next launch
-            best = tl.full([BLOCK_ROWS], _UNSEEN, tl.float32)
-            total = tl.zeros([BLOCK_ROWS], tl.float32)
-            mixed = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-            for other in tl.static_range(SPLITS):
-                top = tl.load(
-                    tops + part + other, mask=local < count, other=_UNSEEN, cache_modifier=".cg"
-                )
-                larger = tl.maximum(best, top)
-                shrink, weight = tl.exp2(best - larger), tl.exp2(top - larger)
-                said = tl.load(
-                    totals + part + other, mask=local < count, other=0.0, cache_modifier=".cg"
-                )
-                theirs = tl.load(
-                    parts + (part + other)[:, None] * D + dims,
-                    mask=mine,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                total = total * shrink + said * weight
-                mixed = mixed * shrink[:, None] + theirs * weight[:, None]
-                best = larger
-        result = (mixed / tl.maximum(total, 1e-9)[:, None]).to(out.dtype.element_ty)
+            tl.store(counters_ptr + counter, 0)  # for the next launch
+            acc, total = _merge_splits(
+                part_ptr,
+                max_ptr,
+                sum_ptr,
+                part,
+                row_mask,
+                query_mask,
+                dims,
+                D,
+                SPLITS,
+                BLOCK_ROWS,
+                BLOCK_D,
+            )
+        result = (acc / tl.maximum(total, 1e-9)[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(
-            out + row[:, None] * out_row + head[:, None] * out_head + dims[None, :],
+            out_ptr + row[:, None] * stride_o_row + head[:, None] * stride_o_head + dims[None, :],
             result,
-            mask=mine,
+            mask=query_mask,
         )
 
 
@@ -280,167 +331,156 @@ def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    tables: Tensor,
-    page_size: int,
-    starts: Tensor,
-    counts: Tensor,
-    first: Tensor,
-    most: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    splits: int | None = None,
+    rows: RowPass,
+    params: AttentionParams,
     out: Tensor | None = None,
-    arrived: Tensor | None = None,
-    masks: Tensor | None = None,
-    positions: Tensor | None = None,
-    both: int = 0,
+    split_counters: Tensor | None = None,
+    splits: int | None = None,
 ) -> Tensor:
-    """`most` bounds counts, on the host. The last dimension of every tensor must be contiguous, nothing else need be.
+    """Run the kernel, or its counterpart on a CPU. The last dimension of tensors is contiguous.
 
-    Caches must be finite wherever a table points: what is masked is still multiplied, by 0.
-    Rows that belong to no request are zeros; with `out`, they stay what they were. A request of no rows reads nothing.
-    A position behind the table's last page sees what the table holds; its result is of no use, but finite.
-    `arrived`: zeros, int32, that nobody else uses at the same time; as they were afterwards. Trees have `masks` and
-    `positions`.
+    Caches must be finite wherever a page table points: a masked key is still multiplied, by 0. Rows
+    that belong to no request are zeros; with `out`, they stay what they were. A position behind the
+    table's last page attends to what the table holds; its result is meaningless, but finite.
+    `split_counters` (see `new_split_counters`) must not be used by another launch at the same time.
     """
-    if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
-        if softcap is None and sinks is None:
-            into = (
-                torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-                if out is None
-                else out
-            )
-            args = (
-                query,
-                key_cache,
-                value_cache,
-                tables,
-                page_size,
-                starts,
-                counts,
-                first,
-                most,
-                scale,
-                window,
-                into,
-            )
-            if ops.attend(*args, masks, positions, both):
-                return into
-        return reference(
-            query,
-            key_cache,
-            value_cache,
-            tables,
-            page_size,
-            starts,
-            counts,
-            first,
-            most,
-            scale,
-            window,
-            softcap,
-            sinks,
-            out,
-            masks,
-            positions,
-            both,
-        )
-    rows, heads, d = query.shape
-    batch, kv_heads = len(tables), key_cache.shape[1]
+    if not uses_triton(query):
+        return _attend_on_cpu(query, key_cache, value_cache, rows, params, out)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    assert (
-        heads % kv_heads == 0 and key_cache.shape == value_cache.shape and out.shape == query.shape
-    )
-    assert (
-        query.stride(2)
-        == key_cache.stride(2)
-        == value_cache.stride(2)
-        == tables.stride(1)
-        == out.stride(2)
-        == 1
-    )
-    group, block_d = heads // kv_heads, max(16, triton.next_power_of_2(d))
-    wide = query.element_size() == 4
-    block_rows = min(
-        max(ROWS, triton.next_power_of_2(most * group)), MOST_WIDE if wide else MOST_ROWS
-    )
-    # how keys are split decides the order of a row's sum: not by the blocks of rows that are spread below
-    splits = splits or min(
-        max(PROGRAMS // (batch * kv_heads * triton.cdiv(most * group, block_rows)), 1), MOST_SPLITS
-    )
-    if (
-        batch * kv_heads * triton.cdiv(most * group, ROWS) <= PROGRAMS
-    ):  # few: small blocks spread over the GPU
-        block_rows = ROWS
-    blocks = triton.cdiv(most * group, block_rows)
-    sizes: dict[str, Any] = {
-        "HEADS": heads,
-        "GROUP": group,
-        "D": d,
-        "PAGE": page_size,
-        "SPLITS": splits,
-        "BLOCK_D": block_d,
-        "CAPPED": softcap is not None,
-        "SINKS": sinks is not None,
-        "TREE": masks is not None,
-        "BOTH": both,
-        "BLOCK_ROWS": block_rows,
-        **tiles(block_rows, block_d, query.element_size()),
-    }
-    parts = tops = totals = out
-    arrived = counters(query.device) if arrived is None else arrived
-    if splits > 1:
-        parts = torch.empty(rows, heads, splits, d, dtype=torch.float32, device=query.device)
-        tops, totals = (parts.new_empty(rows, heads, splits) for _ in range(2))
-        assert batch * kv_heads * blocks <= len(arrived)
-    steps = scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap
-    cap = 0.0 if softcap is None else softcap * LOG2_E
-    strides = (
-        *query.stride()[:2],
-        *key_cache.stride()[:2],
-        *value_cache.stride()[:2],
-        tables.stride(0),
-        *out.stride()[:2],
-    )
-    _kernel[(batch, kv_heads, blocks * splits)](
-        query,
-        key_cache,
-        value_cache,
-        tables,
-        starts,
-        counts,
-        first,
-        query if sinks is None else sinks,
-        masks,
-        positions,
-        out,
-        parts,
-        tops,
-        totals,
-        arrived,
-        steps,
-        cap,
-        EVERYTHING if window is None else window,
-        tables.shape[1],
-        *strides,
-        **sizes,
-    )
+    assert query.shape[1] % key_cache.shape[1] == 0
+    assert key_cache.shape == value_cache.shape and out.shape == query.shape
+    assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == out.stride(2) == 1
+    assert rows.page_tables.stride(1) == 1
+    _launch(query, key_cache, value_cache, rows, params, out, split_counters, splits)
     return out
 
 
-def tiles(block_rows: int, block_d: int, element_size: int) -> dict[str, int]:
-    """Blocks of a step (short) as measured on an H200; longer ones as their registers allow."""
-    short = element_size < 4 and block_rows <= 32
+def _attend_on_cpu(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: RowPass,
+    params: AttentionParams,
+    out: Tensor | None,
+) -> Tensor:
+    if params.softcap is None and params.sinks is None:
+        into = (
+            torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
+        )
+        if ops.attend(query, key_cache, value_cache, rows, params, into):
+            return into
+    return reference(query, key_cache, value_cache, rows, params, out)
+
+
+def _launch(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: RowPass,
+    params: AttentionParams,
+    out: Tensor,
+    split_counters: Tensor | None,
+    splits: int | None,
+) -> None:
+    total_rows, heads, d = query.shape
+    batch = len(rows.page_tables)
+    kv_heads = key_cache.shape[1]
+    group = heads // kv_heads
+    plan = plan_launch(batch * kv_heads, rows.max_rows * group, query.element_size(), splits)
+    block_d = max(16, triton.next_power_of_2(d))
+    partial_sums = max_scores = totals = out
+    counters = new_split_counters(query.device) if split_counters is None else split_counters
+    if plan.splits > 1:
+        partial_sums = torch.empty(
+            total_rows, heads, plan.splits, d, dtype=torch.float32, device=query.device
+        )
+        max_scores, totals = (
+            partial_sums.new_empty(total_rows, heads, plan.splits) for _ in range(2)
+        )
+        assert batch * kv_heads * plan.blocks <= len(counters)
+    scale = params.scale * LOG2_E
+    softcap = 0.0
+    if params.softcap is not None:
+        scale = 2 * params.scale * LOG2_E / params.softcap
+        softcap = params.softcap * LOG2_E
+    _paged_attention_kernel[(batch, kv_heads, plan.blocks * plan.splits)](
+        query,
+        key_cache,
+        value_cache,
+        rows.page_tables,
+        rows.row_starts,
+        rows.row_counts,
+        rows.first_positions,
+        query if params.sinks is None else params.sinks,
+        rows.tree_masks,
+        rows.positions,
+        out,
+        partial_sums,
+        max_scores,
+        totals,
+        counters,
+        scale,
+        softcap,
+        params.window_size,
+        rows.page_tables.shape[1],
+        *query.stride()[:2],
+        *key_cache.stride()[:2],
+        *value_cache.stride()[:2],
+        rows.page_tables.stride(0),
+        *out.stride()[:2],
+        HEADS=heads,
+        GROUP=group,
+        D=d,
+        PAGE_SIZE=rows.page_size,
+        SPLITS=plan.splits,
+        SOFTCAP=params.softcap is not None,
+        SINKS=params.sinks is not None,
+        TREE=rows.tree_masks is not None,
+        BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK_D=block_d,
+        **key_block_sizes(plan.block_rows, block_d, query.element_size()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    block_rows: int
+    blocks: int  # per request and key/value head
+    splits: int  # programs per block
+
+
+def plan_launch(
+    heads_in_batch: int, queries: int, element_size: int, splits: int | None
+) -> LaunchPlan:
+    """Cut `queries` (rows x heads of a group) of each request and key/value head into blocks."""
+    max_rows = MAX_BLOCK_ROWS_FLOAT32 if element_size == 4 else MAX_BLOCK_ROWS
+    block_rows = min(max(MIN_BLOCK_ROWS, triton.next_power_of_2(queries)), max_rows)
+    # The number of splits decides the order of a row's sum: it is chosen before blocks shrink.
+    if not splits:
+        programs = heads_in_batch * triton.cdiv(queries, block_rows)
+        splits = min(max(BUSY_PROGRAMS // programs, 1), MAX_SPLITS)
+    if heads_in_batch * triton.cdiv(queries, MIN_BLOCK_ROWS) <= BUSY_PROGRAMS:
+        block_rows = MIN_BLOCK_ROWS  # Small blocks spread a small batch over the GPU.
+    return LaunchPlan(block_rows, triton.cdiv(queries, block_rows), splits)
+
+
+def key_block_sizes(block_rows: int, block_d: int, element_size: int) -> dict[str, int]:
+    """Sizes measured on an H200 for the short blocks of a step; longer ones fit the registers."""
+    if element_size < 4 and block_rows <= 32:
+        return {
+            "BLOCK_KEYS": SHORT_BLOCK_KEYS,
+            "num_warps": SHORT_BLOCK_WARPS,
+            "num_stages": SHORT_BLOCK_STAGES,
+        }
     wide = element_size == 4 or block_rows * block_d > 64 * 128
     return {
-        "BLOCK_KEYS": KEYS if short else min(max(KEY_BYTES // (block_d * element_size), 16), 64),
-        "num_warps": WARPS if short else 8 if wide else 4,
-        "num_stages": STAGES if short else 3,
+        "BLOCK_KEYS": min(max(KEY_BLOCK_BYTES // (block_d * element_size), 16), 64),
+        "num_warps": 8 if wide else 4,
+        "num_stages": 3,
     }
 
 
-def counters(device: torch.device) -> Tensor:
-    """How many splits of a block have finished: none."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+def new_split_counters(device: torch.device) -> Tensor:
+    """Zeros that count the finished splits of each block; every launch leaves them zero."""
+    return torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=device)

@@ -1,338 +1,308 @@
-"""Rotary embedding in place, and the new keys and values into their slots: one launch behind the qkv projection.
+"""Rotary embedding of q and k, and the new keys and values stored in their KV slots: one launch.
 
-Rotate-half convention: dimension i turns with dimension i + rot/2; dimensions from rot on do not turn (partial rotary).
-Where a head norm is given (Qwen3), each head is RMS-normed before it turns. Everything is rounded where transformers
-rounds: cos and sin to the tensors' dtype, each product, the sum.
+It follows the rotate-half convention: dimension i rotates with dimension i + rot/2, and dimensions
+from rot on do not rotate (partial rotary). With a head norm (Qwen3), each head is RMS-normed before
+it rotates. Results are rounded where transformers rounds: cos and sin to the tensors' dtype, then
+each product, then the sum.
 
-One program a (row, a few heads). Query heads and key/value heads are different programs; a thread stores the two
-elements it has loaded, so that nobody reads what another has already turned.
+    d=4, rot=2, head (x0 x1 x2 x3)  ->  (x0 cos - x1 sin, x1 cos + x0 sin, x2, x3)
 
-Shapes: qkv [T, (H + 2 Hkv) d] with the heads of q, k, v in this order, positions and slots [T] (slot -1: nothing is
-stored), table [max_pos, rot] float32 (cos of rot/2 frequencies, then sin), caches [num_slots, Hkv, d], norms [d].
-qkv may come in shares [S, T, (H + 2 Hkv) d] (few_rows.py): they are added up first, and q gets a tensor of its own.
+A program computes a few heads of one row. Query heads and key/value heads belong to different
+programs. A thread stores the two elements that it has loaded, so no program reads rotated values.
+
+Shapes: qkv [T, (H + 2 Hkv) d] with the heads of q, k, v in this order; rows.positions [T] and
+rows.kv_slots [T] (slot -1: nothing is stored); rope_table [max_positions, rot] float32 (cosines of
+rot/2 frequencies, then sines); caches [num_slots, Hkv, d]; norms [d]. qkv may come as partial sums
+[S, T, (H + 2 Hkv) d] (skinny_gemm.py): they are added first, and q gets a tensor of its own.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from peagle.kernels.attention_params import AttentionHeads
 from peagle.kernels.cpu import ops
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton import uses_triton
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without it uses the reference
+except ImportError:  # without Triton the reference runs
     triton = None
 
-HEADS = 4  # of a program
+HEADS_PER_PROGRAM = 4
 
 
 def reference(
     qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
+    rows: RowPass,
+    rope_table: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    heads: int,
-    kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
+    heads: AttentionHeads,
 ) -> Tensor:
-    """What the kernel computes, in plain PyTorch."""
+    """The same computation in plain PyTorch."""
     qkv = qkv if qkv.dim() == 2 else qkv.sum(0).to(key_cache.dtype)
-    turn(
-        qkv,
-        angles(positions, table, qkv.dtype),
-        slots,
-        key_cache,
-        value_cache,
-        heads,
-        kv_heads,
-        q_norm,
-        k_norm,
-        eps,
-    )
-    return qkv.unflatten(1, (-1, key_cache.shape[2]))[:, :heads]
-
-
-def angles(positions: Tensor, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of each row, [T, 1, rot / 2]: the same for every layer of a pass."""
-    cos, sin = table[positions.long().clamp(max=len(table) - 1)].to(dtype)[:, None].chunk(2, -1)
-    return cos, sin
-
-
-def turn(
-    qkv: Tensor,
-    angle: tuple[Tensor, Tensor],
-    slots: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    heads: int,
-    kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> None:
-    """The reference, with its angles looked up."""
-    (cos, sin), d = angle, key_cache.shape[2]
+    cos, sin = rows.rotary_angles(rope_table, qkv.dtype)
     half = cos.shape[-1]
-    q, k, v = qkv.unflatten(1, (-1, d)).split(
-        [heads, kv_heads, kv_heads], 1
-    )  # views: [T, heads, d]
-
-    def normed(x: Tensor, norm: Tensor | None) -> Tensor:
-        if norm is None:
-            return x
-        wide = x.float()
-        return norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-    plain = q_norm is None and k_norm is None
-    both = (
-        qkv.unflatten(1, (-1, d))[:, : heads + kv_heads]
-        if plain
-        else torch.cat([normed(q, q_norm), normed(k, k_norm)], 1)
-    )
-    left, right, rest = both.split([half, half, d - 2 * half], -1)
-    turned = torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1).to(qkv.dtype)
-    new_q, new_k = turned.split([heads, kv_heads], 1)
-    stored = slots >= 0
+    d = key_cache.shape[2]
+    kv_heads = heads.num_kv_heads
+    qkv_heads = qkv.unflatten(1, (-1, d))
+    q, k, v = qkv_heads.split([heads.num_heads, kv_heads, kv_heads], 1)  # views: [T, heads, d]
+    qk = qkv_heads[:, : heads.num_heads + kv_heads]
+    if heads.q_norm is not None or heads.k_norm is not None:
+        qk = torch.cat(
+            [_rms_norm(q, heads.q_norm, heads.eps), _rms_norm(k, heads.k_norm, heads.eps)], 1
+        )
+    left, right, rest = qk.split([half, half, d - 2 * half], -1)
+    rotated = torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
+    new_q, new_k = rotated.to(qkv.dtype).split([heads.num_heads, kv_heads], 1)
+    kv_slots = rows.kv_slots
+    stored = kv_slots >= 0
     if not bool(stored.all()):
-        slots, new_k, v = slots[stored], new_k[stored], v[stored]
-    key_cache[slots.long()] = new_k
-    value_cache[slots.long()] = v
+        kv_slots, new_k, v = kv_slots[stored], new_k[stored], v[stored]
+    key_cache[kv_slots.long()] = new_k
+    value_cache[kv_slots.long()] = v
     q.copy_(new_q)
+    return qkv_heads[:, : heads.num_heads]
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 if triton is not None:
 
     @triton.jit
-    def _read(at, share, mask, SHARES: tl.constexpr, dtype):  # type: ignore[no-untyped-def]
-        x = tl.load(at, mask=mask, other=0.0)
-        for i in tl.static_range(1, SHARES):
-            x += tl.load(at + i * share, mask=mask, other=0.0)
+    def _load_sum(  # type: ignore[no-untyped-def]
+        ptr, stride_split, mask, SPLITS: tl.constexpr, dtype
+    ):
+        """Load and add the partial sums of one tile."""
+        x = tl.load(ptr, mask=mask, other=0.0)
+        for i in tl.static_range(1, SPLITS):
+            x += tl.load(ptr + i * stride_split, mask=mask, other=0.0)
         return x.to(dtype)
 
     @triton.jit
-    def _turn(  # type: ignore[no-untyped-def]
-        source,
-        share,
-        target,
-        target_head,
-        norm,
-        angles,
+    def _scale_by_norm(x, scale, weight_ptr, dims, mask, dtype):  # type: ignore[no-untyped-def]
+        weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)[None, :]
+        return (weight * (x * scale).to(dtype).to(tl.float32)).to(dtype)
+
+    @triton.jit
+    def _rotate_heads(  # type: ignore[no-untyped-def]
+        source_ptr,
+        stride_split,
+        target_ptr,
+        stride_target_head,
+        norm_ptr,
+        angles_ptr,
         head,
-        there,
+        head_mask,
         eps,
         D: tl.constexpr,
         ROT: tl.constexpr,
         NORM: tl.constexpr,
-        SHARES: tl.constexpr,
+        SPLITS: tl.constexpr,
         BLOCK_HALF: tl.constexpr,
         BLOCK_REST: tl.constexpr,
     ):
-        """Heads [HEADS] of one row, from source (heads side by side) to target (heads target_head apart)."""
+        """Rotate heads [BLOCK_HEADS] of one row; the heads of the source are contiguous."""
         HALF: tl.constexpr = ROT // 2
-        dims, rest = tl.arange(0, BLOCK_HALF), ROT + tl.arange(0, BLOCK_REST)
-        inside, outside = (dims < HALF)[None, :], (rest < D)[None, :]
-        at, to = source + head[:, None] * D, target + head[:, None].to(tl.int64) * target_head
-        dtype = target.dtype.element_ty
-        left = _read(at + dims[None, :], share, there[:, None] & inside, SHARES, dtype)
-        right = _read(at + HALF + dims[None, :], share, there[:, None] & inside, SHARES, dtype)
-        still = _read(at + rest[None, :], share, there[:, None] & outside, SHARES, dtype)
+        dims = tl.arange(0, BLOCK_HALF)
+        rest_dims = ROT + tl.arange(0, BLOCK_REST)
+        half_mask = head_mask[:, None] & (dims < HALF)[None, :]
+        rest_mask = head_mask[:, None] & (rest_dims < D)[None, :]
+        source = source_ptr + head[:, None] * D
+        target = target_ptr + head[:, None].to(tl.int64) * stride_target_head
+        dtype = target_ptr.dtype.element_ty
+        left = _load_sum(source + dims[None, :], stride_split, half_mask, SPLITS, dtype)
+        right = _load_sum(source + HALF + dims[None, :], stride_split, half_mask, SPLITS, dtype)
+        rest = _load_sum(source + rest_dims[None, :], stride_split, rest_mask, SPLITS, dtype)
         if NORM:
-            x, y, z = left.to(tl.float32), right.to(tl.float32), still.to(tl.float32)
+            x, y, z = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
             square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
             scale = tl.rsqrt(square / D + eps)[:, None]
-            gain_x = tl.load(norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-            gain_y = tl.load(norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[
-                None, :
-            ]
-            gain_z = tl.load(norm + rest, mask=rest < D, other=0.0).to(tl.float32)[None, :]
-            left = (gain_x * (x * scale).to(dtype).to(tl.float32)).to(dtype)
-            right = (gain_y * (y * scale).to(dtype).to(tl.float32)).to(dtype)
-            still = (gain_z * (z * scale).to(dtype).to(tl.float32)).to(dtype)
-        cos = tl.load(angles + dims, mask=dims < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
-        sin = (
-            tl.load(angles + HALF + dims, mask=dims < HALF, other=0.0)
-            .to(dtype)
-            .to(tl.float32)[None, :]
-        )
+            left = _scale_by_norm(x, scale, norm_ptr, dims, dims < HALF, dtype)
+            right = _scale_by_norm(y, scale, norm_ptr + HALF, dims, dims < HALF, dtype)
+            rest = _scale_by_norm(z, scale, norm_ptr, rest_dims, rest_dims < D, dtype)
+        cos = tl.load(angles_ptr + dims, mask=dims < HALF, other=0.0)
+        cos = cos.to(dtype).to(tl.float32)[None, :]
+        sin = tl.load(angles_ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        sin = sin.to(dtype).to(tl.float32)[None, :]
         x, y = left.to(tl.float32), right.to(tl.float32)
         new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
         new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
-        tl.store(to + dims[None, :], new_left.to(dtype), mask=there[:, None] & inside)
-        tl.store(to + HALF + dims[None, :], new_right.to(dtype), mask=there[:, None] & inside)
-        tl.store(to + rest[None, :], still, mask=there[:, None] & outside)
+        tl.store(target + dims[None, :], new_left.to(dtype), mask=half_mask)
+        tl.store(target + HALF + dims[None, :], new_right.to(dtype), mask=half_mask)
+        tl.store(target + rest_dims[None, :], rest, mask=rest_mask)
 
     @triton.jit
-    def _kernel(  # type: ignore[no-untyped-def]
-        qkv,
-        query,
-        positions,
-        slots,
-        table,
-        key_cache,
-        value_cache,
-        q_norm,
-        k_norm,
+    def _rope_store_kernel(  # type: ignore[no-untyped-def]
+        qkv_ptr,
+        query_ptr,
+        positions_ptr,
+        kv_slots_ptr,
+        rope_table_ptr,
+        key_cache_ptr,
+        value_cache_ptr,
+        q_norm_ptr,
+        k_norm_ptr,
         eps,
-        max_pos,
-        qkv_share,
-        qkv_row,
-        query_row,
-        table_row,
-        key_slot,
-        key_head,
-        value_slot,
-        value_head,
-        H: tl.constexpr,
-        KV: tl.constexpr,
+        max_positions,
+        stride_qkv_split,
+        stride_qkv_row,
+        stride_q_row,
+        stride_rope_row,
+        stride_k_slot,
+        stride_k_head,
+        stride_v_slot,
+        stride_v_head,
+        HEADS: tl.constexpr,
+        KV_HEADS: tl.constexpr,
         D: tl.constexpr,
         ROT: tl.constexpr,
         Q_NORM: tl.constexpr,
         K_NORM: tl.constexpr,
-        SHARES: tl.constexpr,
+        SPLITS: tl.constexpr,
         BLOCK_HEADS: tl.constexpr,
         BLOCK_HALF: tl.constexpr,
         BLOCK_REST: tl.constexpr,
         BLOCK_D: tl.constexpr,
     ):
-        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        Q_BLOCKS: tl.constexpr = (H + BLOCK_HEADS - 1) // BLOCK_HEADS
-        position = tl.minimum(tl.load(positions + row).to(tl.int64), max_pos - 1)
-        angles, mine = table + position * table_row, qkv + row * qkv_row
+        row = tl.program_id(0).to(tl.int64)
+        block = tl.program_id(1)
+        Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+        position = tl.minimum(tl.load(positions_ptr + row).to(tl.int64), max_positions - 1)
+        angles_ptr = rope_table_ptr + position * stride_rope_row
+        row_ptr = qkv_ptr + row * stride_qkv_row
         if block < Q_BLOCKS:
             head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-            _turn(
-                mine,
-                qkv_share,
-                query + row * query_row,
+            _rotate_heads(
+                row_ptr,
+                stride_qkv_split,
+                query_ptr + row * stride_q_row,
                 D,
-                q_norm,
-                angles,
+                q_norm_ptr,
+                angles_ptr,
                 head,
-                head < H,
+                head < HEADS,
                 eps,
                 D,
                 ROT,
                 Q_NORM,
-                SHARES,
+                SPLITS,
                 BLOCK_HALF,
                 BLOCK_REST,
             )
         else:
-            slot = tl.load(slots + row).to(tl.int64)
+            slot = tl.load(kv_slots_ptr + row).to(tl.int64)
             head = (block - Q_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-            there = (head < KV) & (slot >= 0)
-            keys = key_cache + slot * key_slot
-            _turn(
-                mine + H * D,
-                qkv_share,
-                keys,
-                key_head,
-                k_norm,
-                angles,
+            head_mask = (head < KV_HEADS) & (slot >= 0)
+            _rotate_heads(
+                row_ptr + HEADS * D,
+                stride_qkv_split,
+                key_cache_ptr + slot * stride_k_slot,
+                stride_k_head,
+                k_norm_ptr,
+                angles_ptr,
                 head,
-                there,
+                head_mask,
                 eps,
                 D,
                 ROT,
                 K_NORM,
-                SHARES,
+                SPLITS,
                 BLOCK_HALF,
                 BLOCK_REST,
             )
             dims = tl.arange(0, BLOCK_D)[None, :]
-            at = mine + (H + KV) * D + head[:, None] * D + dims
-            v = _read(
-                at, qkv_share, there[:, None] & (dims < D), SHARES, value_cache.dtype.element_ty
-            )
-            to = value_cache + slot * value_slot + head[:, None].to(tl.int64) * value_head + dims
-            tl.store(to, v, mask=there[:, None] & (dims < D))
+            mask = head_mask[:, None] & (dims < D)
+            source = row_ptr + (HEADS + KV_HEADS) * D + head[:, None] * D + dims
+            v = _load_sum(source, stride_qkv_split, mask, SPLITS, value_cache_ptr.dtype.element_ty)
+            head_offset = head[:, None].to(tl.int64) * stride_v_head
+            tl.store(value_cache_ptr + slot * stride_v_slot + head_offset + dims, v, mask=mask)
 
 
 def rope_store(
     qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
+    rows: RowPass,
+    rope_table: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    heads: int,
-    kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
+    heads: AttentionHeads,
 ) -> Tensor:
-    """The turned q [T, H, d], inside qkv where that is whole; turned k and plain v go to the caches; k and v inside qkv
-    stay as they are.
+    """Return the rotated q [T, H, d], inside qkv unless that comes as partial sums.
 
-    A position behind the table's end takes its last row. No two rows may have the same slot. The last dimension of
-    every tensor must be contiguous.
+    The rotated k and the plain v go to the caches; k and v inside qkv stay as they are. A position
+    behind the table's end takes its last row. No two rows may have the same slot. The last
+    dimension of every tensor is contiguous.
     """
-    if triton is None or not (qkv.is_cuda or triton.knobs.runtime.interpret):
-        args = (
-            qkv,
-            positions,
-            slots,
-            table,
-            key_cache,
-            value_cache,
-            heads,
-            kv_heads,
-            q_norm,
-            k_norm,
-            eps,
-        )
+    if not uses_triton(qkv):
+        args = (qkv, rows, rope_table, key_cache, value_cache, heads)
         if qkv.dim() == 2 and ops.rope_store(*args):
-            return qkv.unflatten(1, (-1, key_cache.shape[2]))[:, :heads]
+            return qkv.unflatten(1, (-1, key_cache.shape[2]))[:, : heads.num_heads]
         return reference(*args)
-    d, rot, rows = key_cache.shape[2], table.shape[1], qkv.shape[-2]
-    assert qkv.shape[-1] == (heads + 2 * kv_heads) * d and key_cache.shape == value_cache.shape
-    assert rot % 2 == 0 and 2 <= rot <= d and key_cache.dtype == value_cache.dtype
-    assert qkv.stride(-1) == table.stride(1) == key_cache.stride(2) == value_cache.stride(2) == 1
-    whole = qkv.dim() == 2
-    query = qkv if whole else torch.empty(rows, heads * d, dtype=key_cache.dtype, device=qkv.device)
+    d = key_cache.shape[2]
+    rot = rope_table.shape[1]
+    assert qkv.shape[-1] == (heads.num_heads + 2 * heads.num_kv_heads) * d
+    assert rot % 2 == 0 and 2 <= rot <= d
+    assert key_cache.shape == value_cache.shape and key_cache.dtype == value_cache.dtype
+    assert qkv.stride(-1) == rope_table.stride(1) == 1
+    assert key_cache.stride(2) == value_cache.stride(2) == 1
+    query = qkv
+    if qkv.dim() == 3:
+        query = torch.empty(
+            qkv.shape[1], heads.num_heads * d, dtype=key_cache.dtype, device=qkv.device
+        )
     assert query.dtype == key_cache.dtype
-    sizes: dict[str, Any] = {
-        "H": heads,
-        "KV": kv_heads,
-        "D": d,
-        "ROT": rot,
-        "Q_NORM": q_norm is not None,
-        "K_NORM": k_norm is not None,
-        "SHARES": 1 if whole else len(qkv),
-        "BLOCK_HEADS": HEADS,
-        "BLOCK_HALF": triton.next_power_of_2(rot // 2),
-        "BLOCK_REST": triton.next_power_of_2(max(d - rot, 1)),
-        "BLOCK_D": triton.next_power_of_2(d),
-    }
-    strides = (
+    _launch(qkv, query, rows, rope_table, key_cache, value_cache, heads)
+    return query[:, : heads.num_heads * d].unflatten(1, (heads.num_heads, d))
+
+
+def _launch(
+    qkv: Tensor,
+    query: Tensor,
+    rows: RowPass,
+    rope_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    heads: AttentionHeads,
+) -> None:
+    d = key_cache.shape[2]
+    rot = rope_table.shape[1]
+    q_blocks = triton.cdiv(heads.num_heads, HEADS_PER_PROGRAM)
+    kv_blocks = triton.cdiv(heads.num_kv_heads, HEADS_PER_PROGRAM)
+    _rope_store_kernel[(qkv.shape[-2], q_blocks + kv_blocks)](
+        qkv,
+        query,
+        rows.positions,
+        rows.kv_slots,
+        rope_table,
+        key_cache,
+        value_cache,
+        qkv if heads.q_norm is None else heads.q_norm,
+        qkv if heads.k_norm is None else heads.k_norm,
+        heads.eps,
+        len(rope_table),
         qkv.stride(0),
         qkv.stride(-2),
         query.stride(0),
-        table.stride(0),
+        rope_table.stride(0),
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],
-    )
-    norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
-    grid = (rows, triton.cdiv(heads, HEADS) + triton.cdiv(kv_heads, HEADS))
-    _kernel[grid](
-        qkv,
-        query,
-        positions,
-        slots,
-        table,
-        key_cache,
-        value_cache,
-        *norms,
-        eps,
-        len(table),
-        *strides,
-        **sizes,
+        HEADS=heads.num_heads,
+        KV_HEADS=heads.num_kv_heads,
+        D=d,
+        ROT=rot,
+        Q_NORM=heads.q_norm is not None,
+        K_NORM=heads.k_norm is not None,
+        SPLITS=1 if qkv.dim() == 2 else len(qkv),
+        BLOCK_HEADS=HEADS_PER_PROGRAM,
+        BLOCK_HALF=triton.next_power_of_2(rot // 2),
+        BLOCK_REST=triton.next_power_of_2(max(d - rot, 1)),
+        BLOCK_D=triton.next_power_of_2(d),
         num_warps=1,
     )
-    return query[:, : heads * d].unflatten(1, (heads, d))

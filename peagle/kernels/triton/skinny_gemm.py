@@ -1,106 +1,116 @@
-"""The product of a few rows with a matrix: what a step is made of.
+"""The product of a few rows with a weight matrix, which dominates the time of a decode step.
 
-Every weight is read once for a handful of rows, so the memory sets the pace. A program takes some rows of the matrix.
-Where there are too few of them to keep a GPU busy, several programs share the columns, and whoever reads the result
-adds the shares up on the way (add_norm, rope_store): no launch of its own for that. The gate of an MLP opens in the
-launch that computes it.
+Every weight is read once for a few rows, so memory bandwidth is the limit. A program computes some
+outputs. If these are too few to keep a GPU busy, several programs split the inputs (split-K) and
+store partial sums, which the kernel that reads the result adds (add_norm, rope_store): that needs
+no launch of its own. The gated activation of an MLP runs in the launch that computes its inputs.
 
-In which order a number is summed depends on the matrix alone, not on how many rows there are.
+    x [8, 4096], weight [4096, 4096]: 64 blocks of 64 outputs x 4 splits of 1024 inputs
+    ->  partial sums [4, 8, 4096] float32
 
-A weight in 8 bits (int8 or fp8, with a scale for each row of it) is half as much to read: it becomes x's dtype on the
-way to the product, exactly, and its scale meets the sum.
+The order in which a number is summed depends on the matrix alone, not on the number of rows.
 
-Shapes: x [T, K], weight [N, K], bias and scales [N]. Result [T, N], or shares [S, T, N] in float32. Gated: weight
-[2I, K] with the gate's rows first, result [T, I]; rounded where swiglu rounds.
+A weight in 8 bits (int8 or fp8, with a scale per output) is half as much to read: it is converted
+to x's dtype before the product, which is exact, and its scale multiplies the sum.
+
+Shapes: x [T, K], weight [N, K], bias and scales [N]. Result [T, N], or partial sums [S, T, N] in
+float32. Gated: weight [2I, K] with the gate's rows first, result [T, I]; rounded where swiglu
+rounds.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from peagle.kernels.triton import uses_triton
+
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without it uses the reference
+except ImportError:  # without Triton the reference runs
     triton = None
 
-MAX_ROWS = (
-    64  # rows: with more, arithmetic sets the pace, and the library's own product is the faster one
-)
-ALIGNED = 64  # rows and columns of the matrix come in such pieces
-TILES, MOST_SHARES, LEAST = (
-    192,
-    4,
-    512,
-)  # programs that keep a GPU busy; shares of the columns; columns of a share
+MAX_ROWS = 64  # with more rows arithmetic is the limit, and the vendor's library is faster
+ALIGNMENT = 64  # of a weight's outputs and inputs
+BUSY_PROGRAMS = 192  # programs that keep a GPU busy
+MAX_SPLITS = 4
+MIN_SPLIT_INPUTS = 512
+FP8_CAPABILITY = (8, 9)  # of GPUs that have fp8 (Ada)
+
+
+class TileSizes(NamedTuple):
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
 
 
 def reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    shares: int = 1,
+    splits: int = 1,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """What the kernel computes, in plain PyTorch. The bias is in the first share."""
+    """The same computation in plain PyTorch. The bias is in the first partial sum."""
     if scales is not None:
-        wide = weight.float() * scales[:, None]
-        out = reference(x.float(), wide, None if bias is None else bias.float(), shares)
-        return out if shares > 1 else out.to(x.dtype)
-    if shares == 1:
+        scaled = weight.float() * scales[:, None]
+        out = reference(x.float(), scaled, None if bias is None else bias.float(), splits)
+        return out if splits > 1 else out.to(x.dtype)
+    if splits == 1:
         return linear(x, weight, bias)
-    parts = zip(x.float().chunk(shares, 1), weight.float().chunk(shares, 1), strict=True)
-    out = torch.stack([linear(a, b) for a, b in parts])
+    parts = zip(x.float().chunk(splits, 1), weight.float().chunk(splits, 1), strict=True)
+    out = torch.stack([linear(x_part, weight_part) for x_part, weight_part in parts])
     if bias is not None:
         out[0] += bias.float()
     return out
 
 
-def fits(x: Tensor, weight: Tensor, halves: int = 1) -> bool:
-    """Can the kernel do it, and should it? `halves`: of the matrix, 2 if it is gated."""
-    if triton is None or not (x.is_cuda or triton.knobs.runtime.interpret):
+def supports_skinny_gemm(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """Whether the kernel supports this product and is faster than the vendor's library."""
+    if not uses_triton(x):
         return False
     narrow = x.element_size() == 2 or not x.is_cuda
-    aligned = weight.shape[0] % (halves * ALIGNED) == weight.shape[1] % ALIGNED == 0
+    output_alignment = 2 * ALIGNMENT if gated else ALIGNMENT
+    aligned = weight.shape[0] % output_alignment == weight.shape[1] % ALIGNMENT == 0
     return narrow and aligned and len(x) <= MAX_ROWS and x.stride(1) == weight.stride(1) == 1
 
 
-def reads(kind: torch.dtype, device: torch.device) -> bool:
-    """Weights of that kind: GPUs know fp8 from Ada on."""
-    return (
-        kind != torch.float8_e4m3fn
-        or device.type != "cuda"
-        or torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+def supports_weight_dtype(dtype: torch.dtype, device: torch.device) -> bool:
+    if dtype != torch.float8_e4m3fn or device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def shares_of(weight: Tensor) -> int:
-    """Programs that share a row of the matrix."""
-    tiles, columns, shares = weight.shape[0] // ALIGNED, weight.shape[1], 1
-    while tiles * shares < TILES and shares < MOST_SHARES and columns % (4 * shares * ALIGNED) == 0:
-        if columns // (2 * shares) < LEAST:
+def num_splits(weight: Tensor) -> int:
+    """The number of programs that split the inputs of one output."""
+    blocks = weight.shape[0] // ALIGNMENT
+    inputs = weight.shape[1]
+    splits = 1
+    while blocks * splits < BUSY_PROGRAMS and splits < MAX_SPLITS:
+        if inputs % (4 * splits * ALIGNMENT) or inputs // (2 * splits) < MIN_SPLIT_INPUTS:
             break
-        shares *= 2
-    return shares
+        splits *= 2
+    return splits
 
 
 if triton is not None:
 
     @triton.jit
-    def _kernel(  # type: ignore[no-untyped-def]
-        x,
-        weight,
-        bias,
-        scales,
-        out,
+    def _skinny_gemm_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        scales_ptr,
+        out_ptr,
         rows,
-        x_row,
-        weight_row,
-        columns,
-        out_share,
-        out_row,
+        stride_x_row,
+        stride_weight_row,
+        split_inputs,
+        stride_out_split,
+        stride_out_row,
         inner,
         GATED: tl.constexpr,
         BIAS: tl.constexpr,
@@ -109,54 +119,65 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
     ):
-        n, share = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
-        t, k = tl.arange(0, BLOCK_T), share * columns + tl.arange(0, BLOCK_K)
-        there = (t < rows)[None, :]
-        mine = weight + n.to(tl.int64)[:, None] * weight_row + k[None, :]
-        other = mine + inner.to(tl.int64) * weight_row
-        theirs = x + t[None, :] * x_row + k[:, None]
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        split = tl.program_id(1)
+        t = tl.arange(0, BLOCK_T)
+        k = split * split_inputs + tl.arange(0, BLOCK_K)
+        row_mask = (t < rows)[None, :]
+        weight_tile_ptr = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row + k[None, :]
+        up_tile_ptr = weight_tile_ptr + inner.to(tl.int64) * stride_weight_row
+        x_tile_ptr = x_ptr + t[None, :] * stride_x_row + k[:, None]
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        for at in range(0, columns, BLOCK_K):
-            state = tl.load(theirs + at, mask=there, other=0.0)
-            total = tl.dot(tl.load(mine + at).to(state.dtype), state, total, input_precision="ieee")
+        for start in range(0, split_inputs, BLOCK_K):
+            x = tl.load(x_tile_ptr + start, mask=row_mask, other=0.0)
+            weight = tl.load(weight_tile_ptr + start).to(x.dtype)
+            total = tl.dot(weight, x, total, input_precision="ieee")
             if GATED:
-                up = tl.dot(tl.load(other + at).to(state.dtype), state, up, input_precision="ieee")
+                up_weight = tl.load(up_tile_ptr + start).to(x.dtype)
+                up = tl.dot(up_weight, x, up, input_precision="ieee")
         if SCALED:
-            total *= tl.load(scales + n)[:, None]
+            total *= tl.load(scales_ptr + n)[:, None]
             if GATED:
-                up *= tl.load(scales + inner + n)[:, None]
+                up *= tl.load(scales_ptr + inner + n)[:, None]
         if BIAS:
-            total += tl.where(share == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
-        dtype = x.dtype.element_ty
+            total += tl.where(split == 0, tl.load(bias_ptr + n).to(tl.float32), 0.0)[:, None]
+        dtype = x_ptr.dtype.element_ty
         if GATED:
             gate = total.to(dtype).to(tl.float32)
-            opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-            total = opened * up.to(dtype).to(tl.float32)
+            activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+            total = activated * up.to(dtype).to(tl.float32)
         tl.store(
-            out + share * out_share + t[None, :] * out_row + n[:, None],
-            total.to(out.dtype.element_ty),
-            mask=there,
+            out_ptr + split * stride_out_split + t[None, :] * stride_out_row + n[:, None],
+            total.to(out_ptr.dtype.element_ty),
+            mask=row_mask,
         )
 
 
 def skinny_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    tiles: TileSizes | None = None,
 ) -> Tensor:
-    """[T, N], or shares of it [S, T, N]. For what `fits`."""
-    shares, n = shares_of(weight), len(weight)
-    if shares == 1:
+    """[T, N], or partial sums [S, T, N]. See `supports_skinny_gemm`."""
+    splits = num_splits(weight)
+    n = len(weight)
+    if splits == 1:
         out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
     else:
-        out = torch.empty(shares, len(x), n, dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, scales, out, shares, False)
+        out = torch.empty(splits, len(x), n, dtype=torch.float32, device=x.device)
+    _launch(x, weight, bias, scales, out, False, tiles)
     return out
 
 
-def gated_skinny_gemm(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """silu(x gate) * (x up), [T, I]. For what `fits` in two halves."""
+def gated_skinny_gemm(
+    x: Tensor, weight: Tensor, scales: Tensor | None = None, tiles: TileSizes | None = None
+) -> Tensor:
+    """silu(x gate) * (x up), [T, I]. See `supports_skinny_gemm`."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, scales, out, 1, True)
+    _launch(x, weight, None, scales, out, True, tiles)
     return out
 
 
@@ -166,13 +187,15 @@ def _launch(
     bias: Tensor | None,
     scales: Tensor | None,
     out: Tensor,
-    shares: int,
-    gate: bool,
+    gated: bool,
+    tiles: TileSizes | None,
 ) -> None:
-    n, columns = len(weight) // (2 if gate else 1), weight.shape[1] // shares
+    splits = len(out) if out.dim() == 3 else 1
+    n = out.shape[-1]
+    split_inputs = weight.shape[1] // splits
     block_t = max(16, triton.next_power_of_2(len(x)))
-    sizes = blocks(n * shares, columns, block_t, gate)
-    _kernel[(n // sizes["BLOCK_N"], shares)](
+    tiles = tiles or tile_sizes(n * splits, split_inputs, block_t, gated)
+    _skinny_gemm_kernel[(n // tiles.block_n, splits)](
         x,
         weight,
         x if bias is None else bias,
@@ -181,21 +204,27 @@ def _launch(
         len(x),
         x.stride(0),
         weight.stride(0),
-        columns,
-        out.stride(0) if shares > 1 else 0,
+        split_inputs,
+        out.stride(0) if splits > 1 else 0,
         out.stride(-2),
-        n if gate else 0,
-        GATED=gate,
+        n if gated else 0,
+        GATED=gated,
         BIAS=bias is not None,
         SCALED=scales is not None,
         BLOCK_T=block_t,
-        **sizes,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
 
 
-def blocks(programs: int, columns: int, block_t: int, gate: bool) -> dict[str, Any]:
-    """Measured on an H200: for small matrices narrow blocks, many of them on their way at once."""
-    if programs // 64 < 96:
-        return {"BLOCK_N": 16, "BLOCK_K": 64, "num_warps": 2, "num_stages": 8}
-    block_k = 128 if columns % 128 == 0 and block_t <= 16 else 64
-    return {"BLOCK_N": 64, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 3 if gate else 4}
+def tile_sizes(outputs: int, split_inputs: int, block_t: int, gated: bool) -> TileSizes:
+    """Sizes measured on an H200; `outputs` counts those of all splits.
+
+    Small matrices get narrow tiles, many of which are loaded at once.
+    """
+    if outputs // 64 < 96:
+        return TileSizes(block_n=16, block_k=64, num_warps=2, num_stages=8)
+    block_k = 128 if split_inputs % 128 == 0 and block_t <= 16 else 64
+    return TileSizes(block_n=64, block_k=block_k, num_warps=4, num_stages=3 if gated else 4)

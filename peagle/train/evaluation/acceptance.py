@@ -129,8 +129,8 @@ def tree_matches(
             tree_topology(logp, tree.nodes),
             torch.arange(len(part), device=part.device)[:, None],
         )
-        depth = grown.depth.long() - 1
-        holds = drafter.target_token_ids(ids[each, depth, grown.candidate]) == own.gather(1, depth)
+        depth = grown.depths.long() - 1
+        holds = drafter.target_token_ids(ids[each, depth, grown.candidates]) == own.gather(1, depth)
         good = 1 + (holds.long() << torch.arange(1, tree.nodes + 1, device=part.device)).sum(1)
         found.append(
             (grown.masks & ~good[:, None] == 0).sum(1) - 1

@@ -187,7 +187,11 @@ def reliability(
                 if depth and drafter.dependency is not None
                 else part.normed
             )
-            said.append(drafter.confidence_logits(normed.to(drafter.confidence.weight.dtype), sure).sigmoid())
+            said.append(
+                drafter.confidence_logits(
+                    normed.to(drafter.confidence.weight.dtype), sure
+                ).sigmoid()
+            )
     one, two, three = (torch.cat(x).cpu().numpy() for x in (plain, scaled, right))
     confidence = torch.cat(said).cpu().numpy() if said else None
     return np.full(len(one), depth), one, two, confidence, three

@@ -56,7 +56,9 @@ class Passes(nn.Module):
             values.setdefault(layer, v)
             return attention(q, k, v, mask)
 
-        normed, feedback = drafter(drafter.embed(ids), drafter.combine_hidden_states(g), positions, attend)
+        normed, feedback = drafter(
+            drafter.embed(ids), drafter.combine_hidden_states(g), positions, attend
+        )
         return normed, feedback, (tuple(keys.values()), tuple(values.values()))
 
     def parallel(self, positions: Tensor, cache: KeysValues, mask: Mask) -> Tensor:

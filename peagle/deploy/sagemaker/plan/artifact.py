@@ -52,9 +52,7 @@ def target(pair: Pair, progress: Progress = silent, fetch: bool = False) -> Arti
         return Artifact(str(pair.target.folder), digest, pair.target.folder)
     folder = target_folder(pair)
     if found := receipt(folder):
-        return pinned(
-            f"{found.source} {pair.target.hub or pair.name}", found.revision, folder
-        )
+        return pinned(f"{found.source} {pair.target.hub or pair.name}", found.revision, folder)
     source = source_order(pair, None)[0]
     if source == "wheels" and pair.target.wheels:
         return pinned(
