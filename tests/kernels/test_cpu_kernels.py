@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
-from peagle.engine.model.verifier import cache_shapes, verifier_for
+from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.cpu.matrix import INPUT_GROUP, PackedMatrix, quantize_int8
@@ -149,7 +149,7 @@ def test_a_layer_in_one_call_equals_its_parts(name: str) -> None:
     """Bit for bit, with biases, head norms and padding rows."""
     target = make_target(name)
     target.model.to(torch.bfloat16)
-    verifier = verifier_for(target, 300)
+    verifier = build_verifier(target, 300)
     assert isinstance(verifier, FusedLlamaTarget)
     assert all(layer.fused is not None for layer in verifier.layers)
     results = []
@@ -157,7 +157,7 @@ def test_a_layer_in_one_call_equals_its_parts(name: str) -> None:
         if not fused:
             for layer in verifier.layers:
                 object.__setattr__(layer, "fused", None)
-        kv_cache = KVCache(cache_shapes(target), 6, 16, torch.device("cpu"))
+        kv_cache = KVCache(target_kv_shapes(target), 6, 16, torch.device("cpu"))
         ids = torch.arange(30) % 90
         positions = torch.cat([torch.arange(20), torch.arange(8), torch.zeros(2, dtype=torch.long)])
         tables = torch.tensor([[3, 0, 5], [1, 2, 4]]).int()

@@ -1,5 +1,7 @@
-"""Paged attention in a decode step: one row per slot, slots of any length. Expected values come from
-scaled_dot_product_attention over the keys of each slot alone."""
+"""Paged attention in a decode step: one row per slot, slots of any length.
+
+Expected values come from scaled_dot_product_attention over the keys of each slot alone.
+"""
 
 from typing import NamedTuple
 
