@@ -123,11 +123,11 @@ def parse_wheels(table: Any, location: str) -> Wheels:
 def parse_drafter(entry: Any, root: Path, location: str) -> DrafterSource:
     values = read_fields(entry, DRAFTER_FIELDS, location)
     check_hub_ids(values, location)
-    if values.get("format", CHECKPOINT_FORMATS[0]) not in CHECKPOINT_FORMATS:
-        close = did_you_mean(values["format"], list(CHECKPOINT_FORMATS))
-        raise UserError(
-            f"{location}: unknown format {values['format']!r}: use {', '.join(CHECKPOINT_FORMATS)}.{close}"
-        )
+    format = values.get("format")
+    if format not in (None, *CHECKPOINT_FORMATS):
+        known = list(CHECKPOINT_FORMATS)
+        close = did_you_mean(format, known)
+        raise UserError(f"{location}: unknown format {format!r}: use {', '.join(known)}.{close}")
     if "aux_layer_ids" in values:
         values["aux_layer_ids"] = tuple(values["aux_layer_ids"])
     resolve_folder(values, root)
