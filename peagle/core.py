@@ -9,8 +9,8 @@ from peagle.errors import UserError, did_you_mean
 
 Method = Literal["none", "eagle3", "p-eagle"]
 METHODS: tuple[Method, ...] = get_args(Method)
-Format = Literal["peagle", "vllm", "speculators"]  # formats of a drafter checkpoint
-FORMATS: tuple[Format, ...] = get_args(Format)
+CheckpointFormat = Literal["peagle", "vllm", "speculators"]  # formats of a drafter checkpoint
+CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 
 
 def parse_method(text: str) -> Method:

@@ -18,7 +18,7 @@ from peagle.catalog.fields import (
 )
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource, Wheels
 from peagle.catalog.production import Memory, Production
-from peagle.core import FORMATS, METHODS, Method, parse_method
+from peagle.core import CHECKPOINT_FORMATS, METHODS, Method, parse_method
 from peagle.errors import UserError, did_you_mean
 
 PAIR_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
@@ -123,11 +123,11 @@ def parse_wheels(table: Any, location: str) -> Wheels:
 def parse_drafter(entry: Any, root: Path, location: str) -> DrafterSource:
     values = read_fields(entry, DRAFTER_FIELDS, location)
     check_hub_ids(values, location)
-    if values.get("format", FORMATS[0]) not in FORMATS:
-        close = did_you_mean(values["format"], list(FORMATS))
-        raise UserError(
-            f"{location}: unknown format {values['format']!r}: use {', '.join(FORMATS)}.{close}"
-        )
+    format = values.get("format")
+    if format not in (None, *CHECKPOINT_FORMATS):
+        known = list(CHECKPOINT_FORMATS)
+        close = did_you_mean(format, known)
+        raise UserError(f"{location}: unknown format {format!r}: use {', '.join(known)}.{close}")
     if "aux_layer_ids" in values:
         values["aux_layer_ids"] = tuple(values["aux_layer_ids"])
     resolve_folder(values, root)

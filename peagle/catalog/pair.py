@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peagle.catalog.production import Production
-from peagle.core import Format, Method
+from peagle.core import CheckpointFormat, Method
 from peagle.errors import UserError
 
 
@@ -39,7 +39,7 @@ class DrafterSource:
     hub: str | None = None
     revision: str | None = None
     long_context: str | None = None  # hub id of the drafter for contexts above 10,000 tokens
-    format: Format | None = None
+    format: CheckpointFormat | None = None
     depth: int | None = None  # K in training; None: unknown
     layers: int = 4
     aux_layer_ids: tuple[int, ...] | None = None

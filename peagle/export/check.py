@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.formats import checkpoint, vllm
-from peagle.drafter.formats.checkpoint import Checkpoint
+from peagle.drafter.formats import vllm
+from peagle.drafter.formats.checkpoint import Checkpoint, load, read
 from peagle.drafter.formats.speculators import VerifierConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
@@ -29,52 +29,54 @@ class Finding:
 
 def check(folder: Path, target: Target | None = None, k: int = 7) -> list[Finding]:
     """Return all findings, errors included. Only a folder that cannot be read raises."""
-    read = checkpoint.read(folder)
-    config = read.config
+    checkpoint = read(folder)
+    config = checkpoint.config
     findings = [
-        Finding("ok", f"{read.format} format, {config.method}, {config.num_layers} layers"),
-        *[Finding("error", line) for line in read.problems()],
-        *_check_d2t(read),
-        *_check_aux_layer_ids(read),
-        *_check_mask_id(read, target),
+        Finding("ok", f"{checkpoint.format} format, {config.method}, {config.num_layers} layers"),
+        *[Finding("error", line) for line in checkpoint.problems()],
+        *_check_d2t(checkpoint),
+        *_check_aux_layer_ids(checkpoint),
+        *_check_mask_id(checkpoint, target),
         *_check_context(config, target),
         *_check_training(config, target),
         *_check_fit(config, target),
     ]
     if any(finding.level == "error" for finding in findings):
         return findings
-    return findings + _check_exports(read, target, k)
+    return findings + _check_exports(checkpoint, target, k)
 
 
-def _check_d2t(read: Checkpoint) -> list[Finding]:
-    if read.format == "peagle" or read.config.pruned or "d2t" not in read.stored:
+def _check_d2t(checkpoint: Checkpoint) -> list[Finding]:
+    if checkpoint.format == "peagle" or checkpoint.config.pruned or "d2t" not in checkpoint.stored:
         return []
     text = "d2t with a full vocabulary: vLLM 0.32.0 fails to load it. `peagle export` removes it"
     return [Finding("warning", text)]
 
 
-def _check_aux_layer_ids(read: Checkpoint) -> list[Finding]:
-    ids = read.config.aux_layer_ids
+def _check_aux_layer_ids(checkpoint: Checkpoint) -> list[Finding]:
+    ids = checkpoint.config.aux_layer_ids
     if ids is not None:
         return [Finding("ok", f"aux layer ids {list(ids)}")]
-    parent = "eagle_config." if read.format == "vllm" else ""
+    parent = "eagle_config." if checkpoint.format == "vllm" else ""
     text = (
         "no aux layer ids: vLLM silently assumes (2, L//2, L-3)."
         f" Write them as {parent}eagle_aux_hidden_state_layer_ids"
     )
-    return [Finding("warning" if read.config.num_taps == 3 else "error", text)]
+    return [Finding("warning" if checkpoint.config.num_taps == 3 else "error", text)]
 
 
-def _check_mask_id(read: Checkpoint, target: Target | None) -> list[Finding]:
-    config = read.config
+def _check_mask_id(checkpoint: Checkpoint, target: Target | None) -> list[Finding]:
+    config = checkpoint.config
     if config.method != "p-eagle":
         return []
     findings = []
-    ids = {key: read.raw[key] for key in vllm.MASK_KEYS if read.raw.get(key) is not None}
+    ids = {
+        key: checkpoint.raw[key] for key in vllm.MASK_KEYS if checkpoint.raw.get(key) is not None
+    }
     if len(set(map(int, ids.values()))) > 1:
         text = f"the mask id has different values: {ids}. Give all keys the same value"
         findings.append(Finding("error", text))
-    if read.format == "vllm" and not ids.keys() >= MASK_KEYS_BEFORE_0_28:
+    if checkpoint.format == "vllm" and not ids.keys() >= MASK_KEYS_BEFORE_0_28:
         text = (
             f"the mask id is only given as {', '.join(ids)}:"
             " vLLM 0.16 to 0.27 read pard_token or ptd_token_id"
@@ -139,12 +141,12 @@ def _check_fit(config: DrafterConfig, target: Target | None) -> list[Finding]:
     return [Finding("ok", f"fits {target.name}")]
 
 
-def _check_exports(read: Checkpoint, target: Target | None, k: int) -> list[Finding]:
+def _check_exports(checkpoint: Checkpoint, target: Target | None, k: int) -> list[Finding]:
     """Export to both formats, read each back and compare its drafts with those of the folder."""
-    if read.format == "peagle" and target is None:
+    if checkpoint.format == "peagle" and target is None:
         text = "drafts not compared: this format does not store all tensors, give `target`"
         return [Finding("warning", text)]
-    drafter = checkpoint.load(read.folder, target)
+    drafter = load(checkpoint.folder, target)
     if drafter.config.aux_layer_ids is None:
         text = "drafts not compared: the aux layer ids are unknown, give `target`"
         return [Finding("warning", text)]
@@ -164,6 +166,6 @@ def _check_export(drafter: Drafter, to: ExportFormat, k: int) -> Finding:
             export(drafter, copy, to, k, VerifierConfig("", []))
         except UserError as error:
             return Finding("warning", f"as {to}: {error}")
-        equal, total = same_drafts(drafter, checkpoint.load(copy, None), k)
+        equal, total = same_drafts(drafter, load(copy, None), k)
     text = f"as {to}, reloaded: {equal} of {total} drafts identical"
     return Finding("ok" if equal == total else "error", text)

@@ -332,4 +332,4 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     again = run("--format", "fp8")  # what it wrote itself it may replace
     assert again.exit_code == 0 and load_target(out, torch.float32, "cpu").format == "fp8"
     wrong = run("--format", "fp4")
-    assert wrong.exit_code == 2 and "use first of fp8, int8, int4" in wrong.stderr
+    assert wrong.exit_code == 2 and "use one of fp8, int8, int4" in wrong.stderr

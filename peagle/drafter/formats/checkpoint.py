@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.core import Format
+from peagle.core import CheckpointFormat
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats import compact, speculators, vllm
 from peagle.drafter.formats.llama import names_to_ours
@@ -26,7 +26,7 @@ from peagle.target import Target, default_aux_layer_ids
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     folder: Path
-    format: Format
+    format: CheckpointFormat
     raw: dict[str, Any]  # config.json, unchanged
     config: DrafterConfig
     tensors: dict[str, Tensor]  # by our names
@@ -86,7 +86,7 @@ def read(folder: Path) -> Checkpoint:
 
 def _parse(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     stored = frozenset(tensors)
-    format: Format
+    format: CheckpointFormat
     if compact.is_compact(raw):
         config = compact.config_from_json(raw)
         unpacked = compact.unpack_tensors(raw, config, tensors)

@@ -41,7 +41,7 @@ def config_to_json(
     if config.method == "p-eagle" and (config.fc_norm or config.norm_output):
         raise UserError(
             "vLLM ignores fc_norm and norm_output of a P-EAGLE checkpoint in the speculators"
-            " format: use the vllm format"
+            " format: set `to` to vllm"
         )
     algorithm, architecture = ALGORITHMS[config.method]
     raw = {
