@@ -170,6 +170,6 @@ def test_int8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch)
 @needs_dots
 def test_int8_is_for_llama_like_targets() -> None:
     with pytest.raises(
-        UserError, match=r"int8 cannot be had for 'tiny gemma2': its layers are not Llama-like"
+        UserError, match=r"int8 is not supported for 'tiny gemma2', whose layers are not Llama-like"
     ):
         engine_of(pair("gemma2"), "none", int8=True)

@@ -30,13 +30,13 @@ class AcceptOutput(NamedTuple):
     confidence: Tensor | None
 
 
-class AcceptedRow(NamedTuple):
-    """The result of one request, on the host."""
+class AcceptedBatch(NamedTuple):
+    """The result of a pass on the host, by request."""
 
-    tokens: list[int]  # The accepted drafts and the bonus token.
-    accepted: int
-    broken: int  # 1: a logit is not finite.
-    counts: AcceptedCounts
+    tokens: list[list[int]]  # The accepted drafts and the bonus token.
+    accepted: list[int]
+    broken: list[int]  # 1: a logit is not finite.
+    counts: list[AcceptedCounts]
 
 
 @dataclass(slots=True)
@@ -67,17 +67,16 @@ class StepOutput:
         if self.logprobs is not None:
             self.logprobs = Logprobs(*(x.to("cpu", non_blocking=True) for x in self.logprobs))
 
-    def unpack(self) -> list[AcceptedRow]:
-        """The rows of the batch; on the host."""
-        accepted_column = self.k + 1
-        rows = []
-        for row in self.packed.tolist():
-            accepted = row[accepted_column]
-            counts = accepted_counts(accepted, row[accepted_column + 2 :])
-            rows.append(
-                AcceptedRow(row[: accepted + 1], accepted, row[accepted_column + 1], counts)
-            )
-        return rows
+    def unpack(self) -> AcceptedBatch:
+        """Split the columns; on the host."""
+        column = self.k + 1
+        rows = self.packed.tolist()
+        return AcceptedBatch(
+            tokens=[row[: row[column] + 1] for row in rows],
+            accepted=[row[column] for row in rows],
+            broken=[row[column + 1] for row in rows],
+            counts=[accepted_counts(row[column], row[column + 2 :]) for row in rows],
+        )
 
 
 @dataclass(frozen=True, slots=True)
