@@ -27,7 +27,7 @@ class AcceptOutput(NamedTuple):
     packed: Tensor  # [B, K + 3], of a tree [B, K + 5]
     path_rows: Tensor | None  # [B * (K + 1)] of a tree: the accepted path among all rows
     # [B, K] acceptance probability of each new draft; on a CPU, of calibrated drafters.
-    confidence: Tensor | None
+    draft_confidence: Tensor | None
 
 
 class AcceptedBatch(NamedTuple):
@@ -44,7 +44,7 @@ class StepOutput:
     packed: Tensor
     k: int
     logprobs: Logprobs | None = None
-    confidence: Tensor | None = None  # See AcceptOutput.
+    draft_confidence: Tensor | None = None  # See AcceptOutput.
     verify_seconds: float | None = None  # On a CPU, where a step has finished when it returns.
     draft_seconds: float | None = None  # Likewise, of acceptance and drafting.
 

@@ -119,11 +119,11 @@ class Stepper:
         verify_seconds = time.perf_counter() - started
         self._choose_tokens(verified, index[:count], verify_shape, sampling, drafts)
         started = time.perf_counter()
-        packed, path_rows, confidence = self.graphs.run(
+        packed, path_rows, draft_confidence = self.graphs.run(
             accept_key, lambda: self.accept_and_draft(index, verified, verify_shape, draft_shape)
         )
         draft_seconds = time.perf_counter() - started
-        output = StepOutput(packed[:count], verify_shape.k, confidence=confidence)
+        output = StepOutput(packed[:count], verify_shape.k, draft_confidence=draft_confidence)
         if sampling.sampler is not None:
             sampling.sampler.commit(output.tokens, output.accepted)
         if not self._on_gpu:
@@ -185,14 +185,14 @@ class Stepper:
         path = self._accept(index, verified, verify_shape)
         if path.path is not None:
             self.kv_cache.compact_path(first, path.kept, path.path, tables)
-        confidence = None
+        draft_confidence = None
         if self.drafter is not None:
             hidden = verified.hidden if path.rows is None else verified.hidden[path.rows]
             accepted = Verified(
                 path.ids, hidden, first, path.kept, path.newest, tables, verified.ends
             )
-            confidence = self.drafter.draft(accepted, draft_shape, index, self.slots.trees)
-        return AcceptOutput(path.packed, path.rows, confidence)
+            draft_confidence = self.drafter.draft(accepted, draft_shape, index, self.slots.trees)
+        return AcceptOutput(path.packed, path.rows, draft_confidence)
 
     def _accept(self, index: Tensor, verified: VerifyOutput, shape: DraftShape) -> AcceptedPath:
         """Accept drafts by the rule of kernels/triton/accept.py, or accept_tree.py for a tree."""
