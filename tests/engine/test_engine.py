@@ -27,7 +27,7 @@ from tests.support.engines import (
     small,
     some_requests,
     steps_of,
-    whisper,
+    plant_drafts,
 )
 from tests.support.tiny_models import make_drafter
 
@@ -68,7 +68,7 @@ def test_whatever_is_accepted(any_pair: LoadedPair, generated) -> None:
     engine, turns = engine_of(any_pair, "p-eagle"), cycle(PATTERNS.values())
     streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
     while engine.step():
-        whisper(engine, {str(i): answer for i, answer in enumerate(generated)}, next(turns))
+        plant_drafts(engine, {str(i): answer for i, answer in enumerate(generated)}, next(turns))
     answers = [steps_of(stream) for stream in streams]
     assert [tokens_of(steps) for steps in answers] == generated
     assert {step.accepted for step in chain(*answers)} >= {0, 2, 3}

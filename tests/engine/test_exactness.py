@@ -13,7 +13,15 @@ from peagle.errors import UserError
 from peagle.loaded import LoadedPair
 from tests.kernels.test_cpu_kernels import needs_dots
 from tests.support.decoding import tokens_of
-from tests.support.engines import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
+from tests.support.engines import (
+    K,
+    engine_of,
+    pair_of,
+    serve,
+    some_requests,
+    steps_of,
+    plant_drafts,
+)
 from tests.support.tiny_models import CONFIGS, make_drafter, make_target
 
 COUNT = 33  # over the ends of two pages at least
@@ -64,7 +72,7 @@ def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
     engine = engine_of(pair(name), "p-eagle", exact=True, page_size=PAGE, kv_tokens=600)
     streams = [engine.add(ids, id=str(i), **how) for i, (ids, how) in enumerate(ASKED)]
     while engine.step():
-        whisper(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
+        plant_drafts(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
     assert [tokens_of(steps_of(stream)) for stream in streams] == alone(name)
     leading = right.index(False) if False in right else K
     assert 0.5 + leading < engine.metrics.acceptance_length <= 1 + K

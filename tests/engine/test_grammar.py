@@ -22,7 +22,15 @@ from peagle.errors import UserError
 from peagle.grammar import MAX_GRAMMAR_CHARS, MIN_ENTRY_CHARS, Grammar, GrammarCompiler
 from peagle.target import Target
 from tests.support.decoding import PATTERNS, tokens_of
-from tests.support.engines import ask, engine_of, pair_of, serve, some_requests, steps_of, whisper
+from tests.support.engines import (
+    ask,
+    engine_of,
+    pair_of,
+    serve,
+    some_requests,
+    steps_of,
+    plant_drafts,
+)
 from tests.support.grammars import BOB, COMPACT, LATE, VOCAB, bound_pair
 from tests.support.statistics import p_value
 from tests.support.tiny_models import make_target
@@ -122,7 +130,9 @@ def test_whatever_is_accepted() -> None:
     engine, turns = bound_engine("p-eagle"), cycle(PATTERNS.values())
     streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
     while engine.step():
-        whisper(engine, {str(i): answer for i, answer in enumerate(without_drafts())}, next(turns))
+        plant_drafts(
+            engine, {str(i): answer for i, answer in enumerate(without_drafts())}, next(turns)
+        )
     answers = [steps_of(stream) for stream in streams]
     assert [tokens_of(steps) for steps in answers] == without_drafts()
     assert {step.accepted for steps in answers for step in steps} == {0, 1, 2, 3}

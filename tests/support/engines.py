@@ -62,7 +62,7 @@ def small() -> LoadedPair:
     return pair_of(target, drafters)
 
 
-def words() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """Token 17 is the word w17."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -70,7 +70,7 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def small_with_words() -> LoadedPair:
-    return pair_of(Target(small().target.model, words(), "tiny"), small()._drafters)
+    return pair_of(Target(small().target.model, word_tokenizer(), "tiny"), small()._drafters)
 
 
 def engine_of(pair: LoadedPair, method: str, k: int | str = K, **how: Any) -> Engine:
@@ -137,7 +137,7 @@ COUNT = 8  # tokens of an answer
 ASKED = some_requests(8, seed=3, max_tokens=COUNT, ignore_eos=True)
 
 
-def whisper(engine: Engine, answers: dict[str, list[int]], right: list[bool]) -> None:
+def plant_drafts(engine: Engine, answers: dict[str, list[int]], right: list[bool]) -> None:
     """Drafts that are right or wrong as the pattern says, in place of the drafter's own."""
     for id, state in engine.loop.states.items():
         if state.slot is not None:
