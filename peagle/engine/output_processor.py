@@ -40,6 +40,7 @@ class OutputProcessor:
         live_counts = []
         ahead = 0 if launched.is_prefill else launched.shape.k + 1
         batch = launched.output.unpack()
+        assert len(batch.tokens) == len(launched.requests)
         for index, request in enumerate(launched.requests):
             request.ahead -= ahead
             if request.finished:
