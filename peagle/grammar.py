@@ -59,7 +59,7 @@ class Grammar:
     def choice(cls, texts: Sequence[str]) -> "Grammar":
         """Answers that are one of these texts."""
         if not texts or not all(texts):
-            raise UserError("a choice needs at least one text, and no text may be empty")
+            raise UserError("a choice needs at least one text to choose from, and no empty ones")
         quoted = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         # One terminal, because llguidance does not accept thousands of rules.
         return cls("lark", f"start: TEXT\nTEXT: {quoted}")

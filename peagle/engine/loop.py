@@ -224,8 +224,8 @@ class EngineLoop:
         slots = [entry.slot for entry in entries]
         output = self.stepper.decode(slots, shape, draft_shape, sampling)
         confidence: list[list[float] | None] = [None] * len(entries)
-        if output.confidence is not None:
-            confidence = output.confidence.tolist()
+        if output.draft_confidence is not None:
+            confidence = output.draft_confidence.tolist()
         with self.lock:
             for entry, entry_confidence in zip(entries, confidence, strict=True):
                 entry.request.ahead += shape.k + 1

@@ -13,7 +13,7 @@ from peagle.engine.request_state import RequestState
 from peagle.engine.sampling.sampler import Logprobs
 from peagle.engine.schedule.request import FinishReason, Request
 from peagle.engine.schedule.scheduler import Scheduler
-from peagle.engine.step.step_output import AcceptedRow
+from peagle.engine.step.step_output import AcceptedBatch
 from peagle.engine.step.stepper import Stepper
 from peagle.engine.stream import StreamPiece, TokenLogprob
 
@@ -37,30 +37,33 @@ class OutputProcessor:
 
         Returns what was accepted, for each request that is still live.
         """
-        accepted = []
+        live_counts = []
         ahead = 0 if launched.is_prefill else launched.shape.k + 1
-        rows = launched.output.unpack()
-        for index, (request, row) in enumerate(zip(launched.requests, rows, strict=True)):
+        batch = launched.output.unpack()
+        assert len(batch.tokens) == len(launched.requests)
+        for index, request in enumerate(launched.requests):
             request.ahead -= ahead
             if request.finished:
                 continue
-            if row.broken:
+            if batch.broken[index]:
                 self.finish(request, "error", NOT_FINITE)
                 continue
-            self._deliver_row(request, row, launched, index)
-            accepted.append(row.counts)
-        return accepted
+            self._deliver_tokens(request, launched, batch, index)
+            live_counts.append(batch.counts[index])
+        return live_counts
 
-    def _deliver_row(
-        self, request: Request, row: AcceptedRow, launched: InFlightPass, index: int
+    def _deliver_tokens(
+        self, request: Request, launched: InFlightPass, batch: AcceptedBatch, index: int
     ) -> None:
+        """Deliver the row `index` of a pass to its request."""
         state = self.states[request.id]
         scheduler = self.scheduler
+        accepted = batch.accepted[index]
         drafted = 0
         if not launched.is_prefill:
             drafted = min(launched.shape.k, max(scheduler.context - 1 - request.computed, 0))
         max_length = scheduler.max_length(request)
-        tokens, ended = state.cut(row.tokens[: max_length - request.length])
+        tokens, ended = state.cut(batch.tokens[index][: max_length - request.length])
         grammar = state.grammar_state
         if grammar is not None and grammar.error:
             reason = f"the answer cannot follow its grammar: {grammar.error}"
@@ -73,7 +76,7 @@ class OutputProcessor:
             scheduler.append_first(request, tokens[0])
         else:
             scheduler.append(request, tokens)
-            self.metrics.pass_counts[drafted, row.accepted] += 1
+            self.metrics.pass_counts[drafted, accepted] += 1
         self.metrics.generated_tokens += len(tokens)
         finish_reason: FinishReason | None = None
         if pushed.stopped or ended:
@@ -84,7 +87,7 @@ class OutputProcessor:
         if finish_reason is not None and not pushed.stopped:
             text += state.detokenizer.finish()
         logprobs = token_logprobs(launched.output.logprobs, index, tokens, request.limits.logprobs)
-        step = Step(tuple(tokens), drafted, row.accepted)
+        step = Step(tuple(tokens), drafted, accepted)
         state.stream.put(StreamPiece(step, text, logprobs))
         if finish_reason is not None:
             self.finish(request, finish_reason)

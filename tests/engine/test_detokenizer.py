@@ -1,4 +1,4 @@
-"""The pieces of an answer join to its text, however the tokens arrive; stop strings are found wherever they lie."""
+"""The pieces of an answer join to its text, however its tokens arrive; stop strings are found."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,10 @@ from peagle.engine.detokenizer import MAX_WAITING_TOKENS, Detokenizer, token_dec
 from peagle.engine.schedule.request import RequestLimits
 from peagle.errors import UserError
 
-TEXT = "Ein Wörterbuch: naïve café, 你好世界, 🙂🙃 und noch mehr. END of it, ENDE. Ein Wort, ein Wörterbuch!"
+TEXT = (
+    "Ein Wörterbuch: naïve café, 你好世界, 🙂🙃 und noch mehr. END of it, ENDE. Ein Wort, ein"
+    " Wörterbuch!"
+)
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -27,7 +30,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def spaced() -> PreTrainedTokenizerFast:
-    """As SentencePiece has it: a first token loses its space, unknown characters fall back to bytes."""
+    """Like SentencePiece: a first token loses its space, and unknown characters become bytes."""
     words = ["<unk>", "<eos>", "▁", "▁a", "▁bc", "d", "▁END"] + [
         f"<0x{byte:02X}>" for byte in range(256)
     ]
@@ -167,7 +170,7 @@ def test_the_first_tokens_cannot_end_the_answer(size: int) -> None:
 
 
 def test_only_a_window_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a step does not grow with the answer, also if every step ends in half a character."""
+    """The cost of a step does not grow with the answer, even if steps end in half characters."""
     seen = []
     decode = Detokenizer._decode
     monkeypatch.setattr(

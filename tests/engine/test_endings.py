@@ -1,4 +1,4 @@
-"""How an answer ends: stop ids and strings, the target's own end, limits and the end of the context."""
+"""How an answer ends: stop ids and strings, the target's end token, limits, the context."""
 
 import pytest
 
@@ -29,12 +29,12 @@ def test_stop_ids(method: Method, prompt) -> None:
 def test_the_end_token_of_the_target(prompt) -> None:
     """Token 1, pushed by a bias: it ends an answer, unless it is told not to, or not yet."""
     engine = engine_of(small(), "p-eagle")
-    how = {"max_tokens": 12, "temperature": 1.5, "seed": 4, "logit_bias": {1: 9.0}}
-    free, pieces = ask(engine, prompt(6), ignore_eos=True, **how)
+    options = {"max_tokens": 12, "temperature": 1.5, "seed": 4, "logit_bias": {1: 9.0}}
+    free, pieces = ask(engine, prompt(6), ignore_eos=True, **options)
     assert len(free) == 12 and pieces[-1].reason == "length" and free.count(1) > 1
-    tokens, pieces = ask(engine, prompt(6), **how)
+    tokens, pieces = ask(engine, prompt(6), **options)
     assert tokens == free[: free.index(1) + 1] and pieces[-1].reason == "stop"
-    tokens, pieces = ask(engine, prompt(6), min_tokens=8, **how)
+    tokens, pieces = ask(engine, prompt(6), min_tokens=8, **options)
     assert 1 not in tokens[:8] and tokens[8:].count(1) <= 1 and len(tokens) >= 8
 
 
@@ -48,13 +48,13 @@ def test_stop_strings(method: Method, prompt) -> None:
     assert tokens == answer and "".join(piece.text for piece in pieces) == text
     for i in range(1, 12):
         stop = f"w{answer[i]} w{answer[i + 1]}"  # begins in one token, ends in another
-        at = text.index(stop)
-        end = len(text[: at + len(stop)].split())
+        start = text.index(stop)
+        end = len(text[: start + len(stop)].split())
         tokens, pieces = ask(engine, ids, max_tokens=24, stop=("nowhere", stop))
         assert (tokens, pieces[-1].reason) == (answer[:end], "stop")
-        assert "".join(piece.text for piece in pieces) == text[:at]
+        assert "".join(piece.text for piece in pieces) == text[:start]
     _, pieces = ask(engine, ids, max_tokens=24, stop=(stop,), include_stop=True)
-    assert "".join(piece.text for piece in pieces) == text[: at + len(stop)]
+    assert "".join(piece.text for piece in pieces) == text[: start + len(stop)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -79,12 +79,12 @@ def test_up_to_the_very_end_of_the_context(method: Method, length: int, prompt) 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "how", [{"context": 40}, {"kv_tokens": 40}, {"context": 38, "page_size": 5}]
+    "options", [{"context": 40}, {"kv_tokens": 40}, {"context": 38, "page_size": 5}]
 )
-def test_a_smaller_context(method: Method, how: dict[str, int], prompt) -> None:
+def test_a_smaller_context(method: Method, options: dict[str, int], prompt) -> None:
     """As asked for, or what the pages hold."""
-    engine, ids = engine_of(small(), method, **how), prompt(11)
-    room = how.get("context", 40) - 11
+    engine, ids = engine_of(small(), method, **options), prompt(11)
+    room = options.get("context", 40) - 11
     sampled = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
     for count in (60, 10**12):  # nothing is prepared for tokens that cannot come
         tokens, pieces = ask(engine, ids, max_tokens=count, **sampled)

@@ -1,4 +1,4 @@
-"""The engine is lossless: many requests at once, and each gets what it would get alone, step by step."""
+"""The engine is lossless: each of many requests gets the steps that it would get alone."""
 
 import random
 from itertools import chain, cycle
@@ -23,11 +23,11 @@ from tests.support.engines import (
     engine_of,
     one_by_one,
     pair_of,
+    plant_drafts,
     serve,
     small,
     some_requests,
     steps_of,
-    whisper,
 )
 from tests.support.tiny_models import make_drafter
 
@@ -68,7 +68,7 @@ def test_whatever_is_accepted(any_pair: LoadedPair, generated) -> None:
     engine, turns = engine_of(any_pair, "p-eagle"), cycle(PATTERNS.values())
     streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
     while engine.step():
-        whisper(engine, {str(i): answer for i, answer in enumerate(generated)}, next(turns))
+        plant_drafts(engine, {str(i): answer for i, answer in enumerate(generated)}, next(turns))
     answers = [steps_of(stream) for stream in streams]
     assert [tokens_of(steps) for steps in answers] == generated
     assert {step.accepted for step in chain(*answers)} >= {0, 2, 3}
@@ -167,22 +167,22 @@ def without_the_next_token(
 def test_a_page_is_shared_with_its_next_token_only(
     monkeypatch, method: Method, broken: bool, prompt
 ) -> None:
-    """The drafter's last row of a page reads the token after it: prompts that differ there share one page less."""
+    """The drafter's last row of a page reads the token after it, so that token must match too."""
     if broken:  # the test can tell
         monkeypatch.setattr(PageAllocator, "_page_keys", without_the_next_token)
     shared, apart = prompt(24), 0
     engine = engine_of(small(), method, prefill_chunk=32, kv_tokens=800)
     for tail in range(10, 16):
-        held = []
-        for one in (engine, engine_of(small(), method, prefill_chunk=32)):
-            stream = one.add([*shared, tail, 3], max_tokens=8)
-            one.step()
-            held.append(computed(one, stream.id))
-            one.drain()
+        caches = []
+        for runner in (engine, engine_of(small(), method, prefill_chunk=32)):
+            stream = runner.add([*shared, tail, 3], max_tokens=8)
+            runner.step()
+            caches.append(computed(runner, stream.id))
+            runner.drain()
             assert broken or steps_of(stream) == alone(
                 small(), method, [*shared, tail, 3], max_tokens=8
             )
-        apart += any(not torch.allclose(a, b, atol=1e-4) for a, b in zip(*held, strict=True))
+        apart += any(not torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
     assert apart == (5 if broken else 0)
     assert engine.metrics.cached_tokens == 5 * (24 if broken else 20)
 
@@ -202,13 +202,13 @@ def computed(engine: Engine, id: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_logprobs_are_the_targets_own(method: Method) -> None:
-    wanted = [0, 1, 5, 20, None]
+    counts = [0, 1, 5, 20, None]
     asked = [
         (
             ids,
             {
                 "max_tokens": 10,
-                "logprobs": wanted[i % 5],
+                "logprobs": counts[i % 5],
                 "temperature": i % 2 * 1.2,
                 "seed": i,
                 "ignore_eos": True,
@@ -222,15 +222,15 @@ def test_logprobs_are_the_targets_own(method: Method) -> None:
     for (ids, settings), stream in zip(asked, streams, strict=True):
         pieces, top = list(stream), settings["logprobs"]
         tokens = tokens_of([piece.step for piece in pieces if piece.step])
-        told = list(chain(*(piece.logprobs for piece in pieces)))
-        assert [each.token for each in told] == ([] if top is None else tokens)
+        logprobs = list(chain(*(piece.logprobs for piece in pieces)))
+        assert [each.token for each in logprobs] == ([] if top is None else tokens)
         rows = (
             small()
             .target.forward(torch.tensor(ids + tokens))
             .logits[len(ids) - 1 : -1]
             .log_softmax(-1)
         )
-        for each, row in zip(told, rows, strict=False):
+        for each, row in zip(logprobs, rows, strict=False):
             assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-4)
             assert each.rank == int((row > row[each.token]).sum()) + 1
             best = row.topk(top or 0)
@@ -242,17 +242,22 @@ def test_logprobs_are_the_targets_own(method: Method) -> None:
 def test_counters_add_up() -> None:
     engine, asked = engine_of(small(), "p-eagle"), some_requests(12, seed=6, max_tokens=12)
     answers = serve(engine, asked)
-    steps, told = list(chain(*answers)), engine.status()
-    assert told["generated_tokens"] == sum(len(step.tokens) for step in steps)
-    assert told["prompt_tokens"] == sum(len(ids) for ids, _ in asked)
-    assert told["drafts"] == sum(step.drafted > 0 for step in steps)
-    assert told["draft_tokens"] == sum(step.drafted for step in steps)
+    steps = list(chain(*answers))
+    status = engine.status()
+    assert status["generated_tokens"] == sum(len(step.tokens) for step in steps)
+    assert status["prompt_tokens"] == sum(len(ids) for ids, _ in asked)
+    assert status["drafts"] == sum(step.drafted > 0 for step in steps)
+    assert status["draft_tokens"] == sum(step.drafted for step in steps)
     assert (
-        told["accepted_tokens"] == sum(step.accepted for step in steps) == sum(told["accepted_at"])
+        status["accepted_tokens"]
+        == sum(step.accepted for step in steps)
+        == sum(status["accepted_at"])
     )
-    assert told["finished"].keys() <= {"stop", "length"} and sum(told["finished"].values()) == 12
-    assert (told["waiting"], told["running"], told["kv_usage"]) == (0, 0, 0)
-    assert told["k_steps"] == {K: told["steps"]} and told["k_reason"] == "fixed"
+    assert (
+        status["finished"].keys() <= {"stop", "length"} and sum(status["finished"].values()) == 12
+    )
+    assert (status["waiting"], status["running"], status["kv_usage"]) == (0, 0, 0)
+    assert status["k_steps"] == {K: status["steps"]} and status["k_reason"] == "fixed"
 
 
 def test_an_id_may_come_back_with_other_settings(prompt) -> None:

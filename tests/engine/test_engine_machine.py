@@ -1,4 +1,4 @@
-"""Thousands of random operations on a real engine: nothing leaks, nobody is forgotten, every answer is right."""
+"""Thousands of random operations on a real engine: nothing leaks, and every answer is right."""
 
 from functools import cache
 from typing import Any
@@ -61,22 +61,22 @@ class Machine(RuleBasedStateMachine):
         chunk: int,
         caching: bool,
     ) -> None:
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "page_size": page,
             "kv_tokens": tokens,
             "max_batch": batch,
             "prefill_chunk": chunk,
             "max_queue": QUEUE,
         }
-        self.engine = engine_of(small(), method, k, prefix_caching=caching, **how)
+        self.engine = engine_of(small(), method, k, prefix_caching=caching, **options)
         self.k, self.streams = k, dict[str, tuple[int, Stream]]()
 
     @rule(number=st.integers(0, len(ASKED) - 1), user=st.sampled_from("ab"))
     def add(self, number: int, user: str) -> None:
-        ids, how = ASKED[number]
+        ids, options = ASKED[number]
         full = len(self.engine.loop.scheduler.waiting) >= QUEUE
         try:
-            stream = self.engine.add(ids, user=user, **how)
+            stream = self.engine.add(ids, user=user, **options)
         except QueueFull:
             assert full
         else:
@@ -110,11 +110,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.engine.drain()
         self.engine.check_integrity()
-        assert (
-            not self.engine.loop.states
-            and self.engine.loop.scheduler.allocator.num_free
-            == self.engine.loop.scheduler.allocator.num_pages
-        )
+        assert not self.engine.loop.states and self.engine.idle
         for number, stream in self.streams.values():
             self.check(number, stream)
 

@@ -19,7 +19,15 @@ from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair
 from tests.support.cpu_features import needs_dots
 from tests.support.decoding import tokens_of
-from tests.support.engines import K, engine_of, pair_of, serve, some_requests, steps_of, whisper
+from tests.support.engines import (
+    K,
+    engine_of,
+    pair_of,
+    serve,
+    some_requests,
+    steps_of,
+    plant_drafts,
+)
 from tests.support.tiny_models import CONFIGS, make_drafter, make_target
 
 COUNT = 33  # crosses the ends of at least two pages
@@ -70,7 +78,7 @@ def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
     engine = engine_of(pair(name), "p-eagle", exact=True, page_size=PAGE, kv_tokens=600)
     streams = [engine.add(ids, id=str(i), **options) for i, (ids, options) in enumerate(ASKED)]
     while engine.step():
-        whisper(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
+        plant_drafts(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
     assert [tokens_of(steps_of(stream)) for stream in streams] == alone(name)
     leading = right.index(False) if False in right else K
     assert 0.5 + leading < engine.metrics.acceptance_length <= 1 + K
@@ -180,6 +188,6 @@ def test_int8_is_refused_where_it_is_not_supported(monkeypatch: pytest.MonkeyPat
 @needs_dots
 def test_int8_is_for_llama_like_targets() -> None:
     with pytest.raises(
-        UserError, match=r"int8 cannot be had for 'tiny gemma2': its layers are not Llama-like"
+        UserError, match=r"int8 is not supported for 'tiny gemma2', whose layers are not Llama-like"
     ):
         engine_of(pair("gemma2"), "none", int8=True)

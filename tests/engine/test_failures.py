@@ -1,4 +1,4 @@
-"""What goes wrong: a request fails alone, with a reason; what can never run is refused before it costs anything."""
+"""Failures: a request fails alone, with a reason; what can never run is refused at once."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -39,13 +39,29 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(prompt) -> None:
     first = engine.add(prompt(9), id="first", max_tokens=10)
     engine.step()
     before = engine.status(), engine.loop.scheduler.allocator.num_free
-    for ids, how, words in REFUSED:
+    for ids, options, words in REFUSED:
         with pytest.raises(UserError, match=words):
-            engine.add(ids, **how)
+            engine.add(ids, **options)
         engine.check_integrity()
     assert (engine.status(), engine.loop.scheduler.allocator.num_free) == before
     engine.drain()
     assert steps_of(first) == alone(small(), "p-eagle", prompt(9), max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"context": 40}, "or raise `context`$"),
+        ({"kv_tokens": 40}, "or raise `kv_tokens`$"),
+        ({"kv_tokens": 4096}, "context holds 256 .*: shorten it$"),
+    ],
+)
+def test_a_prompt_that_is_too_long_names_what_limits_it(
+    options: dict[str, Any], fix: str, prompt
+) -> None:
+    engine = engine_of(small(), "none", **options)
+    with pytest.raises(UserError, match=fix):
+        engine.add(prompt(300))
 
 
 def test_a_full_queue(prompt) -> None:
@@ -62,7 +78,7 @@ def test_a_full_queue(prompt) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("options", "words"),
     [
         ({"k": 0}, "K is 0"),
         ({"k": "many"}, "or to auto"),
@@ -70,16 +86,16 @@ def test_a_full_queue(prompt) -> None:
         ({"max_batch": 10**9, "kv_tokens": 10**14}, "`kv_tokens`, `max_batch` or `context`"),
     ],
 )
-def test_an_engine_that_cannot_be(how: dict[str, Any], words: str) -> None:
+def test_an_engine_that_cannot_be(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        Engine(small(), EngineConfig(**{"method": "p-eagle", "thread": False} | how))
+        Engine(small(), EngineConfig(**{"method": "p-eagle", "thread": False} | options))
 
 
 # Logits that are not numbers.
 
 
 class Poisoned:
-    """A pair whose target has no numbers for one token; nobody says or drafts that token, one prompt has it."""
+    """A pair whose target gives NaN for one token, which is in one prompt and never generated."""
 
     def __init__(self, name: str = "llama") -> None:
         target = make_target(name)
@@ -87,7 +103,7 @@ class Poisoned:
         self.pair = pair_of(target, drafters)
         self.good = some_requests(8, seed=9, max_tokens=8)
         self.expected = {
-            m: [alone(self.pair, m, ids, **how) for ids, how in self.good] for m in METHODS
+            m: [alone(self.pair, m, ids, **options) for ids, options in self.good] for m in METHODS
         }
         drafted = chain(
             *(
@@ -123,11 +139,11 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(
     streams, failed = [], list[Stream]()
     for (
         ids,
-        how,
+        options,
     ) in (
         poisoned.good
     ):  # after every good one a bad one: it is prefilled with some, and others follow in its pages
-        streams.append(engine.add(ids, **how))
+        streams.append(engine.add(ids, **options))
         failed.append(engine.add(poisoned.bad(), max_tokens=8))
         engine.step()
         engine.check_integrity()
@@ -145,15 +161,17 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_left_in_its_pages(poisoned: Poisoned, method: Method) -> None:
-    """The good ones come after it, one by one, to the very pages that hold no numbers: also where it was aborted."""
+    """Good requests get the pages that held NaN, also after an abort."""
     for end in (lambda engine, stream: engine.drain(), lambda engine, stream: stream.abort()):
         engine = engine_of(poisoned.pair, method, kv_tokens=52)
-        for (ids, how), steps in zip(poisoned.good[:3], poisoned.expected[method], strict=False):
+        for (ids, options), steps in zip(
+            poisoned.good[:3], poisoned.expected[method], strict=False
+        ):
             bad = engine.add([poisoned.token, *poisoned.bad()], max_tokens=8)
             for _ in range(2):
                 engine.step()
             end(engine, bad)
-            stream = engine.add(ids, **how)
+            stream = engine.add(ids, **options)
             engine.drain()
             assert steps_of(stream) == steps
 
@@ -161,9 +179,9 @@ def test_nothing_is_left_in_its_pages(poisoned: Poisoned, method: Method) -> Non
 @pytest.mark.parametrize("method", METHODS)
 def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
     """The answer itself comes to the token: what was said before has been told."""
-    engine, (ids, how) = engine_of(poisoned.pair, method), poisoned.good[0]
-    stream = engine.add(ids, logit_bias={poisoned.token: 100.0}, **how)
-    good = engine.add(ids, **how)
+    engine, (ids, options) = engine_of(poisoned.pair, method), poisoned.good[0]
+    stream = engine.add(ids, logit_bias={poisoned.token: 100.0}, **options)
+    good = engine.add(ids, **options)
     engine.drain()
     assert steps_of(good) == poisoned.expected[method][0]
     pieces = iter(stream)
@@ -228,10 +246,10 @@ def test_pages_for_one_request_only(method: Method) -> None:
     asked = some_requests(6, seed=12, max_tokens=12, ignore_eos=True)
     longest = max(len(ids) for ids, _ in asked) + 12
     engine = engine_of(small(), method, kv_tokens=longest, max_batch=6)
-    streams = [engine.add(ids, **how) for ids, how in asked]
+    streams = [engine.add(ids, **options) for ids, options in asked]
     while engine.step():
         engine.check_integrity()
     assert [steps_of(stream) for stream in streams] == [
-        alone(small(), method, ids, **how) for ids, how in asked
+        alone(small(), method, ids, **options) for ids, options in asked
     ]
     assert engine.status()["finished"] == {"length": 6}

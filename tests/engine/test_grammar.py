@@ -1,4 +1,4 @@
-"""Answers bound to a grammar: always inside it, the same with and without drafts, and nobody else notices."""
+"""Answers with a grammar follow it, with and without drafts, and do not affect other requests."""
 
 import json
 import re
@@ -22,7 +22,15 @@ from peagle.errors import UserError
 from peagle.grammar import MAX_GRAMMAR_CHARS, MIN_ENTRY_CHARS, Grammar, GrammarCompiler
 from peagle.target import Target
 from tests.support.decoding import PATTERNS, tokens_of
-from tests.support.engines import ask, engine_of, pair_of, serve, some_requests, steps_of, whisper
+from tests.support.engines import (
+    ask,
+    engine_of,
+    pair_of,
+    plant_drafts,
+    serve,
+    some_requests,
+    steps_of,
+)
 from tests.support.grammars import BOB, COMPACT, LATE, VOCAB, bound_pair
 from tests.support.statistics import p_value
 from tests.support.tiny_models import make_target
@@ -62,8 +70,8 @@ GRAMMARS = [Grammar.json(schema) for schema in SCHEMAS] + [
 ]
 
 
-def bound_engine(method: str, k: int | str = 3, **how: Any) -> Engine:
-    return engine_of(bound_pair(), method, k, **{"kv_tokens": 1200} | how)
+def bound_engine(method: str, k: int | str = 3, **options: Any) -> Engine:
+    return engine_of(bound_pair(), method, k, **{"kv_tokens": 1200} | options)
 
 
 ASKED = [
@@ -118,11 +126,13 @@ def test_drafts_change_nothing(method: Method, k: int | str) -> None:
 
 
 def test_whatever_is_accepted() -> None:
-    """Right, wrong and half-right drafts: accepted ones are many, and what they lead to is masked too."""
+    """Right, wrong and half-right drafts: the rows behind accepted drafts are masked too."""
     engine, turns = bound_engine("p-eagle"), cycle(PATTERNS.values())
     streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
     while engine.step():
-        whisper(engine, {str(i): answer for i, answer in enumerate(without_drafts())}, next(turns))
+        plant_drafts(
+            engine, {str(i): answer for i, answer in enumerate(without_drafts())}, next(turns)
+        )
     answers = [steps_of(stream) for stream in streams]
     assert [tokens_of(steps) for steps in answers] == without_drafts()
     assert {step.accepted for steps in answers for step in steps} == {0, 1, 2, 3}
@@ -140,7 +150,7 @@ def test_pages_run_out(exact: bool) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_neighbors_do_not_notice(lookahead: int) -> None:
-    """With a lookahead, as on a GPU, plain requests would be read back one step later; bound ones cannot wait."""
+    """With a lookahead, as on a GPU, steps with a grammar are still read back at once."""
     plain = [
         (
             ids,
@@ -165,10 +175,11 @@ def test_neighbors_do_not_notice(lookahead: int) -> None:
     assert answers[0::2] == [tokens for tokens, _ in alone]
     assert answers[1::2] == without_drafts()
     for (_, before), after in zip(alone, pieces[0::2], strict=True):
-        told = [
-            [one.logprob for piece in each for one in piece.logprobs] for each in (before, after)
-        ]
-        assert told[1] == pytest.approx(told[0], abs=1e-4)
+        expected, actual = (
+            [token.logprob for piece in each for token in piece.logprobs]
+            for each in (before, after)
+        )
+        assert actual == pytest.approx(expected, abs=1e-4)
 
 
 def test_an_engine_goes_on_after_an_abort() -> None:
@@ -199,19 +210,19 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_with_everything_else_one_may_ask_for(settings: dict[str, Any]) -> None:
-    asked = [(ids, how | settings | {"seed": i}) for i, (ids, how) in enumerate(ASKED)]
-    expected = [ask(bound_engine("none"), ids, **how) for ids, how in asked]
+    asked = [(ids, options | settings | {"seed": i}) for i, (ids, options) in enumerate(ASKED)]
+    expected = [ask(bound_engine("none"), ids, **options) for ids, options in asked]
     for method in METHODS[1:]:
         answers = serve(bound_engine(method), asked)
         assert [tokens_of(steps) for steps in answers] == [tokens for tokens, _ in expected]
-    for (tokens, pieces), (_, how) in zip(expected, asked, strict=True):
+    for (tokens, pieces), (_, options) in zip(expected, asked, strict=True):
         assert 2 not in tokens
         if pieces[-1].reason == "stop" and tokens[-1] != VOCAB.index("1"):
-            check(how["grammar"], text_of(tokens))
+            check(options["grammar"], text_of(tokens))
 
 
 def test_ends() -> None:
-    """The end token only where the grammar allows it; none where nothing can follow; never before min_tokens."""
+    """The end token comes only where the grammar allows it, and never before min_tokens."""
     engine, ids, eos = bound_engine("p-eagle"), [10, 20, 30], {1: 100.0}
     tokens, pieces = ask(engine, ids, grammar=Grammar.regex("a{2,9}"), logit_bias=eos)
     assert (text_of(tokens), tokens[-1], pieces[-1].reason) == ("aa", 1, "stop")
@@ -230,10 +241,10 @@ def test_ends() -> None:
 def test_logprobs_are_of_what_the_grammar_allows() -> None:
     engine = bound_engine("p-eagle")
     _, pieces = ask(engine, [10, 20, 30], grammar=Grammar.choice(["a", "b", "c"]), logprobs=5)
-    told = next(one for piece in pieces for one in piece.logprobs)
-    assert set(told.top) == {VOCAB.index(letter) for letter in "abc"}
-    assert sum(2.718281828**value for value in told.top.values()) == pytest.approx(1, abs=1e-4)
-    assert told.logprob == max(told.top.values()) and told.rank == 1
+    first = next(token for piece in pieces for token in piece.logprobs)
+    assert set(first.top) == {VOCAB.index(letter) for letter in "abc"}
+    assert sum(2.718281828**value for value in first.top.values()) == pytest.approx(1, abs=1e-4)
+    assert first.logprob == max(first.top.values()) and first.rank == 1
 
 
 @pytest.mark.gpu
@@ -250,15 +261,15 @@ def test_on_cuda(method: Method) -> None:
 
 
 def outcomes(
-    target: Target, ids: list[int], room: int, said: tuple[int, ...] = ()
+    target: Target, ids: list[int], room: int, output: tuple[int, ...] = ()
 ) -> Iterator[tuple[Any, float]]:
     allowed = [VOCAB.index(token) for token in ("a", "b", "ab", "bb") if len(token) <= room] + [
         1
-    ] * bool(said)
-    for token, p in shares(target, [*ids, *said], allowed):
+    ] * bool(output)
+    for token, p in shares(target, [*ids, *output], allowed):
         left = 0 if token == 1 else room - len(VOCAB[token])
         for answer, q in (
-            outcomes(target, ids, left, (*said, token)) if left else [((*said, token), 1.0)]
+            outcomes(target, ids, left, (*output, token)) if left else [((*output, token), 1.0)]
         ):
             yield answer, p * q
 
@@ -277,8 +288,8 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     pair.target.tap(())
     exact = dict(outcomes(pair.target, ids, 3))
     engine = bound_engine("p-eagle", 2, max_batch=64, kv_tokens=3000)
-    how = {"grammar": Grammar.regex("[ab]{1,3}"), "temperature": 8.0, "max_tokens": 4}
-    streams = [engine.add(ids, seed=seed, **how) for seed in range(runs)]
+    options = {"grammar": Grammar.regex("[ab]{1,3}"), "temperature": 8.0, "max_tokens": 4}
+    streams = [engine.add(ids, seed=seed, **options) for seed in range(runs)]
     while engine.step():
         engine.loop.stepper.slots.trees.chain[:, :2] = torch.tensor(
             [VOCAB.index(letter) for letter in drafts]
@@ -314,12 +325,12 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
 )
 def test_bad_grammars(grammar: Grammar, word: str) -> None:
     engine = bound_engine("none")
-    with pytest.raises(UserError, match=word) as found:
+    with pytest.raises(UserError, match=word) as caught:
         engine.add([10], grammar=grammar)
     assert (
-        "\n" not in str(found.value)
-        and "<non-verbose/>" not in str(found.value)
-        and len(str(found.value)) < 500
+        "\n" not in str(caught.value)
+        and "<non-verbose/>" not in str(caught.value)
+        and len(str(caught.value)) < 500
     )
     engine.check_integrity()
     assert not engine.loop.states
@@ -335,9 +346,9 @@ def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
     engine.drain()
     with pytest.raises(
         RequestRefused, match="cannot follow its grammar: Parser Error: Current row"
-    ) as found:
+    ) as caught:
         list(bound)
-    assert "\n" not in str(found.value) and "<non-verbose/>" not in str(found.value)
+    assert "\n" not in str(caught.value) and "<non-verbose/>" not in str(caught.value)
     assert list(free)[-1].reason in ("stop", "length")
     assert engine.status()["finished"]["refused"] == 1 and not engine.status()["finished"].get(
         "error"
@@ -417,5 +428,5 @@ def test_any_text_can_be_a_choice() -> None:
     target = SimpleNamespace(tokenizer=tokenizer, vocab_size=257, stop_ids={256}, name="bytes")
     matcher = GrammarCompiler(target).matcher(Grammar.choice(texts))  # type: ignore[arg-type]
     for text in texts[-12:]:
-        one = matcher.deep_copy()
-        assert one.consume_tokens(tokenizer(text)["input_ids"]) and one.is_stopped()
+        copy = matcher.deep_copy()
+        assert copy.consume_tokens(tokenizer(text)["input_ids"]) and copy.is_stopped()

@@ -11,20 +11,20 @@ from peagle.engine.kv.page_allocator import PageAllocator
 
 def published(pages: PageAllocator, tokens: list[int]) -> list[int]:
     """Pages that hold all tokens but the last, as a request would have computed them."""
-    held = pages.allocate(pages.pages_for(len(tokens) - 1))
-    assert held is not None
-    pages.publish(tokens, held)
-    return held
+    owned = pages.allocate(pages.pages_for(len(tokens) - 1))
+    assert owned is not None
+    pages.publish(tokens, owned)
+    return owned
 
 
 def test_all_or_nothing() -> None:
     pages = PageAllocator(3, 4)
     assert pages.allocate(4) is None and pages.num_free == 3
-    held = pages.allocate(2)
-    assert held == [0, 1] and pages.allocate(2) is None and pages.num_free == 1
+    owned = pages.allocate(2)
+    assert owned == [0, 1] and pages.allocate(2) is None and pages.num_free == 1
     assert pages.allocate(0) == []
-    pages.check_integrity([held])
-    pages.release(held)
+    pages.check_integrity([owned])
+    pages.release(owned)
     pages.check_integrity([])
 
 
@@ -35,37 +35,37 @@ def test_pages_needed(positions: int, count: int) -> None:
 
 def test_a_page_is_shared_only_with_its_next_token() -> None:
     pages = PageAllocator(8, 2)
-    held = published(pages, [5, 6, 7, 8, 9])
+    owned = published(pages, [5, 6, 7, 8, 9])
     assert (
         pages.match_prefix([5, 6]) == []
     )  # its next token is not known, and one token must be left
-    assert pages.match_prefix([5, 6, 7]) == held[:1]
+    assert pages.match_prefix([5, 6, 7]) == owned[:1]
     assert pages.match_prefix([5, 6, 0]) == []  # the drafter's row of token 6 has seen 7
-    assert pages.match_prefix([5, 6, 7, 8, 0]) == held[:1]
-    assert pages.match_prefix([5, 6, 7, 8, 9, 1, 2]) == held
+    assert pages.match_prefix([5, 6, 7, 8, 0]) == owned[:1]
+    assert pages.match_prefix([5, 6, 7, 8, 9, 1, 2]) == owned
     assert pages.match_prefix([0, 6, 7, 8, 9]) == []
-    pages.check_integrity([held, held[:1], held[:1], held])
+    pages.check_integrity([owned, owned[:1], owned[:1], owned])
 
 
 def test_hits_are_counted_unless_taken_back() -> None:
     pages = PageAllocator(8, 2)
-    held = published(pages, [5, 6, 7, 8, 9])
+    owned = published(pages, [5, 6, 7, 8, 9])
     pages.match_prefix([5, 6, 7, 0])
     assert (pages.queried_tokens, pages.hit_tokens) == (4, 2)
-    pages.undo_match([5, 6, 7, 0], held[:1])
+    pages.undo_match([5, 6, 7, 0], owned[:1])
     assert (pages.queried_tokens, pages.hit_tokens) == (0, 0)
-    pages.check_integrity([held])
+    pages.check_integrity([owned])
 
 
 def test_publishing_twice_changes_nothing_and_goes_on_where_it_was() -> None:
     pages = PageAllocator(8, 2)
-    held = pages.allocate(3)
-    assert held is not None
+    owned = pages.allocate(3)
+    assert owned is not None
     tokens = [1, 2, 3, 4, 5, 6, 7]
     for known in (1, 3, 3, 4, 7):
-        pages.publish(tokens[:known], held)
+        pages.publish(tokens[:known], owned)
         assert len(pages.prefix_table) == (known - 1) // 2
-    assert pages.match_prefix([*tokens, 0]) == held
+    assert pages.match_prefix([*tokens, 0]) == owned
 
 
 def test_a_second_page_of_the_same_prefix_stays_private() -> None:
@@ -104,17 +104,17 @@ def test_the_longest_unused_is_evicted_first_and_of_a_chain_its_end() -> None:
 
 def test_mistakes_are_noticed() -> None:
     pages = PageAllocator(2, 2)
-    held = pages.allocate(1)
-    assert held is not None
+    owned = pages.allocate(1)
+    assert owned is not None
     with pytest.raises(AssertionError, match="differ from what requests hold"):
         pages.check_integrity([])
     with pytest.raises(AssertionError, match="holds a page twice"):
-        pages.check_integrity([held * 2])
-    pages.release(held)
+        pages.check_integrity([owned * 2])
+    pages.release(owned)
     with pytest.raises(AssertionError, match="more often than"):
-        pages.release(held)
+        pages.release(owned)
     with pytest.raises(AssertionError, match="fresh"):
-        pages.share(held)
+        pages.share(owned)
     pages.fresh.pop()
     with pytest.raises(AssertionError, match="lost"):
         pages.check_integrity([])
@@ -127,18 +127,18 @@ def test_mistakes_are_noticed() -> None:
 def test_what_is_found_was_written_for_the_same_tokens(size: int, prompts: list[list[int]]) -> None:
     pages, written, holders = PageAllocator(8, size), dict[int, list[int]](), []
     for tokens in prompts:
-        held = pages.match_prefix(tokens)
-        for i, page in enumerate(held):
+        owned = pages.match_prefix(tokens)
+        for i, page in enumerate(owned):
             assert written[page] == tokens[: (i + 1) * size + 1]
-        more = pages.allocate(pages.pages_for(len(tokens) - 1) - len(held))
+        more = pages.allocate(pages.pages_for(len(tokens) - 1) - len(owned))
         if more is None:
-            pages.release(held)
+            pages.release(owned)
             continue
-        held += more
-        for i, page in enumerate(held):
+        owned += more
+        for i, page in enumerate(owned):
             written[page] = tokens[: (i + 1) * size + 1]
-        pages.publish(tokens, held)
-        holders.append(held)
+        pages.publish(tokens, owned)
+        holders.append(owned)
         if len(holders) > 2:
             pages.release(holders.pop(random.Random(len(tokens)).randrange(3)))
         pages.check_integrity(holders)

@@ -29,9 +29,10 @@ def says(tokens: tuple[int, ...]) -> int:
 
 
 class Engine:
-    """Steps run on the device when launched, and are read back later; a step's draft may be right or wrong.
+    """Steps run on the device when launched, and are read back later; drafts may be right or wrong.
 
-    The KV of position j is right if it was computed from tokens 0..j, the drafter's from tokens 0..j + 1.
+    The KV of position j is right if it was computed from tokens 0..j, and the drafter's KV if it
+    was computed from tokens 0..j + 1.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -85,13 +86,13 @@ class Engine:
         assert tuple(chunk.ids) == tuple(of.tokens[chunk.start : chunk.end]) and chunk.ids
         self.tokens[of.id] = known = tuple(of.tokens)
         self.verify(of, chunk.start)
-        said = [] if chunk.next_id is not None else [says(known)]
-        self.tokens[of.id] = known = known + tuple(said)
+        first_token = [] if chunk.next_id is not None else [says(known)]
+        self.tokens[of.id] = known = known + tuple(first_token)
         for j in range(chunk.start, chunk.end):
             self.write(self.target, of, j, known[: j + 1])
             self.write(self.drafter, of, j, known[: j + 2])
         self.scheduler.mark_prefilled(chunk)
-        return of, said
+        return of, first_token
 
     def decode(self, of: Request, accepted: int) -> tuple[Request, list[int]]:
         known = self.tokens[of.id]

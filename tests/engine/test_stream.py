@@ -25,7 +25,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[Step]]:
-    return [alone(small(), "p-eagle", ids, **how) for ids, how in ASKED]
+    return [alone(small(), "p-eagle", ids, **options) for ids, options in ASKED]
 
 
 def within(coroutine: Any, seconds: float = 60) -> Any:
@@ -38,7 +38,7 @@ def within(coroutine: Any, seconds: float = 60) -> Any:
 def test_threads(engine: Engine, expected) -> None:
     with ThreadPoolExecutor(len(ASKED)) as pool:
         answers = [
-            pool.submit(lambda ids, how: steps_of(engine.add(ids, **how)), *asked)
+            pool.submit(lambda ids, options: steps_of(engine.add(ids, **options)), *asked)
             for asked in ASKED
         ]
         assert [answer.result(timeout=60) for answer in answers] == expected
@@ -50,7 +50,9 @@ async def collect(stream: Stream) -> list[StreamPiece]:
 
 def test_asyncio(engine: Engine, expected) -> None:
     async def everybody() -> list[list[StreamPiece]]:
-        return await asyncio.gather(*(collect(engine.add(ids, **how)) for ids, how in ASKED))
+        return await asyncio.gather(
+            *(collect(engine.add(ids, **options)) for ids, options in ASKED)
+        )
 
     answers = within(everybody())
     assert [[piece.step for piece in pieces if piece.step] for pieces in answers] == expected
@@ -102,8 +104,8 @@ def test_abort_from_other_threads(engine: Engine, expected) -> None:
     """At any moment of a step: the loop goes on."""
 
     def answer(i: int) -> list[StreamPiece]:
-        ids, how = ASKED[i % len(ASKED)]
-        stream, pieces = engine.add(ids, **how), []
+        ids, options = ASKED[i % len(ASKED)]
+        stream, pieces = engine.add(ids, **options), []
         if i % 3 == 0:
             stream.abort()
         for piece in stream:
@@ -128,7 +130,7 @@ def test_abort_between_plan_and_launch(
 ) -> None:
     """What another thread may do: the step has been planned, and one of its requests is gone."""
     engine = engine_of(small(), "p-eagle")
-    streams = [engine.add(ids, **how) for ids, how in ASKED[:3]]
+    streams = [engine.add(ids, **options) for ids, options in ASKED[:3]]
     if which == "decode":
         while engine.loop.scheduler.waiting or any(
             request.status == "prefill" for request in engine.loop.scheduler.running
@@ -152,7 +154,7 @@ def test_abort_between_plan_and_launch(
 def test_close_fails_who_waits() -> None:
     engine = Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT | {"max_batch": 1}))
     with engine.loop.lock:
-        streams = [engine.add(ids, **how) for ids, how in ASKED[:4]]
+        streams = [engine.add(ids, **options) for ids, options in ASKED[:4]]
     engine.close()
     engine.close()
     for stream in streams[1:]:
@@ -189,8 +191,8 @@ def test_a_listener_that_goes_away_harms_nobody(engine: Engine, expected) -> Non
         async for _ in stream:
             break
 
-    ids, how = ASKED[0]
+    ids, options = ASKED[0]
     for _ in range(5):
         within(impatient(engine.add(ids, max_tokens=150, ignore_eos=True)))
     with ThreadPoolExecutor() as pool:
-        assert pool.submit(steps_of, engine.add(ids, **how)).result(timeout=60) == expected[0]
+        assert pool.submit(steps_of, engine.add(ids, **options)).result(timeout=60) == expected[0]

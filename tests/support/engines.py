@@ -41,15 +41,13 @@ def pair_of(target: Target, drafters: dict[Method, Drafter] | None = None) -> Lo
 
 @cache
 def small() -> LoadedPair:
-    """A target of three layers and drafters that have learned from its answers; once per process."""
-    target, folder, drafters = (
-        make_target(seed=7, num_hidden_layers=3),
-        Path(tempfile.mkdtemp()),
-        dict[Method, Drafter](),
-    )
+    """A target of three layers, with drafters trained on its answers; built once per process."""
+    target = make_target(seed=7, num_hidden_layers=3)
+    folder = Path(tempfile.mkdtemp())
+    drafters: dict[Method, Drafter] = {}
     data = write_answers(target, folder / "answers.jsonl", count=40, tokens=40)
     for method in METHODS[1:]:
-        how = {
+        options = {
             "method": method,
             "steps": 45,
             "lr": 1e-2,
@@ -57,12 +55,12 @@ def small() -> LoadedPair:
             "init": "target",
             "aux_layer_ids": (0, 1, 2),
         }
-        train(make_run(target, some_config(data, folder / method, **how)))
+        train(make_run(target, some_config(data, folder / method, **options)))
         drafters[method] = checkpoint.load(folder / method / "drafter", target, torch.float32)
     return pair_of(target, drafters)
 
 
-def words() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """Token 17 is the word w17."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -70,11 +68,11 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def small_with_words() -> LoadedPair:
-    return pair_of(Target(small().target.model, words(), "tiny"), small()._drafters)
+    return pair_of(Target(small().target.model, word_tokenizer(), "tiny"), small()._drafters)
 
 
-def engine_of(pair: LoadedPair, method: str, k: int | str = K, **how: Any) -> Engine:
-    return Engine(pair, EngineConfig(method=method, k=k, thread=False, **TIGHT | how))
+def engine_of(pair: LoadedPair, method: str, k: int | str = K, **options: Any) -> Engine:
+    return Engine(pair, EngineConfig(method=method, k=k, thread=False, **TIGHT | options))
 
 
 def some_requests(count: int, seed: int, **settings: Any) -> list[Asked]:
@@ -89,15 +87,22 @@ def some_requests(count: int, seed: int, **settings: Any) -> list[Asked]:
 
 
 def alone(
-    pair: LoadedPair, method: Method, ids: list[int], k: int = K, max_tokens: int = 128, **how: Any
+    pair: LoadedPair,
+    method: Method,
+    ids: list[int],
+    k: int = K,
+    max_tokens: int = 128,
+    **options: Any,
 ) -> list[Step]:
     """The reference: one request, by the plain loop."""
     drafter = None if method == "none" else pair.drafter(method)
     pair.target.tap(drafter.config.aux_layer_ids or () if drafter else ())
     proposer = proposer_for(drafter) if drafter else None
-    stops = frozenset() if how.pop("ignore_eos", False) else pair.target.stop_ids
+    stops = frozenset() if options.pop("ignore_eos", False) else pair.target.stop_ids
     return list(
-        decode(pair.target, proposer, ids, k if drafter else 0, max_tokens, Sampling(**how), stops)
+        decode(
+            pair.target, proposer, ids, k if drafter else 0, max_tokens, Sampling(**options), stops
+        )
     )
 
 
@@ -117,10 +122,7 @@ def serve(
             engine.check_integrity()
     engine.drain()
     engine.check_integrity()
-    assert (
-        not engine.loop.states
-        and engine.loop.scheduler.allocator.num_free == engine.loop.scheduler.allocator.num_pages
-    )
+    assert not engine.loop.states and engine.idle
     return [steps_of(stream) for stream in streams]
 
 
@@ -137,12 +139,12 @@ COUNT = 8  # tokens of an answer
 ASKED = some_requests(8, seed=3, max_tokens=COUNT, ignore_eos=True)
 
 
-def whisper(engine: Engine, answers: dict[str, list[int]], right: list[bool]) -> None:
+def plant_drafts(engine: Engine, answers: dict[str, list[int]], right: list[bool]) -> None:
     """Drafts that are right or wrong as the pattern says, in place of the drafter's own."""
     for id, state in engine.loop.states.items():
         if state.slot is not None:
-            said = len(engine.loop.scheduler.live[id].output)
-            truth = (answers[id][said:] + [3] * K)[:K]
+            emitted = len(engine.loop.scheduler.live[id].output)
+            truth = (answers[id][emitted:] + [3] * K)[:K]
             drafts = [
                 token if ok else (token + 1) % 96
                 for token, ok in zip(truth, islice(cycle(right), K), strict=True)

@@ -57,10 +57,8 @@ BOB: dict[str, Any] = COMPACT | {
 def letters() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of 96 tokens: what JSON is made of, and some longer ones."""
     model = Tokenizer(models.BPE({token: i for i, token in enumerate(VOCAB)}, []))
-    model.pre_tokenizer, model.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
     model.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token="<eos>", bos_token="<bos>"
@@ -79,7 +77,7 @@ def bound_pair(device: str = "cpu") -> LoadedPair:
     return pair_of(target, drafters)
 
 
-# Its end is too much, its beginning is not.
+# The parser accepts its beginning, and reaches its limit of items near the end.
 LATE = Grammar.json(
     COMPACT
     | {

@@ -27,16 +27,16 @@ class AcceptOutput(NamedTuple):
     packed: Tensor  # [B, K + 3], of a tree [B, K + 5]
     path_rows: Tensor | None  # [B * (K + 1)] of a tree: the accepted path among all rows
     # [B, K] acceptance probability of each new draft; on a CPU, of calibrated drafters.
-    confidence: Tensor | None
+    draft_confidence: Tensor | None
 
 
-class AcceptedRow(NamedTuple):
-    """The result of one request, on the host."""
+class AcceptedBatch(NamedTuple):
+    """The result of a pass on the host, by request."""
 
-    tokens: list[int]  # The accepted drafts and the bonus token.
-    accepted: int
-    broken: int  # 1: a logit is not finite.
-    counts: AcceptedCounts
+    tokens: list[list[int]]  # The accepted drafts and the bonus token.
+    accepted: list[int]
+    broken: list[int]  # 1: a logit is not finite.
+    counts: list[AcceptedCounts]
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class StepOutput:
     packed: Tensor
     k: int
     logprobs: Logprobs | None = None
-    confidence: Tensor | None = None  # See AcceptOutput.
+    draft_confidence: Tensor | None = None  # See AcceptOutput.
     verify_seconds: float | None = None  # On a CPU, where a step has finished when it returns.
     draft_seconds: float | None = None  # Likewise, of acceptance and drafting.
 
@@ -67,17 +67,16 @@ class StepOutput:
         if self.logprobs is not None:
             self.logprobs = Logprobs(*(x.to("cpu", non_blocking=True) for x in self.logprobs))
 
-    def unpack(self) -> list[AcceptedRow]:
-        """The rows of the batch; on the host."""
-        accepted_column = self.k + 1
-        rows = []
-        for row in self.packed.tolist():
-            accepted = row[accepted_column]
-            counts = accepted_counts(accepted, row[accepted_column + 2 :])
-            rows.append(
-                AcceptedRow(row[: accepted + 1], accepted, row[accepted_column + 1], counts)
-            )
-        return rows
+    def unpack(self) -> AcceptedBatch:
+        """Split the columns; on the host."""
+        column = self.k + 1
+        rows = self.packed.tolist()
+        return AcceptedBatch(
+            tokens=[row[: row[column] + 1] for row in rows],
+            accepted=[row[column] for row in rows],
+            broken=[row[column + 1] for row in rows],
+            counts=[accepted_counts(row[column], row[column + 2 :]) for row in rows],
+        )
 
 
 @dataclass(frozen=True, slots=True)

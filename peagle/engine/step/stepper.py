@@ -121,11 +121,11 @@ class Stepper:
         verify_seconds = time.perf_counter() - started
         self._choose_tokens(verified, index[:count], verify_shape, sampling, drafts)
         started = time.perf_counter()
-        packed, path_rows, confidence = self.graphs.run(
+        packed, path_rows, draft_confidence = self.graphs.run(
             accept_key, lambda: self.accept_and_draft(index, verified, verify_shape, draft_shape)
         )
         draft_seconds = time.perf_counter() - started
-        output = StepOutput(packed[:count], verify_shape.k, confidence=confidence)
+        output = StepOutput(packed[:count], verify_shape.k, draft_confidence=draft_confidence)
         if sampling.sampler is not None:
             sampling.sampler.commit(output.tokens, output.accepted)
         if not self._on_gpu:
@@ -188,7 +188,7 @@ class Stepper:
         accepted = path.accepted_counts
         if path.path_rows is not None:
             self.kv_cache.compact_path(first, accepted, path.path_rows, page_tables)
-        confidence = None
+        draft_confidence = None
         if self.drafter is not None:
             hidden = verified.hidden
             if path.flat_rows is not None:
@@ -196,8 +196,8 @@ class Stepper:
             block = VerifiedBlock(
                 path.path_ids, hidden, first, accepted, path.newest, page_tables, verified.ends
             )
-            confidence = self.drafter.draft(block, draft_shape, index, self.slots.trees)
-        return AcceptOutput(path.packed, path.flat_rows, confidence)
+            draft_confidence = self.drafter.draft(block, draft_shape, index, self.slots.trees)
+        return AcceptOutput(path.packed, path.flat_rows, draft_confidence)
 
     def _accept(self, index: Tensor, verified: VerifyOutput, shape: DraftShape) -> AcceptedPath:
         """Accept drafts by the rule of kernels/triton/accept.py, or accept_tree.py for a tree."""
