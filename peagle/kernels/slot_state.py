@@ -22,6 +22,6 @@ class SlotState(NamedTuple):
 class SlotBatch(NamedTuple):
     """The slots of one step, with the values that they had when the step began."""
 
-    index: Tensor  # [B] int64; only the padding slot may occur twice
+    slots: Tensor  # [B] int64; only the padding slot may occur twice
     first_positions: Tensor  # [B] int32: the position of the newest token
     ends: Tensor  # [B] int32

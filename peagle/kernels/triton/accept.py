@@ -60,9 +60,9 @@ def reference(
     newest = target_tokens.gather(1, accepted[:, None])[:, 0]
     accepted = accepted.int()
     # The padding slot ends at 0, and its length stays 0.
-    state.lengths[batch.index] = torch.minimum(batch.first_positions + accepted + 1, batch.ends)
-    state.emitted[batch.index] += accepted + 1
-    state.newest[batch.index] = newest
+    state.lengths[batch.slots] = torch.minimum(batch.first_positions + accepted + 1, batch.ends)
+    state.emitted[batch.slots] += accepted + 1
+    state.newest[batch.slots] = newest
     return AcceptedChain(accepted, newest, pack_step_output(target_tokens, top_logits, accepted))
 
 
@@ -85,7 +85,7 @@ if triton is not None:
         target_tokens_ptr,
         top_logits_ptr,
         drafts_ptr,
-        index_ptr,
+        slots_ptr,
         first_positions_ptr,
         ends_ptr,
         lengths_ptr,
@@ -123,7 +123,7 @@ if triton is not None:
         tl.store(packed_row + K + _BROKEN_COLUMN, broken, mask=mask)
         tl.store(accepted_out_ptr + request, accepted, mask=mask)
         tl.store(newest_out_ptr + request, newest, mask=mask)
-        slot = tl.load(index_ptr + request, mask=mask, other=0)
+        slot = tl.load(slots_ptr + request, mask=mask, other=0)
         emitted = tl.load(emitted_ptr + slot, mask=mask, other=0)
         length = tl.minimum(first_position + accepted + 1, first_position + room + 1)
         tl.store(lengths_ptr + slot, length, mask=mask)
