@@ -1,107 +1,119 @@
-"""The kernel of few rows on a GPU: a weight in bf16, int8 and fp8, matrices of Llama-3.1-8B, terabytes a second.
+"""Measure the skinny GEMM kernel on a GPU: the matrices of Llama-3.1-8B in bf16, int8 and fp8.
 
-    python -m tests.measure_few_rows [--rows 1,8,16] [--sweep] [--seconds 240]
+    python -m benchmarks.skinny_gemm [--rows 1,8,16] [--sweep] [--seconds 240]
 
-Weights are read from memory, not from a cache: copies of more than the cache, one after another in a CUDA graph.
-`--sweep` tries sizes of blocks for the 8-bit weights at 8 rows and prints the best, beside what `blocks` chooses now.
+Results are in terabytes per second. Weights are read from memory, not from a cache: a CUDA graph
+multiplies with copies that together are larger than the cache, one after another. `--sweep` tries
+tile sizes for the 8-bit weights at 8 rows, and prints the best beside the time of `tile_sizes`.
 """
 
 import argparse
 import itertools
 import json
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton import skinny_gemm
+from peagle.kernels.triton.skinny_gemm import TileSizes, gated_skinny_gemm, skinny_gemm
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-KINDS = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-MUCH, REPEATS = 400 << 20, 10  # bytes: several times the cache of an H200
-SWEEP = {
-    "BLOCK_N": (16, 32, 64),
-    "BLOCK_K": (64, 128, 256),
-    "num_warps": (2, 4),
-    "num_stages": (4, 8),
-}
+WEIGHT_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+COPIES_BYTES = 400 << 20  # several times the cache of an H200
+REPEATS = 10
+SWEEP_ROWS = 8
+BEST_COUNT = 3
+BLOCK_N = (16, 32, 64)
+BLOCK_K = (64, 128, 256)
+NUM_WARPS = (2, 4)
+NUM_STAGES = (4, 8)
 
 
-def made(n: int, k: int, kind: torch.dtype) -> list[Tensor]:
-    one = torch.randint(-100, 101, (n, k), device="cuda").float().to(kind)
-    return [one.clone() for _ in range(-(-MUCH // one.nbytes))]
+class Product:
+    """The product of random rows with copies of one matrix."""
 
+    def __init__(self, name: str, dtype: str, rows: int) -> None:
+        n, k = SHAPES[name]
+        weight = torch.randint(-100, 101, (n, k), device="cuda").float().to(WEIGHT_DTYPES[dtype])
+        self.weights = [weight.clone() for _ in range(-(-COPIES_BYTES // weight.nbytes))]
+        self.x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        self.scales: Tensor | None = None if dtype == "bf16" else torch.rand(n, device="cuda")
+        self.gated = name == "gate_up"
 
-def seconds_of(x: Tensor, weights: list[Tensor], scales: Tensor | None, gate: bool) -> float:
-    """Of one product."""
-
-    def products() -> None:
-        for weight in weights:
-            if gate:
-                skinny_gemm.gated_skinny_gemm(x, weight, scales)
+    def run(self, tiles: TileSizes | None) -> None:
+        for weight in self.weights:
+            if self.gated:
+                gated_skinny_gemm(self.x, weight, self.scales, tiles)
             else:
-                skinny_gemm.skinny_gemm(x, weight, None, scales)
+                skinny_gemm(self.x, weight, None, self.scales, tiles)
 
-    products()  # compiled here
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        products()
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(REPEATS):
+    def seconds(self, tiles: TileSizes | None = None) -> float:
+        """The time of one product."""
+        self.run(tiles)  # compiles the kernel
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(tiles)
         graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000 / REPEATS / len(weights)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPEATS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000 / REPEATS / len(self.weights)
 
 
-def measure(name: str, kind: str, rows: int) -> dict[str, object]:
-    n, k = SHAPES[name]
-    weights, x = made(n, k, KINDS[kind]), torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-    scales = None if kind == "bf16" else torch.rand(n, device="cuda")
-    spent = seconds_of(x, weights, scales, name == "gate_up")
-    speed = weights[0].nbytes / spent / 1e12
+def microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def measure(name: str, dtype: str, rows: int) -> dict[str, object]:
+    product = Product(name, dtype, rows)
+    seconds = product.seconds()
     return {
         "matrix": name,
-        "weight": kind,
+        "weight": dtype,
         "rows": rows,
-        "us": round(spent * 1e6, 1),
-        "tb_per_second": round(speed, 2),
+        "us": microseconds(seconds),
+        "tb_per_second": round(product.weights[0].nbytes / seconds / 1e12, 2),
     }
 
 
-def sweep(name: str, kind: str, end: float) -> dict[str, object]:
-    n, k = SHAPES[name]
-    weights, x = made(n, k, KINDS[kind]), torch.randn(8, k, device="cuda", dtype=torch.bfloat16)
-    scales, chosen = torch.rand(n, device="cuda"), skinny_gemm.blocks
-    found: list[tuple[float, dict[str, int]]] = []
-    now = seconds_of(x, weights, scales, name == "gate_up")
-    for values in itertools.product(*SWEEP.values()):
-        sizes = dict(zip(SWEEP, values, strict=True))
-        if time.monotonic() > end:
+def sweep(name: str, dtype: str, deadline: float) -> dict[str, object]:
+    product = Product(name, dtype, SWEEP_ROWS)
+    now = product.seconds()
+    timings: list[tuple[float, TileSizes]] = []
+    for tiles in all_tiles():
+        if time.monotonic() > deadline:
             break
-        skinny_gemm.blocks = lambda *_, sizes=sizes: sizes  # type: ignore[assignment]
         try:
-            found.append((seconds_of(x, weights, scales, name == "gate_up"), sizes))
-        except Exception as error:  # too much shared memory, say
-            print(
-                json.dumps(
-                    {"matrix": name, "weight": kind, "sizes": sizes, "failed": repr(error)[:120]}
-                ),
-                flush=True,
-            )
-        finally:
-            skinny_gemm.blocks = chosen
-    best = sorted(found, key=lambda one: one[0])[:3]
-    told = [{"us": round(spent * 1e6, 1)} | sizes for spent, sizes in best]
+            timings.append((product.seconds(tiles), tiles))
+        except Exception as error:  # the tiles need too much shared memory, for example
+            failure = {"sizes": sizes_record(tiles), "failed": repr(error)[:120]}
+            print(json.dumps({"matrix": name, "weight": dtype} | failure), flush=True)
+    best = sorted(timings, key=lambda timing: timing[0])[:BEST_COUNT]
     return {
         "matrix": name,
-        "weight": kind,
-        "now_us": round(now * 1e6, 1),
-        "best": told,
-        "tried": len(found),
+        "weight": dtype,
+        "now_us": microseconds(now),
+        "best": [{"us": microseconds(seconds)} | sizes_record(tiles) for seconds, tiles in best],
+        "tried": len(timings),
+    }
+
+
+def all_tiles() -> Iterator[TileSizes]:
+    for sizes in itertools.product(BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES):
+        yield TileSizes(*sizes)
+
+
+def sizes_record(tiles: TileSizes) -> dict[str, object]:
+    return {
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
     }
 
 
@@ -110,14 +122,15 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=240)
-    asked = parser.parse_args()
-    end = time.monotonic() + asked.seconds
-    for name, kind, rows in itertools.product(SHAPES, KINDS, map(int, asked.rows.split(","))):
-        if time.monotonic() < end:
-            print(json.dumps(measure(name, kind, rows)), flush=True)
-    for name, kind in itertools.product(SHAPES, ("int8", "fp8")) if asked.sweep else ():
-        if time.monotonic() < end:
-            print(json.dumps(sweep(name, kind, end)), flush=True)
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
+    row_counts = [int(rows) for rows in options.rows.split(",")]
+    for name, dtype, rows in itertools.product(SHAPES, WEIGHT_DTYPES, row_counts):
+        if time.monotonic() < deadline:
+            print(json.dumps(measure(name, dtype, rows)), flush=True)
+    for name, dtype in itertools.product(SHAPES, ("int8", "fp8")) if options.sweep else ():
+        if time.monotonic() < deadline:
+            print(json.dumps(sweep(name, dtype, deadline)), flush=True)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ if triton is not None:
         target_tokens_ptr,
         top_logits_ptr,
         drafts_ptr,
-        index_ptr,
+        slots_ptr,
         first_positions_ptr,
         ends_ptr,
         lengths_ptr,
@@ -123,7 +123,7 @@ if triton is not None:
         tl.store(packed_row + K + _BROKEN_COLUMN, broken, mask=mask)
         tl.store(accepted_out_ptr + request, accepted, mask=mask)
         tl.store(newest_out_ptr + request, newest, mask=mask)
-        slot = tl.load(index_ptr + request, mask=mask, other=0)
+        slot = tl.load(slots_ptr + request, mask=mask, other=0)
         emitted = tl.load(emitted_ptr + slot, mask=mask, other=0)
         length = tl.minimum(first_position + accepted + 1, first_position + room + 1)
         tl.store(lengths_ptr + slot, length, mask=mask)

@@ -66,13 +66,13 @@ def reference(
 ) -> AcceptedPath:
     """The same computation in plain PyTorch."""
     rows = ids.shape[1]
-    index, first_positions, ends = batch
+    slots, first_positions, ends = batch
     row = torch.arange(rows, device=ids.device)
     depths = torch.arange(k + 1, device=ids.device)
-    parent = trees.parents[index, : rows - 1].long()
-    depth = trees.depths[index, : rows - 1]
+    parent = trees.parents[slots, : rows - 1].long()
+    depth = trees.depths[slots, : rows - 1]
     depth = torch.cat([torch.zeros_like(depth[:, :1]), depth], 1)  # [B, R]
-    tree_mask = trees.masks[index, :rows]
+    tree_mask = trees.masks[slots, :rows]
     matches = ids[:, 1:] == target_tokens.gather(1, parent)
     bits = torch.ones_like(tree_mask) << row
     matching_rows = 1 + (matches * bits[:, 1:]).sum(1)
@@ -83,14 +83,14 @@ def reference(
     counts = torch.minimum(accepted.sum(1) - 1, room).int()
     path_tokens = target_tokens.gather(1, path_rows)
     newest = path_tokens.gather(1, counts[:, None].long())[:, 0]
-    state.lengths[index] = torch.minimum(first_positions + counts + 1, ends)
-    state.emitted[index] += counts + 1
-    state.newest[index] = newest
+    state.lengths[slots] = torch.minimum(first_positions + counts + 1, ends)
+    state.emitted[slots] += counts + 1
+    state.newest[slots] = newest
     flat_rows = (
         path_rows + torch.arange(0, ids.numel(), rows, device=ids.device)[:, None]
     ).flatten()
     known = depths[:k] <= counts[:, None]
-    chain_matches = (trees.chain[index, :k] == path_tokens[:, :k]) & known
+    chain_matches = (trees.chain[slots, :k] == path_tokens[:, :k]) & known
     chain_accepted = chain_matches.long().cumprod(1).sum(1, keepdim=True)
     path_mask = ((accepted & (depth <= counts[:, None])) * bits).sum(1, keepdim=True)
     packed = torch.cat(
@@ -115,7 +115,7 @@ if triton is not None:
         parents_ptr,
         depths_ptr,
         masks_ptr,
-        index_ptr,
+        slots_ptr,
         first_positions_ptr,
         ends_ptr,
         lengths_ptr,
@@ -136,7 +136,7 @@ if triton is not None:
         BLOCK_K: tl.constexpr,
     ):
         b = tl.program_id(0)
-        slot = tl.load(index_ptr + b)
+        slot = tl.load(slots_ptr + b)
         row = tl.arange(0, BLOCK_R)
         depths = tl.arange(0, BLOCK_K)
         row_mask = row < ROWS

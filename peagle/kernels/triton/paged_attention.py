@@ -382,27 +382,12 @@ def _launch(
     split_counters: Tensor | None,
     splits: int | None,
 ) -> None:
-    total_rows, heads, d = query.shape
     batch = len(rows.page_tables)
     kv_heads = key_cache.shape[1]
-    group = heads // kv_heads
+    group = query.shape[1] // kv_heads
     plan = plan_launch(batch * kv_heads, rows.max_rows * group, query.element_size(), splits)
-    block_d = max(16, triton.next_power_of_2(d))
-    partial_sums = max_scores = totals = out
     counters = new_split_counters(query.device) if split_counters is None else split_counters
-    if plan.splits > 1:
-        partial_sums = torch.empty(
-            total_rows, heads, plan.splits, d, dtype=torch.float32, device=query.device
-        )
-        max_scores, totals = (
-            partial_sums.new_empty(total_rows, heads, plan.splits) for _ in range(2)
-        )
-        assert batch * kv_heads * plan.blocks <= len(counters)
-    scale = params.scale * LOG2_E
-    softcap = 0.0
-    if params.softcap is not None:
-        scale = 2 * params.scale * LOG2_E / params.softcap
-        softcap = params.softcap * LOG2_E
+    assert plan.splits == 1 or batch * kv_heads * plan.blocks <= len(counters)
     _paged_attention_kernel[(batch, kv_heads, plan.blocks * plan.splits)](
         query,
         key_cache,
@@ -415,12 +400,9 @@ def _launch(
         rows.tree_masks,
         rows.positions,
         out,
-        partial_sums,
-        max_scores,
-        totals,
+        *_split_buffers(out, plan.splits),
         counters,
-        scale,
-        softcap,
+        *_score_scales(params),
         params.window_size,
         rows.page_tables.shape[1],
         *query.stride()[:2],
@@ -428,19 +410,29 @@ def _launch(
         *value_cache.stride()[:2],
         rows.page_tables.stride(0),
         *out.stride()[:2],
-        HEADS=heads,
-        GROUP=group,
-        D=d,
-        PAGE_SIZE=rows.page_size,
-        SPLITS=plan.splits,
         SOFTCAP=params.softcap is not None,
         SINKS=params.sinks is not None,
         TREE=rows.tree_masks is not None,
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_D=block_d,
-        **key_block_sizes(plan.block_rows, block_d, query.element_size()),
+        PAGE_SIZE=rows.page_size,
+        **_block_sizes(query, kv_heads, plan),
     )
+
+
+def _split_buffers(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What the splits of a block store: sums of values, largest scores and total weights."""
+    if splits == 1:
+        return out, out, out
+    rows, heads, d = out.shape
+    sums = torch.empty(rows, heads, splits, d, dtype=torch.float32, device=out.device)
+    return sums, sums.new_empty(rows, heads, splits), sums.new_empty(rows, heads, splits)
+
+
+def _score_scales(params: AttentionParams) -> tuple[float, float]:
+    """The factors of scores before and behind tanh; exponentials are powers of 2."""
+    if params.softcap is None:
+        return params.scale * LOG2_E, 0.0
+    return 2 * params.scale * LOG2_E / params.softcap, params.softcap * LOG2_E
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +455,20 @@ def plan_launch(
     if heads_in_batch * triton.cdiv(queries, MIN_BLOCK_ROWS) <= BUSY_PROGRAMS:
         block_rows = MIN_BLOCK_ROWS  # Small blocks spread a small batch over the GPU.
     return LaunchPlan(block_rows, triton.cdiv(queries, block_rows), splits)
+
+
+def _block_sizes(query: Tensor, kv_heads: int, plan: LaunchPlan) -> dict[str, int]:
+    heads, d = query.shape[1:]
+    block_d = max(16, triton.next_power_of_2(d))
+    return {
+        "HEADS": heads,
+        "GROUP": heads // kv_heads,
+        "D": d,
+        "SPLITS": plan.splits,
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_D": block_d,
+        **key_block_sizes(plan.block_rows, block_d, query.element_size()),
+    }
 
 
 def key_block_sizes(block_rows: int, block_d: int, element_size: int) -> dict[str, int]:

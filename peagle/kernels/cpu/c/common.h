@@ -1,7 +1,8 @@
-/* What the kernels share: bf16, vectors of 16 floats in the compiler's own notation, an exponential.
+/* What the kernels share: bf16, vectors of 16 floats (GCC vector extensions), an exponential.
 
-   A kernel computes every row by itself, in an order that depends on nothing but the row's own shape and position:
-   its bits do not depend on its neighbors, on how many there are, or on the number of threads. */
+   A kernel computes every row on its own, in an order that depends only on the row's shape and
+   position: its bits do not depend on its neighbors, on their number, or on the number of threads.
+ */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -14,13 +15,15 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-static inline long least(long a, long b) { return a < b ? a : b; }
+static inline long min_long(long a, long b) { return a < b ? a : b; }
 
-static inline vec all(float x) { return x - (vec){0}; }
+static inline vec splat(float x) { return x - (vec){0}; }
 
-static inline vec pick(ints where, vec yes, vec no) { return (vec)((where & (ints)yes) | (~where & (ints)no)); }
+static inline vec blend(ints where, vec yes, vec no) {
+    return (vec)((where & (ints)yes) | (~where & (ints)no));
+}
 
-/* The first n of 16 numbers, float32 whatever they are stored as; zeros behind. */
+/* Load the first n of 16 numbers as float32; the others are zero. */
 static inline vec load_f32(const float *p, long n) {
     vec out = {0};
     if (n >= LANES) memcpy(&out, p, sizeof out);
@@ -40,7 +43,7 @@ static inline void store_f32(float *p, vec x, long n) {
     else if (n > 0) memcpy(p, &x, n * sizeof *p);
 }
 
-/* To the nearest, ties to even; a NaN stays one. */
+/* Round to the nearest bf16, ties to even; a NaN stays a NaN. */
 static inline halves narrow(vec x) {
     bits b = (bits)x, rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
     bits nan = (bits)(x != x);
@@ -55,9 +58,11 @@ static inline void store_bf16(bf16 *p, vec x, long n) {
 
 static inline vec round_f32(vec x) { return x; }
 
-static inline vec round_bf16(vec x) { return (vec)(__builtin_convertvector(narrow(x), bits) << 16); }
+static inline vec round_bf16(vec x) {
+    return (vec)(__builtin_convertvector(narrow(x), bits) << 16);
+}
 
-static inline float sum_of(vec x) {
+static inline float sum_lanes(vec x) {
     float lanes[LANES];
     memcpy(lanes, &x, sizeof x);
     for (int width = LANES / 2; width; width /= 2)
@@ -65,14 +70,14 @@ static inline float sum_of(vec x) {
     return lanes[0];
 }
 
-/* e^x, within two roundings: 2^n times a polynomial of what is left; nothing overflows or vanishes. */
-static inline vec exp_of(vec x) {
-    x = pick(x < all(-87.0f), all(-87.0f), x);
-    x = pick(x > all(88.0f), all(88.0f), x);
-    vec n = x * 1.44269504f + 12582912.0f - 12582912.0f; /* to the nearest whole number */
+/* e^x within two roundings: 2^n times a polynomial of the remainder. x is clamped to -87 .. 88. */
+static inline vec exp_lanes(vec x) {
+    x = blend(x < splat(-87.0f), splat(-87.0f), x);
+    x = blend(x > splat(88.0f), splat(88.0f), x);
+    vec n = x * 1.44269504f + 12582912.0f - 12582912.0f; /* rounds to an integer */
     vec r = x - n * 0.693145752f;
     r = r - n * 1.42860677e-6f;
-    vec p = all(1.0f / 5040);
+    vec p = splat(1.0f / 5040);
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;

@@ -1,5 +1,7 @@
-/* The small operations between the matrices of a layer, in bf16 and float32: each is the C of the Triton kernel of the
-   same name in this package, and rounds where the PyTorch reference beside that one rounds. */
+/* The operations between the matrix products of a layer, in bf16 and float32.
+
+   Each is the counterpart of the Triton kernel of the same name in peagle/kernels/triton, and
+   rounds where the PyTorch reference of that kernel rounds. */
 
 #include "common.h"
 #include <math.h>
@@ -7,36 +9,39 @@
 #include <immintrin.h>
 #endif
 
-#define SMALL 65536  /* numbers: less is not worth a second thread */
-#define MAX_DIM 256  /* of a head */
-#define BLOCK 64     /* keys */
-#define QUERIES 64   /* rows x heads of a group */
-#define UNSEEN -1e30f
+#define MIN_PARALLEL_SIZE 65536 /* fewer numbers are not worth a second thread */
+#define MAX_HEAD_DIM      256
+#define KEY_BLOCK         64 /* keys that are read at once */
+#define MAX_QUERIES       64 /* rows x heads of a group, in one call of attend_rows */
+#define UNSEEN_SCORE      -1e30f
 
-/* 16 x 16 numbers of 32 bits, rows become columns: four rounds of interleaving the halves. */
-static inline void turn_tile(vec tile[LANES]) {
+/* Transpose 16 x 16 numbers of 32 bits, by interleaving the halves four times. */
+static inline void transpose_tile(vec tile[LANES]) {
     for (int round = 0; round < 4; round++) {
         vec from[LANES];
         memcpy(from, tile, sizeof from);
         for (int i = 0; i < LANES / 2; i++) {
             vec a = from[i], b = from[i + LANES / 2];
-            tile[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            tile[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+            tile[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
+                                                  22, 7, 23);
+            tile[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28,
+                                                      13, 29, 14, 30, 15, 31);
         }
     }
 }
 
-/* Bits from .. to - 1 of a word. */
-static inline uint64_t span(long from, long to) {
+/* A word whose bits from .. to - 1 are set. */
+static inline uint64_t bit_span(long from, long to) {
     uint64_t below = to >= 64 ? ~0ull : (1ull << to) - 1;
     return from >= 64 ? 0 : below & ~0ull << from;
 }
 
-static inline uint64_t shifted(uint64_t word, long by) {
+static inline uint64_t shift_bits(uint64_t word, long by) {
     return by >= 64 || by <= -64 ? 0 : by < 0 ? word >> -by : word << by;
 }
 
-/* Keys are multiplied a word of 32 bits at a time: two bf16, the first in the lower half, or one float32. */
+/* Keys are multiplied in words of 32 bits: two bf16, the first in the lower half, or one float32.
+ */
 static inline vec load_words_bf16(const bf16 *p, long n) {
     vec out = {0};
     if (n >= 2 * LANES) memcpy(&out, p, sizeof out);
@@ -46,7 +51,7 @@ static inline vec load_words_bf16(const bf16 *p, long n) {
 
 static inline vec load_words_f32(const float *p, long n) { return load_f32(p, n); }
 
-/* sum + the word at `query` times that of each key. */
+/* Add the product of the word at `query` with the word of each key. */
 static inline vec dot_bf16(vec sum, const bf16 *query, vec keys) {
 #ifdef __AVX512BF16__
     int32_t word;
@@ -60,8 +65,8 @@ static inline vec dot_bf16(vec sum, const bf16 *query, vec keys) {
 
 static inline vec dot_f32(vec sum, const float *query, vec keys) { return sum + *query * keys; }
 
-#define T bf16
-#define WORD 2 /* numbers in 32 bits */
+#define T       bf16
+#define WORD    2 /* numbers in a word of 32 bits */
 #define NAME(x) x##_bf16
 #include "rows.inc"
 #include "attention.inc"
@@ -69,8 +74,8 @@ static inline vec dot_f32(vec sum, const float *query, vec keys) { return sum + 
 #undef WORD
 #undef NAME
 
-#define T float
-#define WORD 1
+#define T       float
+#define WORD    1
 #define NAME(x) x##_f32
 #include "rows.inc"
 #include "attention.inc"
