@@ -102,7 +102,7 @@ def check_depth(found: Any) -> None:
         ]
 
 
-def validated(kind: type[M], body: dict[str, Any]) -> M:
+def validate_body(kind: type[M], body: dict[str, Any]) -> M:
     refuse_unsupported(body)
     try:
         asked = kind.model_validate(body)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
-from peagle.server.http.limits import validated
+from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_notes
 from peagle.server.http.sse import unless_gone
 from peagle.server.openai.answer import Choice
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 async def complete(request: Request, body: dict[str, Any]) -> Response:
     front = local_backend_of(request)
-    asked = validated(CompletionRequest, body)
+    asked = validate_body(CompletionRequest, body)
     front.require(asked.model)
     return await unless_gone(request, answered(request, front, asked))
 
