@@ -63,7 +63,7 @@ def pass_on(line: str, worker: str) -> None:
         )  # whole: threads write too
 
 
-def request_notes(scope: Scope) -> dict[str, Any]:
+def request_log_fields(scope: Scope) -> dict[str, Any]:
     """What a handler adds to the line of its request."""
     return scope.setdefault("peagle.notes", {})
 
@@ -111,4 +111,4 @@ class Requests:
                 "status": status,
                 "seconds": seconds,
             }
-            log_event("request", request_id=id, **fields, **request_notes(scope))
+            log_event("request", request_id=id, **fields, **request_log_fields(scope))

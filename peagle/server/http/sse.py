@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from peagle.server.http.errors import INTERNAL, ApiError
-from peagle.server.http.logs import log_event, request_id, request_notes
+from peagle.server.http.logs import log_event, request_id, request_log_fields
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -52,7 +52,7 @@ class EventStream(Response):
                 {sending, leaving}, timeout=self.limit, return_when=asyncio.FIRST_COMPLETED
             )
             if sending not in done:
-                request_notes(scope)["client"] = "left" if leaving in done else "stalled"
+                request_log_fields(scope)["client"] = "left" if leaving in done else "stalled"
         finally:
             for task in (sending, leaving):
                 task.cancel()
@@ -73,7 +73,7 @@ class EventStream(Response):
                 async for data in self.events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except ApiError as error:
-                request_notes(scope)["error"] = error.message
+                request_log_fields(scope)["error"] = error.message
                 last = event(error.body) + DONE
             except OSError:
                 raise

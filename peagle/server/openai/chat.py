@@ -6,7 +6,7 @@ from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
 from peagle.server.http.limits import validate_body
-from peagle.server.http.logs import request_notes
+from peagle.server.http.logs import request_log_fields
 from peagle.server.http.sse import unless_gone
 from peagle.server.openai.answer import Choice
 from peagle.server.openai.logprobs import chat_logprobs
@@ -30,7 +30,7 @@ async def chat(request: Request, body: dict[str, Any]) -> Response:
 async def answered(request: Request, front: LocalBackend, asked: ChatRequest) -> Response:
     ids = await chat_ids(front, asked.messages, asked.chat_template_kwargs)
     if front.settings.log_prompts:
-        request_notes(request.scope)["prompt"] = [message.plain() for message in asked.messages]
+        request_log_fields(request.scope)["prompt"] = [message.plain() for message in asked.messages]
     answer = await ask(front, asked, [ids])
     layout = ChatLayout(texts_of(front), asked.top is not None)
     return await Reply.to(request, front, asked, answer, layout).response(request)

@@ -6,7 +6,7 @@ from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
 from peagle.server.http.limits import validate_body
-from peagle.server.http.logs import request_notes
+from peagle.server.http.logs import request_log_fields
 from peagle.server.http.sse import unless_gone
 from peagle.server.openai.answer import Choice
 from peagle.server.openai.logprobs import completion_logprobs
@@ -33,7 +33,7 @@ async def answered(request: Request, front: LocalBackend, asked: CompletionReque
         for prompt in asked.prompts
     ]
     if front.settings.log_prompts:
-        request_notes(request.scope)["prompt"] = asked.prompts
+        request_log_fields(request.scope)["prompt"] = asked.prompts
     echoed = [shown(front, prompt) for prompt in asked.prompts] if asked.echo else None
     answer = await ask(front, asked, prompts)
     layout = CompletionLayout(texts_of(front), asked.top is not None, echoed, asked.choices)

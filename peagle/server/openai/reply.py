@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from peagle.server.engines.local_backend import LocalBackend
-from peagle.server.http.logs import request_id, request_notes
+from peagle.server.http.logs import request_id, request_log_fields
 from peagle.server.http.sse import DONE, EventStream, event
 from peagle.server.openai.answer import Answer, Choice
 from peagle.server.openai.schema import GenerationRequest
@@ -135,7 +135,7 @@ class Reply:
 
     async def _close(self, request: Request) -> None:
         self.answer.close()
-        request_notes(request.scope).update(self.answer.notes())
+        request_log_fields(request.scope).update(self.answer.notes())
 
 
 def texts_of(front: LocalBackend) -> TokenTexts:

@@ -16,7 +16,7 @@ from fastapi import Request, Response
 from peagle.server.backend import Handler
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import LARGE
-from peagle.server.http.logs import request_id, request_notes
+from peagle.server.http.logs import request_id, request_log_fields
 from peagle.server.http.sse import DONE, EventStream, unless_gone
 from peagle.server.workers.worker import Worker
 
@@ -46,7 +46,7 @@ def relaying(gateway: "Gateway", path: str) -> Handler:
     async def relay(request: Request, body: dict[str, Any]) -> Response:
         body = gateway.admit(body)
         if gateway.settings.log_prompts:
-            request_notes(request.scope)["prompt"] = body.get("messages") or body.get("prompt")
+            request_log_fields(request.scope)["prompt"] = body.get("messages") or body.get("prompt")
         return await unless_gone(request, passed(request, gateway, path, body))
 
     return relay
@@ -97,14 +97,14 @@ class Passage:
         for last in (False, True):
             self._worker = worker = self.gateway.workers.pick(lost)
             worker.in_flight += 1
-            request_notes(self.scope)["worker"] = worker.name
+            request_log_fields(self.scope)["worker"] = worker.name
             try:
                 await self._timed(self._ask(worker))
-                request_notes(self.scope)["ttft"] = round(time.monotonic() - self.began, 4)
+                request_log_fields(self.scope)["ttft"] = round(time.monotonic() - self.began, 4)
                 return
             except (Lost, httpx.TransportError) as error:
                 await self._leave()
-                request_notes(self.scope)["asked_again"] = True
+                request_log_fields(self.scope)["asked_again"] = True
                 if isinstance(error, Aborted) or not await worker.well():
                     lost.append(worker)
                 if last:
