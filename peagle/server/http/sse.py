@@ -90,7 +90,7 @@ async def left(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Its result; canceled, and `Gone`, if the client leaves first. The request's body must have been read."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(left(request.receive))

@@ -7,7 +7,7 @@ from fastapi import Request, Response
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
-from peagle.server.http.sse import unless_gone
+from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.answer import Choice
 from peagle.server.openai.logprobs import chat_logprobs
 from peagle.server.openai.prompts import chat_ids
@@ -24,7 +24,7 @@ async def chat(request: Request, body: dict[str, Any]) -> Response:
     front = local_backend_of(request)
     asked = validate_body(ChatRequest, body)
     front.require(asked.model)
-    return await unless_gone(request, answered(request, front, asked))
+    return await cancel_on_disconnect(request, answered(request, front, asked))
 
 
 async def answered(request: Request, front: LocalBackend, asked: ChatRequest) -> Response:

@@ -17,7 +17,7 @@ from peagle.server.backend import Handler
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import LARGE
 from peagle.server.http.logs import request_id, request_log_fields
-from peagle.server.http.sse import DONE, EventStream, unless_gone
+from peagle.server.http.sse import DONE, EventStream, cancel_on_disconnect
 from peagle.server.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def relaying(gateway: "Gateway", path: str) -> Handler:
         body = gateway.admit(body)
         if gateway.settings.log_prompts:
             request_log_fields(request.scope)["prompt"] = body.get("messages") or body.get("prompt")
-        return await unless_gone(request, passed(request, gateway, path, body))
+        return await cancel_on_disconnect(request, passed(request, gateway, path, body))
 
     return relay
 
