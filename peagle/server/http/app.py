@@ -21,7 +21,7 @@ from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_
 from peagle.server.http.limits import read_object
 from peagle.server.http.logs import Requests
 from peagle.server.http.origins import Origins
-from peagle.server.http.sse import Gone
+from peagle.server.http.sse import ClientDisconnected
 from peagle.server.openai.schema import (
     LONGEST_NAME,
     ChatRequest,
@@ -56,7 +56,7 @@ def build(front: Backend, on_failure: Callable[[str], None] = lambda reason: Non
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
-            Gone: on_gone,
+            ClientDisconnected: on_gone,
             Exception: on_error,
         },
     )

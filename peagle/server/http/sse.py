@@ -25,7 +25,7 @@ def event(data: dict[str, Any]) -> bytes:
     )
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client is not there any more."""
 
 
@@ -97,7 +97,7 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise ClientDisconnected
         return working.result()
     finally:
         leaving.cancel()
