@@ -19,7 +19,7 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 GRACE = 5.0  # seconds beyond an answer's own limit that a client may take to read it
 
 
-def event(data: dict[str, Any]) -> bytes:
+def encode_event(data: dict[str, Any]) -> bytes:
     return (
         b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
     )
@@ -74,14 +74,14 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except ApiError as error:
                 request_log_fields(scope)["error"] = error.message
-                last = event(error.body) + DONE
+                last = encode_event(error.body) + DONE
             except OSError:
                 raise
             except Exception as error:
                 log_event(
                     "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
                 )
-                last = event(ApiError(500, INTERNAL).body) + DONE
+                last = encode_event(ApiError(500, INTERNAL).body) + DONE
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
