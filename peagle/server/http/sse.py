@@ -14,7 +14,7 @@ from peagle.server.http.errors import INTERNAL, ApiError
 from peagle.server.http.logs import log_event, request_id, request_log_fields
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 GRACE = 5.0  # seconds beyond an answer's own limit that a client may take to read it
 
@@ -74,14 +74,14 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except ApiError as error:
                 request_log_fields(scope)["error"] = error.message
-                last = encode_event(error.body) + DONE
+                last = encode_event(error.body) + DONE_EVENT
             except OSError:
                 raise
             except Exception as error:
                 log_event(
                     "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
                 )
-                last = encode_event(ApiError(500, INTERNAL).body) + DONE
+                last = encode_event(ApiError(500, INTERNAL).body) + DONE_EVENT
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.logs import request_id, request_log_fields
-from peagle.server.http.sse import DONE, EventStream, encode_event
+from peagle.server.http.sse import DONE_EVENT, EventStream, encode_event
 from peagle.server.openai.answer import Answer, Choice
 from peagle.server.openai.schema import GenerationRequest
 from peagle.server.openai.token_text import TokenTexts
@@ -103,7 +103,7 @@ class Reply:
     async def _sent(self) -> AsyncIterator[bytes]:
         async for data in self.events():
             yield encode_event(data)
-        yield DONE
+        yield DONE_EVENT
 
     @property
     def _traces(self) -> bool:

@@ -17,7 +17,7 @@ from peagle.server.backend import Handler
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import LARGE
 from peagle.server.http.logs import request_id, request_log_fields
-from peagle.server.http.sse import DONE, EventStream, cancel_on_disconnect
+from peagle.server.http.sse import DONE_EVENT, EventStream, cancel_on_disconnect
 from peagle.server.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Passage:
         while data:
             if ABORTED in data:
                 raise ApiError(503, STOPPED)
-            ended = data.endswith(DONE)
+            ended = data.endswith(DONE_EVENT)
             yield data
             try:
                 data = await self._timed(self._next())
