@@ -12,7 +12,7 @@ import uvicorn
 from peagle.errors import UserError
 from peagle.server.backend import Backend
 from peagle.server.engines.local_backend import LocalBackend
-from peagle.server.http.app import build
+from peagle.server.http.app import build_app
 from peagle.server.http.header_limit import limited_protocol
 from peagle.server.http.logs import log_event, set_up
 from peagle.server.settings import ServerSettings
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
     def __init__(self, front: Backend) -> None:
         super().__init__(
             uvicorn.Config(
-                build(front, self.fail),
+                build_app(front, self.fail),
                 log_config=None,
                 access_log=False,
                 server_header=False,

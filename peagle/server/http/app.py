@@ -38,7 +38,7 @@ POLICY = (
 STARTED = int(time.time())
 
 
-def build(front: Backend, on_failure: Callable[[str], None] = lambda reason: None) -> ASGIApp:
+def build_app(front: Backend, on_failure: Callable[[str], None] = lambda reason: None) -> ASGIApp:
     """What a web server runs. Whoever answers is started with it and closed with it."""
 
     @asynccontextmanager
