@@ -31,7 +31,7 @@ from peagle.server.openai.schema import (
 )
 
 PAGE = Path(__file__).parents[1] / "page"
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
 )
@@ -171,7 +171,7 @@ async def page() -> Response:
     if not index.is_file():
         raise ApiError(404, "there is no page here: ask /v1/chat/completions")
     return FileResponse(
-        index, headers={"content-security-policy": POLICY, "cache-control": "no-cache"}
+        index, headers={"content-security-policy": CONTENT_SECURITY_POLICY, "cache-control": "no-cache"}
     )
 
 
