@@ -51,7 +51,7 @@ def backend_of(request: Request) -> Backend:
     return found
 
 
-def check_name(model: Any, names: tuple[str, ...]) -> None:
+def check_model_name(model: Any, names: tuple[str, ...]) -> None:
     """A request calls the model by one of its names, or by none."""
     if model is not None and (not isinstance(model, str) or len(model) > LONGEST_NAME):
         raise ApiError(400, f"model must be a string of at most {LONGEST_NAME} characters", "model")

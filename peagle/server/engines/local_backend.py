@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from peagle.server.backend import Handler, check_name
+from peagle.server.backend import Handler, check_model_name
 from peagle.server.engines.engine_pool import ServerEngines
 from peagle.server.engines.metrics import RequestMetrics
 from peagle.server.http.drain import Drain
@@ -45,7 +45,7 @@ class LocalBackend:
     def require(self, model: str | None) -> "LoadedPair":
         """The pair, if a new request may come in and calls the model by its name, or by none."""
         self.drain.check()
-        check_name(model, self.settings.model_names)
+        check_model_name(model, self.settings.model_names)
         return self.engines.require_ready()
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from peagle.errors import UserError
-from peagle.server.backend import Handler, check_name
+from peagle.server.backend import Handler, check_model_name
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
@@ -76,7 +76,7 @@ class Gateway:
     def admit(self, body: dict[str, Any]) -> dict[str, Any]:
         """The body as a worker gets it, if the request may come in."""
         self.drain.check()
-        check_name(body.get("model"), self.settings.model_names)
+        check_model_name(body.get("model"), self.settings.model_names)
         body = self.kind.passed_on(body)
         most = self.settings.max_queue + self.settings.max_batch * max(1, len(self.workers.all))
         if self.workers.in_flight >= most:
