@@ -12,7 +12,7 @@ from peagle.server.http.response_counts import ResponseCounts
 from peagle.server.openai.schema import LONGEST_NAME
 from peagle.server.settings import ServerSettings
 
-Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
+RouteHandler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 
 
 class Backend(Protocol):
@@ -22,7 +22,7 @@ class Backend(Protocol):
     model: str
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
+    def handlers(self) -> Mapping[str, RouteHandler]:
         """Of chat, complete, tokenize and detokenize."""
 
     @property

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from peagle.server.backend import Handler, check_model_name
+from peagle.server.backend import RouteHandler, check_model_name
 from peagle.server.engines.engine_pool import ServerEngines
 from peagle.server.engines.metrics import RequestMetrics
 from peagle.server.http.drain import Drain
@@ -49,7 +49,7 @@ class LocalBackend:
         return self.engines.require_ready()
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
+    def handlers(self) -> Mapping[str, RouteHandler]:
         from peagle.server.openai.chat import chat
         from peagle.server.openai.completions import complete
         from peagle.server.openai.tokenize import detokenize, tokenize

@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from peagle import __version__
-from peagle.server.backend import Backend, Handler, backend_of
+from peagle.server.backend import Backend, RouteHandler, backend_of
 from peagle.server.http.auth import Auth
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.http.limits import read_object
@@ -68,7 +68,7 @@ def build_app(front: Backend, on_failure: Callable[[str], None] = lambda reason:
     )
 
 
-def add_routes(app: FastAPI, handlers: Mapping[str, Handler]) -> None:
+def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler]) -> None:
     for path, name, kind in (
         ("/v1/chat/completions", "chat", ChatRequest),
         ("/v1/completions", "complete", CompletionRequest),
@@ -96,7 +96,7 @@ def add_routes(app: FastAPI, handlers: Mapping[str, Handler]) -> None:
     app.mount("/page", Page(directory=PAGE, check_dir=False))
 
 
-def reading(handler: Handler, any_type: bool = False) -> Callable[[Request], Awaitable[Response]]:
+def reading(handler: RouteHandler, any_type: bool = False) -> Callable[[Request], Awaitable[Response]]:
     async def read(request: Request) -> Response:
         how = backend_of(request).settings
         return await handler(
@@ -106,7 +106,7 @@ def reading(handler: Handler, any_type: bool = False) -> Callable[[Request], Awa
     return read
 
 
-def invoking(handlers: Mapping[str, Handler]) -> Handler:
+def invoking(handlers: Mapping[str, RouteHandler]) -> RouteHandler:
     async def invoke(request: Request, body: dict[str, Any]) -> Response:
         """SageMaker's: chat or completion, by what the body holds."""
         if "messages" in body:

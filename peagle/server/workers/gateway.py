@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from peagle.errors import UserError
-from peagle.server.backend import Handler, check_model_name
+from peagle.server.backend import RouteHandler, check_model_name
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
@@ -58,7 +58,7 @@ class Gateway:
         self._starting: asyncio.Task[None] | None = None
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
+    def handlers(self) -> Mapping[str, RouteHandler]:
         return {name: relaying(self, path) for name, path in PATHS.items()}
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from fastapi import Request, Response
 
-from peagle.server.backend import Handler
+from peagle.server.backend import RouteHandler
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import LARGE
 from peagle.server.http.logs import request_id, request_log_fields
@@ -42,7 +42,7 @@ class Aborted(Lost):
     """It is going, and its health says so seconds later."""
 
 
-def relaying(gateway: "Gateway", path: str) -> Handler:
+def relaying(gateway: "Gateway", path: str) -> RouteHandler:
     async def relay(request: Request, body: dict[str, Any]) -> Response:
         body = gateway.admit(body)
         if gateway.settings.log_prompts:
