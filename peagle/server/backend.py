@@ -46,7 +46,7 @@ class Backend(Protocol):
     async def metrics(self) -> bytes: ...
 
 
-def backend_of(request: Request) -> Backend:
+def get_backend(request: Request) -> Backend:
     found: Backend = request.app.state.front
     return found
 

@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from peagle import __version__
-from peagle.server.backend import Backend, RouteHandler, backend_of
+from peagle.server.backend import Backend, RouteHandler, get_backend
 from peagle.server.http.auth import Auth
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.http.limits import read_object
@@ -98,7 +98,7 @@ def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler]) -> None:
 
 def reading(handler: RouteHandler, any_type: bool = False) -> Callable[[Request], Awaitable[Response]]:
     async def read(request: Request) -> Response:
-        how = backend_of(request).settings
+        how = get_backend(request).settings
         return await handler(
             request, await read_object(request, how.max_body, how.body_timeout, any_type)
         )
@@ -120,7 +120,7 @@ def invoking(handlers: Mapping[str, RouteHandler]) -> RouteHandler:
 
 async def health(request: Request) -> Response:
     """200: the model is there and answers."""
-    front = backend_of(request)
+    front = get_backend(request)
     if front.healthy:
         return Response(status_code=200)
     reason = "the server is shutting down" if front.drain.begun else front.reason
@@ -128,12 +128,12 @@ async def health(request: Request) -> Response:
 
 
 async def models(request: Request) -> dict[str, Any]:
-    front = backend_of(request)
+    front = get_backend(request)
     return {"object": "list", "data": [card(front, name) for name in front.settings.model_names]}
 
 
 async def model(request: Request, name: str) -> dict[str, Any]:
-    front = backend_of(request)
+    front = get_backend(request)
     if name not in front.settings.model_names:
         raise ApiError(404, f"there is no model {name[:LONGEST_NAME]!r} here", "model")
     return card(front, name)
@@ -153,7 +153,7 @@ def card(front: Backend, name: str) -> dict[str, Any]:
 
 async def status(request: Request) -> dict[str, Any]:
     """What the engines do: K and why, queue, pages, acceptance by position."""
-    return await backend_of(request).status()
+    return await get_backend(request).status()
 
 
 async def version() -> dict[str, str]:
@@ -162,7 +162,7 @@ async def version() -> dict[str, str]:
 
 async def metrics(request: Request) -> Response:
     return Response(
-        await backend_of(request).metrics(), headers={"content-type": CONTENT_TYPE_LATEST}
+        await get_backend(request).metrics(), headers={"content-type": CONTENT_TYPE_LATEST}
     )
 
 
