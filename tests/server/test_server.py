@@ -319,7 +319,7 @@ PAGES: list[tuple[dict[str, str], dict[str, Any], int]] = [
 def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int) -> None:
     async def test() -> None:
         front = front_of(**how)
-        transport = httpx.ASGITransport(app=app.build(front))
+        transport = httpx.ASGITransport(app=app.build_app(front))
         key = {"authorization": "Bearer key"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             assert (await client.get("/v1/models", headers=headers | key)).status_code == code
