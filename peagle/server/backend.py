@@ -18,18 +18,18 @@ RouteHandler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 class Backend(Protocol):
     settings: ServerSettings
     drain: Drain
-    replies: ResponseCounts
+    response_counts: ResponseCounts
     model: str
 
     @property
-    def handlers(self) -> Mapping[str, RouteHandler]:
+    def route_handlers(self) -> Mapping[str, RouteHandler]:
         """Of chat, complete, tokenize and detokenize."""
 
     @property
-    def healthy(self) -> bool: ...
+    def is_healthy(self) -> bool: ...
 
     @property
-    def reason(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why it cannot answer now."""
 
     @property
@@ -47,7 +47,7 @@ class Backend(Protocol):
 
 
 def get_backend(request: Request) -> Backend:
-    found: Backend = request.app.state.front
+    found: Backend = request.app.state.backend
     return found
 
 

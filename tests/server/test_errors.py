@@ -273,7 +273,7 @@ def test_loading_is_503() -> None:
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
             assert "peagle:engine_up" in (await client.get("/metrics")).text
             go.set()
-            await until(lambda: front.healthy)
+            await until(lambda: front.is_healthy)
             assert (await client.get("/health")).status_code == 200
 
     asyncio.run(main())
@@ -311,7 +311,7 @@ def test_an_engine_that_dies_comes_back(monkeypatch: pytest.MonkeyPatch) -> None
             assert events(two.text)[-1]["error"]["code"] == 503
         else:  # it came when the engine was dead already
             error_of(two, 503)
-        await until(lambda: front.healthy)
+        await until(lambda: front.is_healthy)
         assert (await client.get("/ping")).status_code == 200
         assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
         page = (await client.get("/metrics")).text
@@ -330,7 +330,7 @@ def test_an_engine_in_disorder_tells_its_requests_too(monkeypatch: pytest.Monkey
         monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
         monkeypatch.setattr(engine.loop, "fail_all", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
-        await until(lambda: front.healthy)
+        await until(lambda: front.is_healthy)
         assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
 
     served(test)
@@ -350,7 +350,7 @@ def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(front.engines, "_engine", unwilling)
         monkeypatch.setattr(front.engines.main.engine.loop, "_prefill", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
-        await until(lambda: front.healthy)
+        await until(lambda: front.is_healthy)
         assert len(calls) == 3 and front.engines.restarts == 3
         assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
 

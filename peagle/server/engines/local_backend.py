@@ -22,7 +22,7 @@ class LocalBackend:
     settings: ServerSettings
     engines: ServerEngines
     drain: Drain
-    replies: ResponseCounts
+    response_counts: ResponseCounts
     measured: RequestMetrics
     model: str = field(init=False)
     streams: int = 0  # answers that are being sent as they grow
@@ -49,7 +49,7 @@ class LocalBackend:
         return self.engines.require_ready()
 
     @property
-    def handlers(self) -> Mapping[str, RouteHandler]:
+    def route_handlers(self) -> Mapping[str, RouteHandler]:
         from peagle.server.openai.chat import chat
         from peagle.server.openai.completions import complete
         from peagle.server.openai.tokenize import detokenize, tokenize
@@ -57,11 +57,11 @@ class LocalBackend:
         return {"chat": chat, "complete": complete, "tokenize": tokenize, "detokenize": detokenize}
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return self.engines.state == "ready" and self.engines.driver.alive and not self.drain.begun
 
     @property
-    def reason(self) -> str:
+    def unavailable_reason(self) -> str:
         return self.engines.reason
 
     @property
@@ -91,6 +91,6 @@ class LocalBackend:
 
 
 def local_backend_of(request: Request) -> LocalBackend:
-    found = request.app.state.front
+    found = request.app.state.backend
     assert isinstance(found, LocalBackend)
     return found

@@ -60,11 +60,11 @@ def build_app(front: Backend, on_failure: Callable[[str], None] = lambda reason:
             Exception: on_error,
         },
     )
-    app.state.front = front
-    add_routes(app, front.handlers)
+    app.state.backend = front
+    add_routes(app, front.route_handlers)
     describe(app)
     return Requests(
-        Origins(Auth(app, front.settings.api_keys), front.settings), front.drain, front.replies
+        Origins(Auth(app, front.settings.api_keys), front.settings), front.drain, front.response_counts
     )
 
 
@@ -121,9 +121,9 @@ def invoking(handlers: Mapping[str, RouteHandler]) -> RouteHandler:
 async def health(request: Request) -> Response:
     """200: the model is there and answers."""
     front = get_backend(request)
-    if front.healthy:
+    if front.is_healthy:
         return Response(status_code=200)
-    reason = "the server is shutting down" if front.drain.begun else front.reason
+    reason = "the server is shutting down" if front.drain.begun else front.unavailable_reason
     raise ApiError(503, reason, retry_after=1)
 
 

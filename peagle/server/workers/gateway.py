@@ -52,21 +52,21 @@ class Gateway:
         self.settings, self.kind = settings, kind
         self.drain = Drain(settings.drain_seconds)
         self.model = settings.model_names[0]
-        self.replies = ResponseCounts(self.model)
+        self.response_counts = ResponseCounts(self.model)
         self.workers = WorkerSet()
         self._folder = socket_folder()
         self._starting: asyncio.Task[None] | None = None
 
     @property
-    def handlers(self) -> Mapping[str, RouteHandler]:
+    def route_handlers(self) -> Mapping[str, RouteHandler]:
         return {name: relaying(self, path) for name, path in PATHS.items()}
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return bool(self.workers.ready) and not self.drain.begun
 
     @property
-    def reason(self) -> str:
+    def unavailable_reason(self) -> str:
         return self.workers.reason
 
     @property
@@ -118,7 +118,7 @@ class Gateway:
     async def metrics(self) -> bytes:
         replies = await self.workers.ask("/metrics")
         pages = {worker: reply.text for worker, reply in replies.items()}
-        return await asyncio.to_thread(page_of, pages, self.workers, self.replies)
+        return await asyncio.to_thread(page_of, pages, self.workers, self.response_counts)
 
 
 def socket_folder() -> Path:
