@@ -19,7 +19,7 @@ class Backend(Protocol):
     settings: ServerSettings
     drain: Drain
     response_counts: ResponseCounts
-    model: str
+    model_name: str
 
     @property
     def route_handlers(self) -> Mapping[str, RouteHandler]:

@@ -24,11 +24,11 @@ class LocalBackend:
     drain: Drain
     response_counts: ResponseCounts
     measured: RequestMetrics
-    model: str = field(init=False)
+    model_name: str = field(init=False)
     streams: int = 0  # answers that are being sent as they grow
 
     def __post_init__(self) -> None:
-        self.model = self.settings.model_names[0]
+        self.model_name = self.settings.model_names[0]
 
     @classmethod
     def of(cls, settings: ServerSettings, engines: ServerEngines | None = None) -> "LocalBackend":
@@ -78,7 +78,7 @@ class LocalBackend:
     async def status(self) -> dict[str, Any]:
         engines = self.engines
         method, k = engines.key
-        about = {"model": self.model, "state": engines.state, "restarts": engines.restarts}
+        about = {"model": self.model_name, "state": engines.state, "restarts": engines.restarts}
         return about | {
             "methods": list(engines.methods),
             "method": method,

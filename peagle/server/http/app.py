@@ -148,7 +148,7 @@ def card(front: Backend, name: str) -> dict[str, Any]:
         "owned_by": "peagle",
         "parent": None,
     }
-    return about | {"root": front.model, "max_model_len": context}
+    return about | {"root": front.model_name, "max_model_len": context}
 
 
 async def status(request: Request) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Reply:
         layout: Layout,
     ) -> "Reply":
         head = {"id": f"{layout.prefix}-{request_id(request.scope)}", "created": int(time.time())}
-        return cls(front, body, answer, layout, head | {"model": body.model or front.model})
+        return cls(front, body, answer, layout, head | {"model": body.model or front.model_name})
 
     async def response(self, request: Request) -> Response:
         if self.body.stream:

@@ -51,8 +51,8 @@ class Gateway:
     def __init__(self, settings: ServerSettings, kind: Kind) -> None:
         self.settings, self.kind = settings, kind
         self.drain = Drain(settings.drain_seconds)
-        self.model = settings.model_names[0]
-        self.response_counts = ResponseCounts(self.model)
+        self.model_name = settings.model_names[0]
+        self.response_counts = ResponseCounts(self.model_name)
         self.workers = WorkerSet()
         self._folder = socket_folder()
         self._starting: asyncio.Task[None] | None = None
@@ -109,7 +109,7 @@ class Gateway:
     async def status(self) -> dict[str, Any]:
         replies = await self.workers.ask(self.kind.status_path)
         about = {
-            "model": self.model,
+            "model": self.model_name,
             "state": self.workers.state,
             "restarts": self.workers.restarts,
         }
