@@ -72,14 +72,14 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second does not wait."""
-        if self.loop is None or self.front.drain.begun:
+        if self.loop is None or self.front.drain.is_draining:
             self.should_exit = self.force_exit = True
             return
         log_event(
             "draining",
             signal=sig,
             seconds=self.front.settings.drain_seconds,
-            open=self.front.drain.open,
+            open=self.front.drain.open_requests,
         )
         self.loop.call_soon_threadsafe(self.front.drain.begin, self.stop)
 

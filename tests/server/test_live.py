@@ -154,7 +154,7 @@ def test_clients_that_leave(live: tuple[LocalBackend, str], stream: bool) -> Non
             connection.close()
         wait_free(front)
     assert engine.status()["finished"]["abort"] - before == 20
-    while front.drain.open:
+    while front.drain.open_requests:
         time.sleep(0.01)
 
 
@@ -243,10 +243,10 @@ def asking(url: str, stream: bool, replies: dict[bool, httpx.Response]) -> threa
 
 def drain(server: Server, front: LocalBackend, requests: int) -> None:
     """SIGTERM, while so many requests are answered."""
-    while len(front.drain.answers) < requests:
+    while len(front.drain.in_flight) < requests:
         time.sleep(0.01)
     server.handle_exit(signal.SIGTERM, None)
-    while not front.drain.begun:
+    while not front.drain.is_draining:
         time.sleep(0.01)
 
 

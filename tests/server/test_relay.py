@@ -392,7 +392,7 @@ def test_drain(patience: float, tmp_path: Path) -> None:
         thread.start()
         wait_for(lambda: gateway.workers.in_flight == 1)
         server.handle_exit(signal.SIGTERM, None)
-        wait_for(lambda: gateway.drain.begun)
+        wait_for(lambda: gateway.drain.is_draining)
         thread.join(timeout=30)
         wait_for(lambda: server.should_exit)
     told = chunks(found[0])

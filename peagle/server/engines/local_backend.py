@@ -44,7 +44,7 @@ class LocalBackend:
 
     def require(self, model: str | None) -> "LoadedPair":
         """The pair, if a new request may come in and calls the model by its name, or by none."""
-        self.drain.check()
+        self.drain.check_accepting()
         check_model_name(model, self.settings.model_names)
         return self.engines.require_ready()
 
@@ -58,7 +58,7 @@ class LocalBackend:
 
     @property
     def is_healthy(self) -> bool:
-        return self.engines.state == "ready" and self.engines.driver.alive and not self.drain.begun
+        return self.engines.state == "ready" and self.engines.driver.alive and not self.drain.is_draining
 
     @property
     def unavailable_reason(self) -> str:

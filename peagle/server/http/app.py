@@ -123,7 +123,7 @@ async def health(request: Request) -> Response:
     front = get_backend(request)
     if front.is_healthy:
         return Response(status_code=200)
-    reason = "the server is shutting down" if front.drain.begun else front.unavailable_reason
+    reason = "the server is shutting down" if front.drain.is_draining else front.unavailable_reason
     raise ApiError(503, reason, retry_after=1)
 
 

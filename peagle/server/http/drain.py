@@ -21,37 +21,37 @@ class Abortable(Protocol):
 class Drain:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.begun = False
-        self.open = 0  # requests that somebody waits for
-        self.answers: set[Abortable] = set()
+        self.is_draining = False
+        self.open_requests = 0  # requests that somebody waits for
+        self.in_flight: set[Abortable] = set()
         self._task: asyncio.Task[None] | None = None
 
-    def check(self) -> None:
-        if self.begun:
+    def check_accepting(self) -> None:
+        if self.is_draining:
             raise ApiError(503, GOING, retry_after=1)
 
     @contextmanager
-    def counted(self, counts: bool) -> Iterator[None]:
-        self.open += counts
+    def count_open(self, counts: bool) -> Iterator[None]:
+        self.open_requests += counts
         try:
             yield
         finally:
-            self.open -= counts
+            self.open_requests -= counts
 
     def begin(self, stop: Callable[[], None]) -> None:
         """From the event loop; `stop` is called when nobody waits any more."""
-        if not self.begun:
-            self.begun = True
+        if not self.is_draining:
+            self.is_draining = True
             self._task = asyncio.get_running_loop().create_task(self._run(stop))
 
     async def _run(self, stop: Callable[[], None]) -> None:
         await self._empty(self.seconds)
-        for answer in list(self.answers):
+        for answer in list(self.in_flight):
             answer.abort(ApiError(503, "the server shut down before the answer was complete"))
         await self._empty(LAST)
         stop()
 
     async def _empty(self, seconds: float) -> None:
         end = asyncio.get_running_loop().time() + seconds
-        while self.open and asyncio.get_running_loop().time() < end:
+        while self.open_requests and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)

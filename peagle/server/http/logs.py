@@ -95,7 +95,7 @@ class Requests:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        with self.drain.counted(scope["method"] == "POST"):
+        with self.drain.count_open(scope["method"] == "POST"):
             try:
                 await self.app(scope, receive, sending)
             except Exception as error:

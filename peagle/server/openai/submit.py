@@ -60,7 +60,7 @@ def begun(
                     how = settings_of(body, i, len(ids), context) | {"grammar": grammar}
                     choice.stream, choice.ticket = front.engines.add(slot, ids, **how)
                 choices.append(choice)
-        front.drain.check()  # it may have begun while we waited
+        front.drain.check_accepting()  # it may have begun while we waited
         return Answer(front, slot, choices)
     except BaseException:
         for choice in choices:

@@ -63,7 +63,7 @@ class Gateway:
 
     @property
     def is_healthy(self) -> bool:
-        return bool(self.workers.ready) and not self.drain.begun
+        return bool(self.workers.ready) and not self.drain.is_draining
 
     @property
     def unavailable_reason(self) -> str:
@@ -75,7 +75,7 @@ class Gateway:
 
     def admit(self, body: dict[str, Any]) -> dict[str, Any]:
         """The body as a worker gets it, if the request may come in."""
-        self.drain.check()
+        self.drain.check_accepting()
         check_model_name(body.get("model"), self.settings.model_names)
         body = self.kind.passed_on(body)
         most = self.settings.max_queue + self.settings.max_batch * max(1, len(self.workers.all))

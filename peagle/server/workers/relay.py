@@ -89,7 +89,7 @@ class Passage:
         self._rest = b""  # the beginning of an event
         self._error: ApiError | None = None
         self._limit: asyncio.Timeout | None = None
-        gateway.drain.answers.add(self)
+        gateway.drain.in_flight.add(self)
 
     async def open(self) -> None:
         """Until there is something to send."""
@@ -186,7 +186,7 @@ class Passage:
 
     async def close(self) -> None:
         """The end, whatever it was: a worker whose connection is closed stops answering."""
-        self.gateway.drain.answers.discard(self)
+        self.gateway.drain.in_flight.discard(self)
         await self._leave()
 
     async def _leave(self) -> None:
