@@ -14,7 +14,7 @@ from peagle.server.backend import Backend
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.app import build_app
 from peagle.server.http.header_limit import limited_protocol
-from peagle.server.http.logs import log_event, set_up
+from peagle.server.http.logs import log_event, set_up_logging
 from peagle.server.settings import ServerSettings
 from peagle.server.workers.gateway import Gateway
 from peagle.server.workers.replicas import Replicas
@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: ServerSettings) -> None:
-    set_up()
+    set_up_logging()
     here = listen_at(settings.socket) if settings.socket else listen(settings.host, settings.port)
     if settings.socket is None:
         host, port = here.getsockname()[:2]

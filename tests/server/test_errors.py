@@ -387,9 +387,9 @@ def restored() -> Iterator[None]:
 
 
 def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str]) -> None:
-    from peagle.server.http.logs import set_up
+    from peagle.server.http.logs import set_up_logging
 
-    set_up()
+    set_up_logging()
 
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         for quiet in ("/health", "/metrics", "/v1/peagle/status"):  # asked every few seconds

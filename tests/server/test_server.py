@@ -368,7 +368,7 @@ def test_small_endpoints() -> None:
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "index.html").write_text("<title>race</title>")
     (tmp_path / "race.js").write_text("export const k = 7;")
-    monkeypatch.setattr(app, "PAGE", tmp_path)
+    monkeypatch.setattr(app, "PAGE_FOLDER", tmp_path)
 
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         index = await client.get("/")
