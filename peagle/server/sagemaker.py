@@ -76,12 +76,12 @@ IGNORED = {  # they tune vLLM or its logs; an answer is the same without them
 }
 
 
-def asked_for(environment: Mapping[str, str] = os.environ) -> bool:
+def is_sagemaker_environment(environment: Mapping[str, str] = os.environ) -> bool:
     """Does this environment speak to a SageMaker container?"""
     return any(name.startswith(PREFIX) for name in environment)
 
 
-def arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+def serve_arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
     """The command line of `peagle serve` that this environment asks for."""
     words = [*ADDRESS]
     model = (
@@ -115,7 +115,7 @@ def option(name: str, value: str, vllm: bool = False) -> list[str]:
         return (
             []
             if value == "false"
-            else passed_on([f"--{flag}", *([] if value in ("true", "") else elements(value))])
+            else forward_to_vllm([f"--{flag}", *([] if value in ("true", "") else elements(value))])
         )
     if flag not in known:
         close = nearest(name, [PREFIX + word.upper().replace("-", "_") for word in known])
@@ -127,7 +127,7 @@ def option(name: str, value: str, vllm: bool = False) -> list[str]:
     return [word for one in elements(value) for word in (f"--{flag}", one)]
 
 
-def passed_on(words: Sequence[str]) -> list[str]:
+def forward_to_vllm(words: Sequence[str]) -> list[str]:
     """Words for vLLM, as `peagle serve` takes them when something may come behind them."""
     return [f"--vllm-argument={word}" for word in words]
 

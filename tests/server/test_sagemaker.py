@@ -12,7 +12,7 @@ from peagle.cli import app
 from peagle.cli.serving.container import main
 from peagle.errors import UserError
 from peagle.server import run
-from peagle.server.sagemaker import arguments
+from peagle.server.sagemaker import serve_arguments
 from peagle.server.settings import ServerSettings
 from peagle.server.speculative import Speculative, parse_speculative
 
@@ -42,7 +42,7 @@ def test_variables_become_options(tmp_path: Path) -> None:
         "PATH": "/bin",
         "SM_VLLM_NO_ENABLE_PREFIX_CACHING": "true",
     }
-    assert arguments(given, tmp_path) == [
+    assert serve_arguments(given, tmp_path) == [
         *BASE,
         "--model",
         "some/model",
@@ -62,16 +62,16 @@ def test_variables_become_options(tmp_path: Path) -> None:
 
 def test_model_and_drafter_by_their_places(tmp_path: Path) -> None:
     hub = {"HF_MODEL_ID": "hub/id"}
-    assert arguments({}, tmp_path) == BASE
-    assert arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]
+    assert serve_arguments({}, tmp_path) == BASE
+    assert serve_arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]
     (tmp_path / "opt/ml/model").mkdir(parents=True)
-    assert arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]  # an empty folder is none
+    assert serve_arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]  # an empty folder is none
     (tmp_path / "opt/ml/model").rmdir()
     model = folder(tmp_path / "opt/ml/model")
     eagle = folder(tmp_path / "opt/ml/additional-model-data-sources/eagle")
-    assert arguments(hub, tmp_path) == [*BASE, "--model", str(model), "--drafter", str(eagle)]
+    assert serve_arguments(hub, tmp_path) == [*BASE, "--model", str(model), "--drafter", str(eagle)]
     named = {"SM_VLLM_MODEL": "x", "SM_VLLM_SPECULATIVE_CONFIG": '{"model": "y"}'}
-    assert "--drafter" not in arguments(named, tmp_path) and arguments(named, tmp_path)[4:6] == [
+    assert "--drafter" not in serve_arguments(named, tmp_path) and serve_arguments(named, tmp_path)[4:6] == [
         "--model",
         "x",
     ]
@@ -86,12 +86,12 @@ def test_model_and_drafter_by_their_places(tmp_path: Path) -> None:
 )
 def test_unknown_variables_are_refused(name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"Did you mean '{words}'"):
-        arguments({name: "1"}, tmp_path)
+        serve_arguments({name: "1"}, tmp_path)
 
 
 def test_values_too_long_for_sagemaker(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1024"):
-        arguments({"SM_VLLM_MODEL": "x", "SM_VLLM_API_KEY": "k" * 1025}, tmp_path)
+        serve_arguments({"SM_VLLM_MODEL": "x", "SM_VLLM_API_KEY": "k" * 1025}, tmp_path)
 
 
 def test_speculative_config() -> None:
