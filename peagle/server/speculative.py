@@ -43,7 +43,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Speculative:
+class SpeculativeConfig:
     drafter: str | None = None
     method: Method | None = None
     k: int | None = None
@@ -52,9 +52,9 @@ class Speculative:
     more: Mapping[str, Any] = field(default_factory=dict)  # keys for vLLM alone
 
 
-def parse_speculative(
+def parse_speculative_config(
     text: str, source: str = "--speculative-config", vllm: bool = False
-) -> Speculative:
+) -> SpeculativeConfig:
     """`vllm`: keys we do not use are vLLM's to judge."""
     try:
         given = json.loads(text)
@@ -83,7 +83,7 @@ def parse_speculative(
             )
         given, parallel = given | {"parallel_drafting": True}, True
         k, tree = tree_of(spec, k, source)
-    return Speculative(drafter_of(given, source), method_of(given, source), k, parallel, tree, more)
+    return SpeculativeConfig(drafter_of(given, source), method_of(given, source), k, parallel, tree, more)
 
 
 def check_key(key: str, value: Any, source: str) -> None:

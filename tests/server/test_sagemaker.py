@@ -14,7 +14,7 @@ from peagle.errors import UserError
 from peagle.server import run
 from peagle.server.sagemaker import serve_arguments
 from peagle.server.settings import ServerSettings
-from peagle.server.speculative import Speculative, parse_speculative
+from peagle.server.speculative import SpeculativeConfig, parse_speculative_config
 
 BASE = ["--host", "0.0.0.0", "--port", "8080"]
 JUMPSTART = (
@@ -96,12 +96,12 @@ def test_values_too_long_for_sagemaker(tmp_path: Path) -> None:
 
 def test_speculative_config() -> None:
     eagle = "/opt/ml/additional-model-data-sources/eagle"
-    assert parse_speculative(JUMPSTART) == Speculative(eagle, "p-eagle", 3, True)
-    assert parse_speculative('{"method": "eagle3", "model": "d"}') == Speculative(
+    assert parse_speculative_config(JUMPSTART) == SpeculativeConfig(eagle, "p-eagle", 3, True)
+    assert parse_speculative_config('{"method": "eagle3", "model": "d"}') == SpeculativeConfig(
         "d", "eagle3", None, None
     )
     assert (
-        parse_speculative(
+        parse_speculative_config(
             '{"model": "d", "draft_tensor_parallel_size": 1, "max_model_len": 9}'
         ).drafter
         == "d"
@@ -124,8 +124,8 @@ def test_a_tree_by_its_branches(spec: str, k: int, tree: int) -> None:
         ', "method": "eagle3"',
         ', "parallel_drafting": true',
     ):
-        told = parse_speculative(f'{{"model": "d", "parallel_drafting_spec": {spec}{more}}}')
-        assert told == Speculative("d", "p-eagle", k, True, tree)
+        told = parse_speculative_config(f'{{"model": "d", "parallel_drafting_spec": {spec}{more}}}')
+        assert told == SpeculativeConfig("d", "p-eagle", k, True, tree)
 
 
 def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_speculative_config_mistakes(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parse_speculative(text)
+        parse_speculative_config(text)
 
 
 def settings_of(

@@ -194,10 +194,10 @@ def serve(
     """
     from peagle.server import require_packages
     from peagle.server.settings import ServerSettings, parse_engine, parse_methods, parse_serving_k
-    from peagle.server.speculative import Speculative, parse_speculative
+    from peagle.server.speculative import SpeculativeConfig, parse_speculative_config
 
     kind = parse_engine(engine)
-    told = parse_speculative(speculative, vllm=kind == "vllm") if speculative else Speculative()
+    told = parse_speculative_config(speculative, vllm=kind == "vllm") if speculative else SpeculativeConfig()
     chosen = parse_method(method) if method else told.method
     if told.drafter and drafter:
         raise UserError(
