@@ -1,4 +1,4 @@
-"""What the application needs of whoever answers: engines in this process (front.py), or workers (gateway.py)."""
+"""Interface of what answers requests: engines of this process, or workers."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
@@ -16,6 +16,8 @@ RouteHandler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 
 
 class Backend(Protocol):
+    """LocalBackend runs engines in this process; Gateway relays requests to workers."""
+
     settings: ServerSettings
     drain: Drain
     response_counts: ResponseCounts
@@ -23,21 +25,24 @@ class Backend(Protocol):
 
     @property
     def route_handlers(self) -> Mapping[str, RouteHandler]:
-        """Of chat, complete, tokenize and detokenize."""
+        """Handlers of chat, complete, tokenize and detokenize, by these names."""
 
     @property
     def is_healthy(self) -> bool: ...
 
     @property
     def unavailable_reason(self) -> str:
-        """Why it cannot answer now."""
+        """Why requests cannot be answered now."""
 
     @property
     def context(self) -> int:
-        """The most tokens of a prompt and its answer; 0: not known yet."""
+        """Maximum number of tokens of a prompt and its answer; 0 until it is known."""
 
     async def start(self, on_failure: Callable[[str], None]) -> None:
-        """`on_failure`: told, from any thread, that what was asked for cannot be served at all."""
+        """Start loading the model.
+
+        `on_failure` is called with the reason, from any thread, if the model can never be served.
+        """
 
     async def close(self) -> None: ...
 
@@ -47,18 +52,15 @@ class Backend(Protocol):
 
 
 def get_backend(request: Request) -> Backend:
-    found: Backend = request.app.state.backend
-    return found
+    backend: Backend = request.app.state.backend
+    return backend
 
 
 def check_model_name(model: Any, names: tuple[str, ...]) -> None:
-    """A request calls the model by one of its names, or by none."""
+    """Check the `model` of a request: one of `names`, or empty."""
     if model is not None and (not isinstance(model, str) or len(model) > LONGEST_NAME):
         raise ApiError(400, f"model must be a string of at most {LONGEST_NAME} characters", "model")
     if model and model not in names:
-        close = nearest(model, list(names))
-        raise ApiError(
-            404,
-            f"there is no model {model!r} here: use {', '.join(map(repr, names))}.{close}",
-            "model",
-        )
+        suggestion = nearest(model, list(names))
+        known = ", ".join(map(repr, names))
+        raise ApiError(404, f"there is no model {model!r} here: use {known}.{suggestion}", "model")

@@ -37,7 +37,7 @@ LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature":
 @pytest.fixture(scope="module")
 def live() -> Iterator[tuple[LocalBackend, str]]:
     front = front_of(
-        max_batch=64, kv_tokens=16384, api_keys=("key",), max_body=1 << 20, body_timeout=1.0
+        max_batch=64, kv_tokens=16384, api_keys=("key",), max_body_mb=1, body_timeout=1.0
     )
     with running(front) as (_, url):
         yield front, url

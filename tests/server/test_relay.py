@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.errors import UserError
 from peagle.server.workers.gateway import Gateway
-from peagle.server.workers.worker import Worker
-from tests.support.relaying import ROOT, alive, gateway_of, passing, pids_of, wait_for
+from tests.support.relaying import ROOT, is_alive, make_gateway, pids_of, running_gateway, wait_for
 from tests.support.serving import raw_request
 
 Live = tuple[Gateway, str, Path]
@@ -27,8 +26,8 @@ Live = tuple[Gateway, str, Path]
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
-    gateway = gateway_of(tmp_path, api_keys=("key",), max_body=1 << 16)
-    with passing(gateway) as (_, url):
+    gateway = make_gateway(tmp_path, api_keys=("key",), max_body_mb=1 / 16)
+    with running_gateway(gateway) as (_, url):
         yield gateway, url, tmp_path
 
 
@@ -108,7 +107,7 @@ def test_metrics_of_several_workers(live: Live) -> None:
 def test_one_worker_keeps_its_names(tmp_path: Path) -> None:
     from tests.support.fake_worker import METRICS
 
-    with passing(gateway_of(tmp_path, 1)) as (_, url):
+    with running_gateway(make_gateway(tmp_path, 1)) as (_, url):
         lines = httpx.get(f"{url}/metrics").text.splitlines()
     assert set(METRICS.splitlines()) - {"# HELP peagle:engine_up Up."} <= set(lines)
 
@@ -137,8 +136,8 @@ def test_the_least_busy_worker_is_asked(live: Live) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_sent_is_asked_again_once(trouble: str, stream: bool, tmp_path: Path) -> None:
     """It kills the first worker and then the second: two tries, not three. Other requests never notice the first."""
-    gateway = gateway_of(tmp_path, 3)
-    with passing(gateway) as (_, url):
+    gateway = make_gateway(tmp_path, 3)
+    with running_gateway(gateway) as (_, url):
         reply = post(url, trouble, stream=stream)
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
         assert httpx.get(f"{url}/health").status_code == 200
@@ -159,8 +158,8 @@ def test_what_one_worker_lost_another_answers(trouble: str, stream: bool, live: 
 
 def test_half_an_answer_is_asked_for_again(tmp_path: Path) -> None:
     """Of another worker: this one is not yet known to be dying."""
-    gateway = gateway_of(tmp_path)
-    with passing(gateway) as (_, url):
+    gateway = make_gateway(tmp_path)
+    with running_gateway(gateway) as (_, url):
         assert post(url, "cut@fake-0").json()["worker"] == "fake-1"
         reply = post(url, "cut")
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
@@ -196,10 +195,10 @@ def test_a_stream_under_way_is_told(trouble: str, live: Live) -> None:
 
 
 def test_kill_nine_with_one_worker(tmp_path: Path) -> None:
-    gateway = gateway_of(
+    gateway = make_gateway(
         tmp_path, 1, backoff=3.0
     )  # time enough to be told, however busy the machine is
-    with passing(gateway) as (_, url):
+    with running_gateway(gateway) as (_, url):
         before = pids_of(tmp_path, "fake-0")
         os.kill(before[0], signal.SIGKILL)
         wait_for(lambda: not gateway.workers.ready)
@@ -207,21 +206,21 @@ def test_kill_nine_with_one_worker(tmp_path: Path) -> None:
         assert reply.status_code == 503 and "started again" in reply.json()["error"]["message"]
         assert httpx.get(f"{url}/health").status_code == 503
         wait_for(lambda: gateway.workers.ready)
-        assert not any(alive(pid) for pid in before), "its child was left behind"
+        assert not any(is_alive(pid) for pid in before), "its child was left behind"
         assert post(url, "hello").json()["pid"] == pids_of(tmp_path, "fake-0")[0] != before[0]
         leash = gateway.workers.all[0].pid
         assert leash is not None
         os.kill(leash, signal.SIGKILL)
         wait_for(lambda: gateway.workers.all[0].restarts == 2 and gateway.workers.ready)
-    assert not any(alive(pid) for pid in pids_of(tmp_path, "fake-0"))
+    assert not any(is_alive(pid) for pid in pids_of(tmp_path, "fake-0"))
 
 
 def test_a_worker_that_stays_unwell_is_started_again(tmp_path: Path) -> None:
-    gateway = gateway_of(tmp_path, 1)
-    with passing(gateway):
+    gateway = make_gateway(tmp_path, 1)
+    with running_gateway(gateway):
         before = pids_of(tmp_path, "fake-0")
         (tmp_path / "sick-fake-0").touch()
-        wait_for(lambda: not alive(before[0]))
+        wait_for(lambda: not is_alive(before[0]))
         (tmp_path / "sick-fake-0").unlink()
         wait_for(lambda: gateway.workers.ready)
         assert gateway.workers.restarts == 1
@@ -229,11 +228,11 @@ def test_a_worker_that_stays_unwell_is_started_again(tmp_path: Path) -> None:
 
 def test_a_slow_worker_is_not_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that says 500 and then nothing for a while, the answer is passed on; nobody ends it."""
-    gateway = gateway_of(tmp_path, 1)
-    with passing(gateway) as (_, url):
+    gateway = make_gateway(tmp_path, 1)
+    with running_gateway(gateway) as (_, url):
         worker = gateway.workers.all[0]
-        ask = worker.get
-        monkeypatch.setattr(worker, "get", lambda path, seconds=0.3: ask(path, seconds))
+        get = worker.get
+        monkeypatch.setattr(worker, "get", lambda path, seconds=0.3: get(path, seconds))
         slow = post(url, "stall")
         assert slow.status_code == 500 and "one bad request" in slow.text
         time.sleep(1.5)
@@ -241,60 +240,48 @@ def test_a_slow_worker_is_not_a_dead_one(tmp_path: Path, monkeypatch: pytest.Mon
         assert (worker.state, worker.restarts) == ("ready", 0)
 
 
-def test_patience_begins_when_a_worker_is_found_unwell(tmp_path: Path) -> None:
-    """However long ago it was last looked at."""
-    gateway = gateway_of(tmp_path, 1, patience=30.0)
-    with passing(gateway):
+def test_the_unhealthy_timeout_starts_when_a_worker_becomes_unhealthy(tmp_path: Path) -> None:
+    """However long ago it was unhealthy before."""
+    gateway = make_gateway(tmp_path, 1, unhealthy_timeout=30.0)
+    with running_gateway(gateway):
         worker = gateway.workers.all[0]
-        worker._unwell_since = time.monotonic() - 1000
+        worker._unhealthy_since = time.monotonic() - 1000
         (tmp_path / "sick-fake-0").touch()
         wait_for(lambda: worker.state == "unwell")
-        assert not worker._lost()
+        assert not worker._is_unresponsive()
         (tmp_path / "sick-fake-0").unlink()
         wait_for(lambda: gateway.workers.ready)
         assert worker.restarts == 0
 
 
-def test_a_restart_that_hangs_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway = gateway_of(tmp_path, 1)
-    with passing(gateway):
+def test_a_restart_that_hangs_is_tried_again(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path, 1, restart_timeout=1.0)
+    with running_gateway(gateway):
         (tmp_path / "sick-fake-0").touch()
-        monkeypatch.setattr("peagle.server.workers.worker.RESTART", 1.0)
         wait_for(lambda: gateway.workers.restarts >= 2)
         (tmp_path / "sick-fake-0").unlink()
         wait_for(lambda: gateway.workers.ready)
 
 
-def test_a_worker_is_watched_whatever_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway, asked = gateway_of(tmp_path, 1), list[int]()
-
-    async def odd(worker: Worker) -> None:
-        asked.append(1)
-        if len(asked) < 3:
-            raise TypeError("'NoneType' object is not subscriptable")
-        await found_well(worker)
-
-    found_well = Worker._found_well
-    monkeypatch.setattr(Worker, "_found_well", odd)
-    with passing(gateway):
-        assert len(asked) >= 3
+def test_malformed_answers_do_not_end_the_monitoring(tmp_path: Path) -> None:
+    """The monitor logs the error and checks again."""
+    odd = tmp_path / "odd-fake-0"
+    odd.write_text("2")
+    with running_gateway(make_gateway(tmp_path, 1)):
+        assert odd.read_text() == "0"
 
 
 def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
     with pytest.raises(UserError, match="set TMPDIR"):
-        gateway_of(tmp_path)
+        make_gateway(tmp_path)
 
 
 @pytest.mark.parametrize(("code", "tries"), [(2, 1), (1, 3)])
 def test_a_first_start_that_fails_ends_the_server(code: int, tries: int, tmp_path: Path) -> None:
     (tmp_path / "crash-fake-0").write_text(str(code))
-    gateway = gateway_of(tmp_path, 1, backoff=0.05)
-    with passing(gateway, ready=0) as (server, _):
+    gateway = make_gateway(tmp_path, 1, backoff=0.05)
+    with running_gateway(gateway, ready=0) as (server, _):
         wait_for(lambda: server.failure)
         assert server.should_exit
         assert (
@@ -305,8 +292,8 @@ def test_a_first_start_that_fails_ends_the_server(code: int, tries: int, tmp_pat
 
 
 def test_later_deaths_are_tried_for_ever(tmp_path: Path) -> None:
-    gateway = gateway_of(tmp_path, 1, backoff=0.02)
-    with passing(gateway) as (server, _):
+    gateway = make_gateway(tmp_path, 1, backoff=0.02)
+    with running_gateway(gateway) as (server, _):
         (tmp_path / "crash-fake-0").write_text("2")
         os.kill(pids_of(tmp_path, "fake-0")[0], signal.SIGKILL)
         wait_for(lambda: gateway.workers.restarts >= 5)
@@ -359,8 +346,8 @@ def memory() -> int:
 
 
 def test_a_full_house(tmp_path: Path) -> None:
-    gateway = gateway_of(tmp_path, 1, max_batch=1, max_queue=1, timeout=4.0)
-    with passing(gateway) as (_, url):
+    gateway = make_gateway(tmp_path, 1, max_batch=1, max_queue=1, timeout=4.0)
+    with running_gateway(gateway) as (_, url):
         found: list[httpx.Response] = []
         threads = [
             threading.Thread(target=lambda: found.append(post(url, "slow"))) for _ in range(2)
@@ -383,9 +370,9 @@ def test_a_full_house(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("patience", [5.0, 0.2])
 def test_drain(patience: float, tmp_path: Path) -> None:
-    gateway = gateway_of(tmp_path, 2, drain_seconds=patience)
+    gateway = make_gateway(tmp_path, 2, drain_seconds=patience)
     found: list[httpx.Response] = []
-    with passing(gateway) as (server, url):
+    with running_gateway(gateway) as (server, url):
         thread = threading.Thread(
             target=lambda: found.append(post(url, "slow", stream=True, max_tokens=40))
         )
@@ -397,26 +384,28 @@ def test_drain(patience: float, tmp_path: Path) -> None:
         wait_for(lambda: server.should_exit)
     told = chunks(found[0])
     assert len(told) == 40 if patience == 5 else told[-1]["error"]["code"] == 503
-    assert not any(alive(pid) for name in ("fake-0", "fake-1") for pid in pids_of(tmp_path, name))
+    assert not any(
+        is_alive(pid) for name in ("fake-0", "fake-1") for pid in pids_of(tmp_path, name)
+    )
 
 
 def test_nobody_waits_for_what_is_still_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = gateway_of(tmp_path, 1)
-    monkeypatch.setattr(gateway.kind, "launches", lambda folder: time.sleep(600))
-    with passing(gateway, ready=0) as (server, url):
+    gateway = make_gateway(tmp_path, 1)
+    monkeypatch.setattr(gateway.kind, "launch_specs", lambda folder: time.sleep(600))
+    with running_gateway(gateway, ready=0) as (server, url):
         assert httpx.get(f"{url}/health").status_code == 503 and post(url, "x").status_code == 503
         server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: server.should_exit)
-    # `passing` asserts that the server's thread ends
+    # `running_gateway` asserts that the server's thread ends
 
 
 ORPHANS = """
 import sys, time
 from pathlib import Path
-from tests.support.relaying import gateway_of, passing
-with passing(gateway_of(Path(sys.argv[1]))):
+from tests.support.relaying import make_gateway, running_gateway
+with running_gateway(make_gateway(Path(sys.argv[1]))):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -429,9 +418,9 @@ def test_nothing_is_left_when_the_server_is_killed(tmp_path: Path) -> None:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None and server.stdout.readline() == "ready\n"
     pids = [pid for name in ("fake-0", "fake-1") for pid in pids_of(tmp_path, name)]
-    assert all(map(alive, pids)) and list(Path(here).glob("peagle-*/*.sock"))
+    assert all(map(is_alive, pids)) and list(Path(here).glob("peagle-*/*.sock"))
     server.kill()
     server.communicate()
-    wait_for(lambda: not any(map(alive, pids)), 10)
+    wait_for(lambda: not any(map(is_alive, pids)), 10)
     wait_for(lambda: not list(Path(here).iterdir()), 10)
     Path(here).rmdir()

@@ -14,8 +14,8 @@ import pytest
 
 from peagle.errors import UserError
 from peagle.server.settings import ServerSettings
-from peagle.server.workers import replicas
-from tests.support.relaying import alive, below, lines_of, serving, wait_for
+from peagle.server.workers.replicas import ReplicaKind, device_environments, visible_gpus
+from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
 from tests.support.serving import tiny_folder
 
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -23,29 +23,32 @@ LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature":
 
 def test_shares_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert (
-        replicas.shares_of(ServerSettings(replicas=3, device="cpu"))
-        == [{"OMP_NUM_THREADS": "2"}] * 3
-    )
-    monkeypatch.setattr(replicas, "gpus_of", lambda device: ["4", "6"])
-    gpus = [
-        share["CUDA_VISIBLE_DEVICES"] for share in replicas.shares_of(ServerSettings(replicas=2))
+    on_cpu = ServerSettings(replicas=3, device="cpu")
+    assert visible_gpus("cpu") == []
+    assert device_environments(on_cpu, []) == [{"OMP_NUM_THREADS": "2"}] * 3
+    gpus = ["4", "6"]
+    assert device_environments(ServerSettings(replicas=2), gpus) == [
+        {"CUDA_VISIBLE_DEVICES": "4"},
+        {"CUDA_VISIBLE_DEVICES": "6"},
     ]
-    assert gpus == ["4", "6"]
-    with pytest.raises(UserError, match="--replicas 2, or say with --kv-tokens"):
-        replicas.shares_of(ServerSettings(replicas=3))
-    assert len(replicas.shares_of(ServerSettings(replicas=3, kv_tokens=4096))) == 3
+    with pytest.raises(UserError, match="use `replicas` 2, or set `kv_tokens`"):
+        device_environments(ServerSettings(replicas=3), gpus)
+    assert len(device_environments(ServerSettings(replicas=3, kv_tokens=4096), gpus)) == 3
 
 
 def test_a_replicas_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_API_KEY", "secret")
-    how = ServerSettings(
-        replicas=1, device="cpu", api_keys=("secret",), names=("a",), methods=("none",)
+    settings = ServerSettings(
+        replicas=1, device="cpu", api_keys=("secret",), served_model_names=("a",), methods=("none",)
     )
-    launch = replicas.Replicas(how).launches(tmp_path)[0]
-    assert "secret" not in str(launch.command) and "secret" not in launch.environment.values()
-    given = json.loads(launch.command[-1])
-    assert (given["replicas"], given["socket"], given["names"]) == (None, str(launch.socket), ["a"])
+    spec = ReplicaKind(settings).launch_specs(tmp_path)[0]
+    assert "secret" not in str(spec.command) and "secret" not in spec.environment.values()
+    given = json.loads(spec.command[-1])
+    assert (given["replicas"], given["socket"], given["served_model_names"]) == (
+        None,
+        str(spec.socket),
+        ["a"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, P
     ]
     options += ["--served-model-name", "tiny", "-k", "2", "--max-batch", "8", "--kv-tokens", "4096"]
     log = folder / "log"
-    with serving(log, str(folder / "target"), *options) as (process, url):
+    with running_command(log, str(folder / "target"), *options) as (process, url):
         wait_for(lambda: ready(url) == 2, 120)
         yield process, url, log
 
@@ -147,15 +150,15 @@ def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
     load = Load(url, 6)
     victim = status(url)["workers"][0]
     time.sleep(2)
-    child = below(victim["pid"])[0]
+    child = descendants(victim["pid"])[0]
     os.kill(child, signal.SIGKILL)
     wait_for(lambda: status(url)["restarts"] == restarts + 1 and ready(url) == 2, 120)
     time.sleep(1)
     load.stop()
-    assert not alive(child)
+    assert not is_alive(child)
     requests = {
         told["request_id"]: told
-        for told in lines_of(log, "request")
+        for told in log_events(log, "request")
         if "ttft" in told and "path" in told
     }
     workers = {
@@ -173,9 +176,9 @@ def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
 def test_sigterm(live: tuple[Any, str, Path]) -> None:
     """The last of this file: nothing is left."""
     process, _, log = live
-    pids = below(process.pid)
+    pids = descendants(process.pid)
     assert len(pids) >= 4  # a leash and a server for each
     process.terminate()
     assert process.wait(timeout=60) == 0
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
     assert "Traceback" not in log.read_text()

@@ -71,7 +71,9 @@ def test_model_and_drafter_by_their_places(tmp_path: Path) -> None:
     eagle = folder(tmp_path / "opt/ml/additional-model-data-sources/eagle")
     assert serve_arguments(hub, tmp_path) == [*BASE, "--model", str(model), "--drafter", str(eagle)]
     named = {"SM_VLLM_MODEL": "x", "SM_VLLM_SPECULATIVE_CONFIG": '{"model": "y"}'}
-    assert "--drafter" not in serve_arguments(named, tmp_path) and serve_arguments(named, tmp_path)[4:6] == [
+    assert "--drafter" not in serve_arguments(named, tmp_path) and serve_arguments(named, tmp_path)[
+        4:6
+    ] == [
         "--model",
         "x",
     ]
@@ -131,7 +133,7 @@ def test_a_tree_by_its_branches(spec: str, k: int, tree: int) -> None:
 def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = '{"model": "d", "parallel_drafting_spec": {"num_branches": 4, "depth": 5}}'
     got = settings_of(monkeypatch, "--speculative-config", spec)
-    assert (got.method, got.k, got.tree, got.parallel) == ("p-eagle", 5, 20, True)
+    assert (got.method, got.k, got.tree, got.parallel_drafting) == ("p-eagle", 5, 20, True)
     assert settings_of(monkeypatch, "--speculative-config", spec, "--tree", "0").tree == 0
     assert (
         settings_of(monkeypatch).tree is None
@@ -144,16 +146,16 @@ def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "object"),
         ('{"num_speculativ_tokens": 3}', "Did you mean 'num_speculative_tokens'"),
         ('{"num_speculative_tokens": 0}', "1 or more"),
         ('{"num_speculative_tokens": true}', "1 or more"),
-        ('{"method": "ngram"}', "not drafted here"),
+        ('{"method": "ngram"}', "is not supported"),
         ('{"method": "eagel3"}', "Did you mean 'eagle3'"),
         ('{"parallel_drafting": "yes"}', "true or false"),
         ('{"draft_tensor_parallel_size": 2}', "one device"),
-        ('{"speculative_token_tree": "[(0,)]"}', "parallel_drafting_spec, or --tree"),
+        ('{"speculative_token_tree": "[(0,)]"}', "parallel_drafting_spec, or `tree`"),
         ('{"parallel_drafting_spec": {"trees": 2}}', "must be like"),
         ('{"parallel_drafting_spec": 4}', "must be like"),
         ('{"parallel_drafting_spec": {"num_branches": 4}}', "depth is None"),
@@ -212,7 +214,12 @@ def test_the_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         512,
         7,
     )
-    assert (got.method, got.k, got.parallel, got.names) == ("p-eagle", 3, True, ("a", "b"))
+    assert (got.method, got.k, got.parallel_drafting, got.served_model_names) == (
+        "p-eagle",
+        3,
+        True,
+        ("a", "b"),
+    )
     assert got.drafter == json.loads(JUMPSTART)["model"]
     assert settings_of(monkeypatch, "other", "--port", "9").pair == "other"
 
@@ -251,7 +258,7 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         "1",
         PEAGLE_API_KEY="s",
     )
-    assert (got.k, got.methods, got.max_body, got.api_keys) == (
+    assert (got.k, got.methods, got.max_body_bytes, got.api_keys) == (
         5,
         ("none", "p-eagle"),
         1 << 20,
@@ -290,12 +297,12 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--replicas", "0"], "1 or more"),
         (["--", "--seed", "1"], "--engine vllm"),
         (["--engine", "vllm", "--int8"], "--quantization"),
-        (["--engine", "vllm", "--", "--api-key=x"], "--api-key=x must not stand behind --"),
-        (["--engine", "vllm", "--", "--api_key", "x"], "--api_key must not stand behind --"),
-        (["--engine", "vllm", "--", "--api-k", "x"], "--api-k must not stand behind --"),
+        (["--engine", "vllm", "--", "--api-key=x"], "--api-key=x must not be passed on to vLLM"),
+        (["--engine", "vllm", "--", "--api_key", "x"], "--api_key must not be passed on to vLLM"),
+        (["--engine", "vllm", "--", "--api-k", "x"], "--api-k must not be passed on to vLLM"),
         (
             ["--engine", "vllm", "--", "--ssl_certfile=x"],
-            "--ssl_certfile=x must not stand behind --",
+            "--ssl_certfile=x must not be passed on to vLLM",
         ),
         (["--allow-origin", "example.org"], "--allow-origin must be like https://example.org"),
         (["--engine", "vllm", "--exact"], "float32"),
@@ -335,7 +342,7 @@ def test_what_goes_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         True,
     )
     assert (got.vllm_python, got.vllm_arguments) == ("py", ("--seed", "1", "--no-x"))
-    assert (got.drafter, got.k, got.speculative) == ("d", 4, {"draft_tensor_parallel_size": 2})
+    assert (got.drafter, got.k, got.vllm_speculative) == ("d", 4, {"draft_tensor_parallel_size": 2})
     assert (
         settings_of(monkeypatch, PEAGLE_VLLM_PYTHON="py").vllm_python is None
     )  # the native engine has no use for it
@@ -368,5 +375,5 @@ def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import peagle.server as server
 
-    monkeypatch.setattr(server, "NEEDED", ("no_such_package",))
+    monkeypatch.setattr(server, "REQUIRED_PACKAGES", ("no_such_package",))
     assert "pip install 'peagle[serve]'" in settings_of(monkeypatch, code=2)

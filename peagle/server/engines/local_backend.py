@@ -58,7 +58,11 @@ class LocalBackend:
 
     @property
     def is_healthy(self) -> bool:
-        return self.engines.state == "ready" and self.engines.driver.alive and not self.drain.is_draining
+        return (
+            self.engines.state == "ready"
+            and self.engines.driver.alive
+            and not self.drain.is_draining
+        )
 
     @property
     def unavailable_reason(self) -> str:

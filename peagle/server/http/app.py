@@ -38,9 +38,7 @@ CONTENT_SECURITY_POLICY = (
 STARTED = int(time.time())  # Unix time; the `created` field of the models
 
 
-def build_app(
-    backend: Backend, on_failure: Callable[[str], None] = lambda reason: None
-) -> ASGIApp:
+def build_app(backend: Backend, on_failure: Callable[[str], None] = lambda reason: None) -> ASGIApp:
     """Build the application that a web server runs.
 
     Its lifespan starts and closes the backend.

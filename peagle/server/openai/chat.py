@@ -30,7 +30,9 @@ async def chat(request: Request, body: dict[str, Any]) -> Response:
 async def answered(request: Request, front: LocalBackend, asked: ChatRequest) -> Response:
     ids = await chat_ids(front, asked.messages, asked.chat_template_kwargs)
     if front.settings.log_prompts:
-        request_log_fields(request.scope)["prompt"] = [message.plain() for message in asked.messages]
+        request_log_fields(request.scope)["prompt"] = [
+            message.plain() for message in asked.messages
+        ]
     answer = await ask(front, asked, [ids])
     layout = ChatLayout(texts_of(front), asked.top is not None)
     return await Reply.to(request, front, asked, answer, layout).response(request)
