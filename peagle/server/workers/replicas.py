@@ -66,7 +66,11 @@ class ReplicaKind:
 
     def status(self, responses: Mapping[Worker, httpx.Response]) -> dict[str, Any]:
         statuses = [response.json() for response in responses.values()]
-        unknown = {"methods": [], "method": self.settings.method, "k": self.settings.k}
+        unknown: dict[str, Any] = {
+            "methods": [],
+            "method": self.settings.method,
+            "k": self.settings.k,
+        }
         first = statuses[0] if statuses else unknown
         return {
             "methods": first["methods"],
