@@ -14,21 +14,21 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from peagle import __version__
-from peagle.server.backend import Backend, RouteHandler, get_backend
 from peagle.server.http.auth import Auth
+from peagle.server.http.backend import Backend, RouteHandler, get_backend
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.http.limits import read_object
 from peagle.server.http.logs import RequestLog
 from peagle.server.http.openapi import ERROR_RESPONSES, add_body_schemas, describe_body
 from peagle.server.http.origins import Origins
-from peagle.server.http.sse import ClientDisconnected
-from peagle.server.openai.schema import (
+from peagle.server.http.schema import (
     LONGEST_NAME,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from peagle.server.http.sse import ClientDisconnected
 
 PAGE_FOLDER = Path(__file__).parents[1] / "page"
 CONTENT_SECURITY_POLICY = (

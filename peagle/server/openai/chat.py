@@ -7,12 +7,12 @@ from fastapi import Request, Response
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
+from peagle.server.http.schema import ChatRequest
 from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.answer import Choice
 from peagle.server.openai.logprobs import chat_logprobs
 from peagle.server.openai.prompts import chat_ids
 from peagle.server.openai.reply import Reply, texts_of
-from peagle.server.openai.schema import ChatRequest
 from peagle.server.openai.submit import ask
 from peagle.server.openai.token_text import TokenTexts
 

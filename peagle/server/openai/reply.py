@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse
 
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.logs import request_id, request_log_fields
+from peagle.server.http.schema import GenerationRequest
 from peagle.server.http.sse import DONE_EVENT, EventStream, encode_event
 from peagle.server.openai.answer import Answer, Choice
-from peagle.server.openai.schema import GenerationRequest
 from peagle.server.openai.token_text import TokenTexts
 
 if TYPE_CHECKING:

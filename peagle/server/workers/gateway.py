@@ -16,7 +16,7 @@ import httpx
 from fastapi import Request, Response
 
 from peagle.errors import UserError
-from peagle.server.backend import RouteHandler, check_model_name
+from peagle.server.http.backend import RouteHandler, check_model_name
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event, request_log_fields

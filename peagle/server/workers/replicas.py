@@ -2,7 +2,7 @@
 
 Each has a GPU, or a share of the CPU's threads, of its own. A worker is started as
 
-    python -m peagle.server.workers.replicas SETTINGS      (JSON)
+    python -m peagle.server.replica_process SETTINGS      (JSON)
 """
 
 import json
@@ -55,7 +55,7 @@ class ReplicaKind:
         settings_json = json.dumps(asdict(settings))
         return LaunchSpec(
             name,
-            command=(sys.executable, "-m", "peagle.server.workers.replicas", settings_json),
+            command=(sys.executable, "-m", "peagle.server.replica_process", settings_json),
             environment=inherited_environment() | dict(device_environment),
             socket=socket,
             unhealthy_timeout=UNHEALTHY_TIMEOUT_SECONDS,
@@ -105,19 +105,3 @@ def visible_gpus(device: str) -> list[str]:
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
-
-
-def main(text: str) -> None:
-    from peagle.server.run import serve
-
-    values = json.loads(text)
-    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    try:
-        serve(ServerSettings(**values | tuples))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

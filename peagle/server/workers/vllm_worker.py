@@ -18,7 +18,7 @@ from peagle.pull import pull
 from peagle.server.engines.method_choice import QUIET, choose_method
 from peagle.server.http.errors import ApiError, from_validation
 from peagle.server.http.logs import log_event
-from peagle.server.openai.schema import Extension
+from peagle.server.http.schema import Extension
 from peagle.server.settings import ServerSettings
 from peagle.server.workers.launch_spec import LaunchSpec
 from peagle.server.workers.vllm_command import vllm_arguments, vllm_environment
