@@ -1,4 +1,4 @@
-"""`peagle serve --replicas 2` as a real process: two native engines, one of them killed under load."""
+"""`peagle serve --replicas 2` as a process: two native engines, one of them killed under load."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.serving import tiny_folder
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
-def test_shares_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     on_cpu = ServerSettings(replicas=3, device="cpu")
     assert visible_gpus("cpu") == []
@@ -36,7 +36,7 @@ def test_shares_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(device_environments(ServerSettings(replicas=3, kv_tokens=4096), gpus)) == 3
 
 
-def test_a_replicas_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_API_KEY", "secret")
     settings = ServerSettings(
         replicas=1, device="cpu", api_keys=("secret",), served_model_names=("a",), methods=("none",)
@@ -80,10 +80,15 @@ def ready(url: str) -> int:
 
 
 class Load:
-    """Streams, one after another on each of some threads, until told to stop; each has an id, and how it ended."""
+    """Streams, one after another on each of several threads, until `stop`.
+
+    `ends` says how each of them ended, by request id.
+    """
 
     def __init__(self, url: str, threads: int) -> None:
-        self.url, self.stopped, self.ends = url, False, dict[str, str]()
+        self.url = url
+        self.stopped = False
+        self.ends: dict[str, str] = {}
         self.threads = [threading.Thread(target=self.run, args=(i,)) for i in range(threads)]
         for thread in self.threads:
             thread.start()
@@ -111,7 +116,7 @@ class Load:
             thread.join(timeout=60)
 
 
-def test_answers_and_sums(live: tuple[Any, str, Path]) -> None:
+def test_answers_and_statistics(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     texts = set()
     load = Load(url, 4)
@@ -125,26 +130,24 @@ def test_answers_and_sums(live: tuple[Any, str, Path]) -> None:
         assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
         texts.add(reply["choices"][0]["text"])
     assert len(texts) == 1
-    told = status(url)
-    assert told["method"] == "p-eagle" and told["k"] == 2 and len(told["workers"]) == 2
+    total = status(url)
+    assert total["method"] == "p-eagle" and total["k"] == 2 and len(total["workers"]) == 2
     page = httpx.get(f"{url}/metrics", timeout=60).text
     counted = [
         line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total")
     ]
-    assert [f'engine="p-eagle replica-{i}"' in line for i, line in enumerate(counted)] == [
-        True,
-        True,
-    ]
+    assert len(counted) == 2
+    assert all(f'engine="p-eagle replica-{i}"' in line for i, line in enumerate(counted))
     each = [float(line.rpartition(" ")[2]) for line in counted]
-    assert min(each) > 0 and sum(each) == told["engines"]["p-eagle"]["generated_tokens"]
+    assert min(each) > 0 and sum(each) == total["engines"]["p-eagle"]["generated_tokens"]
     shown = httpx.post(
         f"{url}/v1/completions", json=LONG | {"prompt": "w6", "top_p": 7}, timeout=60
     )
     assert shown.status_code == 400 and "top_p" in shown.json()["error"]["message"]
 
 
-def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
-    """Only streams of the killed replica fail; the other one's do not, and it comes back by itself."""
+def test_sigkill_under_load(live: tuple[Any, str, Path]) -> None:
+    """Only streams of the killed replica fail, and it is restarted."""
     _, url, log = live
     restarts = status(url)["restarts"]
     load = Load(url, 6)
@@ -157,12 +160,12 @@ def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
     load.stop()
     assert not is_alive(child)
     requests = {
-        told["request_id"]: told
-        for told in log_events(log, "request")
-        if "ttft" in told and "path" in told
+        event["request_id"]: event
+        for event in log_events(log, "request")
+        if "ttft" in event and "path" in event
     }
     workers = {
-        id: told["worker"] for id, told in requests.items() if told["path"] == "/v1/completions"
+        id: event["worker"] for id, event in requests.items() if event["path"] == "/v1/completions"
     }
     failed = {id for id, end in load.ends.items() if end != "length"}
     assert {load.ends[id] for id in failed} <= {"error"} and 1 <= len(failed) <= 6, load.ends
@@ -174,10 +177,10 @@ def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
 
 
 def test_sigterm(live: tuple[Any, str, Path]) -> None:
-    """The last of this file: nothing is left."""
+    """No process is left. It must be the last test of this file."""
     process, _, log = live
     pids = descendants(process.pid)
-    assert len(pids) >= 4  # a leash and a server for each
+    assert len(pids) >= 4  # a guard and a server for each replica
     process.terminate()
     assert process.wait(timeout=60) == 0
     assert not any(map(is_alive, pids))

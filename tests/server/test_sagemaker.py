@@ -2,10 +2,12 @@
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from peagle.cli import app
@@ -18,8 +20,8 @@ from peagle.server.speculative import SpeculativeConfig, parse_speculative_confi
 
 BASE = ["--host", "0.0.0.0", "--port", "8080"]
 JUMPSTART = (
-    '{"model":"/opt/ml/additional-model-data-sources/eagle","method":"eagle3","num_speculative_tokens":3,'
-    '"parallel_drafting":true}'
+    '{"model":"/opt/ml/additional-model-data-sources/eagle","method":"eagle3",'
+    '"num_speculative_tokens":3,"parallel_drafting":true}'
 )
 
 
@@ -60,12 +62,16 @@ def test_variables_become_options(tmp_path: Path) -> None:
     ]
 
 
-def test_model_and_drafter_by_their_places(tmp_path: Path) -> None:
+def test_model_and_drafter_folders(tmp_path: Path) -> None:
     hub = {"HF_MODEL_ID": "hub/id"}
     assert serve_arguments({}, tmp_path) == BASE
     assert serve_arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]
     (tmp_path / "opt/ml/model").mkdir(parents=True)
-    assert serve_arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]  # an empty folder is none
+    assert serve_arguments(hub, tmp_path) == [
+        *BASE,
+        "--model",
+        "hub/id",
+    ]  # an empty folder does not count
     (tmp_path / "opt/ml/model").rmdir()
     model = folder(tmp_path / "opt/ml/model")
     eagle = folder(tmp_path / "opt/ml/additional-model-data-sources/eagle")
@@ -126,8 +132,8 @@ def test_a_tree_by_its_branches(spec: str, k: int, tree: int) -> None:
         ', "method": "eagle3"',
         ', "parallel_drafting": true',
     ):
-        told = parse_speculative_config(f'{{"model": "d", "parallel_drafting_spec": {spec}{more}}}')
-        assert told == SpeculativeConfig("d", "p-eagle", k, True, tree)
+        text = f'{{"model": "d", "parallel_drafting_spec": {spec}{more}}}'
+        assert parse_speculative_config(text) == SpeculativeConfig("d", "p-eagle", k, True, tree)
 
 
 def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +173,13 @@ def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"parallel_drafting_spec": {"num_branches": [4, 0]}}', "for each of 2 depths"),
         ('{"parallel_drafting_spec": {"num_branches": true, "depth": 3}}', "number of 1 or more"),
         (
-            '{"num_speculative_tokens": 5, "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
+            '{"num_speculative_tokens": 5,'
+            ' "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
             "the same as",
         ),
         (
-            '{"parallel_drafting": false, "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
+            '{"parallel_drafting": false,'
+            ' "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
             "leave out its false",
         ),
         ('{"model": 7}', "folder"),
@@ -185,14 +193,14 @@ def test_speculative_config_mistakes(text: str, words: str) -> None:
 def settings_of(
     monkeypatch: pytest.MonkeyPatch, *args: str, code: int = 0, **environment: str
 ) -> Any:
-    """What `peagle serve` would run with; or, for another code, what it says."""
-    found: list[ServerSettings] = []
-    monkeypatch.setattr(run, "serve", found.append)
+    """Return the settings of `peagle serve`; for another exit code, what it prints to stderr."""
+    runs: list[ServerSettings] = []
+    monkeypatch.setattr(run, "serve", runs.append)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["serve", *args])
     assert result.exit_code == code, result.output + result.stderr
-    return found[0] if code == 0 else result.stderr
+    return runs[0] if code == 0 else result.stderr
 
 
 def test_the_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,17 +234,17 @@ def test_the_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("environment", [{}, {"SM_VLLM_MAX_NUM_SEQS": "3"}])
 def test_the_script_serve(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With our variables or without: SageMaker's address, and what is typed has the last word."""
-    found: list[ServerSettings] = []
-    monkeypatch.setattr(run, "serve", found.append)
+    """With or without SM_VLLM_* variables: SageMaker's address; typed options take precedence."""
+    runs: list[ServerSettings] = []
+    monkeypatch.setattr(run, "serve", runs.append)
     monkeypatch.setattr(sys, "argv", ["serve", "--max-queue", "9"])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
-    assert (found[0].host, found[0].port, found[0].max_queue) == ("0.0.0.0", 8080, 9)
-    assert found[0].max_batch == (3 if environment else 64)
+    assert (runs[0].host, runs[0].port, runs[0].max_queue) == ("0.0.0.0", 8080, 9)
+    assert runs[0].max_batch == (3 if environment else 64)
 
 
 def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +329,7 @@ def test_mistakes_of_the_command(
     assert words in settings_of(monkeypatch, *args, code=2)
 
 
-def test_what_goes_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     spoken = '{"model": "d", "draft_tensor_parallel_size": 2, "num_speculative_tokens": 4}'
     options = [
         "--engine",
@@ -343,9 +351,8 @@ def test_what_goes_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (got.vllm_python, got.vllm_arguments) == ("py", ("--seed", "1", "--no-x"))
     assert (got.drafter, got.k, got.vllm_speculative) == ("d", 4, {"draft_tensor_parallel_size": 2})
-    assert (
-        settings_of(monkeypatch, PEAGLE_VLLM_PYTHON="py").vllm_python is None
-    )  # the native engine has no use for it
+    # The native engine does not use it.
+    assert settings_of(monkeypatch, PEAGLE_VLLM_PYTHON="py").vllm_python is None
 
 
 def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +377,13 @@ def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "--seed",
         "1",
     )
+
+
+def test_every_option_reaches_a_setting() -> None:
+    command: Any = get_command(app)
+    parameters = {parameter.name for parameter in command.get_command(None, "serve").params}
+    settings = {field.name for field in fields(ServerSettings)}
+    assert parameters - settings == {"model", "speculative_config", "enforce_eager"}
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

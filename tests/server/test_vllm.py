@@ -81,7 +81,7 @@ def arguments_for(
     return vllm_arguments(settings, installation, Path("/target"), Path("/s"), speculative or {})
 
 
-def test_the_command_line() -> None:
+def test_the_default_command_line() -> None:
     plain = arguments_for(ServerSettings(pair="fake", engine="vllm"))
     assert plain == [
         "-m",
@@ -99,6 +99,9 @@ def test_the_command_line() -> None:
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
     ]
+
+
+def test_the_command_line_follows_the_settings() -> None:
     settings = ServerSettings(
         engine="vllm",
         served_model_names=("a", "b"),

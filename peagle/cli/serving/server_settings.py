@@ -10,9 +10,6 @@ from peagle.errors import UserError, nearest
 from peagle.server.settings import ENGINES, EngineKind, ServerSettings
 from peagle.server.speculative import SpeculativeConfig, parse_speculative_config
 
-# Parameters of the command that are not fields of ServerSettings.
-CONVERTED_PARAMETERS = ("model", "speculative_config", "enforce_eager")
-
 
 def build_settings(options: Mapping[str, Any]) -> ServerSettings:
     """`options` are the values of the command's parameters, by the name of the parameter.
