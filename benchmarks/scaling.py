@@ -17,7 +17,7 @@ import yaml
 
 from peagle.catalog import find_pair
 from peagle.pull import pull
-from tests.support.relaying import alive, below, lines_of, serving, wait_for
+from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
 
 PAIR, K, CONTEXT, START = "smollm2-135m", 5, 2048, 400.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -34,7 +34,9 @@ class Replicas:
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        with serving(self.log, PAIR, *self.options, seconds=START, **self.environment()) as (
+        with running_command(
+            self.log, PAIR, *self.options, seconds=START, **self.environment()
+        ) as (
             _,
             self.url,
         ):
@@ -47,11 +49,13 @@ class Replicas:
     def ready(self) -> dict[str, list[int]]:
         """The processes of each replica that answers."""
         workers = httpx.get(f"{self.url}/v1/peagle/status", timeout=60).json()["workers"]
-        return {w["name"]: [w["pid"], *below(w["pid"])] for w in workers if w["state"] == "ready"}
+        return {
+            w["name"]: [w["pid"], *descendants(w["pid"])] for w in workers if w["state"] == "ready"
+        }
 
     def held(self, replica: str, ids: set[str]) -> set[str]:
         """Those of these requests that this replica had; one that was asked again was with the other one first."""
-        told = [line for line in lines_of(self.log, "request") if line["request_id"] in ids]
+        told = [line for line in log_events(self.log, "request") if line["request_id"] in ids]
         return {
             t["request_id"]
             for t in told
@@ -84,7 +88,7 @@ class DataParallel(Replicas):
         """One server holds both engines: they are ready together."""
         family = [pid for processes in super().ready().values() for pid in processes]
         named = {pid: re.search(r"EngineCore_(DP\d)", command(pid)) for pid in family}
-        return {found[1]: [pid, *below(pid)] for pid, found in named.items() if found}
+        return {found[1]: [pid, *descendants(pid)] for pid, found in named.items() if found}
 
     def held(self, replica: str, ids: set[str]) -> int:  # type: ignore[override]
         """How many it has: vLLM does not tell which, and counts between its steps, so the most of a second."""
@@ -140,11 +144,11 @@ class Ray:
             wait_for(lambda: len(self.ready()) == 2 and reached(f"{self.url}/v1/models"), START)
             yield self.url
         finally:
-            family = below(process.pid)
+            family = descendants(process.pid)
             process.terminate()
             process.wait(timeout=60)
             for pid in filter(
-                alive, family
+                is_alive, family
             ):  # Ray lets vLLM's processes go on when it ends a replica
                 os.kill(pid, signal.SIGKILL)
 
@@ -191,7 +195,9 @@ class Ray:
         ]
         replicas = [replica for deployment in found for replica in deployment["replicas"]]
         return {
-            str(r["pid"]): [r["pid"], *below(r["pid"])] for r in replicas if r["state"] == "RUNNING"
+            str(r["pid"]): [r["pid"], *descendants(r["pid"])]
+            for r in replicas
+            if r["state"] == "RUNNING"
         }
 
     def held(self, replica: str, ids: set[str]) -> set[str]:

@@ -44,14 +44,18 @@ class Commands(TyperGroup):
         precedence. Arguments after `--` are passed to vLLM.
         """
         if args[:1] == ["serve"]:
-            from peagle.server.sagemaker import arguments, asked_for, passed_on
+            from peagle.server.sagemaker import (
+                forward_to_vllm,
+                is_sagemaker_environment,
+                serve_arguments,
+            )
 
             end = args.index("--") if "--" in args else len(args)
             args = [
                 "serve",
-                *(arguments(os.environ) if asked_for() else []),
+                *(serve_arguments(os.environ) if is_sagemaker_environment() else []),
                 *args[1:end],
-                *passed_on(args[end + 1 :]),
+                *forward_to_vllm(args[end + 1 :]),
             ]
         return super().resolve_command(ctx, args)
 

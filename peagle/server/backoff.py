@@ -1,17 +1,16 @@
-"""How long to wait before what died is started again: twice as long each time, but short after a healthy life."""
+"""Exponential backoff between restarts; it starts over after a long healthy run."""
 
-LONGEST, HEALTHY = (
-    30.0,
-    60.0,
-)  # seconds: between two tries; of a life that is forgotten when it ends
+MAX_BACKOFF_SECONDS = 30.0
+HEALTHY_SECONDS = 60.0  # a run longer than this resets the backoff
 
 
 class Backoff:
     def __init__(self, first: float) -> None:
-        self.first = self.wait = first
+        self.first = first
+        self.wait = first
 
     def next(self, lived: float) -> float:
-        """Seconds to wait now, after a life of so many."""
-        wait = self.first if lived > HEALTHY else self.wait
-        self.wait = min(2 * wait, LONGEST)
+        """Return the seconds to wait after a run of `lived` seconds."""
+        wait = self.first if lived > HEALTHY_SECONDS else self.wait
+        self.wait = min(2 * wait, MAX_BACKOFF_SECONDS)
         return wait

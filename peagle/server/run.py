@@ -1,4 +1,4 @@
-"""The process: a socket that accepts at once, a web server behind it, signals that begin a drain."""
+"""The server process: listening socket, web server, and signals that start a drain."""
 
 import asyncio
 import logging
@@ -10,60 +10,63 @@ from types import FrameType
 import uvicorn
 
 from peagle.errors import UserError
-from peagle.server.backend import Backend
 from peagle.server.engines.local_backend import LocalBackend
-from peagle.server.http.app import build
+from peagle.server.http.app import build_app
+from peagle.server.http.backend import Backend
 from peagle.server.http.header_limit import limited_protocol
-from peagle.server.http.logs import log_event, set_up
+from peagle.server.http.logs import log_event, set_up_logging
 from peagle.server.settings import ServerSettings
 from peagle.server.workers.gateway import Gateway
-from peagle.server.workers.replicas import Replicas
-from peagle.server.workers.vllm_worker import Vllm
+from peagle.server.workers.replicas import ReplicaKind
+from peagle.server.workers.vllm_worker import VllmKind
 
-BACKLOG = 2048
+LISTEN_BACKLOG = 2048  # connections
+KEEP_ALIVE_SECONDS = 30
+SHUTDOWN_SECONDS = 3  # for connections that are open after the drain
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Connections are accepted from now on; whoever connects waits for the rest of us."""
+    """Open a TCP socket. It accepts connections at once; they wait until the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    here = socket.socket(family, socket.SOCK_STREAM)
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        here.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        here.close()
+        listener.close()
         raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}): use another --port or --host"
+            f"cannot listen on {host}:{port} ({error.strerror}): use another `port` or `host`"
         ) from error
-    here.listen(BACKLOG)
-    here.set_inheritable(True)
-    return here
+    listener.listen(LISTEN_BACKLOG)
+    listener.set_inheritable(True)
+    return listener
 
 
-def listen_at(path: str) -> socket.socket:
-    """A Unix socket: only who may open the file can connect."""
-    here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    here.bind(path)
-    here.listen(BACKLOG)
-    return here
+def listen_unix(path: str) -> socket.socket:
+    """Open a Unix socket: the permissions of the file decide who can connect."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(LISTEN_BACKLOG)
+    return listener
 
 
 class Server(uvicorn.Server):
-    def __init__(self, front: Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__(
             uvicorn.Config(
-                build(front, self.fail),
+                build_app(backend, self.fail),
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=3,
-                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                backlog=LISTEN_BACKLOG,
                 lifespan="on",
                 http=limited_protocol(),
             )
         )
-        self.front, self.failure = front, None  # type: Backend, str | None
+        self.backend = backend
+        self.failure: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -71,52 +74,58 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second does not wait."""
-        if self.loop is None or self.front.drain.begun:
-            self.should_exit = self.force_exit = True
+        """Start a drain at the first signal; exit at once at the second."""
+        drain = self.backend.drain
+        if self.loop is None or drain.is_draining:
+            self.should_exit = True
+            self.force_exit = True
             return
-        log_event(
-            "draining",
-            signal=sig,
-            seconds=self.front.settings.drain_seconds,
-            open=self.front.drain.open,
-        )
-        self.loop.call_soon_threadsafe(self.front.drain.begin, self.stop)
+        log_event("draining", signal=sig, seconds=drain.seconds, open=drain.open_requests)
+        self.loop.call_soon_threadsafe(drain.begin, self.stop)
 
     def stop(self) -> None:
         log_event("stopped")
         self.should_exit = True
 
     def fail(self, reason: str) -> None:
-        """What was asked for cannot be served: from any thread."""
+        """Exit because the model can never be served. This may be called from any thread."""
         self.failure = reason
         self.should_exit = True
 
 
 def serve(settings: ServerSettings) -> None:
-    set_up()
-    here = listen_at(settings.socket) if settings.socket else listen(settings.host, settings.port)
-    if settings.socket is None:
-        host, port = here.getsockname()[:2]
-        log_event("listening", host=host, port=port, model=settings.model_names[0])
-        if settings.open_to_all:
-            log_event(
-                "anybody who reaches this address can use it: set --api-key, or --host 127.0.0.1",
-                logging.WARNING,
-            )
-    front = front_for(settings)
-    server = Server(front)
-    server.run(sockets=[here])
+    """Run a server until it is stopped by a signal. UserError: the model cannot be served."""
+    set_up_logging()
+    listener = open_listener(settings)
+    backend = create_backend(settings)
+    server = Server(backend)
+    server.run(sockets=[listener])
     if server.failure is not None:
         raise UserError(server.failure)
-    if (
-        isinstance(front, LocalBackend) and front.engines.driver.alive
-    ):  # loading, or in a long pass: nobody waits for that
+    if isinstance(backend, LocalBackend) and backend.engines.driver.alive:
+        # The engine's thread loads a model or runs a long pass: do not wait for it.
         sys.stderr.flush()
         os._exit(0)
 
 
-def front_for(settings: ServerSettings) -> Backend:
+def open_listener(settings: ServerSettings) -> socket.socket:
+    if settings.socket:
+        return listen_unix(settings.socket)
+    listener = listen(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    log_event("listening", host=host, port=port, model=settings.model_names[0])
+    if settings.is_open_to_network:
+        log_event(
+            "other machines can use this server without a key: set an API key, or listen on"
+            " 127.0.0.1",
+            logging.WARNING,
+        )
+    return listener
+
+
+def create_backend(settings: ServerSettings) -> Backend:
     if settings.engine == "vllm":
-        return Gateway(settings, Vllm(settings))
-    return Gateway(settings, Replicas(settings)) if settings.replicas else LocalBackend.of(settings)
+        return Gateway(settings, VllmKind(settings))
+    if settings.replicas:
+        return Gateway(settings, ReplicaKind(settings))
+    return LocalBackend.of(settings)

@@ -1,12 +1,13 @@
-"""SageMaker's contract: a container started as `serve`, told by its environment what to serve.
+"""SageMaker's container contract: environment variables become options of `peagle serve`.
 
     SM_VLLM_MAX_MODEL_LEN=8192           --max-model-len 8192
     SM_VLLM_ENFORCE_EAGER=true (or "")   --enforce-eager              false: left out
-    SM_VLLM_SERVED_MODEL_NAME=["a","b"]  --served-model-name a b      an array: one word per element
-    SM_VLLM_SPECULATIVE_CONFIG={...}     --speculative-config {...}   an object: as it is
+    SM_VLLM_SERVED_MODEL_NAME=["a","b"]  --served-model-name a --served-model-name b
+    SM_VLLM_SPECULATIVE_CONFIG={...}     --speculative-config {...}   objects stay as they are
 
-With SM_VLLM_ENGINE=vllm, variables that we do not know are passed on to vLLM.
-Model: SM_VLLM_MODEL > a non-empty /opt/ml/model > HF_MODEL_ID. The drafter lies on the channel `eagle`.
+With SM_VLLM_ENGINE=vllm, unknown variables are passed on to vLLM.
+Model: SM_VLLM_MODEL > a non-empty /opt/ml/model > HF_MODEL_ID. The drafter is on the channel
+`eagle`.
 """
 
 import json
@@ -17,12 +18,14 @@ from pathlib import Path
 from peagle.errors import UserError, did_you_mean
 
 PREFIX = "SM_VLLM_"
-MODEL = Path("opt/ml/model")
-CHANNEL = Path("opt/ml/additional-model-data-sources/eagle")
-ADDRESS = ["--host", "0.0.0.0", "--port", "8080"]
-MOST_BYTES = 1024  # of one value, by SageMaker's own limit
+# Relative to the root of the file system.
+MODEL_FOLDER = Path("opt/ml/model")
+DRAFTER_FOLDER = Path("opt/ml/additional-model-data-sources/eagle")
+ADDRESS_OPTIONS = ("--host", "0.0.0.0", "--port", "8080")
+MAX_VALUE_BYTES = 1024  # SageMaker's limit for the value of one variable
 
-VALUES = (  # options of `peagle serve` that take a value, under vLLM's names or ours
+# Options of `peagle serve` that take a value, under vLLM's names or its own.
+VALUE_OPTIONS = (
     "host",
     "port",
     "api-key",
@@ -53,7 +56,7 @@ VALUES = (  # options of `peagle serve` that take a value, under vLLM's names or
     "pipeline-parallel-size",
     "data-parallel-size",
 )
-FLAGS = (
+FLAG_OPTIONS = (
     "int8",
     "exact",
     "log-prompts",
@@ -62,93 +65,98 @@ FLAGS = (
     "enable-prefix-caching",
     "no-enable-prefix-caching",
 )
-IGNORED = {  # they tune vLLM or its logs; an answer is the same without them
-    "gpu-memory-utilization": "the engine takes 85 % of what is free",
-    "disable-log-requests": "prompts are not logged anyway",
-    "disable-log-stats": "there is /metrics",
-    "max-log-len": "prompts are not logged anyway",
+# Options that tune vLLM or its logs and do not change answers; why the native engine needs none.
+IGNORED_OPTIONS = {
+    "gpu-memory-utilization": "the engine uses 85 % of the free memory",
+    "disable-log-requests": "prompts are not logged by default",
+    "disable-log-stats": "statistics are at /metrics",
+    "max-log-len": "prompts are not logged by default",
     "uvicorn-log-level": "logs are JSON lines",
-    "enable-chunked-prefill": "prompts are always cut in chunks",
-    "async-scheduling": "the host always runs one step behind",
-    "generation-config": "defaults are OpenAI's",
-    "swap-space": "a preempted request is computed again",
+    "enable-chunked-prefill": "prefill is always chunked",
+    "async-scheduling": "the host always runs one step behind the device",
+    "generation-config": "the defaults are OpenAI's",
+    "swap-space": "preempted requests are recomputed",
     "block-size": "pages hold 64 positions",
 }
 
 
-def asked_for(environment: Mapping[str, str] = os.environ) -> bool:
-    """Does this environment speak to a SageMaker container?"""
+def is_sagemaker_environment(environment: Mapping[str, str] = os.environ) -> bool:
     return any(name.startswith(PREFIX) for name in environment)
 
 
-def arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """The command line of `peagle serve` that this environment asks for."""
-    words = [*ADDRESS]
+def serve_arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Return the command-line arguments of `peagle serve` for this environment."""
+    arguments = [*ADDRESS_OPTIONS]
     model = (
         environment.get(f"{PREFIX}MODEL")
-        or folder_of(root / MODEL)
+        or non_empty_folder(root / MODEL_FOLDER)
         or environment.get("HF_MODEL_ID")
     )
     if model:
-        words += ["--model", model]
-    given = dict(sorted(environment.items()))
-    drafter = folder_of(root / CHANNEL)
-    spoken = json_object(given.get(f"{PREFIX}SPECULATIVE_CONFIG", ""))
-    if drafter and "model" not in spoken and f"{PREFIX}DRAFTER" not in given:
-        words += ["--drafter", drafter]
-    vllm = given.get(f"{PREFIX}ENGINE") == "vllm"
-    for name, value in given.items():
+        arguments += ["--model", model]
+    drafter = non_empty_folder(root / DRAFTER_FOLDER)
+    if drafter and not names_drafter(environment):
+        arguments += ["--drafter", drafter]
+    for_vllm = environment.get(f"{PREFIX}ENGINE") == "vllm"
+    for name, value in sorted(environment.items()):
         if name.startswith(PREFIX) and name != f"{PREFIX}MODEL":
-            words += option(name, value, vllm)
-    return words
+            arguments += option_arguments(name, value, for_vllm)
+    return arguments
 
 
-def option(name: str, value: str, vllm: bool = False) -> list[str]:
-    """`vllm`: what we do not know is vLLM's to judge."""
-    if len(value.encode()) > MOST_BYTES:
-        raise UserError(
-            f"{name} has {len(value.encode())} bytes: SageMaker allows {MOST_BYTES} per value"
-        )
-    flag = name.removeprefix(PREFIX).lower().replace("_", "-")
-    known = [*VALUES, *FLAGS, *IGNORED]
-    if vllm and flag not in (*VALUES, *FLAGS):
-        return (
-            []
-            if value == "false"
-            else passed_on([f"--{flag}", *([] if value in ("true", "") else elements(value))])
-        )
-    if flag not in known:
-        close = did_you_mean(name, [PREFIX + word.upper().replace("-", "_") for word in known])
-        raise UserError(f"{name} is not known: it would be --{flag} of peagle serve.{close}")
-    if flag in IGNORED or value == "false":
+def names_drafter(environment: Mapping[str, str]) -> bool:
+    if f"{PREFIX}DRAFTER" in environment:
+        return True
+    try:
+        config = json.loads(environment.get(f"{PREFIX}SPECULATIVE_CONFIG", ""))
+    except ValueError:
+        return False
+    return isinstance(config, dict) and "model" in config
+
+
+def option_arguments(name: str, value: str, for_vllm: bool = False) -> list[str]:
+    """Convert one variable; with `for_vllm`, unknown variables are passed on to vLLM."""
+    size = len(value.encode())
+    if size > MAX_VALUE_BYTES:
+        raise UserError(f"{name} has {size} bytes: SageMaker allows {MAX_VALUE_BYTES} per value")
+    option = name.removeprefix(PREFIX).lower().replace("_", "-")
+    is_native = option in VALUE_OPTIONS or option in FLAG_OPTIONS
+    if not is_native and not for_vllm:
+        check_ignored(name, option)
         return []
-    if flag in FLAGS or value in ("true", ""):
-        return [f"--{flag}"]
-    return [word for one in elements(value) for word in (f"--{flag}", one)]
+    if value == "false":
+        return []
+    is_flag = value in ("true", "") or option in FLAG_OPTIONS
+    values = [] if is_flag else split_array(value)
+    if not is_native:
+        return forward_to_vllm([f"--{option}", *values])
+    if is_flag:
+        return [f"--{option}"]
+    return [word for element in values for word in (f"--{option}", element)]
 
 
-def passed_on(words: Sequence[str]) -> list[str]:
-    """Words for vLLM, as `peagle serve` takes them when something may come behind them."""
+def check_ignored(name: str, option: str) -> None:
+    if option not in IGNORED_OPTIONS:
+        known = [*VALUE_OPTIONS, *FLAG_OPTIONS, *IGNORED_OPTIONS]
+        variables = [PREFIX + word.upper().replace("-", "_") for word in known]
+        raise UserError(
+            f"{name} is unknown: peagle serve has no --{option}.{did_you_mean(name, variables)}"
+        )
+
+
+def forward_to_vllm(words: Sequence[str]) -> list[str]:
+    """Wrap words of vLLM's command line in an option, so that other options can follow them."""
     return [f"--vllm-argument={word}" for word in words]
 
 
-def elements(value: str) -> list[str]:
-    """A JSON array is one word per element; anything else is itself."""
+def split_array(value: str) -> list[str]:
+    """Return the elements of a JSON array; any other value is a single element."""
     try:
-        found = json.loads(value)
+        array = json.loads(value)
     except ValueError:
         return [value]
-    return [str(one) for one in found] if isinstance(found, list) else [value]
+    return [str(element) for element in array] if isinstance(array, list) else [value]
 
 
-def json_object(text: str) -> dict[str, object]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def folder_of(path: Path) -> str | None:
-    """The folder, if there is anything in it."""
+def non_empty_folder(path: Path) -> str | None:
     return str(path) if path.is_dir() and any(path.iterdir()) else None

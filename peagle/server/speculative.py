@@ -1,14 +1,16 @@
-"""vLLM's speculative config, as `--speculative-config` and SM_VLLM_SPECULATIVE_CONFIG carry it.
+"""vLLM's speculative config: the JSON of `--speculative-config` and SM_VLLM_SPECULATIVE_CONFIG.
 
-    {"method": "eagle3", "model": "/opt/ml/.../eagle", "num_speculative_tokens": 7, "parallel_drafting": true}
+    {"method": "eagle3", "model": "/opt/ml/.../eagle", "num_speculative_tokens": 7,
+     "parallel_drafting": true}
 
-`parallel_drafting` makes it P-EAGLE. What our engine cannot honor is refused; what makes no difference to it is not.
+`parallel_drafting` makes it P-EAGLE. Keys that the native engine cannot honor are refused; keys
+that make no difference to it are ignored.
 
     {"model": "DIR", "parallel_drafting_spec": {"num_branches": [8, 8, 4, 4, 2, 2, 1], "depth": 7}}
 
-is a tree of the native engine: as many nodes as there are branches at all depths together, and as deep. Which branches
-they go to is decided anew in every step, by what is likeliest to be accepted. One number is that of every depth.
-No vLLM has this block: for it, it is refused.
+asks the native engine for a draft tree of that depth, with as many nodes as `num_branches` has in
+sum. The engine decides in every step which branches get the nodes, by their probability of being
+accepted. A single number holds for every depth. vLLM has no such key, so it is refused for vLLM.
 """
 
 import json
@@ -19,10 +21,20 @@ from typing import Any, TypeGuard
 from peagle.core import Method
 from peagle.errors import UserError, did_you_mean
 
+SOURCE = "`speculative_config`"  # the argument, as errors name it
 METHODS = ("eagle3", "eagle", "p-eagle")
-USED = ("method", "model", "num_speculative_tokens", "parallel_drafting", "parallel_drafting_spec")
-BRANCHES, DEPTH = "num_branches", "depth"  # of parallel_drafting_spec
-HARMLESS = (  # they tune vLLM, not the answer
+USED_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "parallel_drafting",
+    "parallel_drafting_spec",
+)
+# Keys of parallel_drafting_spec.
+BRANCHES = "num_branches"
+DEPTH = "depth"
+# Keys that tune vLLM and do not change answers.
+IGNORED_KEYS = (
     "max_model_len",
     "enforce_eager",
     "disable_padded_drafter_batch",
@@ -32,127 +44,146 @@ HARMLESS = (  # they tune vLLM, not the answer
     "attention_backend",
     "moe_backend",
 )
-REFUSED = {
+# Keys that the native engine cannot honor, with the reason and the fix.
+REFUSED_KEYS = {
     "draft_tensor_parallel_size": "the native engine runs on one device: use 1 or leave it out",
     "quantization": "a drafter runs in the target's dtype: leave it out",
-    "disable_by_batch_size": "automatic K (num_speculative_tokens left out) follows the load by itself: leave it out",
-    "prompt_lookup_max": "there is no n-gram drafting here: leave it out",
-    "prompt_lookup_min": "there is no n-gram drafting here: leave it out",
-    "speculative_token_tree": "trees have no fixed shape here: use parallel_drafting_spec, or --tree",
+    "disable_by_batch_size": (
+        "automatic K (num_speculative_tokens left out) follows the load by itself: leave it out"
+    ),
+    "prompt_lookup_max": "n-gram drafting is not supported: leave it out",
+    "prompt_lookup_min": "n-gram drafting is not supported: leave it out",
+    "speculative_token_tree": "trees have no fixed shape: use parallel_drafting_spec, or `tree`",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Speculative:
+class SpeculativeConfig:
     drafter: str | None = None
     method: Method | None = None
     k: int | None = None
-    parallel: bool | None = None
+    parallel_drafting: bool | None = None
     tree: int | None = None  # nodes
-    more: Mapping[str, Any] = field(default_factory=dict)  # keys for vLLM alone
+    vllm_keys: Mapping[str, Any] = field(default_factory=dict)  # keys that only vLLM reads
 
 
-def parse_speculative(
-    text: str, source: str = "--speculative-config", vllm: bool = False
-) -> Speculative:
-    """`vllm`: keys we do not use are vLLM's to judge."""
+def parse_speculative_config(text: str, for_vllm: bool = False) -> SpeculativeConfig:
+    """Parse and check the JSON; with `for_vllm`, keys that are not used here are left to vLLM."""
+    config = load_object(text)
+    vllm_keys = {}
+    for key, value in config.items():
+        if for_vllm and key not in USED_KEYS:
+            vllm_keys[key] = value
+        else:
+            check_key(key, value)
+    parallel = read_parallel(config)
+    k = read_k(config)
+    tree = None
+    if (spec := config.get("parallel_drafting_spec")) is not None:
+        check_spec_allowed(parallel, for_vllm)
+        parallel = True
+        k, tree = read_tree(spec, k)
+    return SpeculativeConfig(
+        read_drafter(config), read_method(config, bool(parallel)), k, parallel, tree, vllm_keys
+    )
+
+
+def load_object(text: str) -> dict[str, Any]:
     try:
-        given = json.loads(text)
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{source} is no JSON: {error}") from error
-    if not isinstance(given, dict):
+        raise UserError(f"{SOURCE} is not JSON: {error}") from error
+    if not isinstance(config, dict):
         raise UserError(
-            f'{source} must be an object like {{"model": "DIR", "num_speculative_tokens": 7}}'
+            f'{SOURCE} must be an object like {{"model": "DIR", "num_speculative_tokens": 7}}'
         )
-    more = {key: value for key, value in given.items() if key not in USED} if vllm else {}
-    for key, value in given.items():
-        if key not in more:
-            check_key(key, value, source)
-    parallel = given.get("parallel_drafting")
+    return config
+
+
+def check_key(key: str, value: Any) -> None:
+    known = [*USED_KEYS, *IGNORED_KEYS, *REFUSED_KEYS]
+    if key not in known:
+        suggestion = did_you_mean(key, known)
+        raise UserError(f"{SOURCE}: unknown key {key!r}: use {', '.join(USED_KEYS)}.{suggestion}")
+    is_default = value in (None, False) or (key == "draft_tensor_parallel_size" and value == 1)
+    if key in REFUSED_KEYS and not is_default:
+        raise UserError(f"{SOURCE}: {key} is not supported: {REFUSED_KEYS[key]}")
+
+
+def check_spec_allowed(parallel: bool | None, for_vllm: bool) -> None:
+    if for_vllm:
+        raise UserError(
+            f"{SOURCE}: vLLM has no parallel_drafting_spec: use parallel_drafting, or `engine`"
+            " native"
+        )
+    if parallel is False:
+        raise UserError(
+            f"{SOURCE}: parallel_drafting_spec needs parallel_drafting: leave out its false"
+        )
+
+
+def read_parallel(config: Mapping[str, Any]) -> bool | None:
+    parallel = config.get("parallel_drafting")
     if parallel is not None and not isinstance(parallel, bool):
-        raise UserError(f"{source}: parallel_drafting must be true or false, not {parallel!r}")
-    k, tree = k_of(given, source), None
-    if (spec := given.get("parallel_drafting_spec")) is not None:
-        if vllm:
-            raise UserError(
-                f"{source}: no vLLM has parallel_drafting_spec: use parallel_drafting, or --engine native"
-            )
-        if parallel is False:
-            raise UserError(
-                f"{source}: parallel_drafting_spec needs parallel_drafting: leave out its false"
-            )
-        given, parallel = given | {"parallel_drafting": True}, True
-        k, tree = tree_of(spec, k, source)
-    return Speculative(drafter_of(given, source), method_of(given, source), k, parallel, tree, more)
+        raise UserError(f"{SOURCE}: parallel_drafting must be true or false, not {parallel!r}")
+    return parallel
 
 
-def check_key(key: str, value: Any, source: str) -> None:
-    if (
-        key in REFUSED
-        and value not in (None, False)
-        and not (key == "draft_tensor_parallel_size" and value == 1)
-    ):
-        raise UserError(f"{source}: {key} cannot be honored: {REFUSED[key]}")
-    if key not in (*USED, *HARMLESS, *REFUSED):
-        known = [*USED, *HARMLESS, *REFUSED]
-        raise UserError(
-            f"{source}: unknown key {key!r}: use {', '.join(USED)}.{did_you_mean(key, known)}"
-        )
-
-
-def drafter_of(given: dict[str, Any], source: str) -> str | None:
-    model = given.get("model")
+def read_drafter(config: Mapping[str, Any]) -> str | None:
+    model = config.get("model")
     if model is not None and (not isinstance(model, str) or not model):
-        raise UserError(f"{source}: model must be a drafter's folder, not {model!r}")
+        raise UserError(f"{SOURCE}: model must be a drafter's folder, not {model!r}")
     return model
 
 
-def method_of(given: dict[str, Any], source: str) -> Method | None:
-    """With `parallel_drafting`, vLLM's eagle3 is P-EAGLE; the drafter's folder says the rest."""
-    method = given.get("method")
+def read_method(config: Mapping[str, Any], parallel: bool) -> Method | None:
+    """Return the method: with parallel drafting, vLLM's eagle3 is P-EAGLE."""
+    method = config.get("method")
     if method is None:
-        return "p-eagle" if given.get("parallel_drafting") else None
+        return "p-eagle" if parallel else None
     if method not in METHODS:
-        word = str(method)
+        suggestion = did_you_mean(str(method), list(METHODS))
         raise UserError(
-            f"{source}: method {word!r} is not drafted here: use eagle3.{did_you_mean(word, list(METHODS))}"
+            f"{SOURCE}: method {str(method)!r} is not supported: use eagle3.{suggestion}"
         )
-    if method == "p-eagle" or given.get("parallel_drafting"):
-        return "p-eagle"
-    return "eagle3"
+    return "p-eagle" if method == "p-eagle" or parallel else "eagle3"
 
 
-def k_of(given: dict[str, Any], source: str) -> int | None:
-    k = given.get("num_speculative_tokens")
-    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+def read_k(config: Mapping[str, Any]) -> int | None:
+    k = config.get("num_speculative_tokens")
+    if k is not None and not is_count(k):
         raise UserError(
-            f"{source}: num_speculative_tokens is {k!r}: use 1 or more, or leave it out for automatic K"
+            f"{SOURCE}: num_speculative_tokens is {k!r}: use 1 or more, or leave it out for"
+            " automatic K"
         )
     return k
 
 
-def tree_of(spec: Any, k: int | None, source: str) -> tuple[int, int]:
-    """K and nodes of a parallel_drafting_spec; 0 nodes: one branch at each depth, which is a chain."""
-    where = f"{source}: parallel_drafting_spec"
+def read_tree(spec: Any, k: int | None) -> tuple[int, int]:
+    """Return K and the number of nodes of a parallel_drafting_spec.
+
+    One branch at each depth is a chain, which has 0 nodes.
+    """
+    name = f"{SOURCE}: parallel_drafting_spec"
     if not isinstance(spec, dict) or set(spec) - {BRANCHES, DEPTH} or BRANCHES not in spec:
-        raise UserError(
-            f'{where} must be like {{"{BRANCHES}": [8, 8, 4, 4, 2, 2, 1], "{DEPTH}": 7}}, not {spec!r}'
-        )
-    branches, depth = spec[BRANCHES], spec.get(DEPTH, k)
+        example = f'{{"{BRANCHES}": [8, 8, 4, 4, 2, 2, 1], "{DEPTH}": 7}}'
+        raise UserError(f"{name} must be like {example}, not {spec!r}")
+    branches = spec[BRANCHES]
+    depth = spec.get(DEPTH, k)
     if depth is None and isinstance(branches, list):
         depth = len(branches)
     if not is_count(depth) or (k is not None and k != depth):
         raise UserError(
-            f"{where}: {DEPTH} is {depth!r}: use 1 or more, and the same as num_speculative_tokens"
+            f"{name}: {DEPTH} is {depth!r}: use 1 or more, and the same as num_speculative_tokens"
         )
-    listed = isinstance(branches, list)
-    if not all(map(is_count, branches if listed else [branches])) or (
-        listed and len(branches) != depth
-    ):
+    is_list = isinstance(branches, list)
+    counts = branches if is_list else [branches]
+    if not all(map(is_count, counts)) or (is_list and len(counts) != depth):
         raise UserError(
-            f"{where}: {BRANCHES} is {branches!r}: use a number of 1 or more, or one for each of {depth} depths"
+            f"{name}: {BRANCHES} is {branches!r}: use a number of 1 or more, or one for each of"
+            f" {depth} depths"
         )
-    nodes = sum(branches) if listed else branches * depth
+    nodes = sum(counts) if is_list else branches * depth
     return depth, nodes if nodes > depth else 0
 
 

@@ -98,7 +98,7 @@ def routes() -> set[str]:
     from fastapi import FastAPI
 
     app = FastAPI()
-    add_routes(app, front_of().handlers)
+    add_routes(app, front_of().route_handlers)
     return {route.path for route in app.routes}
 
 

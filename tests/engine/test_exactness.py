@@ -23,10 +23,10 @@ from tests.support.engines import (
     K,
     engine_of,
     pair_of,
+    plant_drafts,
     serve,
     some_requests,
     steps_of,
-    plant_drafts,
 )
 from tests.support.tiny_models import CONFIGS, make_drafter, make_target
 

@@ -19,7 +19,7 @@ def answer_of(choices: int, steps: int, streams: int = 0, reason: Any = "length"
     bell = SimpleNamespace(listen=lambda: None, ring=lambda listener: listener())
     front: Any = SimpleNamespace(
         engines=SimpleNamespace(driver=SimpleNamespace(bell=bell, wake=lambda: None)),
-        drain=SimpleNamespace(answers=set()),
+        drain=SimpleNamespace(in_flight=set()),
         settings=SimpleNamespace(timeout=60),
         streams=streams,
         measured=SimpleNamespace(piece=lambda *_, **__: None, answer=lambda _: None),

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: status, OpenAI's layout, no traceback; and nothing is left over."""
+"""Errors as clients see them: status, OpenAI's layout, no traceback; and nothing leaks."""
 
 import asyncio
 import json
@@ -157,10 +157,8 @@ def test_bad_bodies() -> None:
 
 def test_long_bodies() -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        body, headers = (
-            json.dumps({"messages": HELLO, "x": "a" * 2000}),
-            {"content-type": "application/json"},
-        )
+        body = json.dumps({"messages": HELLO, "x": "a" * 2000})
+        headers = {"content-type": "application/json"}
         assert (
             "--max-body-mb"
             in error_of(await client.post(CHAT, content=body, headers=headers), 413)["message"]
@@ -172,7 +170,7 @@ def test_long_bodies() -> None:
 
         error_of(await client.post(CHAT, content=pieces(), headers=headers), 413)
 
-    served(test, max_body=1000)
+    served(test, max_body_mb=1000 / (1 << 20))
 
 
 def test_unknown_paths_models_and_methods() -> None:
@@ -201,8 +199,8 @@ def test_keys() -> None:
             "one",
             "Bearer \xe9",
         ):
-            headers = {"authorization": header.encode("latin-1")}
-            error_of(await client.post(CHAT, json=body, headers=headers), 401)  # type: ignore[arg-type]
+            headers: Any = {"authorization": header.encode("latin-1")}
+            error_of(await client.post(CHAT, json=body, headers=headers), 401)
         for key in ("one", "two"):
             headers_of = {"authorization": f"Bearer {key}"}
             assert (await client.post(CHAT, json=body, headers=headers_of)).status_code == 200
@@ -218,8 +216,8 @@ def test_request_ids() -> None:
             CHAT, json={"messages": HELLO}, headers={"x-request-id": "mine-7"}
         )
         assert given.headers["x-request-id"] == "mine-7" and given.json()["id"] == "chatcmpl-mine-7"
-        odd = await client.get("/v1/models", headers={"x-request-id": 'a"b' + "c" * 500})
-        assert len(odd.headers["x-request-id"]) == 32
+        replaced = await client.get("/v1/models", headers={"x-request-id": 'a"b' + "c" * 500})
+        assert len(replaced.headers["x-request-id"]) == 32
 
     served(test)
 
@@ -233,7 +231,7 @@ def test_a_full_queue_is_429_and_leaves_nothing() -> None:
             waiting = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(5)]
             await asyncio.sleep(0.3)
             assert len(engine.loop.scheduler.waiting) == 3
-        done = [await one for one in waiting]
+        done = [await task for task in waiting]
         assert sorted(reply.status_code for reply in done) == [200, 200, 200, 429, 429]
         full = next(reply for reply in done if reply.status_code == 429)
         assert (
@@ -273,22 +271,23 @@ def test_loading_is_503() -> None:
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
             assert "peagle:engine_up" in (await client.get("/metrics")).text
             go.set()
-            await until(lambda: front.healthy)
+            await until(lambda: front.is_healthy)
             assert (await client.get("/health")).status_code == 200
 
     asyncio.run(main())
 
 
-def test_what_cannot_be_loaded_fails_for_good() -> None:
+def test_a_pair_that_cannot_be_loaded_is_a_failure() -> None:
     async def main() -> None:
         def never() -> Any:
             raise UserError("no such pair")
 
-        front, told = front_of(never), list[str]()
-        front.engines.on_failure = told.append
+        failures: list[str] = []
+        front = front_of(never)
+        front.engines.on_failure = failures.append
         async with client_of(front, ready=False) as client:
-            await until(lambda: told)
-            assert told == ["no such pair"]
+            await until(lambda: failures)
+            assert failures == ["no such pair"]
             error_of(await client.get("/health"), 503)
 
     asyncio.run(main())
@@ -304,14 +303,14 @@ def test_an_engine_that_dies_comes_back(monkeypatch: pytest.MonkeyPatch) -> None
         streamed = client.post(
             TEXT, json={"prompt": "w6 w8", "max_tokens": 20, "ignore_eos": True, "stream": True}
         )
-        one, two = await asyncio.gather(whole, streamed)
-        told = error_of(one, 503)
-        assert "engine" in told["message"] and "ZeroDivision" not in told["message"]
-        if two.status_code == 200:
-            assert events(two.text)[-1]["error"]["code"] == 503
-        else:  # it came when the engine was dead already
-            error_of(two, 503)
-        await until(lambda: front.healthy)
+        reply, stream = await asyncio.gather(whole, streamed)
+        error = error_of(reply, 503)
+        assert "engine" in error["message"] and "ZeroDivision" not in error["message"]
+        if stream.status_code == 200:
+            assert events(stream.text)[-1]["error"]["code"] == 503
+        else:  # it arrived when the engine was dead already
+            error_of(stream, 503)
+        await until(lambda: front.is_healthy)
         assert (await client.get("/ping")).status_code == 200
         assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
         page = (await client.get("/metrics")).text
@@ -323,14 +322,16 @@ def test_an_engine_that_dies_comes_back(monkeypatch: pytest.MonkeyPatch) -> None
     served(test)
 
 
-def test_an_engine_in_disorder_tells_its_requests_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_get_an_error_even_if_the_engine_cannot_fail_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         assert front.engines.main is not None
         engine = front.engines.main.engine
         monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
         monkeypatch.setattr(engine.loop, "fail_all", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
-        await until(lambda: front.healthy)
+        await until(lambda: front.is_healthy)
         assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
 
     served(test)
@@ -339,18 +340,19 @@ def test_an_engine_in_disorder_tells_its_requests_too(monkeypatch: pytest.Monkey
 def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         assert front.engines.main is not None
-        real, calls = front.engines._engine, list[int]()
+        real = front.engines._engine
+        calls: list[int] = []
 
-        def unwilling(*args: Any) -> Any:
+        def fail_twice(*args: Any) -> Any:
             calls.append(1)
             if len(calls) < 3:
                 raise RuntimeError("no memory")
             return real(*args)
 
-        monkeypatch.setattr(front.engines, "_engine", unwilling)
+        monkeypatch.setattr(front.engines, "_engine", fail_twice)
         monkeypatch.setattr(front.engines.main.engine.loop, "_prefill", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
-        await until(lambda: front.healthy)
+        await until(lambda: front.is_healthy)
         assert len(calls) == 3 and front.engines.restarts == 3
         assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
 
@@ -368,7 +370,7 @@ def test_time_limit() -> None:
     served(test, timeout=0.2)
 
 
-def test_an_error_of_ours_is_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         monkeypatch.setattr(front.engines, "choose", lambda *_: 1 / 0)
         error = error_of(await client.post(TEXT, json={"prompt": "w6"}), 500)
@@ -379,17 +381,18 @@ def test_an_error_of_ours_is_500_without_details(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Loggers as they were: a test's stderr is closed when it ends."""
+    """Restore the loggers: the stderr of a test is closed when it ends."""
     yield
     for name in ("peagle.server", "uvicorn.error"):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [], True
+        logger.handlers = []
+        logger.propagate = True
 
 
 def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str]) -> None:
-    from peagle.server.http.logs import set_up
+    from peagle.server.http.logs import set_up_logging
 
-    set_up()
+    set_up_logging()
 
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         for quiet in ("/health", "/metrics", "/v1/peagle/status"):  # asked every few seconds
@@ -397,15 +400,15 @@ def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str])
         body = {"prompt": "w6 w77", "max_tokens": 4, "ignore_eos": True}
         await client.post(TEXT, json=body, headers={"x-request-id": "seen"})
 
-    for wanted in (False, True):
-        served(test, log_prompts=wanted)
+    for log_prompts in (False, True):
+        served(test, log_prompts=log_prompts)
         lines = [
             json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")
         ]
         line = next(line for line in lines if line["event"] == "request")
         assert line["request_id"] == "seen" and line["status"] == 200 and line["path"] == TEXT
         assert line["completion_tokens"] == 4 and line["engine"] == "p-eagle" and line["ttft"] >= 0
-        assert ("w77" in json.dumps(lines)) == wanted
+        assert ("w77" in json.dumps(lines)) == log_prompts
 
 
 MISTAKES = {
@@ -414,19 +417,22 @@ MISTAKES = {
     "queue": {"max_queue": 0},
     "key": {"api_keys": ("",)},
     "timeout": {"timeout": float("nan")},
-    "body": {"max_body": 0},
+    "body": {"max_body_mb": 0},
     "pages": {"kv_tokens": 1},
 }
 
 
 @pytest.mark.parametrize("changes", MISTAKES.values(), ids=MISTAKES.keys())
 def test_settings_are_checked(changes: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="--"):
+    with pytest.raises(UserError, match="`"):
         replace(SETTINGS, **changes)
 
 
 def test_names() -> None:
     assert ServerSettings().model_names[0] == "smollm2-135m"
-    assert ServerSettings(names=("a", "b")).model_names == ("a", "b")
-    assert ServerSettings(host="0.0.0.0").open_to_all and not ServerSettings().open_to_all
-    assert not ServerSettings(host="0.0.0.0", api_keys=("x",)).open_to_all
+    assert ServerSettings(served_model_names=("a", "b")).model_names == ("a", "b")
+    assert (
+        ServerSettings(host="0.0.0.0").is_open_to_network
+        and not ServerSettings().is_open_to_network
+    )
+    assert not ServerSettings(host="0.0.0.0", api_keys=("x",)).is_open_to_network

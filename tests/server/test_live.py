@@ -1,4 +1,4 @@
-"""A real server on loopback: the openai client, clients that do not behave, many at once, signals."""
+"""A real server on loopback: the openai client, misbehaving clients, many at once, signals."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature":
 @pytest.fixture(scope="module")
 def live() -> Iterator[tuple[LocalBackend, str]]:
     front = front_of(
-        max_batch=64, kv_tokens=16384, api_keys=("key",), max_body=1 << 20, body_timeout=1.0
+        max_batch=64, kv_tokens=16384, api_keys=("key",), max_body_mb=1, body_timeout=1.0
     )
     with running(front) as (_, url):
         yield front, url
@@ -51,13 +51,13 @@ def test_openai_client(live: tuple[LocalBackend, str]) -> None:
     front, url = live
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
-    how: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
-    whole = client.chat.completions.create(**how, logprobs=True, top_logprobs=2, n=2)
+    body: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=2, n=2)
     assert whole.choices[1].message.content == whole.choices[0].message.content
     assert len(whole.choices[0].logprobs.content) == 8 and whole.usage.completion_tokens == 16
     assert whole.metrics["speculative_decoding"]["num_spec_steps"] > 0
     chunks = list(
-        client.chat.completions.create(**how, stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content and chunks[-1].usage.completion_tokens == 8
@@ -88,17 +88,17 @@ def test_openai_async_client(live: tuple[LocalBackend, str]) -> None:
     async def main() -> None:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
 
-        async def one(i: int) -> str:
-            how: Any = {
+        async def ask(i: int) -> str:
+            body: Any = {
                 "model": "tiny",
                 "messages": [{"role": "user", "content": f"w{i + 6}"}],
                 "seed": i,
             }
-            stream = await client.chat.completions.create(**how, max_tokens=20, stream=True)
+            stream = await client.chat.completions.create(**body, max_tokens=20, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-        first = await asyncio.gather(*(one(i) for i in range(8)))
-        assert first == await asyncio.gather(*(one(i) for i in range(8)))
+        first = await asyncio.gather(*(ask(i) for i in range(8)))
+        assert first == await asyncio.gather(*(ask(i) for i in range(8)))
         await client.close()
 
     asyncio.run(main())
@@ -115,7 +115,7 @@ def test_fifty_streams_at_once(live: tuple[LocalBackend, str]) -> None:
             base_url=url, headers=headers, timeout=120, limits=limits
         ) as client:
 
-            async def one(i: int) -> int:
+            async def ask(i: int) -> int:
                 body = {
                     "prompt": f"w{6 + i % 40} w9",
                     "max_tokens": 30 + i,
@@ -127,7 +127,7 @@ def test_fifty_streams_at_once(live: tuple[LocalBackend, str]) -> None:
                 )
                 return int(events(reply.text)[-1]["usage"]["completion_tokens"])
 
-            assert await asyncio.gather(*(one(i) for i in range(50))) == [30 + i for i in range(50)]
+            assert await asyncio.gather(*(ask(i) for i in range(50))) == [30 + i for i in range(50)]
 
     asyncio.run(main())
     wait_free(front)
@@ -154,11 +154,11 @@ def test_clients_that_leave(live: tuple[LocalBackend, str], stream: bool) -> Non
             connection.close()
         wait_free(front)
     assert engine.status()["finished"]["abort"] - before == 20
-    while front.drain.open:
+    while front.drain.open_requests:
         time.sleep(0.01)
 
 
-def test_half_a_body_and_silence(live: tuple[LocalBackend, str]) -> None:
+def test_incomplete_and_malformed_requests(live: tuple[LocalBackend, str]) -> None:
     front, url = live
     head = (
         "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
@@ -171,9 +171,9 @@ def test_half_a_body_and_silence(live: tuple[LocalBackend, str]) -> None:
     long = raw_request(url, head.replace("100", str(100 << 20)), b"{")
     assert b" 413 " in long.recv(4096).split(b"\r\n")[0]
     long.close()
-    odd = raw_request(url, "POST /v1/completions HTTP/9.9 what")
-    assert b"400" in odd.recv(4096)
-    odd.close()
+    malformed = raw_request(url, "POST /v1/completions HTTP/9.9 what")
+    assert b"400" in malformed.recv(4096)
+    malformed.close()
     assert httpx.get(f"{url}/health").status_code == 200
     wait_free(front)
 
@@ -184,9 +184,8 @@ def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr("peagle.server.http.header_limit.find_spec", lambda name: None)
     with running(front_of(api_keys=("key",))) as (_, url):
         for flood in (b"a" * (1 << 17), b"a: b\r\n" * (1 << 15)):
-            endless = raw_request(
-                url, "GET /health HTTP/1.1\nhost: 127.0.0.1\nx-a: a"
-            )  # its head is complete
+            # The first request is complete; the headers of the second never end.
+            endless = raw_request(url, "GET /health HTTP/1.1\nhost: 127.0.0.1\nx-a: a")
             assert b" 200 " in endless.recv(4096)
             endless.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-a: " + flood)
             assert (b" 431 " if http == "httptools" else b" 400 ") in endless.recv(4096).split(
@@ -203,7 +202,7 @@ def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> Non
             content=b" " * (1 << 20),
             headers={"authorization": "Bearer key"},
         )
-        assert body.status_code == 400  # a long body is no long head
+        assert body.status_code == 400  # a long body is not a long header
 
 
 def until_closed(connection: socket.socket) -> bool:
@@ -217,7 +216,7 @@ def until_closed(connection: socket.socket) -> bool:
 
 
 def test_a_client_that_does_not_read() -> None:
-    """It holds its own connection, nobody else; its pages are free when its answer is complete."""
+    """It delays no other client; its KV pages are free when its answer is complete."""
     front = front_of(max_batch=4)
     with running(front) as (_, url):
         body = json.dumps(LONG | {"stream": True}).encode()
@@ -242,11 +241,11 @@ def asking(url: str, stream: bool, replies: dict[bool, httpx.Response]) -> threa
 
 
 def drain(server: Server, front: LocalBackend, requests: int) -> None:
-    """SIGTERM, while so many requests are answered."""
-    while len(front.drain.answers) < requests:
+    """Send SIGTERM once so many requests are in flight."""
+    while len(front.drain.in_flight) < requests:
         time.sleep(0.01)
     server.handle_exit(signal.SIGTERM, None)
-    while not front.drain.begun:
+    while not front.drain.is_draining:
         time.sleep(0.01)
 
 
@@ -295,10 +294,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(
     folder: Path, *args: str, **environment: str
 ) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """`peagle serve` as people start it, and its first line."""
+    """Start `peagle serve`; return the process and the first line of its log."""
     command = [sys.executable, "-m", "peagle", "serve", *args]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SM_VLLM_")}
-    process = subprocess.Popen(command, env=kept | environment, stderr=subprocess.PIPE, text=True)
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("SM_VLLM_")
+    }
+    process = subprocess.Popen(
+        command, env=inherited | environment, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     return process, json.loads(process.stderr.readline())
 
@@ -317,7 +320,8 @@ def test_the_process_from_start_to_end(folder: Path) -> None:
     process, first = start(folder, "--port", "0", **environment)
     try:
         assert first["event"] == "listening"
-        url, states = f"http://127.0.0.1:{first['port']}", list[int]()
+        url = f"http://127.0.0.1:{first['port']}"
+        states: list[int] = []
         end = time.monotonic() + 120
         while time.monotonic() < end and (not states or states[-1] != 200):
             states.append(httpx.get(f"{url}/ping", timeout=60).status_code)
@@ -335,8 +339,8 @@ def test_the_process_from_start_to_end(folder: Path) -> None:
     finally:
         process.kill()
         _, rest = process.communicate()
-    told = [json.loads(line)["event"] for line in rest.splitlines()]
-    assert "ready" in told and "draining" in told and "stopped" in told
+    logged = [json.loads(line)["event"] for line in rest.splitlines()]
+    assert "ready" in logged and "draining" in logged and "stopped" in logged
 
 
 def test_sigterm_while_it_loads(folder: Path) -> None:
@@ -349,7 +353,7 @@ def test_sigterm_while_it_loads(folder: Path) -> None:
     assert process.returncode == 0 and "Traceback" not in rest and "terminate" not in rest
 
 
-def test_what_cannot_be_served_ends_the_process(folder: Path) -> None:
+def test_a_pair_that_cannot_be_served_ends_the_process(folder: Path) -> None:
     args = ("--port", "0", "--drafter", str(folder / "nothing"))
     process, first = start(folder, str(folder / "target"), *args)
     assert first["event"] == "listening"

@@ -1,4 +1,4 @@
-"""`peagle serve --replicas 2` as a real process: two native engines, one of them killed under load."""
+"""`peagle serve --replicas 2` as a process: two native engines, one of them killed under load."""
 
 import json
 import os
@@ -14,38 +14,41 @@ import pytest
 
 from peagle.errors import UserError
 from peagle.server.settings import ServerSettings
-from peagle.server.workers import replicas
-from tests.support.relaying import alive, below, lines_of, serving, wait_for
+from peagle.server.workers.replicas import ReplicaKind, device_environments, visible_gpus
+from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
 from tests.support.serving import tiny_folder
 
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
-def test_shares_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert (
-        replicas.shares_of(ServerSettings(replicas=3, device="cpu"))
-        == [{"OMP_NUM_THREADS": "2"}] * 3
-    )
-    monkeypatch.setattr(replicas, "gpus_of", lambda device: ["4", "6"])
-    gpus = [
-        share["CUDA_VISIBLE_DEVICES"] for share in replicas.shares_of(ServerSettings(replicas=2))
+    on_cpu = ServerSettings(replicas=3, device="cpu")
+    assert visible_gpus("cpu") == []
+    assert device_environments(on_cpu, []) == [{"OMP_NUM_THREADS": "2"}] * 3
+    gpus = ["4", "6"]
+    assert device_environments(ServerSettings(replicas=2), gpus) == [
+        {"CUDA_VISIBLE_DEVICES": "4"},
+        {"CUDA_VISIBLE_DEVICES": "6"},
     ]
-    assert gpus == ["4", "6"]
-    with pytest.raises(UserError, match="--replicas 2, or say with --kv-tokens"):
-        replicas.shares_of(ServerSettings(replicas=3))
-    assert len(replicas.shares_of(ServerSettings(replicas=3, kv_tokens=4096))) == 3
+    with pytest.raises(UserError, match="use `replicas` 2, or set `kv_tokens`"):
+        device_environments(ServerSettings(replicas=3), gpus)
+    assert len(device_environments(ServerSettings(replicas=3, kv_tokens=4096), gpus)) == 3
 
 
-def test_a_replicas_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_API_KEY", "secret")
-    how = ServerSettings(
-        replicas=1, device="cpu", api_keys=("secret",), names=("a",), methods=("none",)
+    settings = ServerSettings(
+        replicas=1, device="cpu", api_keys=("secret",), served_model_names=("a",), methods=("none",)
     )
-    launch = replicas.Replicas(how).launches(tmp_path)[0]
-    assert "secret" not in str(launch.command) and "secret" not in launch.environment.values()
-    given = json.loads(launch.command[-1])
-    assert (given["replicas"], given["socket"], given["names"]) == (None, str(launch.socket), ["a"])
+    spec = ReplicaKind(settings).launch_specs(tmp_path)[0]
+    assert "secret" not in str(spec.command) and "secret" not in spec.environment.values()
+    given = json.loads(spec.command[-1])
+    assert (given["replicas"], given["socket"], given["served_model_names"]) == (
+        None,
+        str(spec.socket),
+        ["a"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, P
     ]
     options += ["--served-model-name", "tiny", "-k", "2", "--max-batch", "8", "--kv-tokens", "4096"]
     log = folder / "log"
-    with serving(log, str(folder / "target"), *options) as (process, url):
+    with running_command(log, str(folder / "target"), *options) as (process, url):
         wait_for(lambda: ready(url) == 2, 120)
         yield process, url, log
 
@@ -77,10 +80,15 @@ def ready(url: str) -> int:
 
 
 class Load:
-    """Streams, one after another on each of some threads, until told to stop; each has an id, and how it ended."""
+    """Streams, one after another on each of several threads, until `stop`.
+
+    `ends` says how each of them ended, by request id.
+    """
 
     def __init__(self, url: str, threads: int) -> None:
-        self.url, self.stopped, self.ends = url, False, dict[str, str]()
+        self.url = url
+        self.stopped = False
+        self.ends: dict[str, str] = {}
         self.threads = [threading.Thread(target=self.run, args=(i,)) for i in range(threads)]
         for thread in self.threads:
             thread.start()
@@ -108,7 +116,7 @@ class Load:
             thread.join(timeout=60)
 
 
-def test_answers_and_sums(live: tuple[Any, str, Path]) -> None:
+def test_answers_and_statistics(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     texts = set()
     load = Load(url, 4)
@@ -122,44 +130,42 @@ def test_answers_and_sums(live: tuple[Any, str, Path]) -> None:
         assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
         texts.add(reply["choices"][0]["text"])
     assert len(texts) == 1
-    told = status(url)
-    assert told["method"] == "p-eagle" and told["k"] == 2 and len(told["workers"]) == 2
+    total = status(url)
+    assert total["method"] == "p-eagle" and total["k"] == 2 and len(total["workers"]) == 2
     page = httpx.get(f"{url}/metrics", timeout=60).text
     counted = [
         line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total")
     ]
-    assert [f'engine="p-eagle replica-{i}"' in line for i, line in enumerate(counted)] == [
-        True,
-        True,
-    ]
+    assert len(counted) == 2
+    assert all(f'engine="p-eagle replica-{i}"' in line for i, line in enumerate(counted))
     each = [float(line.rpartition(" ")[2]) for line in counted]
-    assert min(each) > 0 and sum(each) == told["engines"]["p-eagle"]["generated_tokens"]
+    assert min(each) > 0 and sum(each) == total["engines"]["p-eagle"]["generated_tokens"]
     shown = httpx.post(
         f"{url}/v1/completions", json=LONG | {"prompt": "w6", "top_p": 7}, timeout=60
     )
     assert shown.status_code == 400 and "top_p" in shown.json()["error"]["message"]
 
 
-def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
-    """Only streams of the killed replica fail; the other one's do not, and it comes back by itself."""
+def test_sigkill_under_load(live: tuple[Any, str, Path]) -> None:
+    """Only streams of the killed replica fail, and it is restarted."""
     _, url, log = live
     restarts = status(url)["restarts"]
     load = Load(url, 6)
     victim = status(url)["workers"][0]
     time.sleep(2)
-    child = below(victim["pid"])[0]
+    child = descendants(victim["pid"])[0]
     os.kill(child, signal.SIGKILL)
     wait_for(lambda: status(url)["restarts"] == restarts + 1 and ready(url) == 2, 120)
     time.sleep(1)
     load.stop()
-    assert not alive(child)
+    assert not is_alive(child)
     requests = {
-        told["request_id"]: told
-        for told in lines_of(log, "request")
-        if "ttft" in told and "path" in told
+        event["request_id"]: event
+        for event in log_events(log, "request")
+        if "ttft" in event and "path" in event
     }
     workers = {
-        id: told["worker"] for id, told in requests.items() if told["path"] == "/v1/completions"
+        id: event["worker"] for id, event in requests.items() if event["path"] == "/v1/completions"
     }
     failed = {id for id, end in load.ends.items() if end != "length"}
     assert {load.ends[id] for id in failed} <= {"error"} and 1 <= len(failed) <= 6, load.ends
@@ -171,11 +177,11 @@ def test_kill_nine_under_load(live: tuple[Any, str, Path]) -> None:
 
 
 def test_sigterm(live: tuple[Any, str, Path]) -> None:
-    """The last of this file: nothing is left."""
+    """No process is left. It must be the last test of this file."""
     process, _, log = live
-    pids = below(process.pid)
-    assert len(pids) >= 4  # a leash and a server for each
+    pids = descendants(process.pid)
+    assert len(pids) >= 4  # a guard and a server for each replica
     process.terminate()
     assert process.wait(timeout=60) == 0
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
     assert "Traceback" not in log.read_text()

@@ -2,24 +2,26 @@
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from peagle.cli import app
 from peagle.cli.serving.container import main
 from peagle.errors import UserError
 from peagle.server import run
-from peagle.server.sagemaker import arguments
+from peagle.server.sagemaker import serve_arguments
 from peagle.server.settings import ServerSettings
-from peagle.server.speculative import Speculative, parse_speculative
+from peagle.server.speculative import SpeculativeConfig, parse_speculative_config
 
 BASE = ["--host", "0.0.0.0", "--port", "8080"]
 JUMPSTART = (
-    '{"model":"/opt/ml/additional-model-data-sources/eagle","method":"eagle3","num_speculative_tokens":3,'
-    '"parallel_drafting":true}'
+    '{"model":"/opt/ml/additional-model-data-sources/eagle","method":"eagle3",'
+    '"num_speculative_tokens":3,"parallel_drafting":true}'
 )
 
 
@@ -42,7 +44,7 @@ def test_variables_become_options(tmp_path: Path) -> None:
         "PATH": "/bin",
         "SM_VLLM_NO_ENABLE_PREFIX_CACHING": "true",
     }
-    assert arguments(given, tmp_path) == [
+    assert serve_arguments(given, tmp_path) == [
         *BASE,
         "--model",
         "some/model",
@@ -60,18 +62,24 @@ def test_variables_become_options(tmp_path: Path) -> None:
     ]
 
 
-def test_model_and_drafter_by_their_places(tmp_path: Path) -> None:
+def test_model_and_drafter_folders(tmp_path: Path) -> None:
     hub = {"HF_MODEL_ID": "hub/id"}
-    assert arguments({}, tmp_path) == BASE
-    assert arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]
+    assert serve_arguments({}, tmp_path) == BASE
+    assert serve_arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]
     (tmp_path / "opt/ml/model").mkdir(parents=True)
-    assert arguments(hub, tmp_path) == [*BASE, "--model", "hub/id"]  # an empty folder is none
+    assert serve_arguments(hub, tmp_path) == [
+        *BASE,
+        "--model",
+        "hub/id",
+    ]  # an empty folder does not count
     (tmp_path / "opt/ml/model").rmdir()
     model = folder(tmp_path / "opt/ml/model")
     eagle = folder(tmp_path / "opt/ml/additional-model-data-sources/eagle")
-    assert arguments(hub, tmp_path) == [*BASE, "--model", str(model), "--drafter", str(eagle)]
+    assert serve_arguments(hub, tmp_path) == [*BASE, "--model", str(model), "--drafter", str(eagle)]
     named = {"SM_VLLM_MODEL": "x", "SM_VLLM_SPECULATIVE_CONFIG": '{"model": "y"}'}
-    assert "--drafter" not in arguments(named, tmp_path) and arguments(named, tmp_path)[4:6] == [
+    assert "--drafter" not in serve_arguments(named, tmp_path) and serve_arguments(named, tmp_path)[
+        4:6
+    ] == [
         "--model",
         "x",
     ]
@@ -86,22 +94,22 @@ def test_model_and_drafter_by_their_places(tmp_path: Path) -> None:
 )
 def test_unknown_variables_are_refused(name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"Did you mean '{words}'"):
-        arguments({name: "1"}, tmp_path)
+        serve_arguments({name: "1"}, tmp_path)
 
 
 def test_values_too_long_for_sagemaker(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1024"):
-        arguments({"SM_VLLM_MODEL": "x", "SM_VLLM_API_KEY": "k" * 1025}, tmp_path)
+        serve_arguments({"SM_VLLM_MODEL": "x", "SM_VLLM_API_KEY": "k" * 1025}, tmp_path)
 
 
 def test_speculative_config() -> None:
     eagle = "/opt/ml/additional-model-data-sources/eagle"
-    assert parse_speculative(JUMPSTART) == Speculative(eagle, "p-eagle", 3, True)
-    assert parse_speculative('{"method": "eagle3", "model": "d"}') == Speculative(
+    assert parse_speculative_config(JUMPSTART) == SpeculativeConfig(eagle, "p-eagle", 3, True)
+    assert parse_speculative_config('{"method": "eagle3", "model": "d"}') == SpeculativeConfig(
         "d", "eagle3", None, None
     )
     assert (
-        parse_speculative(
+        parse_speculative_config(
             '{"model": "d", "draft_tensor_parallel_size": 1, "max_model_len": 9}'
         ).drafter
         == "d"
@@ -124,14 +132,14 @@ def test_a_tree_by_its_branches(spec: str, k: int, tree: int) -> None:
         ', "method": "eagle3"',
         ', "parallel_drafting": true',
     ):
-        told = parse_speculative(f'{{"model": "d", "parallel_drafting_spec": {spec}{more}}}')
-        assert told == Speculative("d", "p-eagle", k, True, tree)
+        text = f'{{"model": "d", "parallel_drafting_spec": {spec}{more}}}'
+        assert parse_speculative_config(text) == SpeculativeConfig("d", "p-eagle", k, True, tree)
 
 
 def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = '{"model": "d", "parallel_drafting_spec": {"num_branches": 4, "depth": 5}}'
     got = settings_of(monkeypatch, "--speculative-config", spec)
-    assert (got.method, got.k, got.tree, got.parallel) == ("p-eagle", 5, 20, True)
+    assert (got.method, got.k, got.tree, got.parallel_drafting) == ("p-eagle", 5, 20, True)
     assert settings_of(monkeypatch, "--speculative-config", spec, "--tree", "0").tree == 0
     assert (
         settings_of(monkeypatch).tree is None
@@ -144,16 +152,16 @@ def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "object"),
         ('{"num_speculativ_tokens": 3}', "Did you mean 'num_speculative_tokens'"),
         ('{"num_speculative_tokens": 0}', "1 or more"),
         ('{"num_speculative_tokens": true}', "1 or more"),
-        ('{"method": "ngram"}', "not drafted here"),
+        ('{"method": "ngram"}', "is not supported"),
         ('{"method": "eagel3"}', "Did you mean 'eagle3'"),
         ('{"parallel_drafting": "yes"}', "true or false"),
         ('{"draft_tensor_parallel_size": 2}', "one device"),
-        ('{"speculative_token_tree": "[(0,)]"}', "parallel_drafting_spec, or --tree"),
+        ('{"speculative_token_tree": "[(0,)]"}', "parallel_drafting_spec, or `tree`"),
         ('{"parallel_drafting_spec": {"trees": 2}}', "must be like"),
         ('{"parallel_drafting_spec": 4}', "must be like"),
         ('{"parallel_drafting_spec": {"num_branches": 4}}', "depth is None"),
@@ -165,11 +173,13 @@ def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"parallel_drafting_spec": {"num_branches": [4, 0]}}', "for each of 2 depths"),
         ('{"parallel_drafting_spec": {"num_branches": true, "depth": 3}}', "number of 1 or more"),
         (
-            '{"num_speculative_tokens": 5, "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
+            '{"num_speculative_tokens": 5,'
+            ' "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
             "the same as",
         ),
         (
-            '{"parallel_drafting": false, "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
+            '{"parallel_drafting": false,'
+            ' "parallel_drafting_spec": {"num_branches": 4, "depth": 3}}',
             "leave out its false",
         ),
         ('{"model": 7}', "folder"),
@@ -177,20 +187,20 @@ def test_trees_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_speculative_config_mistakes(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parse_speculative(text)
+        parse_speculative_config(text)
 
 
 def settings_of(
     monkeypatch: pytest.MonkeyPatch, *args: str, code: int = 0, **environment: str
 ) -> Any:
-    """What `peagle serve` would run with; or, for another code, what it says."""
-    found: list[ServerSettings] = []
-    monkeypatch.setattr(run, "serve", found.append)
+    """Return the settings of `peagle serve`; for another exit code, what it prints to stderr."""
+    runs: list[ServerSettings] = []
+    monkeypatch.setattr(run, "serve", runs.append)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["serve", *args])
     assert result.exit_code == code, result.output + result.stderr
-    return found[0] if code == 0 else result.stderr
+    return runs[0] if code == 0 else result.stderr
 
 
 def test_the_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,24 +222,29 @@ def test_the_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         512,
         7,
     )
-    assert (got.method, got.k, got.parallel, got.names) == ("p-eagle", 3, True, ("a", "b"))
+    assert (got.method, got.k, got.parallel_drafting, got.served_model_names) == (
+        "p-eagle",
+        3,
+        True,
+        ("a", "b"),
+    )
     assert got.drafter == json.loads(JUMPSTART)["model"]
     assert settings_of(monkeypatch, "other", "--port", "9").pair == "other"
 
 
 @pytest.mark.parametrize("environment", [{}, {"SM_VLLM_MAX_NUM_SEQS": "3"}])
 def test_the_script_serve(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With our variables or without: SageMaker's address, and what is typed has the last word."""
-    found: list[ServerSettings] = []
-    monkeypatch.setattr(run, "serve", found.append)
+    """With or without SM_VLLM_* variables: SageMaker's address; typed options take precedence."""
+    runs: list[ServerSettings] = []
+    monkeypatch.setattr(run, "serve", runs.append)
     monkeypatch.setattr(sys, "argv", ["serve", "--max-queue", "9"])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
-    assert (found[0].host, found[0].port, found[0].max_queue) == ("0.0.0.0", 8080, 9)
-    assert found[0].max_batch == (3 if environment else 64)
+    assert (runs[0].host, runs[0].port, runs[0].max_queue) == ("0.0.0.0", 8080, 9)
+    assert runs[0].max_batch == (3 if environment else 64)
 
 
 def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +266,7 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         "1",
         PEAGLE_API_KEY="s",
     )
-    assert (got.k, got.methods, got.max_body, got.api_keys) == (
+    assert (got.k, got.methods, got.max_body_bytes, got.api_keys) == (
         5,
         ("none", "p-eagle"),
         1 << 20,
@@ -290,12 +305,12 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--replicas", "0"], "1 or more"),
         (["--", "--seed", "1"], "--engine vllm"),
         (["--engine", "vllm", "--int8"], "--quantization"),
-        (["--engine", "vllm", "--", "--api-key=x"], "--api-key=x must not stand behind --"),
-        (["--engine", "vllm", "--", "--api_key", "x"], "--api_key must not stand behind --"),
-        (["--engine", "vllm", "--", "--api-k", "x"], "--api-k must not stand behind --"),
+        (["--engine", "vllm", "--", "--api-key=x"], "--api-key=x must not be passed on to vLLM"),
+        (["--engine", "vllm", "--", "--api_key", "x"], "--api_key must not be passed on to vLLM"),
+        (["--engine", "vllm", "--", "--api-k", "x"], "--api-k must not be passed on to vLLM"),
         (
             ["--engine", "vllm", "--", "--ssl_certfile=x"],
-            "--ssl_certfile=x must not stand behind --",
+            "--ssl_certfile=x must not be passed on to vLLM",
         ),
         (["--allow-origin", "example.org"], "--allow-origin must be like https://example.org"),
         (["--engine", "vllm", "--exact"], "float32"),
@@ -314,7 +329,7 @@ def test_mistakes_of_the_command(
     assert words in settings_of(monkeypatch, *args, code=2)
 
 
-def test_what_goes_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     spoken = '{"model": "d", "draft_tensor_parallel_size": 2, "num_speculative_tokens": 4}'
     options = [
         "--engine",
@@ -335,10 +350,9 @@ def test_what_goes_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         True,
     )
     assert (got.vllm_python, got.vllm_arguments) == ("py", ("--seed", "1", "--no-x"))
-    assert (got.drafter, got.k, got.speculative) == ("d", 4, {"draft_tensor_parallel_size": 2})
-    assert (
-        settings_of(monkeypatch, PEAGLE_VLLM_PYTHON="py").vllm_python is None
-    )  # the native engine has no use for it
+    assert (got.drafter, got.k, got.vllm_speculative) == ("d", 4, {"draft_tensor_parallel_size": 2})
+    # The native engine does not use it.
+    assert settings_of(monkeypatch, PEAGLE_VLLM_PYTHON="py").vllm_python is None
 
 
 def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,8 +379,15 @@ def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_every_option_reaches_a_setting() -> None:
+    command: Any = get_command(app)
+    parameters = {parameter.name for parameter in command.get_command(None, "serve").params}
+    settings = {field.name for field in fields(ServerSettings)}
+    assert parameters - settings == {"model", "speculative_config", "enforce_eager"}
+
+
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import peagle.server as server
 
-    monkeypatch.setattr(server, "NEEDED", ("no_such_package",))
+    monkeypatch.setattr(server, "REQUIRED_PACKAGES", ("no_such_package",))
     assert "pip install 'peagle[serve]'" in settings_of(monkeypatch, code=2)

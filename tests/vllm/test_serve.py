@@ -16,7 +16,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vll
 import httpx
 
 import peagle
-from tests.support.relaying import alive, below, healthy, serving, wait_for
+from tests.support.relaying import descendants, is_alive, is_healthy, running_command, wait_for
 
 pytestmark = [
     pytest.mark.vllm,
@@ -47,7 +47,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, P
         "--enforce-eager",
     ]
     space = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with serving(log, "smollm2-135m", *options, "--", "--seed", "0", seconds=300, **space) as (
+    with running_command(
+        log, "smollm2-135m", *options, "--", "--seed", "0", seconds=300, **space
+    ) as (
         process,
         url,
     ):
@@ -127,7 +129,7 @@ def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
     for thread in threads:
         thread.start()
     wait_for(lambda: status(url)["engines"]["p-eagle"]["running"] == 2, 60)
-    family = below(status(url)["workers"][0]["pid"])
+    family = descendants(status(url)["workers"][0]["pid"])
     core = next(pid for pid in family if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
     killed = time.monotonic()
     os.kill(core, signal.SIGKILL)
@@ -138,11 +140,11 @@ def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
     assert found[False].status_code == 503 and found[False].headers["retry-after"]
     assert ask(url, "x").status_code == 503
     told = time.monotonic() - killed
-    wait_for(lambda: healthy(url), 300)
+    wait_for(lambda: is_healthy(url), 300)
     print(
         f"\nclients were told within {told:.1f} s; it answers again after {time.monotonic() - killed:.0f} s"
     )
-    assert not any(map(alive, family)), "vLLM's processes were left behind"
+    assert not any(map(is_alive, family)), "vLLM's processes were left behind"
     assert ask(url, PROMPTS[0]).json()["choices"][0]["message"]["content"] == before
     assert status(url)["restarts"] == 1
 
@@ -150,8 +152,8 @@ def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
 def test_nothing_is_left_when_the_server_is_killed(live: tuple[Any, str, Path]) -> None:
     """The last of this file."""
     process, _, _ = live
-    family = below(process.pid)
+    family = descendants(process.pid)
     assert any(b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family)
     process.kill()
     process.wait()
-    wait_for(lambda: not any(map(alive, family)), 30)
+    wait_for(lambda: not any(map(is_alive, family)), 30)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from peagle.server.backend import Handler, check_name
 from peagle.server.engines.engine_pool import ServerEngines
 from peagle.server.engines.metrics import RequestMetrics
+from peagle.server.http.backend import RouteHandler, check_model_name
 from peagle.server.http.drain import Drain
 from peagle.server.http.response_counts import ResponseCounts
 from peagle.server.settings import ServerSettings
@@ -22,13 +22,13 @@ class LocalBackend:
     settings: ServerSettings
     engines: ServerEngines
     drain: Drain
-    replies: ResponseCounts
+    response_counts: ResponseCounts
     measured: RequestMetrics
-    model: str = field(init=False)
+    model_name: str = field(init=False)
     streams: int = 0  # answers that are being sent as they grow
 
     def __post_init__(self) -> None:
-        self.model = self.settings.model_names[0]
+        self.model_name = self.settings.model_names[0]
 
     @classmethod
     def of(cls, settings: ServerSettings, engines: ServerEngines | None = None) -> "LocalBackend":
@@ -44,12 +44,12 @@ class LocalBackend:
 
     def require(self, model: str | None) -> "LoadedPair":
         """The pair, if a new request may come in and calls the model by its name, or by none."""
-        self.drain.check()
-        check_name(model, self.settings.model_names)
+        self.drain.check_accepting()
+        check_model_name(model, self.settings.model_names)
         return self.engines.require_ready()
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
+    def route_handlers(self) -> Mapping[str, RouteHandler]:
         from peagle.server.openai.chat import chat
         from peagle.server.openai.completions import complete
         from peagle.server.openai.tokenize import detokenize, tokenize
@@ -57,11 +57,15 @@ class LocalBackend:
         return {"chat": chat, "complete": complete, "tokenize": tokenize, "detokenize": detokenize}
 
     @property
-    def healthy(self) -> bool:
-        return self.engines.state == "ready" and self.engines.driver.alive and not self.drain.begun
+    def is_healthy(self) -> bool:
+        return (
+            self.engines.state == "ready"
+            and self.engines.driver.alive
+            and not self.drain.is_draining
+        )
 
     @property
-    def reason(self) -> str:
+    def unavailable_reason(self) -> str:
         return self.engines.reason
 
     @property
@@ -78,7 +82,7 @@ class LocalBackend:
     async def status(self) -> dict[str, Any]:
         engines = self.engines
         method, k = engines.key
-        about = {"model": self.model, "state": engines.state, "restarts": engines.restarts}
+        about = {"model": self.model_name, "state": engines.state, "restarts": engines.restarts}
         return about | {
             "methods": list(engines.methods),
             "method": method,
@@ -91,6 +95,6 @@ class LocalBackend:
 
 
 def local_backend_of(request: Request) -> LocalBackend:
-    found = request.app.state.front
+    found = request.app.state.backend
     assert isinstance(found, LocalBackend)
     return found

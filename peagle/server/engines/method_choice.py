@@ -17,7 +17,7 @@ def choose_method(how: ServerSettings, pair: Pair) -> tuple[Key, tuple[Method, .
     method = how.method or tuned_method(how, pair, methods) or usual_method(pair)
     check_tree_nodes(how.tree or 0, (), method)
     if method != "none":
-        check_drafting(method, how.parallel, pair)
+        check_drafting(method, how.parallel_drafting, pair)
     for one in methods:
         if one != "none":
             pair.drafter(one)  # refused now, not when it is first asked for

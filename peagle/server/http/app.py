@@ -1,4 +1,4 @@
-"""The application: which path does what."""
+"""The ASGI application: the routes and the middleware around them."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -9,43 +9,46 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from peagle import __version__
-from peagle.server.backend import Backend, Handler, backend_of
 from peagle.server.http.auth import Auth
+from peagle.server.http.backend import Backend, RouteHandler, get_backend
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.http.limits import read_object
-from peagle.server.http.logs import Requests
+from peagle.server.http.logs import RequestLog
+from peagle.server.http.openapi import ERROR_RESPONSES, add_body_schemas, describe_body
 from peagle.server.http.origins import Origins
-from peagle.server.http.sse import Gone
-from peagle.server.openai.schema import (
+from peagle.server.http.schema import (
     LONGEST_NAME,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from peagle.server.http.sse import ClientDisconnected
 
-PAGE = Path(__file__).parents[1] / "page"
-POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
-    " form-action 'none'; frame-ancestors 'none'"
+PAGE_FOLDER = Path(__file__).parents[1] / "page"
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-STARTED = int(time.time())
+STARTED = int(time.time())  # Unix time; the `created` field of the models
 
 
-def build(front: Backend, on_failure: Callable[[str], None] = lambda reason: None) -> ASGIApp:
-    """What a web server runs. Whoever answers is started with it and closed with it."""
+def build_app(backend: Backend, on_failure: Callable[[str], None] = lambda reason: None) -> ASGIApp:
+    """Build the application that a web server runs.
+
+    Its lifespan starts and closes the backend.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await front.start(on_failure)
+        await backend.start(on_failure)
         yield
-        await front.close()
+        await backend.close()
 
     app = FastAPI(
         title="peagle",
@@ -56,104 +59,111 @@ def build(front: Backend, on_failure: Callable[[str], None] = lambda reason: Non
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
-            Gone: on_gone,
+            ClientDisconnected: on_disconnect,
             Exception: on_error,
         },
     )
-    app.state.front = front
-    add_routes(app, front.handlers)
-    describe(app)
-    return Requests(
-        Origins(Auth(app, front.settings.api_keys), front.settings), front.drain, front.replies
-    )
+    app.state.backend = backend
+    add_routes(app, backend.route_handlers)
+    add_body_schemas(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
+    guarded = Origins(Auth(app, backend.settings.api_keys), backend.settings)
+    return RequestLog(guarded, backend.drain, backend.response_counts)
 
 
-def add_routes(app: FastAPI, handlers: Mapping[str, Handler]) -> None:
-    for path, name, kind in (
+def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler]) -> None:
+    for path, name, schema in (
         ("/v1/chat/completions", "chat", ChatRequest),
         ("/v1/completions", "complete", CompletionRequest),
         ("/tokenize", "tokenize", TokenizeRequest),
         ("/detokenize", "detokenize", DetokenizeRequest),
     ):
-        app.post(path, name=name, openapi_extra=body_of(kind), responses=ERRORS)(
-            reading(handlers[name])
-        )
+        endpoint = with_body(handlers[name])
+        body = describe_body(schema)
+        app.post(path, name=name, openapi_extra=body, responses=ERROR_RESPONSES)(endpoint)
     app.post(
         "/invocations",
         name="invoke",
-        openapi_extra=body_of(ChatRequest, CompletionRequest),
-        responses=ERRORS,
-    )(reading(invoking(handlers), any_type=True))
+        openapi_extra=describe_body(ChatRequest, CompletionRequest),
+        responses=ERROR_RESPONSES,
+    )(with_body(invocation_handler(handlers), any_content_type=True))
     for path in ("/health", "/ping"):
-        app.get(path, name=path[1:], responses={503: ERRORS[503]})(health)
+        app.get(path, name=path[1:], responses={503: ERROR_RESPONSES[503]})(health)
         app.post(path, include_in_schema=False)(health)
     app.get("/v1/models")(models)
-    app.get("/v1/models/{name:path}", responses=ERRORS)(model)
+    app.get("/v1/models/{name:path}", responses=ERROR_RESPONSES)(model)
     app.get("/v1/peagle/status")(status)
     app.get("/version")(version)
     app.get("/metrics")(metrics)
     app.get("/", include_in_schema=False)(page)
-    app.mount("/page", Page(directory=PAGE, check_dir=False))
+    app.mount("/page", PageFiles(directory=PAGE_FOLDER, check_dir=False))
 
 
-def reading(handler: Handler, any_type: bool = False) -> Callable[[Request], Awaitable[Response]]:
+def with_body(
+    handler: RouteHandler, any_content_type: bool = False
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that reads the JSON body and calls `handler` with it."""
+
     async def read(request: Request) -> Response:
-        how = backend_of(request).settings
-        return await handler(
-            request, await read_object(request, how.max_body, how.body_timeout, any_type)
+        settings = get_backend(request).settings
+        body = await read_object(
+            request, settings.max_body_bytes, settings.body_timeout, any_content_type
         )
+        return await handler(request, body)
 
     return read
 
 
-def invoking(handlers: Mapping[str, Handler]) -> Handler:
+def invocation_handler(handlers: Mapping[str, RouteHandler]) -> RouteHandler:
+    """Return the handler of SageMaker's /invocations: the body is a chat or a completion."""
+
     async def invoke(request: Request, body: dict[str, Any]) -> Response:
-        """SageMaker's: chat or completion, by what the body holds."""
         if "messages" in body:
             return await handlers["chat"](request, body)
         if "prompt" in body:
             return await handlers["complete"](request, body)
-        raise ApiError(400, "the body holds neither messages (chat) nor prompt (completion)")
+        raise ApiError(400, "the body has neither messages (chat) nor prompt (completion)")
 
     return invoke
 
 
 async def health(request: Request) -> Response:
-    """200: the model is there and answers."""
-    front = backend_of(request)
-    if front.healthy:
+    """200 if the model is loaded and answers requests, else 503."""
+    backend = get_backend(request)
+    if backend.is_healthy:
         return Response(status_code=200)
-    reason = "the server is shutting down" if front.drain.begun else front.reason
+    draining = backend.drain.is_draining
+    reason = "the server is shutting down" if draining else backend.unavailable_reason
     raise ApiError(503, reason, retry_after=1)
 
 
 async def models(request: Request) -> dict[str, Any]:
-    front = backend_of(request)
-    return {"object": "list", "data": [card(front, name) for name in front.settings.model_names]}
+    backend = get_backend(request)
+    names = backend.settings.model_names
+    return {"object": "list", "data": [model_card(backend, name) for name in names]}
 
 
 async def model(request: Request, name: str) -> dict[str, Any]:
-    front = backend_of(request)
-    if name not in front.settings.model_names:
+    backend = get_backend(request)
+    if name not in backend.settings.model_names:
         raise ApiError(404, f"there is no model {name[:LONGEST_NAME]!r} here", "model")
-    return card(front, name)
+    return model_card(backend, name)
 
 
-def card(front: Backend, name: str) -> dict[str, Any]:
-    context = front.context or None
-    about = {
+def model_card(backend: Backend, name: str) -> dict[str, Any]:
+    return {
         "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "peagle",
         "parent": None,
+        "root": backend.model_name,
+        "max_model_len": backend.context or None,
     }
-    return about | {"root": front.model, "max_model_len": context}
 
 
 async def status(request: Request) -> dict[str, Any]:
-    """What the engines do: K and why, queue, pages, acceptance by position."""
-    return await backend_of(request).status()
+    """State of the engines: K and its reason, queue, KV pages, acceptance by position."""
+    return await get_backend(request).status()
 
 
 async def version() -> dict[str, str]:
@@ -161,22 +171,20 @@ async def version() -> dict[str, str]:
 
 
 async def metrics(request: Request) -> Response:
-    return Response(
-        await backend_of(request).metrics(), headers={"content-type": CONTENT_TYPE_LATEST}
-    )
+    text = await get_backend(request).metrics()
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def page() -> Response:
-    index = PAGE / "index.html"
+    index = PAGE_FOLDER / "index.html"
     if not index.is_file():
-        raise ApiError(404, "there is no page here: ask /v1/chat/completions")
-    return FileResponse(
-        index, headers={"content-security-policy": POLICY, "cache-control": "no-cache"}
-    )
+        raise ApiError(404, "there is no web page here: use /v1/chat/completions")
+    headers = {"content-security-policy": CONTENT_SECURITY_POLICY, "cache-control": "no-cache"}
+    return FileResponse(index, headers=headers)
 
 
-class Page(StaticFiles):
-    """A newer server's page is seen at once: browsers ask whether theirs is still the same."""
+class PageFiles(StaticFiles):
+    """Files of the web page. Browsers revalidate them, so that an updated page shows at once."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -184,46 +192,6 @@ class Page(StaticFiles):
         return response
 
 
-async def on_gone(_: Request, __: Exception) -> Response:
-    """Nobody reads it; for the log."""
+async def on_disconnect(_: Request, __: Exception) -> Response:
+    """Answer a client that has left: only the request log sees the status."""
     return Response(status_code=499)
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in {
-        400: "What was asked for cannot be had; the message says why.",
-        401: "No key, or a wrong one.",
-        403: "A page of another origin.",
-        404: "No such model.",
-        408: "The body did not come.",
-        413: "The body is too long.",
-        415: "Not JSON.",
-        429: "The queue is full: try again.",
-        503: "Loading, restarting or shutting down.",
-        504: "It took too long.",
-    }.items()
-}
-
-
-def body_of(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """Bodies are read by us (limits.py), so we describe them."""
-    refs = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in kinds]
-    schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def describe(app: FastAPI) -> None:
-    """Adds the bodies' schemas to the OpenAPI document."""
-    made = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = made()
-        known = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
-            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            known.update(schema.pop("$defs", {}))
-            known[kind.__name__] = schema
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

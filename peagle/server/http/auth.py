@@ -1,4 +1,4 @@
-"""Who may ask: a bearer key, compared in constant time. Health, metrics and the page are open."""
+"""API keys: bearer tokens, compared in constant time. Health, metrics and the page need no key."""
 
 import hashlib
 import hmac
@@ -9,20 +9,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.server.http.errors import ApiError
 
-OPEN = ("/", "/health", "/ping", "/metrics", "/version")  # and /page/*
+PUBLIC_PATHS = ("/", "/health", "/ping", "/metrics", "/version")  # and /page/*
 
 
-class Keys:
-    """Digests, so that neither length nor beginning of a key can be told from the time a comparison takes."""
+class ApiKeys:
+    """Digests of the keys: comparing them leaks neither the length nor a prefix of a key."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.digests = [digest(key) for key in keys]
 
-    def allow(self, header: str) -> bool:
+    def accept(self, header: str) -> bool:
+        """Return whether the Authorization header carries one of the keys."""
         scheme, _, key = header.partition(" ")
         given = digest(key.strip() if scheme.lower() == "bearer" else "")
-        found = [hmac.compare_digest(given, known) for known in self.digests]  # all of them, always
-        return any(found)
+        # Compare with every key, so that the time does not depend on which one matches.
+        matches = [hmac.compare_digest(given, known) for known in self.digests]
+        return any(matches)
 
 
 def digest(key: str) -> bytes:
@@ -30,20 +32,22 @@ def digest(key: str) -> bytes:
 
 
 class Auth:
+    """Middleware: requests without a valid key get a 401."""
+
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app, self.keys = app, Keys(keys)
+        self.app = app
+        self.keys = ApiKeys(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.keys.digests and not is_open(scope["path"]):
+        if scope["type"] == "http" and self.keys.digests and not is_public(scope["path"]):
             header = Headers(scope=scope).get("authorization", "")
-            if not self.keys.allow(header):
-                message = "the key is wrong" if header else "a key is missing"
-                await ApiError(401, f"{message}: send Authorization: Bearer KEY").response(
-                    scope, receive, send
-                )
+            if not self.keys.accept(header):
+                problem = "the API key is wrong" if header else "the API key is missing"
+                error = ApiError(401, f"{problem}: send Authorization: Bearer KEY")
+                await error.response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-def is_open(path: str) -> bool:
-    return path in OPEN or path.startswith("/page/")
+def is_public(path: str) -> bool:
+    return path in PUBLIC_PATHS or path.startswith("/page/")

@@ -1,6 +1,7 @@
-"""Going down in good order: no new requests, those under way finish, up to a limit; then they are told.
+"""Graceful shutdown: new requests are refused, running ones may finish within a time limit.
 
-serving -> begin() -> draining: health 503, new requests 503 -> finished, or time is up: aborted -> stop
+serving -> begin() -> draining: /health and new requests get 503
+        -> all requests are finished, or the time limit aborts the rest -> stop()
 """
 
 import asyncio
@@ -10,8 +11,10 @@ from typing import Protocol
 
 from peagle.server.http.errors import ApiError
 
-GOING = "the server is shutting down: ask another one"
-LAST = 2.0  # seconds for the last error messages to leave
+REFUSAL = "the server is shutting down: send the request to another server"
+ABORT = "the server shut down before the answer was complete"
+FLUSH_SECONDS = 2.0  # for the error messages of aborted requests to be sent
+POLL_SECONDS = 0.02
 
 
 class Abortable(Protocol):
@@ -21,37 +24,39 @@ class Abortable(Protocol):
 class Drain:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.begun = False
-        self.open = 0  # requests that somebody waits for
-        self.answers: set[Abortable] = set()
+        self.is_draining = False
+        self.open_requests = 0  # requests whose response is not complete
+        self.in_flight: set[Abortable] = set()
         self._task: asyncio.Task[None] | None = None
 
-    def check(self) -> None:
-        if self.begun:
-            raise ApiError(503, GOING, retry_after=1)
+    def check_accepting(self) -> None:
+        if self.is_draining:
+            raise ApiError(503, REFUSAL, retry_after=1)
 
     @contextmanager
-    def counted(self, counts: bool) -> Iterator[None]:
-        self.open += counts
+    def count_open(self, counts: bool) -> Iterator[None]:
+        """Count a request as open; with `counts` False, the drain does not wait for it."""
+        self.open_requests += counts
         try:
             yield
         finally:
-            self.open -= counts
+            self.open_requests -= counts
 
     def begin(self, stop: Callable[[], None]) -> None:
-        """From the event loop; `stop` is called when nobody waits any more."""
-        if not self.begun:
-            self.begun = True
+        """Start draining; `stop` is called at its end. Call this from the event loop."""
+        if not self.is_draining:
+            self.is_draining = True
             self._task = asyncio.get_running_loop().create_task(self._run(stop))
 
     async def _run(self, stop: Callable[[], None]) -> None:
-        await self._empty(self.seconds)
-        for answer in list(self.answers):
-            answer.abort(ApiError(503, "the server shut down before the answer was complete"))
-        await self._empty(LAST)
+        await self._wait_until_idle(self.seconds)
+        for request in list(self.in_flight):
+            request.abort(ApiError(503, ABORT))
+        await self._wait_until_idle(FLUSH_SECONDS)
         stop()
 
-    async def _empty(self, seconds: float) -> None:
-        end = asyncio.get_running_loop().time() + seconds
-        while self.open and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.02)
+    async def _wait_until_idle(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self.open_requests and loop.time() < deadline:
+            await asyncio.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's layout, one sentence, never a traceback."""
+"""Errors as clients see them: OpenAI's layout, one sentence, never a traceback."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-TYPES = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -20,29 +20,27 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+INTERNAL_ERROR = "internal server error: the server's log has the details under this request's id"
 
 
 class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, retry_after: int | None = None
     ) -> None:
+        """`param` is the field of the body at fault; `retry_after` is in seconds."""
         super().__init__(message)
-        self.status, self.message, self.param, self.retry_after = (
-            status,
-            message,
-            param,
-            retry_after,
-        )
+        self.status = status
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
                 "message": self.message,
-                "type": kind,
+                "type": ERROR_TYPES.get(self.status, default),
                 "param": self.param,
                 "code": self.status,
             }
@@ -56,22 +54,17 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-INTERNAL = "something went wrong on the server: its log tells more under this request's id"
-
-
 def from_validation(error: ValidationError) -> ApiError:
-    """The first of what pydantic found; of a union, the branch that got furthest."""
-    found = max(
-        error.errors(include_url=False, include_input=False, include_context=False),
-        key=lambda e: len(e["loc"]),
-    )
-    where = ".".join(str(part) for part in found["loc"] if is_place(part))
-    message = found["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{where}: {message}" if where else message, where or None)
+    """Convert pydantic's deepest error: in a union, that is the branch that matched best."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    deepest = max(details, key=lambda detail: len(detail["loc"]))
+    field = ".".join(str(part) for part in deepest["loc"] if is_field(part))
+    message = deepest["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{field}: {message}" if field else message, field or None)
 
 
-def is_place(part: int | str) -> bool:
-    """A field or an index; pydantic also names the branches of unions there."""
+def is_field(part: int | str) -> bool:
+    """Return whether it is a field or an index; pydantic also lists the branches of unions."""
     return isinstance(part, int) or (
         part.isidentifier() and part not in ("str", "int", "float", "bool")
     )
@@ -83,17 +76,16 @@ async def on_api_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def on_error(_: Request, __: Exception) -> JSONResponse:
-    """Ours to repair: the log has it."""
-    return ApiError(500, INTERNAL).response
+    """Hide the details of an unexpected error; they are in the log."""
+    return ApiError(500, INTERNAL_ERROR).response
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Starlette's own: unknown paths and methods."""
+    """Convert Starlette's own errors: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    message = {404: f"there is no {what}", 405: f"{what}: this method is not allowed"}.get(
-        error.status_code
-    )
-    reply = ApiError(error.status_code, message or str(error.detail)).response
-    reply.headers.update(error.headers or {})
-    return reply
+    route = f"{request.method} {request.url.path}"
+    messages = {404: f"there is no {route}", 405: f"{route}: this method is not allowed"}
+    message = messages.get(error.status_code) or str(error.detail)
+    response = ApiError(error.status_code, message).response
+    response.headers.update(error.headers or {})
+    return response

@@ -1,6 +1,7 @@
-"""The head of a request: no longer than allowed. It is read before anybody is asked for a key.
+"""A limit on the size of request headers, which are read before the API key is checked.
 
-httptools joins what has come of a header for ever; h11, where httptools is missing, has such a limit of its own.
+The httptools parser buffers a header of any length; h11, used where httptools is missing, has a
+limit of its own.
 """
 
 import asyncio
@@ -9,49 +10,50 @@ from typing import Literal
 
 from peagle.server.http.errors import ApiError
 
-MAX_HEADER_BYTES = (
-    1 << 16
-)  # bytes that may come without anything that can be passed on: a head, or what follows a chunked body
+# Bytes that may arrive without a complete header section or a piece of a body: headers, or the
+# trailers of a chunked body.
+MAX_HEADER_BYTES = 1 << 16
 
 
 def limited_protocol() -> "type[asyncio.Protocol] | Literal['h11']":
+    """Return what uvicorn takes as its `http` setting."""
     if find_spec("httptools") is None:
         return "h11"
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class Bounded(HttpToolsProtocol):
-        kept = 0  # bytes since the parser told something
+    class LimitedProtocol(HttpToolsProtocol):
+        buffered_bytes = 0  # received since the parser's last callback
 
         def data_received(self, data: bytes) -> None:
-            self.kept += len(data)
+            self.buffered_bytes += len(data)
             super().data_received(data)
-            if self.kept > MAX_HEADER_BYTES and not self.transport.is_closing():
+            if self.buffered_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 if self.cycle is None or self.cycle.response_complete:
-                    self.transport.write(refusal())
+                    self.transport.write(too_large_response())
                 self.transport.close()
 
         def on_headers_complete(self) -> None:
-            self.kept = 0
+            self.buffered_bytes = 0
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            self.kept = 0
+            self.buffered_bytes = 0
             super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self.kept = 0
+            self.buffered_bytes = 0
             super().on_message_complete()
 
-    return Bounded
+    return LimitedProtocol
 
 
-def refusal() -> bytes:
-    reply = ApiError(
-        431, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KB: send fewer"
-    ).response
-    reply.headers["connection"] = "close"
+def too_large_response() -> bytes:
+    """Return a whole HTTP response with status 431."""
+    message = f"the headers are longer than {MAX_HEADER_BYTES >> 10} KB: send fewer"
+    response = ApiError(431, message).response
+    response.headers["connection"] = "close"
     lines = [
         b"HTTP/1.1 431 Request Header Fields Too Large",
-        *(b": ".join(header) for header in reply.raw_headers),
+        *(b": ".join(header) for header in response.raw_headers),
     ]
-    return b"\r\n".join([*lines, b"", bytes(reply.body)])
+    return b"\r\n".join([*lines, b"", bytes(response.body)])

@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line, on stderr. No prompt and no answer is in them unless --log-prompts asks for it."""
+"""Logs: one JSON object per line, on stderr. Prompts and answers are not in them by default."""
 
 import json
 import logging
@@ -13,15 +13,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.server.http.drain import Drain
-from peagle.server.http.errors import INTERNAL, ApiError
+from peagle.server.http.errors import INTERNAL_ERROR, ApiError
 from peagle.server.http.response_counts import ResponseCounts
 
 log = logging.getLogger("peagle.server")
-GIVEN = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # what a client may call its request
-UNLOGGED = ("/health", "/ping", "/metrics", "/v1/peagle/status")  # asked every few seconds
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # request ids accepted from clients
+# Paths that monitoring polls every few seconds.
+UNLOGGED_PATHS = ("/health", "/ping", "/metrics", "/v1/peagle/status")
 
 
-class Lines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -34,13 +35,14 @@ class Lines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def set_up(level: int = logging.INFO) -> None:
-    """Ours and uvicorn's, in one format."""
+def set_up_logging(level: int = logging.INFO) -> None:
+    """Write the lines of the server and of uvicorn in one format."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Lines())
+    handler.setFormatter(JsonFormatter())
     for name in ("peagle.server", "uvicorn.error"):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(level if name == "peagle.server" else logging.WARNING)
 
 
@@ -50,65 +52,82 @@ def log_event(
     log.log(level, event, extra={"fields": fields}, exc_info=error)
 
 
-def pass_on(line: str, worker: str) -> None:
-    """A worker's line: JSON gets the worker's name, anything else becomes a line of ours."""
+def log_worker_line(line: str, worker: str) -> None:
+    """Log a worker's line: JSON gets the worker's name added, other text becomes an event."""
     try:
-        told = json.loads(line)
-        assert isinstance(told, dict)
-    except (ValueError, AssertionError):
-        log_event("log", worker=worker, line=line)
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if isinstance(event, dict):
+        # One write of the whole line: other threads write too.
+        sys.stderr.write(json.dumps(event | {"worker": worker}, ensure_ascii=False) + "\n")
     else:
-        sys.stderr.write(
-            json.dumps(told | {"worker": worker}, ensure_ascii=False) + "\n"
-        )  # whole: threads write too
+        log_event("log", worker=worker, line=line)
 
 
-def request_notes(scope: Scope) -> dict[str, Any]:
-    """What a handler adds to the line of its request."""
-    return scope.setdefault("peagle.notes", {})
+def request_log_fields(scope: Scope) -> dict[str, Any]:
+    """Return the fields of the request's log line; handlers may add to them."""
+    return scope.setdefault("peagle.log_fields", {})
 
 
 def request_id(scope: Scope) -> str:
-    return str(scope.get("peagle.id", ""))
+    return str(scope.get("peagle.request_id", ""))
 
 
-class Requests:
-    """Around everything: an id for each request, a line in the log, and no exception that gets away."""
+class RequestLog:
+    """The outermost middleware: gives each request an id and a log line, and turns an unhandled
+    exception into a 500."""
 
-    def __init__(self, app: ASGIApp, drain: Drain, replies: ResponseCounts) -> None:
-        self.app, self.drain, self.replies = app, drain, replies
+    def __init__(self, app: ASGIApp, drain: Drain, response_counts: ResponseCounts) -> None:
+        self.app = app
+        self.drain = drain
+        self.response_counts = response_counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        id = scope["peagle.id"] = given if GIVEN.fullmatch(given) else uuid.uuid4().hex
-        started, status = time.perf_counter(), 0
+        scope["peagle.request_id"] = choose_request_id(scope)
+        started = time.perf_counter()
+        with self.drain.count_open(scope["method"] == "POST"):
+            status = await self._respond(scope, receive, send)
+        if scope["path"] not in UNLOGGED_PATHS:
+            self.response_counts.add(status)
+            log_event(
+                "request",
+                request_id=request_id(scope),
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                seconds=round(time.perf_counter() - started, 4),
+                **request_log_fields(scope),
+            )
 
-        async def sending(message: Message) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Run the application and return the status it sent; 0 if it sent none."""
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = id
+                headers["x-request-id"] = request_id(scope)
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        with self.drain.counted(scope["method"] == "POST"):
-            try:
-                await self.app(scope, receive, sending)
-            except Exception as error:
-                log_event("error", logging.ERROR, error, request_id=id, path=scope["path"])
-                if not status:
-                    await ApiError(500, INTERNAL).response(scope, receive, sending)
-        if scope["path"] not in UNLOGGED:
-            self.replies.add(status)
-            seconds = round(time.perf_counter() - started, 4)
-            fields = {
-                "method": scope["method"],
-                "path": scope["path"],
-                "status": status,
-                "seconds": seconds,
-            }
-            log_event("request", request_id=id, **fields, **request_notes(scope))
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except Exception as error:
+            log_event(
+                "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
+            )
+            if not status:
+                await ApiError(500, INTERNAL_ERROR).response(scope, receive, send_with_headers)
+        return status
+
+
+def choose_request_id(scope: Scope) -> str:
+    """Return the client's X-Request-Id where it is acceptable, else a new id."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,8 +1,10 @@
-"""Which web pages may ask a server that asks for no key: its own, and those it was told of.
+"""Protection from other web pages, for a server without API keys.
 
-Browsers send along where a page came from (Origin), and what they think this server is called (Host). A page of
-somebody else's must not use a server on this machine; and where its owner lets his own name point to this machine, the
-name tells it apart. Other clients send no Origin, and call the server by its address.
+Browsers send the origin of the page (Origin) and the name under which they reach the server (Host).
+A foreign page must not use a server on this machine, so its Origin is refused. With DNS rebinding,
+a foreign page points its own name to this machine and Origin equals Host; a server on a loopback
+address therefore also refuses names other than loopback ones. Other clients send no Origin, and
+reach the server by its address.
 """
 
 from ipaddress import ip_address
@@ -11,44 +13,45 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from peagle.server.http.auth import is_open
+from peagle.server.http.auth import is_public
 from peagle.server.http.errors import ApiError
 from peagle.server.settings import ServerSettings
 
 
 class Origins:
-    def __init__(self, app: ASGIApp, how: ServerSettings) -> None:
-        self.app, self.asks_keys = app, bool(how.api_keys)
-        self.local = how.socket is None and is_loopback(how.host)
-        self.allowed = {place_of(origin) for origin in how.allow_origins}
+    """Middleware: requests of foreign web pages get a 403."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app = app
+        self.has_keys = bool(settings.api_keys)
+        self.on_loopback = settings.socket is None and is_loopback(settings.host)
+        self.allowed = {parse_origin(origin) for origin in settings.allow_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self.asks_keys and not is_open(scope["path"]):
+        if scope["type"] == "http" and not self.has_keys and not is_public(scope["path"]):
             headers = Headers(scope=scope)
-            if wrong := self.refused(headers.get("origin"), headers.get("host", "")):
-                await ApiError(403, f"{wrong}: set --api-key, or --allow-origin").response(
-                    scope, receive, send
-                )
+            if problem := self.find_problem(headers.get("origin"), headers.get("host", "")):
+                error = ApiError(403, f"{problem}: set --api-key, or --allow-origin")
+                await error.response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def refused(self, origin: str | None, host: str) -> str | None:
-        if origin is not None and place_of(origin) not in {host.lower(), *self.allowed}:
-            return "pages of another origin are not answered"
-        known = not host or is_loopback(name_of(host)) or host.lower() in self.allowed
-        return (
-            None
-            if known or not self.local
-            else "this server is on loopback and does not answer to that name"
-        )
+    def find_problem(self, origin: str | None, host: str) -> str | None:
+        """Return why a request with these headers is refused; None if it is accepted."""
+        if origin is not None and parse_origin(origin) not in {host.lower(), *self.allowed}:
+            return "web pages of another origin may not use this server"
+        known = not host or is_loopback(parse_host(host)) or host.lower() in self.allowed
+        if known or not self.on_loopback:
+            return None
+        return "this server is on loopback and does not answer to that host name"
 
 
-def place_of(origin: str) -> str:
+def parse_origin(origin: str) -> str:
     """https://Example.org:81 -> example.org:81"""
     return origin.partition("://")[2].rstrip("/").lower() or origin
 
 
-def name_of(host: str) -> str:
+def parse_host(host: str) -> str:
     """[::1]:8000 -> ::1"""
     try:
         return urlsplit(f"//{host}").hostname or ""

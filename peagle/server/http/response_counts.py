@@ -1,4 +1,4 @@
-"""How requests were answered: their number by status, as the front saw it. What it refuses, no engine counts."""
+"""Number of requests by the status of their response, including those that reach no engine."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-USUAL = (200, 400, 429, 500, 503, 504)  # told before there is one
+# Exported from the start with a count of 0.
+COMMON_STATUSES = (200, 400, 429, 500, 503, 504)
 
 
 class ResponseCounts(Collector):
-    def __init__(self, model: str) -> None:
-        self.model, self.counts = model, Counter(dict.fromkeys(USUAL, 0))
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.counts = Counter(dict.fromkeys(COMMON_STATUSES, 0))
 
     def add(self, status: int) -> None:
         self.counts[status] += 1
@@ -25,5 +27,5 @@ class ResponseCounts(Collector):
             "peagle:requests", "Requests, by the status of their reply.", labels=labels
         )
         for status, count in sorted(dict(self.counts).items()):
-            family.add_metric([self.model, str(status)], count)
+            family.add_metric([self.model_name, str(status)], count)
         yield family

@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away: whoever leaves frees what he asked for, at once."""
+"""Server-sent events, and clients that disconnect: their requests are canceled at once."""
 
 import asyncio
 import json
@@ -10,29 +10,30 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from peagle.server.http.errors import INTERNAL, ApiError
-from peagle.server.http.logs import log_event, request_id, request_notes
+from peagle.server.http.errors import INTERNAL_ERROR, ApiError
+from peagle.server.http.logs import log_event, request_id, request_log_fields
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-GRACE = 5.0  # seconds beyond an answer's own limit that a client may take to read it
+DONE_EVENT = b"data: [DONE]\n\n"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+# Seconds beyond the time limit of an answer that a client may take to read it.
+READ_GRACE_SECONDS = 5.0
 
 
-def event(data: dict[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+def encode_event(data: dict[str, Any]) -> bytes:
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + text.encode() + b"\n\n"
 
 
-class Gone(Exception):
-    """The client is not there any more."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before its answer was complete."""
 
 
 class EventStream(Response):
-    """Sends events until they end, the client leaves, or time is up; `close` is called in any case.
+    """Send events until they end, the client disconnects, or the time limit is reached.
 
-    `events` end with DONE; where they end with an ApiError, the client is told it, and DONE.
+    `events` end with DONE_EVENT. If they raise an error, the client gets it as an event, and then
+    DONE_EVENT. `close` is called in any case.
     """
 
     media_type = "text/event-stream"
@@ -40,27 +41,31 @@ class EventStream(Response):
     def __init__(
         self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]], limit: float
     ) -> None:
-        super().__init__(headers=HEADERS, media_type=self.media_type)
+        """`limit` is the time limit of the answer in seconds; 0 means no limit."""
+        super().__init__(headers=STREAM_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
-        self.events, self.close, self.limit = events, close, limit + GRACE if limit else None
+        self.events = events
+        self.close = close
+        self.limit = limit + READ_GRACE_SECONDS if limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(scope, send))
-        leaving = asyncio.create_task(left(receive))
+        disconnect = asyncio.create_task(wait_for_disconnect(receive))
         try:
             done, _ = await asyncio.wait(
-                {sending, leaving}, timeout=self.limit, return_when=asyncio.FIRST_COMPLETED
+                {sending, disconnect}, timeout=self.limit, return_when=asyncio.FIRST_COMPLETED
             )
             if sending not in done:
-                request_notes(scope)["client"] = "left" if leaving in done else "stalled"
+                client = "left" if disconnect in done else "stalled"
+                request_log_fields(scope)["client"] = client
         finally:
-            for task in (sending, leaving):
+            for task in (sending, disconnect):
                 task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await asyncio.gather(sending, disconnect, return_exceptions=True)
             await self.close()
 
     async def _send(self, scope: Scope, send: Send) -> None:
-        with suppress(OSError):  # it left between two events
+        with suppress(OSError):  # the client disconnected between two events
             await send(
                 {
                     "type": "http.response.start",
@@ -68,39 +73,47 @@ class EventStream(Response):
                     "headers": self.raw_headers,
                 }
             )
-            last = b""
-            try:
-                async for data in self.events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except ApiError as error:
-                request_notes(scope)["error"] = error.message
-                last = event(error.body) + DONE
-            except OSError:
-                raise
-            except Exception as error:
-                log_event(
-                    "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
-                )
-                last = event(ApiError(500, INTERNAL).body) + DONE
+            last = await self._send_events(scope, send)
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
+    async def _send_events(self, scope: Scope, send: Send) -> bytes:
+        """Send all events; return what remains to be sent: an error, or nothing."""
+        try:
+            async for data in self.events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:
+            request_log_fields(scope)["error"] = error.message
+            return encode_event(error.body) + DONE_EVENT
+        except OSError:
+            raise
+        except Exception as error:
+            log_event(
+                "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
+            )
+            return encode_event(ApiError(500, INTERNAL_ERROR).body) + DONE_EVENT
+        return b""
 
-async def left(receive: Receive) -> None:
+
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Its result; canceled, and `Gone`, if the client leaves first. The request's body must have been read."""
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`.
+
+    If the client disconnects first, cancel `work` and raise ClientDisconnected. The body of the
+    request must have been read.
+    """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(left(request.receive))
+    disconnect = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise ClientDisconnected
         return working.result()
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         if not working.done():
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)

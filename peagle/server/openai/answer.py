@@ -62,7 +62,7 @@ class Answer:
         for choice in choices:
             if choice.stream is not None:
                 self._hear(choice, choice.stream)
-        front.drain.answers.add(self)
+        front.drain.in_flight.add(self)
         self._timer = self._limit(front.settings.timeout)
 
     def _limit(self, seconds: float) -> asyncio.TimerHandle | None:
@@ -146,7 +146,7 @@ class Answer:
             if choice.stream is not None and choice.reason is None:
                 choice.stream.abort()
         self.front.engines.driver.wake()
-        self.front.drain.answers.discard(self)
+        self.front.drain.in_flight.discard(self)
         self.front.streams -= bool(self._sent)
         self.front.measured.answer(self)
 

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
-from peagle.server.http.limits import validated
-from peagle.server.http.logs import request_notes
-from peagle.server.http.sse import unless_gone
+from peagle.server.http.limits import validate_body
+from peagle.server.http.logs import request_log_fields
+from peagle.server.http.schema import ChatRequest
+from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.answer import Choice
 from peagle.server.openai.logprobs import chat_logprobs
 from peagle.server.openai.prompts import chat_ids
 from peagle.server.openai.reply import Reply, texts_of
-from peagle.server.openai.schema import ChatRequest
 from peagle.server.openai.submit import ask
 from peagle.server.openai.token_text import TokenTexts
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 async def chat(request: Request, body: dict[str, Any]) -> Response:
     front = local_backend_of(request)
-    asked = validated(ChatRequest, body)
+    asked = validate_body(ChatRequest, body)
     front.require(asked.model)
-    return await unless_gone(request, answered(request, front, asked))
+    return await cancel_on_disconnect(request, answered(request, front, asked))
 
 
 async def answered(request: Request, front: LocalBackend, asked: ChatRequest) -> Response:
     ids = await chat_ids(front, asked.messages, asked.chat_template_kwargs)
     if front.settings.log_prompts:
-        request_notes(request.scope)["prompt"] = [message.plain() for message in asked.messages]
+        request_log_fields(request.scope)["prompt"] = [
+            message.plain() for message in asked.messages
+        ]
     answer = await ask(front, asked, [ids])
     layout = ChatLayout(texts_of(front), asked.top is not None)
     return await Reply.to(request, front, asked, answer, layout).response(request)

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
-from peagle.server.http.limits import validated
-from peagle.server.http.logs import request_notes
-from peagle.server.http.sse import unless_gone
+from peagle.server.http.limits import validate_body
+from peagle.server.http.logs import request_log_fields
+from peagle.server.http.schema import CompletionRequest
+from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.answer import Choice
 from peagle.server.openai.logprobs import completion_logprobs
 from peagle.server.openai.prompts import text_ids
 from peagle.server.openai.reply import Reply, texts_of
-from peagle.server.openai.schema import CompletionRequest
 from peagle.server.openai.submit import ask
 from peagle.server.openai.token_text import TokenTexts
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 async def complete(request: Request, body: dict[str, Any]) -> Response:
     front = local_backend_of(request)
-    asked = validated(CompletionRequest, body)
+    asked = validate_body(CompletionRequest, body)
     front.require(asked.model)
-    return await unless_gone(request, answered(request, front, asked))
+    return await cancel_on_disconnect(request, answered(request, front, asked))
 
 
 async def answered(request: Request, front: LocalBackend, asked: CompletionRequest) -> Response:
@@ -33,7 +33,7 @@ async def answered(request: Request, front: LocalBackend, asked: CompletionReque
         for prompt in asked.prompts
     ]
     if front.settings.log_prompts:
-        request_notes(request.scope)["prompt"] = asked.prompts
+        request_log_fields(request.scope)["prompt"] = asked.prompts
     echoed = [shown(front, prompt) for prompt in asked.prompts] if asked.echo else None
     answer = await ask(front, asked, prompts)
     layout = CompletionLayout(texts_of(front), asked.top is not None, echoed, asked.choices)

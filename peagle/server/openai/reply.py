@@ -9,10 +9,10 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from peagle.server.engines.local_backend import LocalBackend
-from peagle.server.http.logs import request_id, request_notes
-from peagle.server.http.sse import DONE, EventStream, event
+from peagle.server.http.logs import request_id, request_log_fields
+from peagle.server.http.schema import GenerationRequest
+from peagle.server.http.sse import DONE_EVENT, EventStream, encode_event
 from peagle.server.openai.answer import Answer, Choice
-from peagle.server.openai.schema import GenerationRequest
 from peagle.server.openai.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Reply:
         layout: Layout,
     ) -> "Reply":
         head = {"id": f"{layout.prefix}-{request_id(request.scope)}", "created": int(time.time())}
-        return cls(front, body, answer, layout, head | {"model": body.model or front.model})
+        return cls(front, body, answer, layout, head | {"model": body.model or front.model_name})
 
     async def response(self, request: Request) -> Response:
         if self.body.stream:
@@ -102,8 +102,8 @@ class Reply:
 
     async def _sent(self) -> AsyncIterator[bytes]:
         async for data in self.events():
-            yield event(data)
-        yield DONE
+            yield encode_event(data)
+        yield DONE_EVENT
 
     @property
     def _traces(self) -> bool:
@@ -135,7 +135,7 @@ class Reply:
 
     async def _close(self, request: Request) -> None:
         self.answer.close()
-        request_notes(request.scope).update(self.answer.notes())
+        request_log_fields(request.scope).update(self.answer.notes())
 
 
 def texts_of(front: LocalBackend) -> TokenTexts:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from peagle.server.engines.driver import EngineSlot, Ticket
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
+from peagle.server.http.schema import ChatRequest, CompletionRequest
 from peagle.server.openai.answer import Answer, Choice
 from peagle.server.openai.prompts import check_room
 from peagle.server.openai.response_format import compiled
-from peagle.server.openai.schema import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob
@@ -60,7 +60,7 @@ def begun(
                     how = settings_of(body, i, len(ids), context) | {"grammar": grammar}
                     choice.stream, choice.ticket = front.engines.add(slot, ids, **how)
                 choices.append(choice)
-        front.drain.check()  # it may have begun while we waited
+        front.drain.check_accepting()  # it may have begun while we waited
         return Answer(front, slot, choices)
     except BaseException:
         for choice in choices:

@@ -7,14 +7,14 @@ from fastapi.responses import JSONResponse
 
 from peagle.server.engines.local_backend import local_backend_of
 from peagle.server.http.errors import ApiError
-from peagle.server.http.limits import validated
+from peagle.server.http.limits import validate_body
+from peagle.server.http.schema import DetokenizeRequest, TokenizeRequest
 from peagle.server.openai.prompts import chat_ids, check_length, text_ids
-from peagle.server.openai.schema import DetokenizeRequest, TokenizeRequest
 
 
 async def tokenize(request: Request, body: dict[str, Any]) -> Response:
     front = local_backend_of(request)
-    asked = validated(TokenizeRequest, body)
+    asked = validate_body(TokenizeRequest, body)
     front.require(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give either prompt or messages")
@@ -36,7 +36,7 @@ async def tokenize(request: Request, body: dict[str, Any]) -> Response:
 
 async def detokenize(request: Request, body: dict[str, Any]) -> Response:
     front = local_backend_of(request)
-    asked = validated(DetokenizeRequest, body)
+    asked = validate_body(DetokenizeRequest, body)
     pair = front.require(asked.model)
     check_length(front, len(asked.tokens))
     size = max(pair.target.vocab_size, len(pair.target.tokenizer))

@@ -1,10 +1,12 @@
-"""A command on a leash: it runs until it ends or the leash is let go of, and then nothing of it is left.
+"""Run a command so that no process of it outlives its parent.
 
-    python leash.py SOCKET COMMAND ...
+    python process_guard.py SOCKET COMMAND ...
 
-Standard input is a pipe that only our parent holds: its end is the parent's end, even by SIGKILL. SIGTERM and SIGINT
-are passed on. What the command started and left behind becomes ours (a subreaper's), and is killed. A file of its own
-that needs nothing of the package: it starts in a few milliseconds.
+Standard input is a pipe that only the parent holds: it ends when the parent ends, even by SIGKILL.
+Then the command and all its descendants are killed. SIGTERM and SIGINT are forwarded to the
+command. This process is a subreaper: processes that the command leaves behind become its children,
+and are killed too. The file imports nothing of the package, so that it starts in a few
+milliseconds.
 """
 
 import contextlib
@@ -17,33 +19,36 @@ import threading
 import time
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-KILL = 10.0  # seconds for killed processes to be gone
-ORPHANED = 0.5  # seconds until a parent that let go because it died is seen to be dead
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+KILL_TIMEOUT_SECONDS = 10.0  # for killed processes to be gone
+# Seconds after the end of standard input until a dead parent is replaced as the parent process.
+ORPHAN_CHECK_SECONDS = 0.5
+KILLED_EXIT_CODE = 128 + signal.SIGKILL
 
 
 def prctl(option: int, value: int) -> None:
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # Linux only; elsewhere the parent kills the process group
+    # Linux only; elsewhere the parent kills the process group.
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def children() -> list[int]:
-    """Our own, and those that lost their parents."""
-    found = []
+def child_pids() -> list[int]:
+    """Return the children of this process, including adopted orphans."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            if int(entry.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(entry.parent.name))
-    return found
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid():
+                pids.append(int(entry.parent.name))
+    return pids
 
 
-def end_all() -> None:
-    """Killing a process makes its children ours: again, until there are none."""
-    end = time.monotonic() + KILL
-    while time.monotonic() < end:
-        for pid in children():
+def kill_descendants() -> None:
+    """Kill all children until there are none: the children of a killed process are adopted."""
+    deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        for pid in child_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -54,42 +59,48 @@ def end_all() -> None:
         time.sleep(0.01)
 
 
-def tidy(socket: Path) -> None:
-    """Who died cannot: the socket, and its folder when the last one is gone."""
+def remove_socket(socket: Path) -> None:
+    """Clean up for a dead parent: remove the socket, and its folder when it is empty."""
     with contextlib.suppress(OSError):
         socket.unlink(missing_ok=True)
         socket.parent.rmdir()
 
 
+def end_with_parent(parent: int, socket: Path, input_closed: threading.Event) -> None:
+    """Wait for the end of standard input, then kill everything and exit. This runs on a thread."""
+    while os.read(0, 4096):
+        pass
+    input_closed.set()
+    kill_descendants()
+    time.sleep(ORPHAN_CHECK_SECONDS)
+    if os.getppid() != parent:
+        remove_socket(socket)
+    os._exit(KILLED_EXIT_CODE)
+
+
 def main(socket: Path, command: list[str]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    ours, parent, free = os.getpid(), os.getppid(), threading.Event()
+    guard = os.getpid()
+    parent = os.getppid()
 
-    def let_go() -> None:
-        """When nobody holds us any more."""
-        while os.read(0, 4096):
-            pass
-        free.set()
-        end_all()
-        time.sleep(ORPHANED)
-        if os.getppid() != parent:
-            tidy(socket)
-        os._exit(128 + signal.SIGKILL)
-
-    def bind() -> None:
+    def die_with_guard() -> None:
+        """Let the kernel kill the command when the guard ends; runs in the new process."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != ours:
+        if os.getppid() != guard:
             os._exit(1)
 
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bind)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_guard)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: child.send_signal(number))
-    letting_go = threading.Thread(target=let_go, daemon=True)
-    letting_go.start()
+    input_closed = threading.Event()
+    watcher = threading.Thread(
+        target=end_with_parent, args=(parent, socket, input_closed), daemon=True
+    )
+    watcher.start()
     code = child.wait()
-    if free.is_set():
-        letting_go.join()
-    end_all()
+    if input_closed.is_set():
+        watcher.join()
+    kill_descendants()
     return code if code >= 0 else 128 - code
 
 

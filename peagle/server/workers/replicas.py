@@ -1,6 +1,8 @@
-"""Workers that are our own server: one native engine each, on a GPU of its own or with its share of the CPU's threads.
+"""Workers that are servers of this package, with one native engine each.
 
-python -m peagle.server.replicas SETTINGS      (JSON) is such a worker.
+Each has a GPU, or a share of the CPU's threads, of its own. A worker is started as
+
+    python -m peagle.server.replica_process SETTINGS      (JSON)
 """
 
 import json
@@ -15,60 +17,76 @@ import httpx
 
 from peagle.errors import UserError
 from peagle.server.settings import ServerSettings
-from peagle.server.workers.worker import Launch, Worker, inherited
-from peagle.server.workers.worker_status import added
+from peagle.server.workers.launch_spec import LaunchSpec, inherited_environment
+from peagle.server.workers.worker import Worker
+from peagle.server.workers.worker_status import sum_statuses
 
-UNWELL = 60.0  # seconds: a worker makes a broken engine again itself, unless the device is broken for good
+# A replica restarts a failed engine by itself, unless the device is broken for good.
+UNHEALTHY_TIMEOUT_SECONDS = 60.0
 
 
-class Replicas:
+class ReplicaKind:
     status_path = "/v1/peagle/status"
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
 
-    def launches(self, folder: Path) -> Sequence[Launch]:
-        shares = shares_of(self.settings)
-        return [self._launch(i, share, folder / f"{i}.sock") for i, share in enumerate(shares)]
+    def launch_specs(self, folder: Path) -> Sequence[LaunchSpec]:
+        gpus = visible_gpus(self.settings.device)
+        return [
+            self._launch_spec(f"replica-{i}", device_environment, folder / f"{i}.sock")
+            for i, device_environment in enumerate(device_environments(self.settings, gpus))
+        ]
 
-    def _launch(self, i: int, share: dict[str, str], socket: Path) -> Launch:
-        names = self.settings.model_names
-        device = self.settings.device.partition(":")[0]  # its GPU is the only one it sees
-        own = replace(
+    def _launch_spec(
+        self, name: str, device_environment: Mapping[str, str], socket: Path
+    ) -> LaunchSpec:
+        settings = replace(
             self.settings,
             replicas=None,
             socket=str(socket),
-            names=names,
-            device=device,
+            served_model_names=self.settings.model_names,
+            # The replica sees only its own GPU, so an index does not apply.
+            device=self.settings.device.partition(":")[0],
             api_keys=(),
             drain_seconds=0,
             log_prompts=False,
         )
-        command = (sys.executable, "-m", "peagle.server.workers.replicas", json.dumps(asdict(own)))
-        return Launch(f"replica-{i}", command, inherited() | share, socket, UNWELL)
+        settings_json = json.dumps(asdict(settings))
+        return LaunchSpec(
+            name,
+            command=(sys.executable, "-m", "peagle.server.replica_process", settings_json),
+            environment=inherited_environment() | dict(device_environment),
+            socket=socket,
+            unhealthy_timeout=UNHEALTHY_TIMEOUT_SECONDS,
+        )
 
-    def passed_on(self, body: dict[str, Any]) -> dict[str, Any]:
+    def prepare_body(self, body: dict[str, Any]) -> dict[str, Any]:
         return body
 
-    def status(self, replies: Mapping[Worker, httpx.Response]) -> dict[str, Any]:
-        told = [reply.json() for reply in replies.values()]
-        first = (
-            told[0]
-            if told
-            else {"methods": [], "method": self.settings.method, "k": self.settings.k}
-        )
-        about = {key: first[key] for key in ("methods", "method", "k")}
-        return about | {"engines": added([one["engines"] for one in told])}
+    def status(self, responses: Mapping[Worker, httpx.Response]) -> dict[str, Any]:
+        statuses = [response.json() for response in responses.values()]
+        unknown: dict[str, Any] = {
+            "methods": [],
+            "method": self.settings.method,
+            "k": self.settings.k,
+        }
+        first = statuses[0] if statuses else unknown
+        return {
+            "methods": first["methods"],
+            "method": first["method"],
+            "k": first["k"],
+            "engines": sum_statuses([status["engines"] for status in statuses]),
+        }
 
 
-def shares_of(how: ServerSettings) -> list[dict[str, str]]:
-    """For each replica, the environment that gives it its part of the machine."""
-    count = how.replicas or 1
-    gpus = gpus_of(how.device)
-    if gpus and len(gpus) < count and how.kv_tokens is None:
+def device_environments(settings: ServerSettings, gpus: Sequence[str]) -> list[dict[str, str]]:
+    """For each replica, return the variables that assign it a GPU or a share of the threads."""
+    count = settings.replicas or 1
+    if gpus and len(gpus) < count and settings.kv_tokens is None:
         raise UserError(
-            f"--replicas {count} on {len(gpus)} GPUs: use --replicas {len(gpus)}, or say with --kv-tokens how much of"
-            " a shared GPU's memory each may take"
+            f"`replicas` is {count}, but there are {len(gpus)} GPUs: use `replicas` {len(gpus)}, or"
+            " set `kv_tokens`, each replica's share of a GPU's memory"
         )
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i in range(count)]
@@ -76,30 +94,14 @@ def shares_of(how: ServerSettings) -> list[dict[str, str]]:
     return [{"OMP_NUM_THREADS": str(max(1, threads // count))} for _ in range(count)]
 
 
-def gpus_of(device: str) -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; [] for a CPU."""
+def visible_gpus(device: str) -> list[str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them; [] for a CPU."""
     if device == "cpu":
         return []
     if device.startswith("cuda:"):
         return [device.removeprefix("cuda:")]
     import torch
 
-    there = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[:there] if visible else [str(i) for i in range(there)]
-
-
-def main(text: str) -> None:
-    from peagle.server.run import serve
-
-    given = json.loads(text)
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    try:
-        serve(ServerSettings(**given | lists))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return visible.split(",")[:count] if visible else [str(i) for i in range(count)]

@@ -1,7 +1,8 @@
-"""A drafter's folder as vLLM reads it: as it is where it has such a format, else exported into the cache folder, once.
+"""A drafter's folder as vLLM reads it.
 
-PEAGLE_HOME/vllm/NAME-METHOD-DIGEST: the digest is of the drafter, its target, the dtype and our version, so that what
-lies there is never out of date.
+A drafter in vLLM's or speculators' format is used as it is. Any other is exported once, into
+PEAGLE_HOME/vllm/NAME-METHOD-DIGEST. The digest covers the drafter, its target, the dtype and the
+version of this package, so that an exported drafter is never out of date.
 """
 
 import hashlib
@@ -20,94 +21,83 @@ from peagle.errors import UserError
 from peagle.paths import cache_home
 from peagle.server.http.logs import log_event
 
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # a vLLM config that has one is P-EAGLE's
-STORED = {"float32": "float32", "float16": "float16"}  # all else: bfloat16
+# A drafter in vLLM's format is P-EAGLE's if its config has one of these keys.
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+EXPORT_DTYPES = {"float32": "float32", "float16": "float16"}  # for any other dtype: bfloat16
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"no drafter in {folder}: its config.json cannot be read ({error})"
+            f"there is no drafter in {folder}: its config.json cannot be read ({error})"
         ) from error
-    if not isinstance(found, dict):
-        raise UserError(f"no drafter in {folder}: its config.json is no object")
-    return found
+    if not isinstance(config, dict):
+        raise UserError(f"there is no drafter in {folder}: its config.json is not an object")
+    return config
 
 
 def is_speculators(config: dict[str, Any]) -> bool:
     return "speculators_model_type" in config
 
 
-def theirs(config: dict[str, Any]) -> bool:
-    """vLLM's format or speculators', not ours."""
+def is_readable_by_vllm(config: dict[str, Any]) -> bool:
+    """Return whether it is in vLLM's or speculators' format."""
     return config.get("model_type") == "llama" or is_speculators(config)
 
 
-def method_of(config: dict[str, Any]) -> Method:
-    if not theirs(config):
+def drafter_method(config: dict[str, Any]) -> Method:
+    if not is_readable_by_vllm(config):
         return "p-eagle" if config.get("method") == "p-eagle" else "eagle3"
-    parallel = config.get("speculators_model_type") == "peagle" or any(
-        config.get(key) is not None for key in MASKS
-    )
-    return "p-eagle" if parallel else "eagle3"
+    has_mask_token = any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
+    is_parallel = config.get("speculators_model_type") == "peagle" or has_mask_token
+    return "p-eagle" if is_parallel else "eagle3"
 
 
-def exported(
+def prepare_drafter(
     pair: str, method: Method, source: DrafterSource, target: Path, dtype: str, k: int
 ) -> Path:
-    """The folder to give to vLLM."""
-    if source.folder is not None and theirs(config_of(source.folder)):
+    """Return the folder to give to vLLM; export the drafter if that is needed."""
+    if source.folder is not None and is_readable_by_vllm(read_config(source.folder)):
         return source.folder.resolve()
-    stored = STORED.get(dtype, "bfloat16")
-    name = f"{Path(pair).name}-{method}-{digest(source, target, stored)}"
+    export_dtype = EXPORT_DTYPES.get(dtype, "bfloat16")
+    name = f"{Path(pair).name}-{method}-{digest(source, target, export_dtype)}"
     folder = cache_home() / "vllm" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{name}.lock"):
         if not (folder / "config.json").is_file():
             log_event("exporting the drafter", folder=str(folder))
-            what = str(source.folder) if source.folder is not None else pair
-            wanted = [] if source.folder is not None else ["--method", method]
-            export(
-                what, folder, ["--target", str(target), "--dtype", stored, "-k", str(k), *wanted]
-            )
+            options = ["--target", str(target), "--dtype", export_dtype, "-k", str(k)]
+            if source.folder is not None:
+                export(str(source.folder), folder, options)
+            else:
+                export(pair, folder, [*options, "--method", method])
     return folder
 
 
-def export(what: str, folder: Path, options: list[str]) -> None:
-    """In a process of its own: it holds the target, and we live long."""
-    command = [
-        sys.executable,
-        "-m",
-        "peagle",
-        "export",
-        what,
-        str(folder),
-        "--to",
-        "vllm",
-        "--json",
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["it said nothing"]
-        raise UserError(
-            f"the drafter {what} could not be exported for vLLM: {last[0].removeprefix('error: ')}"
-        )
-    if lost := json.loads(done.stdout)["left_out"]:
+def export(drafter: str, folder: Path, options: list[str]) -> None:
+    """Run `peagle export` in its own process, which frees the target's memory when it ends."""
+    command = [sys.executable, "-m", "peagle", "export", drafter, str(folder), "--to", "vllm"]
+    result = subprocess.run([*command, "--json", *options], capture_output=True, text=True)
+    if result.returncode:
+        output = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        reason = output[-1].removeprefix("error: ") if output else "there is no output"
+        raise UserError(f"the drafter {drafter} could not be exported for vLLM: {reason}")
+    if left_out := json.loads(result.stdout)["left_out"]:
         log_event(
             "vLLM cannot serve all of the drafter: fewer drafts may be accepted",
-            left_out=", ".join(lost),
+            left_out=", ".join(left_out),
         )
 
 
-def digest(source: DrafterSource, target: Path, stored: str) -> str:
-    found = hashlib.sha256(json.dumps([__version__, stored, repr(source)]).encode())
+def digest(source: DrafterSource, target: Path, export_dtype: str) -> str:
+    """Hash the drafter's files by content and the target's weights by path, size and time."""
+    sha = hashlib.sha256(json.dumps([__version__, export_dtype, repr(source)]).encode())
     for file in sorted(source.folder.iterdir()) if source.folder is not None else []:
         with file.open("rb") as data:
-            found.update(hashlib.file_digest(data, "sha256").digest())
+            sha.update(hashlib.file_digest(data, "sha256").digest())
     for file in sorted(target.glob("*.safetensors")):
-        told = file.stat()
-        found.update(f"{file.resolve()} {told.st_size} {told.st_mtime_ns}".encode())
-    return found.hexdigest()[:12]
+        info = file.stat()
+        sha.update(f"{file.resolve()} {info.st_size} {info.st_mtime_ns}".encode())
+    return sha.hexdigest()[:12]

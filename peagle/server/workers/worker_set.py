@@ -1,4 +1,4 @@
-"""The workers of a server, started and closed together; a request goes to the ready one with the fewest under way."""
+"""The workers of a server. A request goes to the ready worker with the fewest in flight."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -8,7 +8,8 @@ import httpx
 
 from peagle.errors import UserError
 from peagle.server.http.errors import ApiError
-from peagle.server.workers.worker import Launch, Worker
+from peagle.server.workers.launch_spec import LaunchSpec
+from peagle.server.workers.worker import Worker
 
 
 class WorkerSet:
@@ -17,25 +18,19 @@ class WorkerSet:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(
-        self, launches: Sequence[Launch], backoff: float, on_failure: Callable[[str], None]
+        self, specs: Sequence[LaunchSpec], backoff: float, on_failure: Callable[[str], None]
     ) -> None:
-        self.all = [Worker(launch, backoff) for launch in launches]
+        """Start all workers; `on_failure` is called if one of them can never be started."""
+        self.all = [Worker(spec, backoff) for spec in specs]
         for worker in self.all:
             task = asyncio.create_task(worker.run())
-            task.add_done_callback(lambda task: self._ended(task, on_failure))
+            task.add_done_callback(lambda task: report_failure(task, on_failure))
             self._tasks.append(task)
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _ended(self, task: "asyncio.Task[None]", on_failure: Callable[[str], None]) -> None:
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        on_failure(
-            str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        )
 
     @property
     def ready(self) -> list[Worker]:
@@ -57,38 +52,42 @@ class WorkerSet:
     def state(self) -> str:
         if self.ready:
             return "ready"
-        return "restarting" if any(worker.proven for worker in self.all) else "loading"
+        return "restarting" if any(worker.was_ready for worker in self.all) else "loading"
 
     @property
-    def reason(self) -> str:
-        loading = self.state == "loading"
-        return (
-            "the model is still loading"
-            if loading
-            else "the engine stopped and is being started again"
-        )
+    def unavailable_reason(self) -> str:
+        if self.state == "loading":
+            return "the model is still loading"
+        return "the engine stopped and is being started again"
 
-    def pick(self, tried: Collection[Worker] = ()) -> Worker:
-        ready = [worker for worker in self.ready if worker not in tried]
+    def pick(self, excluded: Collection[Worker] = ()) -> Worker:
+        ready = [worker for worker in self.ready if worker not in excluded]
         if not ready:
-            raise ApiError(503, f"{self.reason}: try again later", retry_after=2)
+            raise ApiError(503, f"{self.unavailable_reason}: try again later", retry_after=2)
         return min(ready, key=lambda worker: worker.in_flight)
 
-    async def ask(self, path: str) -> dict[Worker, httpx.Response]:
-        """Of all that are ready and answer."""
-        found = await asyncio.gather(*(one(worker, path) for worker in self.ready))
+    async def get_all(self, path: str) -> dict[Worker, httpx.Response]:
+        """Return the successful responses of the ready workers."""
+        workers = self.ready
+        responses = await asyncio.gather(*(try_get(worker, path) for worker in workers))
         return {
-            worker: reply
-            for worker, reply in found
-            if reply is not None and reply.status_code == 200
+            worker: response
+            for worker, response in zip(workers, responses, strict=True)
+            if response is not None and response.status_code == 200
         }
 
-    def about(self) -> list[dict[str, Any]]:
-        return [worker.about() for worker in self.all]
+    def status(self) -> list[dict[str, Any]]:
+        return [worker.status() for worker in self.all]
 
 
-async def one(worker: Worker, path: str) -> tuple[Worker, httpx.Response | None]:
+def report_failure(task: "asyncio.Task[None]", on_failure: Callable[[str], None]) -> None:
+    if task.cancelled() or (error := task.exception()) is None:
+        return
+    on_failure(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+
+
+async def try_get(worker: Worker, path: str) -> httpx.Response | None:
     try:
-        return worker, await worker.get(path)
+        return await worker.get(path)
     except httpx.HTTPError:
-        return worker, None
+        return None

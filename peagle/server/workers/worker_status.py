@@ -1,4 +1,4 @@
-"""What the engines of several workers say of themselves, added up; and the same told by a page of vLLM's metrics."""
+"""The status of engines: summed over several workers, or derived from vLLM's metrics."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-SUMS = (
+# Fields of an engine's status that add up.
+SUMMED_FIELDS = (
     "prompt_tokens",
     "cached_tokens",
     "generated_tokens",
@@ -25,7 +26,8 @@ SUMS = (
     "step_seconds",
     "prefill_seconds",
 )
-FROM_VLLM = {
+# Fields of an engine's status, by the vLLM metric that has the same meaning.
+VLLM_METRIC_FIELDS = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:prompt_tokens_total": "prompt_tokens",
@@ -39,56 +41,68 @@ FROM_VLLM = {
 }
 
 
-def added(statuses: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By engine's name; each worker tells a status of each of its engines."""
-    names = dict.fromkeys(name for engines in statuses for name in engines)
+def sum_statuses(
+    worker_engines: Sequence[Mapping[str, Mapping[str, Any]]],
+) -> dict[str, dict[str, Any]]:
+    """Sum the engines of several workers: of each worker, the status of its engines by name."""
+    names = dict.fromkeys(name for engines in worker_engines for name in engines)
     return {
-        name: total([engines[name] for engines in statuses if name in engines]) for name in names
+        name: sum_engines([engines[name] for engines in worker_engines if name in engines])
+        for name in names
     }
 
 
-def total(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of engines of one kind. K is the busiest one's; what they have in common is told once."""
+def sum_engines(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum engines of one method; fields that do not add up, like K, are the busiest engine's."""
     busiest = max(parts, key=lambda part: part["running"])
-    told = dict(busiest) | {key: sum(part[key] for part in parts) for key in SUMS}
-    for key in ("accepted_at", "drafted_at"):
-        told[key] = [
-            sum(column) for column in zip_longest(*(part[key] for part in parts), fillvalue=0)
-        ]
-    for key in ("finished", "k_steps"):
-        told[key] = dict(sum((Counter(part[key]) for part in parts), Counter()))
-    used = sum(part["kv_usage"] * part["kv_tokens"] for part in parts)
-    told["kv_usage"] = used / told["kv_tokens"] if told["kv_tokens"] else 0.0
-    return told | fared(
-        told["drafts"], told["accepted_tokens"], told["accepted_at"], told["drafted_at"]
+    total = dict(busiest) | {key: sum(part[key] for part in parts) for key in SUMMED_FIELDS}
+    for key in ("accepted_at", "drafted_at"):  # counts by position
+        columns = zip_longest(*(part[key] for part in parts), fillvalue=0)
+        total[key] = [sum(column) for column in columns]
+    for key in ("finished", "k_steps"):  # counts by name
+        total[key] = dict(sum((Counter(part[key]) for part in parts), Counter()))
+    used_tokens = sum(part["kv_usage"] * part["kv_tokens"] for part in parts)
+    total["kv_usage"] = used_tokens / total["kv_tokens"] if total["kv_tokens"] else 0.0
+    return total | acceptance_fields(
+        total["drafts"], total["accepted_tokens"], total["accepted_at"], total["drafted_at"]
     )
 
 
-def fared(
-    drafts: float, accepted: float, at: Sequence[float], of: Sequence[float]
+def acceptance_fields(
+    drafts: float,
+    accepted_tokens: float,
+    accepted_at: Sequence[float],
+    drafted_at: Sequence[float],
 ) -> dict[str, Any]:
-    shares = [round(good / tried, 4) if tried else 0.0 for good, tried in zip(at, of, strict=True)]
+    """`accepted_at` and `drafted_at` count tokens by position in the draft."""
+    rates = [
+        round(accepted / drafted, 4) if drafted else 0.0
+        for accepted, drafted in zip(accepted_at, drafted_at, strict=True)
+    ]
     return {
-        "acceptance_length": round(1 + accepted / drafts, 4) if drafts else 1.0,
-        "accepted_per_position": shares,
+        "acceptance_length": round(1 + accepted_tokens / drafts, 4) if drafts else 1.0,
+        "accepted_per_position": rates,
     }
 
 
-def from_vllm(page: str) -> dict[str, Any]:
-    """Every engine of a vLLM together (data parallel ones have one each); its K does not change."""
-    told: dict[str, Any] = dict.fromkeys(FROM_VLLM.values(), 0)
-    at: Counter[int] = Counter()
-    usage: list[float] = []
-    for family in text_string_to_metric_families(page):
+def parse_vllm_metrics(text: str) -> dict[str, Any]:
+    """Sum all engines of a vLLM; there are several with data parallelism."""
+    status: dict[str, Any] = dict.fromkeys(VLLM_METRIC_FIELDS.values(), 0)
+    by_position: Counter[int] = Counter()
+    kv_usages: list[float] = []
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if key := FROM_VLLM.get(sample.name):
-                told[key] += int(sample.value)
+            if key := VLLM_METRIC_FIELDS.get(sample.name):
+                status[key] += int(sample.value)
             elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                at[int(sample.labels["position"])] += int(sample.value)
+                by_position[int(sample.labels["position"])] += int(sample.value)
             elif sample.name == "vllm:kv_cache_usage_perc":
-                usage.append(sample.value)
-    accepted_at = [at[i] for i in range(len(at))]
-    told |= {"accepted_at": accepted_at, "kv_usage": sum(usage) / len(usage) if usage else 0.0}
-    return told | fared(
-        told["drafts"], told["accepted_tokens"], accepted_at, [told["drafts"]] * len(accepted_at)
+                kv_usages.append(sample.value)
+    accepted_at = [by_position[i] for i in range(len(by_position))]
+    status["accepted_at"] = accepted_at
+    status["kv_usage"] = sum(kv_usages) / len(kv_usages) if kv_usages else 0.0
+    # vLLM's K is fixed: every draft has a token at every position.
+    drafted_at = [status["drafts"]] * len(accepted_at)
+    return status | acceptance_fields(
+        status["drafts"], status["accepted_tokens"], accepted_at, drafted_at
     )
