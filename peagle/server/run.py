@@ -10,9 +10,9 @@ from types import FrameType
 import uvicorn
 
 from peagle.errors import UserError
-from peagle.server.backend import Backend
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.app import build
+from peagle.server.http.backend import Backend
 from peagle.server.http.header_limit import limited_protocol
 from peagle.server.http.logs import log_event, set_up
 from peagle.server.settings import ServerSettings

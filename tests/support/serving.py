@@ -20,10 +20,10 @@ from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.core import Method
 from peagle.drafter.formats import compact
 from peagle.loaded import LoadedPair
-from peagle.server.backend import Backend
 from peagle.server.engines.engine_pool import ServerEngines
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.app import build
+from peagle.server.http.backend import Backend
 from peagle.server.run import Server, listen
 from peagle.server.settings import ServerSettings
 from tests.support.tiny_models import MASK, make_drafter, make_target

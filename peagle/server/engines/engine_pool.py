@@ -28,7 +28,7 @@ from peagle.server.settings import ServerSettings
 if TYPE_CHECKING:
     from peagle.engine.stream import Stream
     from peagle.loaded import LoadedPair
-    from peagle.server.openai.token_text import TokenTexts
+    from peagle.server.engines.token_text import TokenTexts
 
 State = Literal["loading", "ready", "restarting", "failed", "closed"]
 MAX_ENGINES = 4  # engines beside the server's own
@@ -195,7 +195,7 @@ class ServerEngines:
 
     def _settle(self, loaded: "LoadedPair") -> None:
         """Which methods there are, and which is the server's own."""
-        from peagle.server.openai.token_text import TokenTexts
+        from peagle.server.engines.token_text import TokenTexts
 
         if loaded.target.tokenizer is None:
             raise UserError(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from peagle.server.backend import Handler, check_name
 from peagle.server.engines.engine_pool import ServerEngines
 from peagle.server.engines.metrics import RequestMetrics
+from peagle.server.http.backend import Handler, check_name
 from peagle.server.http.drain import Drain
 from peagle.server.http.response_counts import ResponseCounts
 from peagle.server.settings import ServerSettings

@@ -15,20 +15,20 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from peagle import __version__
-from peagle.server.backend import Backend, Handler, backend_of
 from peagle.server.http.auth import Auth
+from peagle.server.http.backend import Backend, Handler, backend_of
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.http.limits import read_object
 from peagle.server.http.logs import Requests
 from peagle.server.http.origins import Origins
-from peagle.server.http.sse import Gone
-from peagle.server.openai.schema import (
+from peagle.server.http.schema import (
     LONGEST_NAME,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from peagle.server.http.sse import Gone
 
 PAGE = Path(__file__).parents[1] / "page"
 POLICY = (

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from peagle.server.http.errors import ApiError, from_validation
-from peagle.server.openai.schema import Model, refuse_unsupported
+from peagle.server.http.schema import Model, refuse_unsupported
 
 M = TypeVar("M", bound=Model)
 LARGE = 1 << 18  # bytes that would hold the others up

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
+from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.limits import validated
 from peagle.server.http.logs import request_notes
+from peagle.server.http.schema import ChatRequest
 from peagle.server.http.sse import unless_gone
 from peagle.server.openai.answer import Choice
 from peagle.server.openai.logprobs import chat_logprobs
 from peagle.server.openai.prompts import chat_ids
 from peagle.server.openai.reply import Reply, texts_of
-from peagle.server.openai.schema import ChatRequest
 from peagle.server.openai.submit import ask
-from peagle.server.openai.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.stream import StreamPiece

@@ -7,7 +7,7 @@ from typing import Any
 from peagle.errors import UserError
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
-from peagle.server.openai.schema import Message
+from peagle.server.http.schema import Message
 
 LONGEST_TOKEN = 128  # characters: a text of more than that times the context cannot fit
 SERVERS = (

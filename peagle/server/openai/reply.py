@@ -9,11 +9,11 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.logs import request_id, request_notes
+from peagle.server.http.schema import GenerationRequest
 from peagle.server.http.sse import DONE, EventStream, event
 from peagle.server.openai.answer import Answer, Choice
-from peagle.server.openai.schema import GenerationRequest
-from peagle.server.openai.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.stream import StreamPiece

@@ -8,7 +8,7 @@ from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
-from peagle.server.openai.schema import GenerationRequest, ResponseFormat, StructuredOutputs
+from peagle.server.http.schema import GenerationRequest, ResponseFormat, StructuredOutputs
 
 SECONDS = 20.0  # for a grammar; the first one waits for the vocabulary to be read
 OBJECT = {"type": "object"}

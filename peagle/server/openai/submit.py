@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from peagle.server.engines.driver import EngineSlot, Ticket
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
+from peagle.server.http.schema import ChatRequest, CompletionRequest
 from peagle.server.openai.answer import Answer, Choice
 from peagle.server.openai.prompts import check_room
 from peagle.server.openai.response_format import compiled
-from peagle.server.openai.schema import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse
 from peagle.server.engines.local_backend import local_backend_of
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import validated
+from peagle.server.http.schema import DetokenizeRequest, TokenizeRequest
 from peagle.server.openai.prompts import chat_ids, check_length, text_ids
-from peagle.server.openai.schema import DetokenizeRequest, TokenizeRequest
 
 
 async def tokenize(request: Request, body: dict[str, Any]) -> Response:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from peagle.errors import UserError
-from peagle.server.backend import Handler, check_name
+from peagle.server.http.backend import Handler, check_name
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event

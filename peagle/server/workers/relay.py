@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from fastapi import Request, Response
 
-from peagle.server.backend import Handler
+from peagle.server.http.backend import Handler
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import LARGE
 from peagle.server.http.logs import request_id, request_notes

@@ -19,7 +19,7 @@ from peagle.pull import pull
 from peagle.server.engines.method_choice import QUIET, choose_method
 from peagle.server.http.errors import ApiError, from_validation
 from peagle.server.http.logs import log_event
-from peagle.server.openai.schema import Extension
+from peagle.server.http.schema import Extension
 from peagle.server.settings import ServerSettings
 from peagle.server.workers.vllm_drafter import config_of, exported, is_speculators, method_of
 from peagle.server.workers.vllm_version import TOLD, VllmInstallation, find

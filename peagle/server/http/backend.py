@@ -9,7 +9,7 @@ from peagle.errors import nearest
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.response_counts import ResponseCounts
-from peagle.server.openai.schema import LONGEST_NAME
+from peagle.server.http.schema import LONGEST_NAME
 from peagle.server.settings import ServerSettings
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
