@@ -7,7 +7,7 @@ A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the c
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +106,8 @@ class Engine:
             raise UserError("`ignore_eos` does not go with a grammar: the grammar ends the answer")
         settings = Sampling(**sampling).seeded()
         ids = list(self.pair.encode(prompt, raw))
-        self._check_ids(ids, settings)
+        self.check_prompt(ids)
+        check_bias(settings, self.vocab_size)
         limits = RequestLimits(
             max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs
         )
@@ -130,6 +131,20 @@ class Engine:
             self.metrics.prompt_tokens += len(ids)
             self._lock.notify_all()
         return stream
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raise UserError unless these token ids are a prompt that fits the context."""
+        if not ids:
+            raise UserError("the prompt has no tokens: give at least one")
+        if len(ids) >= self.context:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, but with one token of the answer it must fit"
+                f" into {self.context} tokens of context: shorten it"
+            )
+        if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
+            raise UserError(
+                f"token ids {bad[:5]} are outside the target's vocabulary of {self.vocab_size}"
+            )
 
     def abort(self, id: str) -> None:
         """End a request. Unknown or finished ids are ignored."""
@@ -303,13 +318,6 @@ class Engine:
     @property
     def _on_gpu(self) -> bool:
         return self.target.device.type == "cuda"
-
-    def _check_ids(self, ids: list[int], settings: Sampling) -> None:
-        if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
-            raise UserError(
-                f"token ids {bad[:5]} are outside the target's vocabulary of {self.vocab_size}"
-            )
-        check_bias(settings, self.vocab_size)
 
     def _enable_exact(self) -> bool:
         """Whether exact mode is on; it fills passes up to a multiple of rows."""

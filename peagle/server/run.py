@@ -15,6 +15,7 @@ from peagle.server.http.app import build
 from peagle.server.http.backend import Backend
 from peagle.server.http.header_limit import limited_protocol
 from peagle.server.http.logs import log_event, set_up
+from peagle.server.openai.routes import create_local_backend
 from peagle.server.settings import ServerSettings
 from peagle.server.workers.gateway import Gateway
 from peagle.server.workers.replicas import Replicas
@@ -119,4 +120,6 @@ def serve(settings: ServerSettings) -> None:
 def front_for(settings: ServerSettings) -> Backend:
     if settings.engine == "vllm":
         return Gateway(settings, Vllm(settings))
-    return Gateway(settings, Replicas(settings)) if settings.replicas else LocalBackend.of(settings)
+    if settings.replicas:
+        return Gateway(settings, Replicas(settings))
+    return create_local_backend(settings)

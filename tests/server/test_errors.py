@@ -21,7 +21,7 @@ from tests.support.serving import (
     TEXT,
     client_of,
     events,
-    front_of,
+    make_backend,
     served,
     tiny_pair,
     until,
@@ -265,7 +265,7 @@ def test_loading_is_503() -> None:
             go.wait(20)
             return tiny_pair()
 
-        front = front_of(slowly)
+        front = make_backend(slowly)
         async with client_of(front, ready=False) as client:
             for path in ("/health", "/ping"):
                 assert "loading" in error_of(await client.get(path), 503)["message"]
@@ -284,7 +284,7 @@ def test_what_cannot_be_loaded_fails_for_good() -> None:
         def never() -> Any:
             raise UserError("no such pair")
 
-        front, told = front_of(never), list[str]()
+        front, told = make_backend(never), list[str]()
         front.engines.on_failure = told.append
         async with client_of(front, ready=False) as client:
             await until(lambda: told)
@@ -339,7 +339,7 @@ def test_an_engine_in_disorder_tells_its_requests_too(monkeypatch: pytest.Monkey
 def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         assert front.engines.main is not None
-        real, calls = front.engines._engine, list[int]()
+        real, calls = front.engines.factory.build, list[int]()
 
         def unwilling(*args: Any) -> Any:
             calls.append(1)
@@ -347,7 +347,7 @@ def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
                 raise RuntimeError("no memory")
             return real(*args)
 
-        monkeypatch.setattr(front.engines, "_engine", unwilling)
+        monkeypatch.setattr(front.engines.factory, "build", unwilling)
         monkeypatch.setattr(front.engines.main.engine.loop, "_prefill", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
         await until(lambda: front.healthy)

@@ -411,9 +411,9 @@ def test_every_file_is_shipped() -> None:
 
 def test_a_real_server(browser: "Browser") -> None:
     """`peagle serve` itself: what is typed goes to its engines, and every lane streams what they say."""
-    from tests.support.serving import front_of, running
+    from tests.support.serving import make_backend, running
 
-    with running(front_of()) as (_, url), opened(browser, SimpleNamespace(url=url)) as page:
+    with running(make_backend()) as (_, url), opened(browser, SimpleNamespace(url=url)) as page:
         assert page.inner_text("#model") == "· tiny"
         ask(page, "w6 w9 w30")
         ended(page)

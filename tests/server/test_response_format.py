@@ -41,7 +41,7 @@ async def content(client: httpx.AsyncClient, **body: Any) -> str:
 
 
 def test_json_schema() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         text = await content(client, response_format=SCHEMA)
         jsonschema.validate(json.loads(text), BOB)
         for more in (
@@ -60,7 +60,7 @@ def test_json_schema() -> None:
 
 
 def test_streams_and_logprobs() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         how = {"response_format": SCHEMA, "logprobs": True, "top_logprobs": 5}
         whole = (await ask(client, **how))["choices"][0]
         chunks = await ask(client, stream=True, **how)
@@ -80,7 +80,7 @@ def test_streams_and_logprobs() -> None:
 def test_json_object() -> None:
     """Any object: a random target may not find its end, so it is pushed to it."""
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         close = {
             str(bound_pair().target.tokenizer.convert_tokens_to_ids(token)): 100
             for token in ('"}', "}", "{}")
@@ -110,7 +110,7 @@ SPELLINGS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("kind", SPELLINGS)
 def test_spellings(kind: str) -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         value, pattern = SPELLINGS[kind]
         push = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("ab")): 50}
         text = await content(client, logit_bias=push, **{f"guided_{kind}": value})
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "both", "guided_choice"),
     "tag": (
         {"structured_outputs": {"structural_tag": "{}"}},
-        "honored",
+        "not supported",
         "structured_outputs.structural_tag",
     ),
     "backend": (
@@ -175,7 +175,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def test_refused() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         for name, (body, word, param) in BAD.items():
             error = (await ask(client, code=400, **body))["error"]
             assert word in error["message"], (name, error)
@@ -187,7 +187,7 @@ def test_refused() -> None:
 
 
 def test_any_json_and_what_is_refused_late() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         whatever = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
         digit = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("1")): 100}
         text = (await ask(client, response_format=whatever, logit_bias=digit, max_tokens=3))[
@@ -218,13 +218,13 @@ def test_a_slow_grammar_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
         time.sleep(1.0)
         return compile_(self, grammar)
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        monkeypatch.setattr("peagle.server.openai.response_format.SECONDS", 0.2)
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        monkeypatch.setattr("peagle.server.openai.response_format.COMPILE_SECONDS", 0.2)
         waiting = asyncio.create_task(ask(client, code=400, guided_regex="ab{3}"))
         await asyncio.sleep(0)
         assert (await ask(client, max_tokens=2))["choices"]
         assert "compiled within" in (await waiting)["error"]["message"]
-        monkeypatch.setattr("peagle.server.openai.response_format.SECONDS", 30.0)
+        monkeypatch.setattr("peagle.server.openai.response_format.COMPILE_SECONDS", 30.0)
         await asyncio.sleep(1.0)
         assert await content(client, guided_regex="ab{3}") == "abbb", (
             "it was compiled all the same, and kept"

@@ -18,7 +18,7 @@ from tests.support.serving import (
     TEXT,
     ask,
     events,
-    front_of,
+    make_backend,
     served,
     tiny_pair,
     until,
@@ -31,7 +31,7 @@ def expected(ids: list[int], max_tokens: int, **how: Any) -> str:
 
 
 def test_chat() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         answer = await ask(client)
         assert answer["object"] == "chat.completion" and answer["model"] == "tiny"
         assert answer["id"].startswith("chatcmpl-")
@@ -52,7 +52,7 @@ def test_chat() -> None:
 
 
 def test_chat_streams() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         whole = await ask(client)
         chunks = await ask(client, stream=True, stream_options={"include_usage": True})
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -78,7 +78,7 @@ def test_chat_streams() -> None:
 
 
 def test_choices_have_seeds_of_their_own() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         how = {"n": 4, "seed": 5, "temperature": 1.5}
         texts = [choice["message"]["content"] for choice in (await ask(client, **how))["choices"]]
         assert len(set(texts)) == 4
@@ -98,7 +98,7 @@ def test_choices_have_seeds_of_their_own() -> None:
 
 
 def test_chat_logprobs() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         choice = (await ask(client, logprobs=True, top_logprobs=3))["choices"][0]
         content = choice["logprobs"]["content"]
         assert len(content) == 8
@@ -117,7 +117,7 @@ def test_chat_logprobs() -> None:
 
 
 def test_completions() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         answer = await ask(client, TEXT)
         assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
         text = expected([6, 9, 30], 8)
@@ -141,7 +141,7 @@ def test_completions() -> None:
 
 
 def test_completion_logprobs_with_echo() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         for most in (0, 1, 5):
             for stream in (False, True):
                 answer = await ask(
@@ -186,10 +186,10 @@ def check_scores(ids: list[int], told: dict[str, list[Any]], length: int) -> Non
 def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from peagle.server.openai import prompt_logprobs
 
-    monkeypatch.setattr(prompt_logprobs, "ROWS", 3)
+    monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 3)
     prompt = [7 + i % 50 for i in range(20)]
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         answer = await ask(client, TEXT, prompt=prompt, echo=True, logprobs=1, max_tokens=1)
         check_scores(prompt, answer["choices"][0]["logprobs"], 21)
 
@@ -197,7 +197,7 @@ def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_stops() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         words = expected([6, 9, 30], 12).split()
         stop = next(word for i, word in enumerate(words) if i >= 3 and word not in words[:i])
         at = words.index(stop)
@@ -225,7 +225,7 @@ def test_stops() -> None:
 
 
 def test_what_changes_the_distribution() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         async def text(**how: Any) -> str:
             return (await ask(client, TEXT, **how))["choices"][0]["text"]
 
@@ -248,7 +248,7 @@ def test_what_changes_the_distribution() -> None:
 
 
 def test_messages() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         parts = [{"type": "text", "text": "w6 w9"}, {"type": "text", "text": "w30"}]
         plain = await ask(client)
         assert (await ask(client, messages=[{"role": "developer", "content": parts}]))[
@@ -282,7 +282,7 @@ def test_messages() -> None:
 
 
 def test_requests_are_counted_by_status() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         await ask(client)
         await ask(client, code=400, temperature=-1)
         await client.get("/health")
@@ -318,8 +318,8 @@ PAGES: list[tuple[dict[str, str], dict[str, Any], int]] = [
 @pytest.mark.parametrize(("headers", "how", "code"), PAGES)
 def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int) -> None:
     async def test() -> None:
-        front = front_of(**how)
-        transport = httpx.ASGITransport(app=app.build(front))
+        backend = make_backend(**how)
+        transport = httpx.ASGITransport(app=app.build(backend))
         key = {"authorization": "Bearer key"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             assert (await client.get("/v1/models", headers=headers | key)).status_code == code
@@ -329,7 +329,7 @@ def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int
 
 
 def test_small_endpoints() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         for method in ("GET", "POST"):
             for path in ("/health", "/ping"):
                 assert (await client.request(method, path)).status_code == 200
@@ -370,7 +370,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "race.js").write_text("export const k = 7;")
     monkeypatch.setattr(app, "PAGE", tmp_path)
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         index = await client.get("/")
         assert (
             index.text == "<title>race</title>"
@@ -393,23 +393,25 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_leaves_while_its_prompt_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     from peagle.server.openai import prompt_logprobs
 
-    real = prompt_logprobs.part
-    monkeypatch.setattr(prompt_logprobs, "ROWS", 1)
-    monkeypatch.setattr(prompt_logprobs, "part", lambda *args: (time.sleep(0.02), real(*args))[1])
+    real = prompt_logprobs.score_part
+    monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 1)
+    monkeypatch.setattr(
+        prompt_logprobs, "score_part", lambda *args: (time.sleep(0.02), real(*args))[1]
+    )
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         body = {"prompt": [7] * 200, "echo": True, "logprobs": 1, "max_tokens": 1}
         asking = asyncio.create_task(client.post(TEXT, json=body))
-        await until(lambda: front.engines.driver._slow)
+        await until(lambda: backend.engines.driver.long_jobs)
         asking.cancel()
-        await until(lambda: not front.engines.driver._slow, seconds=2)
+        await until(lambda: not backend.engines.driver.long_jobs, seconds=2)
         assert (await ask(client))["usage"]["completion_tokens"] == 8
 
     served(test)
 
 
 def test_invocations() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         chat = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
         assert (await client.post("/invocations", json=chat)).json()["object"] == "chat.completion"
         text = json.dumps({"prompt": "w6", "max_tokens": 4, "stream": True})
@@ -425,7 +427,7 @@ def test_invocations() -> None:
 def test_metrics() -> None:
     from peagle.bench.load.endpoint import parse_metrics
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         await ask(client)
         await ask(client, stream=True)
         page = (await client.get("/metrics")).text

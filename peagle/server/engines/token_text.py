@@ -1,44 +1,51 @@
-"""What single tokens look like: text for people, bytes for those who put half characters together again."""
+"""TokenTexts: the text and the bytes of single tokens, for log-probabilities and traces."""
 
 import re
 from typing import Any
 
-SPELLED = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte, as SentencePiece writes it
+SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SENTENCEPIECE_SPACE = "\u2581"
 
 
-def byte_letters() -> dict[str, int]:
-    """The letters that byte-level BPE writes bytes with: printable ones stand for themselves, the rest from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+def byte_level_alphabet() -> dict[str, int]:
+    """The byte for each character of byte-level BPE.
+
+    Printable bytes stand for themselves; the others are written as characters from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.special = frozenset(tokenizer.all_special_ids)
+        self.special_ids = frozenset(tokenizer.all_special_ids)
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.letters = byte_letters() if "ByteLevel" in str(getattr(backend, "decoder", "")) else {}
-        self._known: dict[int, bytes] = {}
+        byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
+        self.alphabet = byte_level_alphabet() if byte_level else {}
+        self._cache: dict[int, bytes] = {}
 
     def raw(self, token: int) -> bytes:
-        if token not in self._known:
-            self._known[token] = self._spell(token)
-        return self._known[token]
+        """The bytes of a token; they may end in the middle of a character."""
+        if token not in self._cache:
+            self._cache[token] = self._encode(token)
+        return self._cache[token]
 
     def text(self, token: int) -> str:
         return self.raw(token).decode("utf-8", errors="replace")
 
-    def _spell(self, token: int) -> bytes:
+    def _encode(self, token: int) -> bytes:
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""
-        if token in self.special:
+        if token in self.special_ids:
             return str(piece).encode()
-        if self.letters:
-            if all(letter in self.letters for letter in piece):
-                return bytes(self.letters[letter] for letter in piece)
-            return str(piece).encode()  # an added token is written as it is
-        if found := SPELLED.fullmatch(piece):
-            return bytes([int(found[1], 16)])
-        return str(piece).replace("\u2581", " ").encode()
+        if self.alphabet:
+            if all(letter in self.alphabet for letter in piece):
+                return bytes(self.alphabet[letter] for letter in piece)
+            return str(piece).encode()  # An added token is stored as plain text.
+        if match := SENTENCEPIECE_BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return str(piece).replace(SENTENCEPIECE_SPACE, " ").encode()

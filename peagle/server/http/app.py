@@ -22,7 +22,7 @@ from peagle.server.http.limits import read_object
 from peagle.server.http.logs import Requests
 from peagle.server.http.origins import Origins
 from peagle.server.http.schema import (
-    LONGEST_NAME,
+    MAX_NAME_CHARS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -135,7 +135,7 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(request: Request, name: str) -> dict[str, Any]:
     front = backend_of(request)
     if name not in front.settings.model_names:
-        raise ApiError(404, f"there is no model {name[:LONGEST_NAME]!r} here", "model")
+        raise ApiError(404, f"there is no model {name[:MAX_NAME_CHARS]!r} here", "model")
     return card(front, name)
 
 

@@ -1,6 +1,6 @@
 """Workers that are our own server: one native engine each, on a GPU of its own or with its share of the CPU's threads.
 
-python -m peagle.server.replicas SETTINGS      (JSON) is such a worker.
+python -m peagle.server.replica_process SETTINGS      (JSON) is such a worker.
 """
 
 import json
@@ -44,7 +44,7 @@ class Replicas:
             drain_seconds=0,
             log_prompts=False,
         )
-        command = (sys.executable, "-m", "peagle.server.workers.replicas", json.dumps(asdict(own)))
+        command = (sys.executable, "-m", "peagle.server.replica_process", json.dumps(asdict(own)))
         return Launch(f"replica-{i}", command, inherited() | share, socket, UNWELL)
 
     def passed_on(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -87,19 +87,3 @@ def gpus_of(device: str) -> list[str]:
     there = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[:there] if visible else [str(i) for i in range(there)]
-
-
-def main(text: str) -> None:
-    from peagle.server.run import serve
-
-    given = json.loads(text)
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    try:
-        serve(ServerSettings(**given | lists))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
