@@ -374,24 +374,37 @@ def test_reduced_motion_has_no_automatic_replay(browser: "Browser", server: Page
         assert page.locator("body.replaying").count() == 0 and page.is_enabled("#run")
 
 
-CONTRAST = """() => {
+LOW_CONTRAST = """() => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const rgba = (color) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255]; };
-  const over = (top, below) => top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
-  const behind = (node) => node ? over(rgba(getComputedStyle(node).backgroundColor), behind(node.parentElement)) : [255, 255, 255];
-  const light = (c) => c.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  const rgba = (color) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const blend = (top, below) =>
+    top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
+  const background = (node) => node
+    ? blend(rgba(getComputedStyle(node).backgroundColor), background(node.parentElement))
+    : [255, 255, 255];
+  const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const luminance = (color) => color.map((v) => linear(v / 255))
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const excluded = ':disabled, .visually-hidden, noscript, option';
+  const isText = (child) => child.nodeType === 3 && child.textContent.trim();
   const low = [];
   for (const node of document.querySelectorAll('body *')) {
-    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-    if (!own || !node.checkVisibility() || node.closest(':disabled, .visually-hidden, noscript, option')) continue;
-    const below = behind(node), ink = over(rgba(getComputedStyle(node).color), below);
-    const [a, b] = [light(ink), light(below)].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) low.push(`${node.className || node.tagName} ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+    const hasText = [...node.childNodes].some(isText);
+    if (!hasText || !node.checkVisibility() || node.closest(excluded)) continue;
+    const below = background(node);
+    const ink = blend(rgba(getComputedStyle(node).color), below);
+    const [a, b] = [luminance(ink), luminance(below)].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) low.push(`${node.className || node.tagName} ${ratio.toFixed(2)}`);
   }
   return [...new Set(low)];
-}"""  # noqa: E501
+}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -400,7 +413,7 @@ def test_contrast_and_names(browser: "Browser", server: PageServer, scheme: str)
         page.click("summary")
         ask(page, "Hi.")
         page.wait_for_selector("#result:not([hidden])")
-        assert page.evaluate(CONTRAST) == []
+        assert page.evaluate(LOW_CONTRAST) == []
         fields = page.locator("button, input, select, textarea")
         named = (
             "e => (e.labels?.[0]?.textContent || e.textContent || e.ariaLabel || '').trim() !== ''"

@@ -1,8 +1,8 @@
 """A server for the page without a model: simulated answers with their steps, delays and problems.
 
 `python -m tests.support.page_server` serves the page for a look. The beginning of the prompt
-chooses a problem: `401`, `429`, `400`, `broken` (the stream breaks off), `error` (an error within the
-stream), `differ` (the lanes disagree), `slow`.
+chooses a problem: `401`, `429`, `400`, `broken` (the stream breaks off), `error` (an error within
+the stream), `differ` (the lanes disagree), `slow`.
 """
 
 import json
