@@ -1,4 +1,4 @@
-"""Submit a validated request to an engine: choose the engine, check the prompts, start streams."""
+"""Submit a request to an engine: choose the engine, check the prompts, start the streams."""
 
 import asyncio
 import time
