@@ -13,10 +13,10 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
 
 
 def fit_line(points: Mapping[int, float], x: int) -> float:
-    """The value at x on the line through the two did_you_mean points, on both sides of x if possible.
+    """The value at x on the line through the two nearest points, on both sides of x if possible.
 
     Made for costs: beyond the outermost points the value never falls as x grows, and never falls
-    below half of the did_you_mean point's value. Needs two points, or one at x itself.
+    below half of the nearest point's value. Needs two points, or one at x itself.
 
     >>> fit_line({0: 1.0, 4: 3.0}, 2), fit_line({0: 1.0, 4: 3.0}, 6), fit_line({0: 3.0, 4: 1.0}, 6)
     (2.0, 4.0, 1.0)

@@ -73,7 +73,7 @@ def second(ks: Sequence[int], start: int) -> int:
 def predictions(
     found: Mapping[int, Point], rates: Sequence[float], ks: Iterable[int]
 ) -> dict[int, float]:
-    """Tokens a second with every K that is not measured: as the did_you_mean measured one, but for yield and cost."""
+    """Tokens a second with every K that is not measured: as the nearest measured one, but for yield and cost."""
     costs = {k: point.step_ms for k, point in found.items()}
     told = {}
     for k in (k for k in ks if k not in found):

@@ -125,8 +125,8 @@ def parse_drafter(entry: Any, root: Path, location: str) -> DrafterSource:
     check_hub_ids(values, location)
     format = values.get("format")
     if format not in (None, *CHECKPOINT_FORMATS):
-        known = list(CHECKPOINT_FORMATS)
-        close = did_you_mean(format, known)
+        known: list[str] = list(CHECKPOINT_FORMATS)
+        close = did_you_mean(str(format), known)
         raise UserError(f"{location}: unknown format {format!r}: use {', '.join(known)}.{close}")
     if "aux_layer_ids" in values:
         values["aux_layer_ids"] = tuple(values["aux_layer_ids"])

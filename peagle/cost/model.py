@@ -64,7 +64,7 @@ def what_if(grid: Grid, cell: ResultCell, k: int, acceptance: float | None = Non
 
 
 def step_ms(grid: Grid, cell: ResultCell, k: int) -> float:
-    """As measured with that K; else on the line through the did_you_mean two."""
+    """As measured with that K; else on the line through the nearest two."""
     found = [
         grid.at(cell.method, at, cell.concurrency)
         for at in grid.ks(cell.method)

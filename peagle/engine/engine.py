@@ -6,7 +6,7 @@ A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the c
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,13 @@ class Engine:
             self._require_open()
             self.loop.add(request, state)
         return state.stream
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raise UserError unless these token ids are a prompt that fits the context.
+
+        The KV cache may hold less; `add` checks that too.
+        """
+        PromptRules(self.context, self.vocab_size).check(ids)
 
     def abort(self, id: str) -> None:
         """End a request. Unknown or finished ids are ignored."""

@@ -15,6 +15,7 @@ from peagle.server.http.app import build_app
 from peagle.server.http.backend import Backend
 from peagle.server.http.header_limit import limited_protocol
 from peagle.server.http.logs import log_event, set_up_logging
+from peagle.server.openai.routes import create_local_backend
 from peagle.server.settings import ServerSettings
 from peagle.server.workers.gateway import Gateway
 from peagle.server.workers.replicas import ReplicaKind
@@ -128,4 +129,4 @@ def create_backend(settings: ServerSettings) -> Backend:
         return Gateway(settings, VllmKind(settings))
     if settings.replicas:
         return Gateway(settings, ReplicaKind(settings))
-    return LocalBackend.of(settings)
+    return create_local_backend(settings)

@@ -272,17 +272,17 @@ def test_demo(tiny: Path) -> None:
     drafters = {method: make_drafter(pair.target, method, 1) for method in ("p-eagle", "eagle3")}
     sources = {method: DrafterSource() for method in drafters}
     loaded = LoadedPair(replace(pair.pair, drafters=sources), pair.target, drafters)
-    rows = demo.run(loaded, 3, 16, None, Console(quiet=True))
+    rows = demo.run_demo(loaded, 3, 16, None, Console(quiet=True))
     assert [row.method for row in rows] == ["none", "p-eagle", "eagle3"]
     assert all(row.identical for row in rows)
     console = Console(record=True, width=120, file=io.StringIO())
-    demo.show(rows, loaded, console)
+    demo.show_demo(rows, loaded, console)
     shown = console.export_text()
     assert "p-eagle (untrained)" in shown
     assert "acceptance length" in shown
     assert "drafts are noise" in shown
     assert all(
-        demo.colored(answer, loaded).plain == answer.text
+        demo.color_drafts(answer, loaded).plain == answer.text
         for row in rows
         for answer in row.answers.values()
     )

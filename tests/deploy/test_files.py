@@ -1,6 +1,6 @@
 """`peagle deploy`: every file is valid by its format's own parser or schema, and the files agree with each other.
 
-Ray, SkyPilot and KServe are validated in tests/deploy (`make test-deploy`), vLLM's arguments in tests/vllm.
+Ray, SkyPilot and KServe are validate_body in tests/deploy (`make test-deploy`), vLLM's arguments in tests/vllm.
 """
 
 import re
@@ -27,7 +27,7 @@ from tests.support.deploying import (
     speculative_of,
     words_of,
 )
-from tests.support.serving import front_of
+from tests.support.serving import make_backend
 
 LOCAL = {
     "drafter": str(Path(__file__).parents[2] / "peagle" / "drafters" / "smollm2-135m" / "p-eagle")
@@ -98,7 +98,7 @@ def routes() -> set[str]:
     from fastapi import FastAPI
 
     app = FastAPI()
-    add_routes(app, front_of().route_handlers)
+    add_routes(app, make_backend().route_handlers)
     return {route.path for route in app.routes}
 
 

@@ -1,4 +1,4 @@
-"""An answer's pieces: joined by choice where they pile up, and held back only while they are sent."""
+"""The pieces of an answer: joined per choice, and paced only while they are streamed."""
 
 import asyncio
 import time
@@ -9,48 +9,50 @@ import pytest
 
 from peagle.core import Step
 from peagle.engine.stream import Stream, StreamPiece
-from peagle.server.engines.driver import Ticket
+from peagle.server.engines.engine_slot import RequestTiming
 from peagle.server.http.errors import ApiError
-from peagle.server.openai.answer import PACE, Answer, Choice
+from peagle.server.openai.answer import CHUNK_INTERVAL, Answer
+from peagle.server.openai.choice import Choice
 
 
-def answer_of(choices: int, steps: int, streams: int = 0, reason: Any = "length") -> Answer:
-    """All its pieces are there, step after step."""
-    bell = SimpleNamespace(listen=lambda: None, ring=lambda listener: listener())
-    front: Any = SimpleNamespace(
-        engines=SimpleNamespace(driver=SimpleNamespace(bell=bell, wake=lambda: None)),
+def answer_of(count: int, steps: int, streams: int = 0, reason: Any = "length") -> Answer:
+    """An answer with `count` choices whose pieces have all arrived, step by step."""
+    wakeup = SimpleNamespace(attach_loop=lambda: None, notify=lambda listener: listener())
+    backend: Any = SimpleNamespace(
+        engines=SimpleNamespace(driver=SimpleNamespace(wakeup=wakeup, wake=lambda: None)),
         drain=SimpleNamespace(in_flight=set()),
         settings=SimpleNamespace(timeout=60),
-        streams=streams,
-        measured=SimpleNamespace(piece=lambda *_, **__: None, answer=lambda _: None),
+        open_streams=streams,
+        request_metrics=SimpleNamespace(
+            observe_chunk=lambda *_, **__: None, observe_request=lambda *_: None
+        ),
     )
-    made = [
-        Choice(i, [1], Ticket(time.monotonic()), Stream(str(i), 1, lambda _: None))
-        for i in range(choices)
+    choices = [
+        Choice([1], RequestTiming(time.monotonic()), Stream(str(i), 1, lambda _: None), i)
+        for i in range(count)
     ]
     slot: Any = SimpleNamespace(name="none", engine=SimpleNamespace(closed=False))
-    answer = Answer(front, slot, made)
-    for at in range(steps + 1):
-        for choice in made:
+    answer = Answer(backend, slot, choices)
+    for i in range(steps):
+        for choice in choices:
             assert choice.stream is not None
-            end = at == steps
-            choice.stream.put(
-                StreamPiece(None, reason=reason)
-                if end
-                else StreamPiece(Step((1, 2), 2, 1), f"{at},")
-            )
+            choice.stream.put(StreamPiece(Step((1, 2), 2, 1), f"{i},"))
+    for choice in choices:
+        assert choice.stream is not None
+        choice.stream.put(StreamPiece(None, reason=reason))
     return answer
 
 
 async def all_of(answer: Answer, single: bool = False) -> list[tuple[int, str, Any]]:
-    found = []
-    while (news := await answer.next(single)) is not None:
-        found.append((news[0].index, news[1].text, news[1].reason))
+    pieces = []
+    while (arrived := await answer.next(single)) is not None:
+        choice, piece = arrived
+        pieces.append((choice.index, piece.text, piece.reason))
     answer.close()
-    return found
+    return pieces
 
 
-def test_all_that_a_choice_has_said_is_one_piece() -> None:
+def test_accumulated_pieces_of_a_choice_are_joined() -> None:
     async def main() -> None:
         answer = answer_of(3, 4)
         assert await all_of(answer) == [(i, "0,1,2,3,", "length") for i in range(3)]
@@ -61,25 +63,28 @@ def test_all_that_a_choice_has_said_is_one_piece() -> None:
     asyncio.run(main())
 
 
-def test_what_came_before_an_error_is_told_before_it() -> None:
+def test_pieces_before_an_error_arrive_before_it() -> None:
     async def main() -> None:
         answer = answer_of(2, 3, reason="abort")
         for index in (0, 1):
-            news = await answer.next()
-            assert news is not None and (news[0].index, news[1].text) == (index, "0,1,2,")
+            arrived = await answer.next()
+            assert arrived is not None
+            choice, piece = arrived
+            assert (choice.index, piece.text) == (index, "0,1,2,")
         with pytest.raises(ApiError, match="aborted"):
             await answer.next()
 
     asyncio.run(main())
 
 
-def test_a_whole_answer_is_not_held_back_and_chunks_only_as_often_as_there_are_choices() -> None:
+def test_only_streamed_answers_are_paced() -> None:
     async def main() -> None:
         async with asyncio.timeout(0.5):
-            await answer_of(8, 50, streams=1000).whole()
-        busy, began = answer_of(8, 50, streams=500), time.monotonic()
+            await answer_of(8, 50, streams=1000).wait()
+        busy = answer_of(8, 50, streams=500)
+        began = time.monotonic()
         assert len(await all_of(busy)) == 8
-        assert 7 * 500 * PACE < time.monotonic() - began < 100 * 500 * PACE
-        assert busy.front.streams == 500
+        assert 7 * 500 * CHUNK_INTERVAL < time.monotonic() - began < 100 * 500 * CHUNK_INTERVAL
+        assert busy.backend.open_streams == 500
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The engines of a server: the one that a request asks for, how many there are, what they counted."""
+"""The engines of a server: which one a request gets, how many there are, their counters."""
 
 import asyncio
 import threading
@@ -9,14 +9,17 @@ import httpx
 import pytest
 
 from peagle.errors import UserError
+from peagle.server.engines.engine_slot import EngineSlot
+from peagle.server.engines.generation_params import GenerationParams
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.engines.method_choice import choose_method
 from peagle.server.http.errors import ApiError
+from peagle.server.openai import submit
 from tests.support.serving import SETTINGS, TEXT, ask, served, tiny_pair, until
 
 
-def test_methods_agree_and_are_traced() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+def test_methods_agree_and_can_be_traced() -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         plain = (await ask(client))["choices"]
         for choice in (
             {"method": "none"},
@@ -27,11 +30,11 @@ def test_methods_agree_and_are_traced() -> None:
             assert (await ask(client, peagle=choice))["choices"] == plain
         chunks = await ask(client, stream=True, peagle={"trace": True})
         traced = [chunk["peagle"] for chunk in chunks if "peagle" in chunk]
-        assert sum(one["tokens"] for one in traced) == 8
-        assert all(one["k"] == 3 and 0 <= one["accepted"] <= one["tokens"] for one in traced)
-        assert [text for one in traced for text in one["texts"]] == plain[0]["message"][
-            "content"
-        ].split()
+        assert sum(step["tokens"] for step in traced) == 8
+        assert all(step["k"] == 3 for step in traced)
+        assert all(0 <= step["accepted"] <= step["tokens"] for step in traced)
+        texts = [text for step in traced for text in step["texts"]]
+        assert texts == plain[0]["message"]["content"].split()
         status = (await client.get("/v1/peagle/status")).json()
         assert status["method"] == "p-eagle" and status["k"] == 3 and status["state"] == "ready"
         assert set(status["methods"]) == {"none", "eagle3", "p-eagle"}
@@ -49,16 +52,16 @@ def test_methods_agree_and_are_traced() -> None:
     served(test)
 
 
-def test_trees_are_the_servers_own_choice() -> None:
-    """A request that names a method or a K gets a chain of it."""
+def test_only_the_main_engine_drafts_trees() -> None:
+    """A request that names a method or a K gets chains."""
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         plain = (await ask(client, peagle={"method": "none"}))["choices"]
         for choice in ({}, {"method": "eagle3"}, {"k": 2}, {"k": 20}):
             assert (await ask(client, peagle=choice))["choices"] == plain
-        engines = front.engines
+        engines = backend.engines
         assert engines.main is not None and set(engines.main.engine.metrics.k_steps) == {12}
-        assert all(slot.engine.max_shape.is_chain for slot in engines.others.values())
+        assert all(slot.engine.max_shape.is_chain for slot in engines.extra.values())
 
     served(test, tree=12)
 
@@ -69,84 +72,73 @@ def test_trees_need_the_servers_drafter() -> None:
         choose_method(replace(SETTINGS, method=None, tree=12), replace(pair, method="eagle3"))
 
 
-def test_engines_are_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peagle.server.engines import engine_pool
-
-    monkeypatch.setattr(engine_pool, "MAX_ENGINES", 1)
-
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+def test_extra_engines_are_limited() -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         await ask(client, peagle={"k": 1})
         assert (await ask(client, code=503, peagle={"k": 2}))["error"][
             "type"
         ] == "service_unavailable_error"
-        next(iter(front.engines.others.values())).used = 0
+        next(iter(backend.engines.extra.values())).last_used = 0
         await ask(client, peagle={"k": 2})
-        assert list(front.engines.others) == [("p-eagle", 2)]
-        counts = front.engines.counts()
-        assert (
-            counts["p-eagle k=1"]["generated_tokens"]
-            == counts["p-eagle k=2"]["generated_tokens"]
-            == 8
-        )
+        assert list(backend.engines.extra) == [("p-eagle", 2)]
+        counts = backend.engines.counts()
+        assert counts["p-eagle k=1"]["generated_tokens"] == 8
+        assert counts["p-eagle k=2"]["generated_tokens"] == 8
 
-    served(test)
+    served(test, max_extra=1)
 
 
-def test_an_engine_stays_while_somebody_prepares_to_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peagle.server.engines import engine_pool
-    from peagle.server.openai import submit as asking
+def test_engine_stays_open_while_a_request_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    scoring_allowed = asyncio.Event()
+    score_prompts = submit.score_prompts
 
-    monkeypatch.setattr(engine_pool, "MAX_ENGINES", 1)
-    held, scores = asyncio.Event(), asking.scores
+    async def delayed_scoring(*args: Any) -> Any:
+        await scoring_allowed.wait()
+        return await score_prompts(*args)
 
-    async def slow(*args: Any) -> Any:
-        await held.wait()
-        return await scores(*args)
-
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        monkeypatch.setattr(asking, "scores", slow)
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        monkeypatch.setattr(submit, "score_prompts", delayed_scoring)
         waiting = asyncio.create_task(ask(client, TEXT, echo=True, logprobs=1, peagle={"k": 1}))
-        await until(lambda: front.engines.others)
-        monkeypatch.setattr(asking, "scores", scores)
-        slot = front.engines.others["p-eagle", 1]
-        slot.used = 0
+        await until(lambda: backend.engines.extra)
+        monkeypatch.setattr(submit, "score_prompts", score_prompts)
+        slot = backend.engines.extra["p-eagle", 1]
+        slot.last_used = 0
         assert "busy" in (await ask(client, code=503, peagle={"k": 2}))["error"]["message"]
-        held.set()
+        scoring_allowed.set()
         assert (await waiting)["usage"]["completion_tokens"] == 8
-        slot.used = 0
+        slot.last_used = 0
         await ask(client, peagle={"k": 2})
-        assert slot.engine.closed and slot.askers == 0
+        assert slot.engine.closed and slot.preparing == 0
         with pytest.raises(ApiError, match="closed just now"):
-            front.engines.add(slot, [6])
+            backend.engines.add(slot, [6], GenerationParams(max_tokens=1))
 
-    served(test)
+    served(test, max_extra=1)
 
 
 def test_counters_never_go_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks while an engine goes is told the same as before and after."""
-    seen, asked = list[int](), list[threading.Thread]()
+    """Scrapes before, during and after the removal of an engine see the same counts."""
+    counts: list[int] = []
+    scrapes: list[threading.Thread] = []
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        engines = backend.engines
         await ask(client, peagle={"k": 1})
-        tallies = front.engines.tallies
-        keep = tallies.keep
+        keep = engines.status_counts.keep
 
-        def count() -> None:
-            seen.append(front.engines.counts()["p-eagle k=1"]["generated_tokens"])
+        def scrape() -> None:
+            counts.append(engines.counts()["p-eagle k=1"]["generated_tokens"])
 
-        def slow(slot: Any) -> None:
+        def keep_and_scrape(slot: EngineSlot) -> None:
             keep(slot)
-            asked.append(threading.Thread(target=count))
-            asked[0].start()
-            asked[0].join(0.3)
+            scrapes.append(threading.Thread(target=scrape))
+            scrapes[0].start()
+            scrapes[0].join(0.3)
 
-        monkeypatch.setattr(tallies, "keep", slow)
-        count()
-        front.engines.driver.submit(
-            lambda: front.engines._retire(front.engines.others["p-eagle", 1])
-        ).result()
-        asked[0].join()
-        count()
-        assert seen == [8, 8, 8]
+        monkeypatch.setattr(engines.status_counts, "keep", keep_and_scrape)
+        scrape()
+        engines.driver.submit(lambda: engines._remove(engines.extra["p-eagle", 1])).result()
+        scrapes[0].join()
+        scrape()
+        assert counts == [8, 8, 8]
 
     served(test)

@@ -21,7 +21,7 @@ from tests.support.serving import (
     TEXT,
     client_of,
     events,
-    front_of,
+    make_backend,
     served,
     tiny_pair,
     until,
@@ -263,7 +263,7 @@ def test_loading_is_503() -> None:
             go.wait(20)
             return tiny_pair()
 
-        front = front_of(slowly)
+        front = make_backend(slowly)
         async with client_of(front, ready=False) as client:
             for path in ("/health", "/ping"):
                 assert "loading" in error_of(await client.get(path), 503)["message"]
@@ -283,7 +283,7 @@ def test_a_pair_that_cannot_be_loaded_is_a_failure() -> None:
             raise UserError("no such pair")
 
         failures: list[str] = []
-        front = front_of(never)
+        front = make_backend(never)
         front.engines.on_failure = failures.append
         async with client_of(front, ready=False) as client:
             await until(lambda: failures)
@@ -340,7 +340,7 @@ def test_requests_get_an_error_even_if_the_engine_cannot_fail_them(
 def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
         assert front.engines.main is not None
-        real = front.engines._engine
+        real = front.engines.factory.build
         calls: list[int] = []
 
         def fail_twice(*args: Any) -> Any:
@@ -349,7 +349,7 @@ def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
                 raise RuntimeError("no memory")
             return real(*args)
 
-        monkeypatch.setattr(front.engines, "_engine", fail_twice)
+        monkeypatch.setattr(front.engines.factory, "build", fail_twice)
         monkeypatch.setattr(front.engines.main.engine.loop, "_prefill", lambda *_: 1 / 0)
         error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
         await until(lambda: front.is_healthy)

@@ -21,9 +21,9 @@ from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.run import Server
 from tests.support.serving import (
     HELLO,
-    all_free,
+    all_idle,
     events,
-    front_of,
+    make_backend,
     raw_request,
     running,
     slowed,
@@ -36,7 +36,7 @@ LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature":
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[tuple[LocalBackend, str]]:
-    front = front_of(
+    front = make_backend(
         max_batch=64, kv_tokens=16384, api_keys=("key",), max_body_mb=1, body_timeout=1.0
     )
     with running(front) as (_, url):
@@ -44,7 +44,7 @@ def live() -> Iterator[tuple[LocalBackend, str]]:
 
 
 def wait_free(front: LocalBackend) -> None:
-    asyncio.run(until(lambda: all_free(front)))
+    asyncio.run(until(lambda: all_idle(front)))
 
 
 def test_openai_client(live: tuple[LocalBackend, str]) -> None:
@@ -182,7 +182,7 @@ def test_incomplete_and_malformed_requests(live: tuple[LocalBackend, str]) -> No
 def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if http == "h11":
         monkeypatch.setattr("peagle.server.http.header_limit.find_spec", lambda name: None)
-    with running(front_of(api_keys=("key",))) as (_, url):
+    with running(make_backend(api_keys=("key",))) as (_, url):
         for flood in (b"a" * (1 << 17), b"a: b\r\n" * (1 << 15)):
             # The first request is complete; the headers of the second never end.
             endless = raw_request(url, "GET /health HTTP/1.1\nhost: 127.0.0.1\nx-a: a")
@@ -217,7 +217,7 @@ def until_closed(connection: socket.socket) -> bool:
 
 def test_a_client_that_does_not_read() -> None:
     """It delays no other client; its KV pages are free when its answer is complete."""
-    front = front_of(max_batch=4)
+    front = make_backend(max_batch=4)
     with running(front) as (_, url):
         body = json.dumps(LONG | {"stream": True}).encode()
         head = "POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\n"
@@ -257,7 +257,7 @@ def wait_exit(server: Server) -> None:
 
 
 def test_drain_lets_answers_finish() -> None:
-    front, replies = front_of(drain_seconds=30), dict[bool, httpx.Response]()
+    front, replies = make_backend(drain_seconds=30), dict[bool, httpx.Response]()
     with running(front) as (server, url), slowed(front, 0.01):
         threads = [asking(url, stream, replies) for stream in (True, False)]
         drain(server, front, 2)
@@ -272,7 +272,7 @@ def test_drain_lets_answers_finish() -> None:
 
 
 def test_drain_ends_what_takes_too_long() -> None:
-    front, replies = front_of(drain_seconds=0.2), dict[bool, httpx.Response]()
+    front, replies = make_backend(drain_seconds=0.2), dict[bool, httpx.Response]()
     with running(front) as (server, url), slowed(front, 0.1):
         threads = [asking(url, stream, replies) for stream in (True, False)]
         drain(server, front, 2)

@@ -1,4 +1,4 @@
-"""Answers in a format, over HTTP: OpenAI's response_format, and vLLM's spellings of the same."""
+"""Structured answers over HTTP: OpenAI's response_format, and vLLM's fields for the same."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def content(client: httpx.AsyncClient, **body: Any) -> str:
 
 
 def test_json_schema() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         text = await content(client, response_format=SCHEMA)
         jsonschema.validate(json.loads(text), BOB)
         for more in (
@@ -60,10 +60,10 @@ def test_json_schema() -> None:
 
 
 def test_streams_and_logprobs() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        how = {"response_format": SCHEMA, "logprobs": True, "top_logprobs": 5}
-        whole = (await ask(client, **how))["choices"][0]
-        chunks = await ask(client, stream=True, **how)
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        fields = {"response_format": SCHEMA, "logprobs": True, "top_logprobs": 5}
+        whole = (await ask(client, **fields))["choices"][0]
+        chunks = await ask(client, stream=True, **fields)
         streamed = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
         text = "".join(choice["delta"].get("content", "") for choice in streamed)
         assert text == whole["message"]["content"] and streamed[-1]["finish_reason"] == "stop"
@@ -71,16 +71,16 @@ def test_streams_and_logprobs() -> None:
         entries = whole["logprobs"]["content"]
         assert "".join(entry["token"] for entry in entries) == text
         assert entries[0]["token"].startswith("{")
-        assert all(one["token"].startswith("{") for one in entries[0]["top_logprobs"])
-        assert all(one["logprob"] > -9999 for entry in entries for one in entry["top_logprobs"])
+        assert all(entry["token"].startswith("{") for entry in entries[0]["top_logprobs"])
+        assert all(top["logprob"] > -9999 for entry in entries for top in entry["top_logprobs"])
 
     served(test)
 
 
 def test_json_object() -> None:
-    """Any object: a random target may not find its end, so it is pushed to it."""
+    """The logit bias makes a random target close its object."""
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         close = {
             str(bound_pair().target.tokenizer.convert_tokens_to_ids(token)): 100
             for token in ('"}', "}", "{}")
@@ -100,7 +100,7 @@ def test_json_object() -> None:
 
 
 LIST = COMPACT | {"type": "array", "items": {"enum": ["ok", 12]}, "minItems": 1, "maxItems": 3}
-SPELLINGS: dict[str, tuple[Any, str]] = {
+VLLM_FIELDS: dict[str, tuple[Any, str]] = {
     "json": (LIST, r"\[.*\]"),
     "regex": ("[0-9]{3}-[a-c]{2}", "[0-9]{3}-[a-c]{2}"),
     "choice": (["yes", "no"], "yes|no"),
@@ -108,10 +108,10 @@ SPELLINGS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SPELLINGS)
-def test_spellings(kind: str) -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        value, pattern = SPELLINGS[kind]
+@pytest.mark.parametrize("kind", VLLM_FIELDS)
+def test_vllm_fields(kind: str) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        value, pattern = VLLM_FIELDS[kind]
         push = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("ab")): 50}
         text = await content(client, logit_bias=push, **{f"guided_{kind}": value})
         assert re.fullmatch(pattern, text, re.DOTALL)
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "both", "guided_choice"),
     "tag": (
         {"structured_outputs": {"structural_tag": "{}"}},
-        "honored",
+        "not supported",
         "structured_outputs.structural_tag",
     ),
     "backend": (
@@ -175,7 +175,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def test_refused() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         for name, (body, word, param) in BAD.items():
             error = (await ask(client, code=400, **body))["error"]
             assert word in error["message"], (name, error)
@@ -186,8 +186,8 @@ def test_refused() -> None:
     served(test)
 
 
-def test_any_json_and_what_is_refused_late() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+def test_any_json_and_late_refusals() -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         whatever = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
         digit = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("1")): 100}
         text = (await ask(client, response_format=whatever, logit_bias=digit, max_tokens=3))[
@@ -195,14 +195,14 @@ def test_any_json_and_what_is_refused_late() -> None:
         ][0]
         assert text["message"]["content"] == "111"
         for stream in (False, True):
-            told = await ask(
+            reply = await ask(
                 client,
                 code=200 if stream else 400,
                 guided_json=LATE.text,
                 stream=stream,
                 max_tokens=200,
             )
-            error = told[-1]["error"] if stream else told["error"]
+            error = reply[-1]["error"] if stream else reply["error"]
             assert error["code"] == 400 and "cannot follow its grammar" in error["message"]
         page = (await client.get("/metrics")).text
         assert 'finished_reason="refused",model_name="tiny"} 2.0' in page
@@ -211,23 +211,23 @@ def test_any_json_and_what_is_refused_late() -> None:
     served(test)
 
 
-def test_a_slow_grammar_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammar_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = GrammarCompiler._compile
 
     def slow(self: GrammarCompiler, grammar: Any) -> Any:
         time.sleep(1.0)
         return compile_(self, grammar)
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        monkeypatch.setattr("peagle.server.openai.response_format.SECONDS", 0.2)
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        monkeypatch.setattr("peagle.server.openai.response_format.COMPILE_SECONDS", 0.2)
         waiting = asyncio.create_task(ask(client, code=400, guided_regex="ab{3}"))
         await asyncio.sleep(0)
         assert (await ask(client, max_tokens=2))["choices"]
         assert "compiled within" in (await waiting)["error"]["message"]
-        monkeypatch.setattr("peagle.server.openai.response_format.SECONDS", 30.0)
+        monkeypatch.setattr("peagle.server.openai.response_format.COMPILE_SECONDS", 30.0)
         await asyncio.sleep(1.0)
         assert await content(client, guided_regex="ab{3}") == "abbb", (
-            "it was compiled all the same, and kept"
+            "the grammar was compiled and cached after the timeout"
         )
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)

@@ -18,7 +18,7 @@ from tests.support.serving import (
     TEXT,
     ask,
     events,
-    front_of,
+    make_backend,
     served,
     tiny_pair,
     until,
@@ -26,12 +26,12 @@ from tests.support.serving import (
 )
 
 
-def expected(ids: list[int], max_tokens: int, **how: Any) -> str:
-    return tiny_pair().generate(ids, method="none", max_tokens=max_tokens, **how).text
+def expected(ids: list[int], max_tokens: int, **sampling: Any) -> str:
+    return tiny_pair().generate(ids, method="none", max_tokens=max_tokens, **sampling).text
 
 
 def test_chat() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         answer = await ask(client)
         assert answer["object"] == "chat.completion" and answer["model"] == "tiny"
         assert answer["id"].startswith("chatcmpl-")
@@ -43,16 +43,16 @@ def test_chat() -> None:
         }
         assert choice["finish_reason"] == "length" and choice["logprobs"] is None
         assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
-        told = answer["metrics"]["speculative_decoding"]
-        assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] > 0
-        assert told["num_draft_tokens"] == 3 * told["num_spec_steps"]
-        assert told["mean_acceptance_length"] >= 1
+        metrics = answer["metrics"]["speculative_decoding"]
+        assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"] > 0
+        assert metrics["num_draft_tokens"] == 3 * metrics["num_spec_steps"]
+        assert metrics["mean_acceptance_length"] >= 1
 
     served(test)
 
 
 def test_chat_streams() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         whole = await ask(client)
         chunks = await ask(client, stream=True, stream_options={"include_usage": True})
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -78,18 +78,20 @@ def test_chat_streams() -> None:
 
 
 def test_choices_have_seeds_of_their_own() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        how = {"n": 4, "seed": 5, "temperature": 1.5}
-        texts = [choice["message"]["content"] for choice in (await ask(client, **how))["choices"]]
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        sampling = {"n": 4, "seed": 5, "temperature": 1.5}
+        texts = [
+            choice["message"]["content"] for choice in (await ask(client, **sampling))["choices"]
+        ]
         assert len(set(texts)) == 4
         assert texts == [
-            choice["message"]["content"] for choice in (await ask(client, **how))["choices"]
+            choice["message"]["content"] for choice in (await ask(client, **sampling))["choices"]
         ]
-        one = (await ask(client, seed=7, temperature=1.5))["choices"][0]["message"]["content"]
-        assert one == texts[2]
-        assert (await ask(client, **how))["usage"]["prompt_tokens"] == 4  # read once
+        third = (await ask(client, seed=7, temperature=1.5))["choices"][0]["message"]["content"]
+        assert third == texts[2]
+        assert (await ask(client, **sampling))["usage"]["prompt_tokens"] == 4  # counted once
         streamed = ["", "", "", ""]
-        for chunk in await ask(client, stream=True, **how):
+        for chunk in await ask(client, stream=True, **sampling):
             for choice in chunk["choices"]:
                 streamed[choice["index"]] += choice["delta"].get("content", "")
         assert streamed == texts
@@ -98,7 +100,7 @@ def test_choices_have_seeds_of_their_own() -> None:
 
 
 def test_chat_logprobs() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         choice = (await ask(client, logprobs=True, top_logprobs=3))["choices"][0]
         content = choice["logprobs"]["content"]
         assert len(content) == 8
@@ -110,14 +112,14 @@ def test_chat_logprobs() -> None:
         bare = (await ask(client, logprobs=True))["choices"][0]["logprobs"]["content"]
         assert all(entry["top_logprobs"] == [] for entry in bare)
         chunks = await ask(client, logprobs=True, top_logprobs=3, stream=True)
-        told = [c["choices"][0]["logprobs"] for c in chunks]
-        assert [entry for one in told if one for entry in one["content"]] == content
+        logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [entry for part in logprobs if part for entry in part["content"]] == content
 
     served(test)
 
 
 def test_completions() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         answer = await ask(client, TEXT)
         assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
         text = expected([6, 9, 30], 8)
@@ -141,18 +143,19 @@ def test_completions() -> None:
 
 
 def test_completion_logprobs_with_echo() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        for most in (0, 1, 5):
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        for max_tokens in (0, 1, 5):
             for stream in (False, True):
                 answer = await ask(
-                    client, TEXT, echo=True, logprobs=2, max_tokens=most, stream=stream
+                    client, TEXT, echo=True, logprobs=2, max_tokens=max_tokens, stream=stream
                 )
                 chunks = answer if stream else [answer]
-                told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+                parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
                 joined = {
-                    key: [one for part in told if part for one in part[key]] for key in told[0]
+                    key: [entry for part in parts if part for entry in part[key]]
+                    for key in parts[0]
                 }
-                check_scores([6, 9, 30], joined, 3 + most)
+                check_scores([6, 9, 30], joined, 3 + max_tokens)
                 finishes = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
                 assert finishes[-1] == "length"
         usage = (await ask(client, TEXT, echo=True, logprobs=2, max_tokens=0))["usage"]
@@ -163,33 +166,36 @@ def test_completion_logprobs_with_echo() -> None:
     served(test)
 
 
-def check_scores(ids: list[int], told: dict[str, list[Any]], length: int) -> None:
+def check_scores(ids: list[int], logprobs: dict[str, list[Any]], length: int) -> None:
     import torch
 
-    target, words = tiny_pair().target, word_tokenizer()
+    target = tiny_pair().target
+    tokenizer = word_tokenizer()
     assert [
-        len(told[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        len(logprobs[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     ] == [length] * 4
-    tokens = ids + words.convert_tokens_to_ids(told["tokens"][len(ids) :])
-    assert told["tokens"] == words.convert_ids_to_tokens(tokens)
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    logits = target.forward(torch.tensor(tokens)).logits.log_softmax(-1)
+    tokens = ids + tokenizer.convert_tokens_to_ids(logprobs["tokens"][len(ids) :])
+    assert logprobs["tokens"] == tokenizer.convert_ids_to_tokens(tokens)
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    expected_logprobs = target.forward(torch.tensor(tokens)).logits.log_softmax(-1)
     for i in range(1, length):
-        assert told["token_logprobs"][i] == pytest.approx(float(logits[i - 1, tokens[i]]), abs=1e-3)
-        best = words.convert_ids_to_tokens(int(logits[i - 1].argmax()))
-        assert told["top_logprobs"][i][best] == max(told["top_logprobs"][i].values())
-        if i >= len(ids):  # greedy, and told as such: lm-eval compares the two
-            assert told["token_logprobs"][i] == max(told["top_logprobs"][i].values())
-    assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(length)]
+        assert logprobs["token_logprobs"][i] == pytest.approx(
+            float(expected_logprobs[i - 1, tokens[i]]), abs=1e-3
+        )
+        best = tokenizer.convert_ids_to_tokens(int(expected_logprobs[i - 1].argmax()))
+        assert logprobs["top_logprobs"][i][best] == max(logprobs["top_logprobs"][i].values())
+        if i >= len(ids):  # The answer is greedy: lm-eval compares the two.
+            assert logprobs["token_logprobs"][i] == max(logprobs["top_logprobs"][i].values())
+    assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:i])) for i in range(length)]
 
 
 def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from peagle.server.openai import prompt_logprobs
 
-    monkeypatch.setattr(prompt_logprobs, "ROWS", 3)
+    monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 3)
     prompt = [7 + i % 50 for i in range(20)]
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         answer = await ask(client, TEXT, prompt=prompt, echo=True, logprobs=1, max_tokens=1)
         check_scores(prompt, answer["choices"][0]["logprobs"], 21)
 
@@ -197,45 +203,47 @@ def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_stops() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         words = expected([6, 9, 30], 12).split()
         stop = next(word for i, word in enumerate(words) if i >= 3 and word not in words[:i])
-        at = words.index(stop)
-        before = " ".join(words[:at])
-        for given in (stop, [stop, "never"]):
-            answer = await ask(client, TEXT, max_tokens=12, stop=given)
+        position = words.index(stop)
+        before = " ".join(words[:position])
+        for stops in (stop, [stop, "never"]):
+            answer = await ask(client, TEXT, max_tokens=12, stop=stops)
             choice = answer["choices"][0]
             assert choice["text"].strip() == before and choice["finish_reason"] == "stop"
-            assert answer["usage"]["completion_tokens"] == at + 1
-        kept = await ask(client, TEXT, max_tokens=12, stop=stop, include_stop_str_in_output=True)
-        assert kept["choices"][0]["text"].endswith(stop)
+            assert answer["usage"]["completion_tokens"] == position + 1
+        included = await ask(
+            client, TEXT, max_tokens=12, stop=stop, include_stop_str_in_output=True
+        )
+        assert included["choices"][0]["text"].endswith(stop)
         by_id = await ask(client, TEXT, max_tokens=12, stop_token_ids=[int(stop[1:])])
         assert (
             by_id["choices"][0]["finish_reason"] == "stop"
-            and by_id["usage"]["completion_tokens"] == at + 1
+            and by_id["usage"]["completion_tokens"] == position + 1
         )
         later = await ask(
-            client, TEXT, max_tokens=12, stop_token_ids=[int(stop[1:])], min_tokens=at + 2
+            client, TEXT, max_tokens=12, stop_token_ids=[int(stop[1:])], min_tokens=position + 2
         )
-        assert later["usage"]["completion_tokens"] >= at + 2
+        assert later["usage"]["completion_tokens"] >= position + 2
         chunks = await ask(client, TEXT, max_tokens=12, stop=stop, stream=True)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks).strip() == before
 
     served(test)
 
 
-def test_what_changes_the_distribution() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        async def text(**how: Any) -> str:
-            return (await ask(client, TEXT, **how))["choices"][0]["text"]
+def test_sampling_fields() -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        async def text(**fields: Any) -> str:
+            return (await ask(client, TEXT, **fields))["choices"][0]["text"]
 
         assert await text(logit_bias={"40": 100}) == " ".join(["w40"] * 8)
         assert await text(logit_bias={40: 100}, presence_penalty=2, frequency_penalty=-1.5) != ""
         assert await text(repetition_penalty=1.8) == expected([6, 9, 30], 8, repetition_penalty=1.8)
-        for how in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.3}, {"top_k": -1}):
-            sampled = await text(temperature=1.2, seed=3, **how)
-            wanted = {name: max(value, 0) for name, value in how.items()}
-            assert sampled == expected([6, 9, 30], 8, temperature=1.2, seed=3, **wanted)
+        for fields in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.3}, {"top_k": -1}):
+            sampled = await text(temperature=1.2, seed=3, **fields)
+            sampling = {name: max(value, 0) for name, value in fields.items()}
+            assert sampled == expected([6, 9, 30], 8, temperature=1.2, seed=3, **sampling)
         long = await ask(client, TEXT, ignore_eos=True, max_tokens=40, logit_bias={"1": 5})
         assert long["usage"]["completion_tokens"] == 40
         short = await ask(client, TEXT, max_tokens=40, logit_bias={"1": 100})
@@ -248,7 +256,7 @@ def test_what_changes_the_distribution() -> None:
 
 
 def test_messages() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         parts = [{"type": "text", "text": "w6 w9"}, {"type": "text", "text": "w30"}]
         plain = await ask(client)
         assert (await ask(client, messages=[{"role": "developer", "content": parts}]))[
@@ -276,13 +284,13 @@ def test_messages() -> None:
         endless = await client.post(
             CHAT, json={"messages": HELLO, "temperature": 0, "ignore_eos": True}
         )
-        assert endless.json()["usage"]["total_tokens"] == 256  # to the end of the context
+        assert endless.json()["usage"]["total_tokens"] == 256  # up to the end of the context
 
     served(test)
 
 
 def test_requests_are_counted_by_status() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         await ask(client)
         await ask(client, code=400, temperature=-1)
         await client.get("/health")
@@ -295,7 +303,7 @@ def test_requests_are_counted_by_status() -> None:
 
 
 LOCAL = {"host": "127.0.0.1:8000"}
-PAGES: list[tuple[dict[str, str], dict[str, Any], int]] = [
+ORIGINS: list[tuple[dict[str, str], dict[str, Any], int]] = [
     (LOCAL, {}, 200),
     (LOCAL | {"origin": "http://127.0.0.1:8000"}, {}, 200),
     (LOCAL | {"origin": "http://127.0.0.1:9000"}, {}, 403),
@@ -315,11 +323,11 @@ PAGES: list[tuple[dict[str, str], dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("headers", "how", "code"), PAGES)
-def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int) -> None:
+@pytest.mark.parametrize(("headers", "settings", "code"), ORIGINS)
+def test_origins(headers: dict[str, str], settings: dict[str, Any], code: int) -> None:
     async def test() -> None:
-        front = front_of(**how)
-        transport = httpx.ASGITransport(app=app.build_app(front))
+        backend = make_backend(**settings)
+        transport = httpx.ASGITransport(app=app.build_app(backend))
         key = {"authorization": "Bearer key"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             assert (await client.get("/v1/models", headers=headers | key)).status_code == code
@@ -329,7 +337,7 @@ def test_pages_of_others(headers: dict[str, str], how: dict[str, Any], code: int
 
 
 def test_small_endpoints() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         for method in ("GET", "POST"):
             for path in ("/health", "/ping"):
                 assert (await client.request(method, path)).status_code == 200
@@ -365,12 +373,12 @@ def test_small_endpoints() -> None:
     served(test)
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "index.html").write_text("<title>race</title>")
     (tmp_path / "race.js").write_text("export const k = 7;")
     monkeypatch.setattr(app, "PAGE_FOLDER", tmp_path)
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         index = await client.get("/")
         assert (
             index.text == "<title>race</title>"
@@ -387,29 +395,31 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert again.status_code == 304
         assert (await client.get("/page/none.js")).json()["error"]["code"] == 404
 
-    served(test, api_keys=("key",))  # the page is open: it asks for the key itself
+    served(test, api_keys=("key",))  # the page needs no key: it asks the user for it
 
 
-def test_a_client_that_leaves_while_its_prompt_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_stops_when_the_client_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     from peagle.server.openai import prompt_logprobs
 
-    real = prompt_logprobs.part
-    monkeypatch.setattr(prompt_logprobs, "ROWS", 1)
-    monkeypatch.setattr(prompt_logprobs, "part", lambda *args: (time.sleep(0.02), real(*args))[1])
+    real = prompt_logprobs.score_part
+    monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 1)
+    monkeypatch.setattr(
+        prompt_logprobs, "score_part", lambda *args: (time.sleep(0.02), real(*args))[1]
+    )
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         body = {"prompt": [7] * 200, "echo": True, "logprobs": 1, "max_tokens": 1}
         asking = asyncio.create_task(client.post(TEXT, json=body))
-        await until(lambda: front.engines.driver._slow)
+        await until(lambda: backend.engines.driver.long_jobs)
         asking.cancel()
-        await until(lambda: not front.engines.driver._slow, seconds=2)
+        await until(lambda: not backend.engines.driver.long_jobs, seconds=2)
         assert (await ask(client))["usage"]["completion_tokens"] == 8
 
     served(test)
 
 
 def test_invocations() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         chat = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
         assert (await client.post("/invocations", json=chat)).json()["object"] == "chat.completion"
         text = json.dumps({"prompt": "w6", "max_tokens": 4, "stream": True})
@@ -425,21 +435,21 @@ def test_invocations() -> None:
 def test_metrics() -> None:
     from peagle.bench.load.endpoint import parse_metrics
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         await ask(client)
         await ask(client, stream=True)
         page = (await client.get("/metrics")).text
         spec = parse_metrics(page)
         assert spec is not None and spec.drafts > 0 and spec.draft_tokens == 3 * spec.drafts
         label = '{engine="p-eagle",model_name="tiny"'
-        told = dict(
+        samples = dict(
             line.rsplit(" ", 1)
             for line in page.splitlines()
             if line.startswith(("vllm:", "peagle:"))
         )
         values = {
             name.replace('{model_name="tiny",engine="p-eagle"', label): float(x)
-            for name, x in told.items()
+            for name, x in samples.items()
         }
         assert values[f"vllm:generation_tokens_total{label}}}"] == 16
         assert values[f"vllm:prompt_tokens_total{label}}}"] == 8
@@ -457,7 +467,7 @@ def test_metrics() -> None:
             assert values[f"vllm:{name}_seconds_count{label}}}"] == 2, name
         assert values[f"vllm:inter_token_latency_seconds_count{label}}}"] > 0
         assert [
-            values[f"peagle:num_speculative_{what}{label}}}"] for what in ("tokens", "nodes")
+            values[f"peagle:num_speculative_{unit}{label}}}"] for unit in ("tokens", "nodes")
         ] == [3, 3]
         assert 'finished_reason="length"' in page and 'position="0"' in page
         assert "vllm:num_preemptions_total" in page and "vllm:prefix_cache_queries_total" in page

@@ -1,7 +1,8 @@
-"""A server for the page without a model: made-up answers with their steps and delays, and everything that goes wrong.
+"""A server for the page without a model: simulated answers with their steps, delays and problems.
 
-`python -m tests.page_server` serves it for a look. What a prompt begins with chooses the trouble: `401`, `429`, `400`,
-`broken` (the stream breaks off), `error` (an error in mid-stream), `differ` (the lanes disagree), `slow`.
+`python -m tests.support.page_server` serves the page for a look. The beginning of the prompt
+chooses a problem: `401`, `429`, `400`, `broken` (the stream breaks off), `error` (an error within
+the stream), `differ` (the lanes disagree), `slow`.
 """
 
 import json
@@ -20,8 +21,9 @@ from peagle.server.http.app import CONTENT_SECURITY_POLICY
 PAGE = Path(__file__).parents[2] / "peagle" / "server" / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 METHODS = ("none", "eagle3", "p-eagle")
-SECONDS = {"none": 0.0128, "eagle3": 0.0272, "p-eagle": 0.0192}  # of a step, as on two cores
-LIKELY = {"eagle3": 0.80, "p-eagle": 0.77}  # that one more draft is accepted
+STEP_SECONDS = {"none": 0.0128, "eagle3": 0.0272, "p-eagle": 0.0192}  # measured on two cores
+ACCEPTANCE = {"eagle3": 0.80, "p-eagle": 0.77}  # probability that one more draft is accepted
+PROBLEM_STEP = 8  # `broken` and `error` end the stream at this step
 KEY = "open-sesame"
 ANSWER = '''Here is a function that does it:
 
@@ -36,14 +38,15 @@ print(is_palindrome("No lemon, no melon"))  # True
 print(is_palindrome("Palindrome"))  # False
 ```
 
-The comprehension keeps letters and digits in lower case, so that spaces, case and punctuation do not matter; the result
-is compared with itself in reverse. <b>Both</b> steps take time in proportion to the length of the text, and so does the
-memory. For very long texts two indices that walk towards each other would need no copy at all, but the short version is
-easier to read & to check.'''
+The comprehension keeps letters and digits in lower case, so that spaces, case and punctuation do
+not matter; the result is compared with itself in reverse. <b>Both</b> steps take time in
+proportion to the length of the text, and so does the memory. For very long texts two indices that
+walk towards each other would need no copy at all, but the short version is easier to read & to
+check.'''
 
 
 def tokens(text: str) -> Iterator[str]:
-    """Pieces of at most five characters, a leading space with its word: tokens enough for a page."""
+    """Pieces of at most five characters, a leading space with its word."""
     word = ""
     for char in text:
         inside = word == " " or (char.isalnum() and word[-1:].isalnum())
@@ -55,12 +58,16 @@ def tokens(text: str) -> Iterator[str]:
 
 
 def steps(method: str, k: int, limit: int, answer: str = ANSWER) -> Iterator[dict[str, Any]]:
-    """What each pass of the target brings: the first of them is the prefill, with one token and no draft."""
-    left, dice = list(islice(tokens(answer), limit)), random.Random(method)
+    """The trace of each pass. The first is the prefill, with one token and no draft."""
+    left = list(islice(tokens(answer), limit))
+    random_numbers = random.Random(method)
     drafted = 0
     while left:
-        accepted = next((i for i in range(drafted) if dice.random() > LIKELY[method]), drafted)
-        texts, left = left[: accepted + 1], left[accepted + 1 :]
+        accepted = 0
+        while accepted < drafted and random_numbers.random() <= ACCEPTANCE[method]:
+            accepted += 1
+        texts = left[: accepted + 1]
+        left = left[accepted + 1 :]
         yield {
             "accepted": accepted,
             "drafted": drafted,
@@ -71,7 +78,7 @@ def steps(method: str, k: int, limit: int, answer: str = ANSWER) -> Iterator[dic
         drafted = 0 if method == "none" else k
 
 
-class Handler(BaseHTTPRequestHandler):
+class RouteHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: "PageServer"
 
@@ -106,10 +113,11 @@ class Handler(BaseHTTPRequestHandler):
             self.stream(body, prompt)
 
     def stream(self, body: dict[str, Any], prompt: str) -> None:
-        asked, method = body["peagle"], body["peagle"]["method"]
-        k = 0 if method == "none" else 7 if asked["k"] == "auto" else asked["k"]
-        other = prompt.startswith("differ") and method == "eagle3"
-        answer = ANSWER.replace("reads the same", "is the same") if other else ANSWER
+        method = body["peagle"]["method"]
+        k = body["peagle"].get("k", 0)
+        limit = body["max_tokens"]
+        differs = prompt.startswith("differ") and method == "eagle3"
+        answer = ANSWER.replace("reads the same", "is the same") if differs else ANSWER
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -117,67 +125,51 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.server.running[method] += 1
         try:
-            self.chunks(
-                method,
-                list(steps(method, k, body["max_tokens"], answer)),
-                prompt,
-                body["max_tokens"],
-            )
+            trace = list(steps(method, 7 if k == "auto" else k, limit, answer))
+            if self.chunks(method, trace, prompt):
+                self.ending(trace, limit)
         except OSError:
             self.server.gone.set()  # the client went away
         finally:
             self.server.running[method] -= 1
 
-    def chunks(self, method: str, passes: list[dict[str, Any]], prompt: str, limit: int) -> None:
-        self.event(
-            {
-                "choices": [
-                    {
-                        "index": 0,
-                        "delta": {"role": "assistant", "content": ""},
-                        "finish_reason": None,
-                    }
-                ]
-            }
-        )
+    def chunks(self, method: str, trace: list[dict[str, Any]], prompt: str) -> bool:
+        """Send the chunks of an answer. Returns False if a problem ends it."""
+        self.delta({"role": "assistant", "content": ""})
         time.sleep(0.05)
         pace = self.server.pace * (20 if prompt.startswith("slow") else 1)
-        for i, told in enumerate(passes):
-            if prompt.startswith("broken") and i == 8:
-                return
-            if prompt.startswith("error") and i == 8:
-                self.event(
-                    {
-                        "error": {
-                            "message": "the engine stopped",
-                            "type": "server_error",
-                            "code": 500,
-                        }
-                    }
-                )
-                return
-            text = "".join(told["texts"])
-            said = (
-                told
-                if self.server.texts
-                else {name: told[name] for name in told if name != "texts"}
-            )
-            self.event(
-                {
-                    "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}],
-                    "peagle": said,
-                }
-            )
-            time.sleep(SECONDS[method] * pace)
-        sent = sum(told["tokens"] for told in passes)
-        reason = "length" if sent == limit else "stop"
+        for i, step in enumerate(trace):
+            if prompt.startswith("broken") and i == PROBLEM_STEP:
+                return False
+            if prompt.startswith("error") and i == PROBLEM_STEP:
+                error = {"message": "the engine stopped", "type": "server_error", "code": 500}
+                self.event({"error": error})
+                return False
+            sent = dict(step)
+            if not self.server.texts:
+                del sent["texts"]
+            self.delta({"content": "".join(step["texts"])}, peagle=sent)
+            time.sleep(STEP_SECONDS[method] * pace)
+        return True
+
+    def ending(self, trace: list[dict[str, Any]], limit: int) -> None:
+        tokens = sum(step["tokens"] for step in trace)
+        reason = "length" if tokens == limit else "stop"
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
-        drafts = sum(told["drafted"] > 0 for told in passes)
-        accepted = sum(told["accepted"] for told in passes)
-        length = {"mean_acceptance_length": 1 + accepted / max(1, drafts), "num_spec_steps": drafts}
-        usage = {"prompt_tokens": 12, "completion_tokens": sent, "total_tokens": 12 + sent}
-        self.event({"choices": [], "usage": usage, "metrics": {"speculative_decoding": length}})
+        drafts = sum(step["drafted"] > 0 for step in trace)
+        accepted = sum(step["accepted"] for step in trace)
+        speculation = {
+            "mean_acceptance_length": 1 + accepted / max(1, drafts),
+            "num_spec_steps": drafts,
+        }
+        usage = {"prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens}
+        metrics = {"speculative_decoding": speculation}
+        self.event({"choices": [], "usage": usage, "metrics": metrics})
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def delta(self, delta: dict[str, str], **fields: Any) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        self.event({"choices": [choice], **fields})
 
     def event(self, chunk: dict[str, Any]) -> None:
         self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
@@ -206,12 +198,12 @@ class Handler(BaseHTTPRequestHandler):
         self, code: int, content: bytes, kind: str, headers: dict[str, str] | None = None
     ) -> None:
         self.send_response(code)
-        told = {
+        own = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),
             "Content-Security-Policy": CONTENT_SECURITY_POLICY,
         }
-        for name, value in (told | (headers or {})).items():
+        for name, value in (own | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
@@ -226,10 +218,11 @@ class PageServer(ThreadingHTTPServer):
     def __init__(
         self, port: int = 0, *, methods: tuple[str, ...] = METHODS, pace: float = 1.0
     ) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
-        self.methods, self.pace = methods, pace
+        super().__init__(("127.0.0.1", port), RouteHandler)
+        self.methods = methods
+        self.pace = pace  # factor on the time of a step
         self.locked = False  # every request needs KEY
-        self.texts = True  # chunks tell the text of each token
+        self.texts = True  # chunks hold the text of each token
         self.requests: list[dict[str, Any]] = []
         self.running = dict.fromkeys(METHODS, 0)
         self.gone = Event()
@@ -240,21 +233,19 @@ class PageServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def status(self, method: str) -> dict[str, Any]:
-        busy = self.running[method]
-        told = {"k": 0, "k_reason": "", "accepted_per_position": [], "acceptance_length": 1.0}
+        rates = []
+        reason = ""
         if method != "none":
-            shares = [round(LIKELY[method] ** (i + 1), 3) for i in range(7)]
+            rates = [round(ACCEPTANCE[method] ** (i + 1), 3) for i in range(7)]
             reason = "most tokens a second at 1 request: 155 with K=7, 149 with K=5"
-            told = {
-                "k": 7,
-                "k_reason": reason,
-                "accepted_per_position": shares,
-                "acceptance_length": 1 + sum(shares),
-            }
-        return told | {
-            "running": busy,
+        return {
+            "k": len(rates),
+            "k_reason": reason,
+            "accepted_per_position": rates,
+            "acceptance_length": 1 + sum(rates),
+            "running": self.running[method],
             "waiting": 0,
-            "kv_usage": 0.013 * busy,
+            "kv_usage": 0.013 * self.running[method],
             "generated_tokens": 4711,
         }
 

@@ -1,4 +1,4 @@
-"""A tiny pair with a tokenizer, and servers over it: in process, or behind a real socket."""
+"""A tiny pair with a tokenizer, and servers for it: in process, or on a real socket."""
 
 import asyncio
 import json
@@ -20,15 +20,17 @@ from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.core import Method
 from peagle.drafter.formats import compact
 from peagle.loaded import LoadedPair
-from peagle.server.engines.engine_pool import ServerEngines
+from peagle.server.engines.engine_pool import MAX_EXTRA_ENGINES, EnginePool
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.app import build_app
 from peagle.server.http.backend import Backend
+from peagle.server.openai.routes import create_local_backend
 from peagle.server.run import Server, listen
 from peagle.server.settings import ServerSettings
 from tests.support.tiny_models import MASK, make_drafter, make_target
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 WORDS = "w6 w9 w30"
 HELLO: Any = [{"role": "user", "content": WORDS}]
 SETTINGS = ServerSettings(
@@ -50,7 +52,8 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="w1")
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{% for m in messages %}"
+        "{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
         "<user> {{ m['content'] }} {% endfor %}{% if more %}{{ more }}{% endif %}"
     )
     return tokenizer
@@ -58,7 +61,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def tiny_pair() -> LoadedPair:
-    """A random target and drafters that agree with it now and then: a chain of the same words."""
+    """A random target, and drafters whose drafts it accepts now and then."""
     target = make_target()
     target.tokenizer = word_tokenizer()
     drafters: dict[Method, Any] = {
@@ -72,7 +75,7 @@ def tiny_pair() -> LoadedPair:
 
 
 def tiny_folder(root: Path) -> Path:
-    """The same on disk: `target` and `p-eagle`."""
+    """The same pair on disk: `target` and `p-eagle`."""
     target = make_target()
     target.model.save_pretrained(root / "target")
     word_tokenizer().save_pretrained(root / "target")
@@ -81,32 +84,39 @@ def tiny_folder(root: Path) -> Path:
     return root
 
 
-def front_of(loader: Callable[[], LoadedPair] = tiny_pair, **changes: Any) -> LocalBackend:
+def make_backend(
+    loader: Callable[[], LoadedPair] = tiny_pair,
+    max_extra: int = MAX_EXTRA_ENGINES,
+    **changes: Any,
+) -> LocalBackend:
+    """A backend for the tiny pair; `changes` to SETTINGS."""
     settings = replace(SETTINGS, **changes)
-    return LocalBackend.of(settings, ServerEngines(settings, loader))
+    return create_local_backend(settings, EnginePool(settings, loader, max_extra))
 
 
-async def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Wait until the condition is true."""
     end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true"
         await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
-async def client_of(front: LocalBackend, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(front)
-    front.engines.start()
+async def client_of(backend: LocalBackend, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server in this process."""
+    app = build_app(backend)
+    backend.engines.start()
     try:
         if ready:
-            await until(lambda: front.engines.state == "ready")
+            await until(lambda: backend.engines.state == "ready")
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://127.0.0.1", timeout=60
         ) as client:
             yield client
     finally:
-        front.engines.close()
+        backend.engines.close()
 
 
 def served(
@@ -115,13 +125,13 @@ def served(
     ready: bool = True,
     **changes: Any,
 ) -> None:
-    """Runs it against a server of its own, in process; nothing is held afterwards."""
+    """Run a test against its own server in this process. It must leave no request or page."""
 
     async def main() -> None:
-        front = front_of(loader, **changes)
-        async with client_of(front, ready) as client:
-            await test(client, front)
-            await until(lambda: all_free(front))
+        backend = make_backend(loader, **changes)
+        async with client_of(backend, ready) as client:
+            await test(client, backend)
+            await until(lambda: all_idle(backend))
 
     asyncio.run(main())
 
@@ -129,38 +139,40 @@ def served(
 async def ask(
     client: httpx.AsyncClient, path: str = CHAT, code: int = 200, words: str = WORDS, **body: Any
 ) -> Any:
-    """What is answered: the body, or the events of a stream."""
-    given: dict[str, Any] = (
+    """Send a request. Returns the body of the response, or the events of a stream."""
+    prompt: dict[str, Any] = (
         {"messages": [{"role": "user", "content": words}]} if path == CHAT else {"prompt": words}
     )
-    reply = await client.post(path, json=given | {"temperature": 0, "max_tokens": 8} | body)
-    assert reply.status_code == code, reply.text
-    assert reply.headers["x-request-id"]
-    return events(reply.text) if body.get("stream") and code == 200 else reply.json()
+    response = await client.post(path, json=prompt | {"temperature": 0, "max_tokens": 8} | body)
+    assert response.status_code == code, response.text
+    assert response.headers["x-request-id"]
+    if body.get("stream") and code == 200:
+        return events(response.text)
+    return response.json()
 
 
 @contextmanager
-def on_a_thread(served: Backend) -> Iterator[tuple[Server, str]]:
-    """A real server; it stops in the end."""
-    here = listen("127.0.0.1", 0)
-    server = Server(served)
-    thread = threading.Thread(target=lambda: server.run(sockets=[here]), daemon=True)
+def on_a_thread(backend: Backend) -> Iterator[tuple[Server, str]]:
+    """A real server on a thread, and its address. It is stopped at the end."""
+    listener = listen("127.0.0.1", 0)
+    server = Server(backend)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     try:
-        yield server, f"http://127.0.0.1:{here.getsockname()[1]}"
+        yield server, f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(timeout=40)
-        here.close()
+        listener.close()
         assert not thread.is_alive(), "the server does not stop"
 
 
 @contextmanager
-def running(front: LocalBackend, ready: bool = True) -> Iterator[tuple[Server, str]]:
-    with on_a_thread(front) as (server, url):
+def running(backend: LocalBackend, ready: bool = True) -> Iterator[tuple[Server, str]]:
+    with on_a_thread(backend) as (server, url):
         end = time.monotonic() + 60
-        while ready and front.engines.state != "ready":
-            assert time.monotonic() < end, front.engines.state
+        while ready and backend.engines.state != "ready":
+            assert time.monotonic() < end, backend.engines.state
             time.sleep(0.01)
         while server.loop is None:
             time.sleep(0.01)
@@ -168,44 +180,39 @@ def running(front: LocalBackend, ready: bool = True) -> Iterator[tuple[Server, s
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Of a whole stream; its end is checked."""
+    """The events of a complete stream, without the final [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
-def all_free(front: LocalBackend) -> bool:
-    """Nobody holds a page, nobody waits."""
-    for slot in front.engines.slots:
+def all_idle(backend: LocalBackend) -> bool:
+    """Whether no engine has a live request or a used KV page."""
+    for slot in backend.engines.slots:
         slot.engine.check_integrity()
-    return all(
-        not slot.busy
-        and slot.engine.loop.scheduler.allocator.num_free
-        == slot.engine.loop.scheduler.allocator.num_pages
-        for slot in front.engines.slots
-    )
+    return all(slot.engine.idle for slot in backend.engines.slots)
 
 
 @contextmanager
-def slowed(front: LocalBackend, seconds: float) -> Iterator[None]:
-    """Every step of the server's own engine takes so long."""
-    assert front.engines.main is not None
-    rounds = front.engines.main.engine.loop
-    real = rounds.run
+def slowed(backend: LocalBackend, seconds: float) -> Iterator[None]:
+    """Delay every step of the main engine."""
+    assert backend.engines.main is not None
+    loop = backend.engines.main.engine.loop
+    run_step = loop.run
 
     def run() -> bool:
         time.sleep(seconds)
-        return real()
+        return run_step()
 
-    rounds.run = run  # type: ignore[method-assign]
+    loop.run = run  # type: ignore[method-assign]
     try:
         yield
     finally:
-        rounds.run = real  # type: ignore[method-assign]
+        loop.run = run_step  # type: ignore[method-assign]
 
 
 def raw_request(url: str, head: str, body: bytes = b"") -> socket.socket:
-    """A connection on which this was sent; for clients that do not behave."""
+    """A connection on which these bytes were sent, for clients that do not behave."""
     host, _, port = url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=20)
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)

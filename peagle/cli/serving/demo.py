@@ -1,3 +1,5 @@
+"""peagle demo."""
+
 import json
 from typing import Annotated
 
@@ -25,14 +27,14 @@ def demo(
     """
     if max_tokens < 2:
         raise UserError("a speed needs at least two tokens: use --max-tokens 2 or more")
-    from peagle.evaluate.demo import run, show
+    from peagle.evaluate.demo import run_demo, show_demo
     from peagle.loaded import load
     from peagle.progress import progress_bars
 
     with progress_bars(err, quiet=as_json) as progress:
         loaded = load(pair, device=device, dtype=dtype, progress=progress)
-    rows = run(loaded, k, max_tokens, exact, err)
+    rows = run_demo(loaded, k, max_tokens, exact, err)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], ensure_ascii=False))
     else:
-        show(rows, loaded, out)
+        show_demo(rows, loaded, out)

@@ -1,5 +1,8 @@
+"""peagle generate."""
+
 import json
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -19,48 +22,52 @@ from peagle.cli.options import (
     Target,
     Tree,
 )
-from peagle.core import Sampling, check_k, parse_method
+from peagle.core import Generation, Sampling, check_k, parse_method
 from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
+
+Words = Annotated[
+    list[str],
+    typer.Argument(metavar="[PAIR] PROMPT", help="A pair, and the prompt (- reads stdin)."),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")]
+TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0: all.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest.")]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")]
 
 
 @app.command()
 def generate(
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="[PAIR] PROMPT", help="A pair, and the prompt (- reads stdin)."),
-    ],
+    words: Words,
     method: Method = None,
     k: K = None,
     tree: Tree = 0,
     max_tokens: MaxTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0: all.")] = 0,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this share of the likeliest.")
-    ] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)
-    ] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
     exact: Exact = None,
     int8: Int8 = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    raw: Raw = False,
     target: Target = None,
     drafter: Drafter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Answer one prompt, and tell how many drafts were accepted on the way.
+    """Answer one prompt, and report how many drafts were accepted.
 
     Example: peagle generate smollm2-135m "Write a haiku about rain." --method p-eagle -k 7 --json
     """
     pair, prompt = pair_and_prompt(words)
-    Sampling(temperature, top_p, top_k, min_p, seed)  # refused before anything is loaded
-    check_k(1 if k is None else k)
-    parse_method(method or "none")
-    check_tree_nodes(tree, () if k is None else (k,), method, exact)
+    sampling = Sampling(temperature, top_p, top_k, min_p, seed)  # Checked before loading.
+    check_drafting(method, k, tree, exact)
     from peagle.loaded import load
     from peagle.progress import progress_bars
 
@@ -77,31 +84,48 @@ def generate(
         raw=raw,
         exact=exact,
         int8=int8,
-        on_text=None if as_json else lambda text: print(text, end="", flush=True),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
+        on_text=None if as_json else print_text,
+        **asdict(sampling),
     )
     if as_json:
         print(json.dumps(answer.as_dict(), ensure_ascii=False))
-        return
+    else:
+        print_statistics(answer)
+
+
+def check_drafting(method: str | None, k: int | None, tree: int, exact: bool | None) -> None:
+    check_k(1 if k is None else k)
+    parse_method(method or "none")
+    check_tree_nodes(tree, () if k is None else (k,), method, exact)
+
+
+def print_text(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def print_statistics(answer: Generation) -> None:
+    """End the line of the answer, and print its statistics to stderr."""
     print()
+    exact = ", exact" if answer.exact else ""
     err.print(
-        f"[dim]{answer.method} {answer.shape_text}: {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
-        f" acceptance length {answer.acceptance_length:.2f}, {answer.tokens_per_second:.1f} tokens/s,"
-        f" {answer.weights}{', exact' if answer.exact else ''}, finished by {answer.finish_reason}[/]",
+        f"[dim]{answer.method} {answer.shape_text}:"
+        f" {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
+        f" acceptance length {answer.acceptance_length:.2f},"
+        f" {answer.tokens_per_second:.1f} tokens/s,"
+        f" {answer.weights}{exact}, finished by {answer.finish_reason}[/]",
         highlight=False,
         soft_wrap=True,
     )
     if not answer.trained:
         err.print(
-            f"[yellow]the {answer.method} drafter of this pair is untrained: its drafts are noise[/]"
+            f"[yellow]The {answer.method} drafter of this pair is untrained: its drafts are"
+            " noise.[/]",
+            soft_wrap=True,
         )
 
 
 def pair_and_prompt(words: list[str]) -> tuple[str, str]:
+    """The pair and the prompt on the command line; the pair may be left out."""
     if len(words) > 2:
         raise UserError("give a pair and one prompt: put the prompt in quotes")
     if len(words) == 1 and words[0] in pair_names():
@@ -109,7 +133,7 @@ def pair_and_prompt(words: list[str]) -> tuple[str, str]:
     pair, prompt = words if len(words) == 2 else (DEFAULT_PAIR, words[0])
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
-        raise UserError("the prompt is empty")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise UserError("the prompt is empty: write one in quotes")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UserError("the prompt is not valid UTF-8: convert it first")
     return pair, prompt

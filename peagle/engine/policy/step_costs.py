@@ -20,18 +20,18 @@ class StepCosts:
     `seconds(batch, nodes)` is the first of these that is known:
 
     1. The lower quartile of the samples of this bucket and node count.
-    2. calibrated[nodes] * measured[n] / calibrated[n], where n is the measured node count did_you_mean
+    2. calibrated[nodes] * measured[n] / calibrated[n], where n is the measured node count nearest
        to `nodes`. `calibrate` gives costs without the host's share, so calibration gives the
        slope over node counts and measurement gives the level.
     3. The line through this bucket's own measurements: costs are about linear in nodes.
-    4. The same line between the did_you_mean other buckets, scaled to this bucket's one measurement
+    4. The same line between the nearest other buckets, scaled to this bucket's one measurement
        if there is one.
 
     Example: bucket 1 took 1.0 s with 0 nodes and 1.7 s with 7; bucket 16 took 3.0 and 4.4 s.
 
         seconds(1, 3)  = 1.3              rule 3: 1.0 + 3/7 * 0.7
         seconds(8, 0)  = 1.93             rule 4: 1.0 + 7/15 * 2.0
-        seconds(64, 7) = 4.4              rule 4: the did_you_mean bucket
+        seconds(64, 7) = 4.4              rule 4: the nearest bucket
         seconds(64, 7) = 6.0 * 4.4 / 3.0  the same after 6.0 s were measured for (64, 0)
     """
 
@@ -96,7 +96,7 @@ class StepCosts:
         return None if at_nodes is None or at_near is None else seconds * at_nodes / at_near
 
     def seconds_elsewhere(self, batch: int, nodes: int) -> float | None:
-        """The cost interpolated between the did_you_mean other buckets; None if no other is known."""
+        """The cost interpolated between the nearest other buckets; None if no other is known."""
         bucket = self.bucket(batch)
         costs = {
             other: fit_line(measured, nodes)

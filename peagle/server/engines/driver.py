@@ -1,6 +1,7 @@
-"""The one thread that touches the device: jobs, a part of each slow job, one step of every engine; again and again.
+"""Driver: the only thread that uses the device.
 
-Engines share a target, and passes of two threads would get in each other's way. Here they take turns.
+Each round runs one job, one part of a long job, and one step of every engine. The engines share
+their target, so their passes must take turns.
 """
 
 import threading
@@ -8,62 +9,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from peagle.server.engines.engine_slot import EngineSlot
 from peagle.server.engines.loop_wakeup import LoopWakeup
 
-if TYPE_CHECKING:
-    from peagle.engine import Engine
-
 T = TypeVar("T")
-STOP = 5.0  # seconds for the pass or the download under way, when it stops
-IDLE = 1.0  # seconds without a sign before the thread looks for itself
-
-
-@dataclass(slots=True)
-class Ticket:
-    """When a request came, and when the engine took it in."""
-
-    arrival: float
-    admitted: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class EngineSlot:
-    """An engine, and what the server knows of it."""
-
-    name: str
-    engine: "Engine"
-    pending: dict[str, Ticket] = field(
-        default_factory=dict
-    )  # requests that wait for their first step
-    used: float = field(default_factory=time.monotonic)
-    askers: int = 0  # that prepare a request to it
-
-    @property
-    def busy(self) -> bool:
-        return self.engine.busy
-
-    def admit(self, at: float) -> None:
-        """After a step that began at `at`: who does not wait any more?"""
-        for id in list(self.pending):
-            if not self.engine.is_waiting(id):
-                self.pending.pop(id).admitted = at
+STOP_SECONDS = 5.0  # Time for a pass or a download to end when the driver stops.
+IDLE_SECONDS = 1.0  # An idle driver looks for work this often even if it is not woken.
 
 
 class Driver:
-    def __init__(self, on_death: Callable[[EngineSlot, Exception], None]) -> None:
-        """`on_death`: told, on this thread, that a step of an engine raised."""
-        self.on_death = on_death
-        self.bell = LoopWakeup()
-        self.slots: list[EngineSlot] = []  # only this thread changes it
+    def __init__(self, on_engine_failure: Callable[[EngineSlot, Exception], None]) -> None:
+        """`on_engine_failure` is called on this thread when a step of an engine raises."""
+        self.on_engine_failure = on_engine_failure
+        self.wakeup = LoopWakeup()
+        self.slots: list[EngineSlot] = []  # Only the driver's thread changes this list.
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._slow: deque[tuple[Future[Any], Generator[None, None, Any]]] = deque()
+        self._long_jobs: deque[tuple[Future[Any], Generator[None, None, Any]]] = deque()
         self._wake = threading.Event()
         self._stopped = False
-        self._thread = threading.Thread(target=self._loop, name="peagle-driver", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="peagle-driver", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -72,41 +39,45 @@ class Driver:
         self._stopped = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(STOP)
+            self._thread.join(STOP_SECONDS)
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def long_jobs(self) -> int:
+        return len(self._long_jobs)
+
     def wake(self) -> None:
-        """There may be something to do."""
+        """Make the thread look for work now."""
         self._wake.set()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Runs it on this thread, between two steps."""
+        """Run a job on this thread, between two steps."""
         future: Future[T] = Future()
         self._jobs.put((future, job))
         self._wake.set()
         return future
 
-    def submit_slow(self, parts: Generator[None, None, T]) -> Future[T]:
-        """Runs one part of it between two steps; whoever cancels the future stops it."""
+    def submit_long(self, parts: Generator[None, None, T]) -> Future[T]:
+        """Run a long job, one part between two steps. Canceling the future stops it."""
         future: Future[T] = Future()
-        self._slow.append((future, parts))
+        self._long_jobs.append((future, parts))
         self._wake.set()
         return future
 
-    def _loop(self) -> None:
+    def _run(self) -> None:
         while not self._stopped:
-            self._wake.clear()  # before looking: a sign that comes now is not lost
-            worked = self._job()
-            worked |= self._part()
+            self._wake.clear()  # Before looking for work, so that no wake-up is lost.
+            worked = self._run_job()
+            worked |= self._run_part()
             for slot in list(self.slots):
                 worked |= self._step(slot)
             if not worked and not self._stopped:
-                self._wake.wait(IDLE)
+                self._wake.wait(IDLE_SECONDS)
 
-    def _job(self) -> bool:
+    def _run_job(self) -> bool:
         try:
             future, job = self._jobs.get_nowait()
         except Empty:
@@ -118,40 +89,40 @@ class Driver:
                 future.set_exception(error)
         return True
 
-    def _part(self) -> bool:
-        if not self._slow:
+    def _run_part(self) -> bool:
+        if not self._long_jobs:
             return False
-        future, parts = self._slow[0]
+        future, parts = self._long_jobs[0]
         if future.cancelled():
             parts.close()
-            self._slow.popleft()
+            self._long_jobs.popleft()
             return True
         try:
             next(parts)
         except StopIteration as end:
-            self._slow.popleft()
+            self._long_jobs.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_result(end.value)
         except Exception as error:
-            self._slow.popleft()
+            self._long_jobs.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         else:
-            self._slow.rotate(-1)  # they take turns
+            self._long_jobs.rotate(-1)  # Long jobs take turns.
         return True
 
     def _step(self, slot: EngineSlot) -> bool:
         if not slot.busy:
             return False
         started = time.monotonic()
-        self.bell.hold()
+        self.wakeup.hold()
         try:
             worked = slot.engine.step()
         except Exception as error:
-            self.on_death(slot, error)
+            self.on_engine_failure(slot, error)
             return True
         finally:
-            self.bell.release()
+            self.wakeup.release()
         if slot.pending:
-            slot.admit(started)
+            slot.mark_admitted(started)
         return worked

@@ -1,12 +1,14 @@
-"""The engines of a server: one for its method and K, others when a request asks for them; made again when they die.
+"""EnginePool: the engines of a server.
 
-loading -> ready <-> restarting      failed: what was asked for cannot be served at all
+The main engine serves the server's own method and K and is rebuilt when it fails. Extra engines
+are built when a request asks for another method or K.
+
+    loading -> ready <-> restarting        failed: the pair or its settings cannot be served
 """
 
 import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -15,48 +17,56 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.core import Method
-from peagle.engine.gc_tuning import freeze_live_objects
 from peagle.errors import UserError, did_you_mean
-from peagle.server.backoff import Backoff
-from peagle.server.engines.driver import Driver, EngineSlot, Ticket
-from peagle.server.engines.method_choice import Key, choose_method
-from peagle.server.engines.status_counts import Tallies
+from peagle.server.engines.driver import Driver
+from peagle.server.engines.engine_factory import EngineFactory
+from peagle.server.engines.engine_slot import EngineSlot, RequestTiming
+from peagle.server.engines.generation_params import GenerationParams
+from peagle.server.engines.method_choice import EngineKey
+from peagle.server.engines.restart_timer import RestartTimer
+from peagle.server.engines.status_counts import CountKey, StatusCounts
+from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
 from peagle.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from peagle.engine import Engine
     from peagle.engine.stream import Stream
     from peagle.loaded import LoadedPair
-    from peagle.server.openai.token_text import TokenTexts
 
-State = Literal["loading", "ready", "restarting", "failed", "closed"]
-MAX_ENGINES = 4  # engines beside the server's own
-MODEST = 1 << 13  # positions each of them has room for
-SMALL = 16  # requests each of them runs at once
+PoolState = Literal["loading", "ready", "restarting", "failed", "closed"]
+MAX_EXTRA_ENGINES = 4
+MIN_IDLE_SECONDS = 1.0  # An extra engine used more recently is not closed for another one.
+UNAVAILABLE = {
+    "ready": "the engine was closed just now",
+    "loading": "the model is still loading",
+    "restarting": "the engine stopped and is being started again",
+    "failed": "the model could not be loaded",
+    "closed": "the server is shutting down",
+}
 
 
-class ServerEngines:
+class EnginePool:
     def __init__(
-        self, settings: ServerSettings, loader: "Callable[[], LoadedPair] | None" = None
+        self,
+        settings: ServerSettings,
+        loader: "Callable[[], LoadedPair] | None" = None,
+        max_extra: int = MAX_EXTRA_ENGINES,
     ) -> None:
         self.settings = settings
-        self.state: State = "loading"
-        self.loaded: LoadedPair | None = None
-        self.texts: TokenTexts | None = None
+        self.state: PoolState = "loading"
+        self.factory = EngineFactory(settings, loader)
         self.main: EngineSlot | None = None
-        self.key: Key = ("none", 0)
-        self.methods: tuple[Method, ...] = ()
-        self.others: dict[Key, EngineSlot] = {}
-        self.tallies = Tallies()
+        self.extra: dict[EngineKey, EngineSlot] = {}
+        self.max_extra = max_extra
+        self.status_counts = StatusCounts()
         self.restarts = 0
         self.on_failure: Callable[[str], None] = lambda reason: None
-        self.driver = Driver(self._died)
-        self.tokenizing = ThreadPoolExecutor(1, "peagle-tokenizer")
-        self._loader = loader or self._load_pair
+        self.driver = Driver(self._engine_failed)
+        self.tokenizer_thread = ThreadPoolExecutor(1, "peagle-tokenizer")
         self._ids = itertools.count()
-        self._backoff, self._since = Backoff(settings.backoff), 0.0
-        self._timer: threading.Timer | None = None
+        self._restart_timer = RestartTimer(settings.backoff)
 
     def start(self) -> None:
         self.driver.start()
@@ -64,112 +74,120 @@ class ServerEngines:
 
     def close(self) -> None:
         self.state = "closed"
-        if self._timer is not None:
-            self._timer.cancel()
+        self._restart_timer.cancel()
         self.driver.stop()
         for slot in self.slots:
             slot.engine.close()
-        self.tokenizing.shutdown(wait=False)
+        self.tokenizer_thread.shutdown(wait=False)
+
+    # --- requests ---------------------------------------------------------------------------------
 
     @property
-    def slots(self) -> list[EngineSlot]:
-        return [slot for slot in (self.main, *self.others.values()) if slot is not None]
+    def unavailable_reason(self) -> str:
+        return UNAVAILABLE[self.state]
 
-    @property
-    def reason(self) -> str:
-        """Why it cannot answer now."""
-        return {
-            "ready": "the engine was closed just now",
-            "loading": "the model is still loading",
-            "restarting": "the engine stopped and is being started again",
-            "failed": "the model could not be loaded",
-        }.get(self.state, "the server is shutting down")
+    def unavailable(self) -> ApiError:
+        return ApiError(503, f"{self.unavailable_reason}: try again later", retry_after=2)
 
     def require_ready(self) -> "LoadedPair":
-        if self.state != "ready" or self.loaded is None:
-            raise ApiError(503, f"{self.reason}: try again later", retry_after=2)
-        return self.loaded
+        pair = self.factory.pair
+        if self.state != "ready" or pair is None:
+            raise self.unavailable()
+        return pair
+
+    @property
+    def key(self) -> EngineKey:
+        """The method and K of the main engine."""
+        return self.factory.key
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods that a request may choose."""
+        return self.factory.methods
+
+    @property
+    def texts(self) -> TokenTexts:
+        assert self.factory.texts is not None, "the pair is not loaded yet"
+        return self.factory.texts
 
     @property
     def context(self) -> int:
-        """The most tokens of a prompt and its answer."""
+        """The maximum number of tokens of a prompt and its answer; 0 while it is unknown."""
         return self.main.engine.context if self.main is not None else 0
 
-    def choose(self, method: str | None, k: int | str | None) -> Key:
-        """What a request asked for, or the server's own."""
+    def choose(self, method: str | None, k: int | str | None) -> EngineKey:
+        """The engine for a request that asks for this method and K; None: the server's own."""
         if method is None and k is None:
             return self.key
-        word = method or self.key[0]
-        if word not in self.methods:
-            close = did_you_mean(word, list(self.methods))
+        name = method or self.key.method
+        chosen = next((offered for offered in self.methods if offered == name), None)
+        if chosen is None:
+            close = did_you_mean(name, list(self.methods))
+            offered = ", ".join(self.methods)
             raise ApiError(
-                400,
-                f"peagle.method {word!r} is not served: use one of {', '.join(self.methods)}.{close}",
+                400, f"peagle.method {name!r} is not served: use one of {offered}.{close}"
             )
-        chosen = next(one for one in self.methods if one == word)
         if chosen == "none":
-            return "none", 0
-        return chosen, k or self.settings.k
+            return EngineKey("none", 0)
+        return EngineKey(chosen, k or self.settings.k)
 
     @asynccontextmanager
-    async def slot(self, key: Key) -> AsyncIterator[EngineSlot]:
-        """Made when it is first asked for; it stays while its askers prepare what they ask."""
-        slot = await self._slot(key)
-        slot.askers += 1
+    async def slot(self, key: EngineKey) -> AsyncIterator[EngineSlot]:
+        """The engine for this key, built if needed. It stays open while a request is prepared."""
+        slot = await self._find_slot(key)
+        slot.preparing += 1
         try:
             yield slot
         finally:
-            slot.askers -= 1
+            slot.preparing -= 1
 
-    async def _slot(self, key: Key) -> EngineSlot:
+    async def _find_slot(self, key: EngineKey) -> EngineSlot:
         self.require_ready()
-        slot = self.main if key == self.key else self.others.get(key)
-        if slot is None and key == self.key:  # it died just now
+        slot = self.main if key == self.key else self.extra.get(key)
+        if slot is None and key == self.key:  # It failed just now.
             raise ApiError(503, "the engine stopped: try again later", retry_after=2)
         if slot is None:
-            slot = await asyncio.wrap_future(self.driver.submit(lambda: self._other(key)))
-        slot.used = time.monotonic()
+            slot = await asyncio.wrap_future(self.driver.submit(lambda: self._extra_slot(key)))
+        slot.last_used = time.monotonic()
         return slot
 
-    def add(self, slot: EngineSlot, ids: list[int], **how: Any) -> "tuple[Stream, Ticket]":
+    def add(
+        self, slot: EngineSlot, ids: list[int], params: GenerationParams
+    ) -> "tuple[Stream, RequestTiming]":
+        """Queue a request. Refusals of the engine become ApiErrors: 400, 429 or 503."""
         from peagle.engine.schedule.queue import QueueFull
 
-        id, ticket = f"s{next(self._ids)}", Ticket(time.monotonic())
         try:
-            stream = slot.engine.add(ids, id=id, **how)
+            stream, timing = slot.add(f"s{next(self._ids)}", ids, params)
         except QueueFull as error:
             raise ApiError(429, str(error), retry_after=1) from error
         except UserError as error:
             if slot.engine.closed:
-                raise ApiError(503, f"{self.reason}: try again later", retry_after=2) from error
+                raise self.unavailable() from error
             raise ApiError(400, str(error)) from error
-        slot.pending[id] = ticket
         self.driver.wake()
-        return stream, ticket
+        return stream, timing
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> list[EngineSlot]:
+        return [slot for slot in (self.main, *self.extra.values()) if slot is not None]
 
     def status(self) -> dict[str, dict[str, Any]]:
         return {slot.name: slot.engine.status() for slot in self.slots}
 
-    def counts(self) -> dict[str, Counter[Any]]:
-        with self.tallies.lock:
-            return self.tallies.with_those_of(self.slots)
+    def counts(self) -> dict[str, Counter[CountKey]]:
+        with self.status_counts.lock:
+            return self.status_counts.totals(self.slots)
 
-    # --- on the driver's thread ---------------------------------------------------------------------------------------
-
-    def _load_pair(self) -> "LoadedPair":
-        from peagle.loaded import load_with_drafters
-
-        how = self.settings
-        loaded = load_with_drafters(how.pair, how.target, how.drafter, how.device, how.dtype)
-        freeze_live_objects()
-        return loaded
+    # --- building, on the driver's thread ---------------------------------------------------------
 
     def _load(self) -> None:
         started = time.monotonic()
         try:
-            self.loaded = self._loader()
-            self._settle(self.loaded)
-            self._build_main()
+            self.factory.load()
+            engine = self._start_main()
         except Exception as error:
             if self.state == "closed":
                 return
@@ -178,102 +196,62 @@ class ServerEngines:
             log_event("failed to load", logging.ERROR, None if known else error, reason=str(error))
             self.on_failure(str(error))
             return
-        seconds = round(time.monotonic() - started, 2)
-        names, weights = (
-            list(self.settings.model_names),
-            self.main.engine.weights if self.main else "",
-        )
         log_event(
             "ready",
-            model=names[0],
-            method=self.key[0],
-            k=self.key[1],
-            seconds=seconds,
-            context=self.context,
-            weights=weights,
+            model=self.settings.model_names[0],
+            method=self.key.method,
+            k=self.key.k,
+            seconds=round(time.monotonic() - started, 2),
+            context=engine.context,
+            weights=engine.weights,
         )
 
-    def _settle(self, loaded: "LoadedPair") -> None:
-        """Which methods there are, and which is the server's own."""
-        from peagle.server.openai.token_text import TokenTexts
-
-        if loaded.target.tokenizer is None:
-            raise UserError(
-                f"target {loaded.target.name!r} has no tokenizer: put its files into the target's folder"
-            )
-        self.texts = TokenTexts(loaded.target.tokenizer)
-        self.key, self.methods = choose_method(self.settings, loaded.pair)
-
-    def _build_main(self) -> None:
-        how = self.settings
-        engine = self._engine(self.key, how.kv_tokens, how.max_batch)
-        engine.warm_up()
-        self.main = EngineSlot(self.key[0], engine)
+    def _start_main(self) -> "Engine":
+        engine = self.factory.build_main()
+        self.main = EngineSlot(self.key.method, engine)
         self.driver.slots.append(self.main)
-        self.state, self._since = "ready", time.monotonic()
+        self.state = "ready"
+        self._restart_timer.engine_ready()
+        return engine
 
-    def _engine(self, key: Key, tokens: int | None, batch: int) -> Any:
-        from peagle.engine import Engine, EngineConfig
-
-        how = self.settings
-        own = (
-            key[0] == self.key[0] and key[1] == how.k
-        )  # a request that names a K of its own gets a chain
-        config = EngineConfig(
-            method=key[0],
-            k=key[1] or "auto",
-            tree=how.tree if own else 0,
-            max_batch=batch,
-            context=how.context,
-            kv_tokens=tokens,
-            prefill_chunk=how.chunk,
-            max_queue=how.max_queue,
-            exact=how.exact,
-            int8=how.int8,
-            prefix_caching=how.prefix_caching,
-            cuda_graphs=how.graphs,
-            thread=False,
-        )
-        return Engine(self.loaded or how.pair, config)
-
-    def _other(self, key: Key) -> EngineSlot:
-        if key in self.others:
-            return self.others[key]
-        if len(self.others) >= MAX_ENGINES:
-            self._make_room()
-        modest = max(MODEST, self.settings.context or 0)
-        engine = self._engine(
-            key, min(modest, self.settings.kv_tokens or modest), min(SMALL, self.settings.max_batch)
-        )
-        name = key[0] if key[1] in (0, self.settings.k) else f"{key[0]} k={key[1]}"
-        slot = self.others[key] = EngineSlot(name, engine)
+    def _extra_slot(self, key: EngineKey) -> EngineSlot:
+        if key in self.extra:
+            return self.extra[key]
+        if len(self.extra) >= self.max_extra:
+            self._close_idle_engine()
+        slot = EngineSlot(self.factory.engine_name(key), self.factory.build_extra(key))
+        self.extra[key] = slot
         self.driver.slots.append(slot)
         return slot
 
-    def _make_room(self) -> None:
-        """The engine that was not used for longest goes, if nobody needs it."""
+    def _close_idle_engine(self) -> None:
+        """Close the extra engine that was unused for the longest time."""
+        now = time.monotonic()
         idle = [
-            (slot.used, key) for key, slot in self.others.items() if not (slot.busy or slot.askers)
+            slot
+            for slot in self.extra.values()
+            if not slot.busy and not slot.preparing and now - slot.last_used > MIN_IDLE_SECONDS
         ]
-        idle = [(used, key) for used, key in idle if time.monotonic() - used > 1]
         if not idle:
             raise ApiError(
                 503, "all engines beside the server's own are busy: try again later", retry_after=2
             )
-        slot = self.others[min(idle)[1]]
+        slot = min(idle, key=lambda slot: slot.last_used)
         slot.engine.close()
-        self._retire(slot)
+        self._remove(slot)
 
-    def _retire(self, slot: EngineSlot) -> None:
+    def _remove(self, slot: EngineSlot) -> None:
         self.driver.slots.remove(slot)
-        with self.tallies.lock:
-            self.tallies.keep(slot)
+        with self.status_counts.lock:
+            self.status_counts.keep(slot)
             if slot is self.main:
                 self.main = None
-            self.others = {key: one for key, one in self.others.items() if one is not slot}
+            self.extra = {key: other for key, other in self.extra.items() if other is not slot}
 
-    def _died(self, slot: EngineSlot, error: Exception) -> None:
-        """Whoever waits is told; the server's own engine is made again."""
+    # --- failures, on the driver's thread ---------------------------------------------------------
+
+    def _engine_failed(self, slot: EngineSlot, error: Exception) -> None:
+        """End the requests of a failed engine. The main engine is built again."""
         log_event(
             "engine died",
             logging.ERROR,
@@ -281,47 +259,38 @@ class ServerEngines:
             engine=slot.name,
             live=slot.engine.live_requests,
         )
-        ours = slot is self.main
-        if ours:
-            self.state = "restarting" if self.state == "ready" else self.state
-        failed = slot.engine.fail("the engine stopped: try again")
-        if failed is not None:
-            log_event("a dead engine could not be closed", logging.ERROR, failed, engine=slot.name)
-        self._retire(slot)
-        if ours:
-            self._again(time.monotonic() - self._since, reload=False)
+        is_main = slot is self.main
+        if is_main and self.state == "ready":
+            self.state = "restarting"
+        close_error = slot.engine.fail("the engine stopped: try again")
+        if close_error is not None:
+            log_event(
+                "a dead engine could not be closed", logging.ERROR, close_error, engine=slot.name
+            )
+        self._remove(slot)
+        if is_main:
+            self._schedule_restart(reload=False)
 
-    def _again(self, lived: float, reload: bool) -> None:
+    def _schedule_restart(self, reload: bool) -> None:
         if self.state == "closed":
             return
-        wait = self._backoff.next(lived)
-        log_event("engine to be made again", logging.WARNING, engine=self.key[0], next_try_in=wait)
-        self._timer = threading.Timer(
-            wait, lambda: self.driver.submit(lambda: self._restart(reload))
+        wait = self._restart_timer.schedule(
+            lambda: self.driver.submit(lambda: self._restart(reload))
         )
-        self._timer.daemon = True
-        self._timer.start()
+        log_event(
+            "engine to be made again", logging.WARNING, engine=self.key.method, next_try_in=wait
+        )
 
     def _restart(self, reload: bool) -> None:
-        """From the weights that are there; if that fails, from the files."""
+        """Rebuild the main engine from the loaded weights; if that failed, from the files."""
         self.restarts += 1
-        release(self.loaded)
+        self.factory.release_memory()
         try:
             if reload:
-                self.loaded = None
-                self.loaded = self._loader()
-            self._build_main()
+                self.factory.reload()
+            self._start_main()
         except Exception as error:
             log_event("restart failed", logging.ERROR, error)
-            self._again(0.0, reload=True)
+            self._schedule_restart(reload=True)
             return
-        log_event("restarted", engine=self.key[0], restarts=self.restarts)
-
-
-def release(loaded: "LoadedPair | None") -> None:
-    """An engine's memory, before the next one wants as much."""
-    import torch
-
-    freeze_live_objects()
-    if loaded is not None and loaded.target.device.type == "cuda":
-        torch.cuda.empty_cache()
+        log_event("restarted", engine=self.key.method, restarts=self.restarts)

@@ -1,4 +1,4 @@
-"""Engines in this process, and what every handler needs of them: the settings, the drain, the histograms."""
+"""LocalBackend: the backend that answers with engines in this process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from peagle.server.engines.engine_pool import ServerEngines
+from peagle.server.engines.engine_pool import EnginePool
 from peagle.server.engines.metrics import RequestMetrics
-from peagle.server.http.backend import RouteHandler, check_model_name
+from peagle.server.http.backend import RouteHandler, check_model_name, get_backend
 from peagle.server.http.drain import Drain
 from peagle.server.http.response_counts import ResponseCounts
 from peagle.server.settings import ServerSettings
@@ -20,41 +20,25 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class LocalBackend:
     settings: ServerSettings
-    engines: ServerEngines
-    drain: Drain
-    response_counts: ResponseCounts
-    measured: RequestMetrics
+    route_handlers: Mapping[str, RouteHandler]
+    engines: EnginePool
+    drain: Drain = field(init=False)
+    response_counts: ResponseCounts = field(init=False)
+    request_metrics: RequestMetrics = field(init=False)
     model_name: str = field(init=False)
-    streams: int = 0  # answers that are being sent as they grow
+    open_streams: int = 0  # Answers that are being sent chunk by chunk.
 
     def __post_init__(self) -> None:
         self.model_name = self.settings.model_names[0]
-
-    @classmethod
-    def of(cls, settings: ServerSettings, engines: ServerEngines | None = None) -> "LocalBackend":
-        engines, model = engines or ServerEngines(settings), settings.model_names[0]
-        replies = ResponseCounts(model)
-        return cls(
-            settings,
-            engines,
-            Drain(settings.drain_seconds),
-            replies,
-            RequestMetrics(model, engines, replies),
-        )
+        self.drain = Drain(self.settings.drain_seconds)
+        self.response_counts = ResponseCounts(self.model_name)
+        self.request_metrics = RequestMetrics(self.model_name, self.engines, self.response_counts)
 
     def require(self, model: str | None) -> "LoadedPair":
-        """The pair, if a new request may come in and calls the model by its name, or by none."""
+        """The loaded pair, if the server accepts a request for the model of this name."""
         self.drain.check_accepting()
         check_model_name(model, self.settings.model_names)
         return self.engines.require_ready()
-
-    @property
-    def route_handlers(self) -> Mapping[str, RouteHandler]:
-        from peagle.server.openai.chat import chat
-        from peagle.server.openai.completions import complete
-        from peagle.server.openai.tokenize import detokenize, tokenize
-
-        return {"chat": chat, "complete": complete, "tokenize": tokenize, "detokenize": detokenize}
 
     @property
     def is_healthy(self) -> bool:
@@ -66,7 +50,7 @@ class LocalBackend:
 
     @property
     def unavailable_reason(self) -> str:
-        return self.engines.reason
+        return self.engines.unavailable_reason
 
     @property
     def context(self) -> int:
@@ -81,20 +65,21 @@ class LocalBackend:
 
     async def status(self) -> dict[str, Any]:
         engines = self.engines
-        method, k = engines.key
-        about = {"model": self.model_name, "state": engines.state, "restarts": engines.restarts}
-        return about | {
+        return {
+            "model": self.model_name,
+            "state": engines.state,
+            "restarts": engines.restarts,
             "methods": list(engines.methods),
-            "method": method,
-            "k": k,
+            "method": engines.key.method,
+            "k": engines.key.k,
             "engines": engines.status(),
         }
 
     async def metrics(self) -> bytes:
-        return self.measured.page()
+        return self.request_metrics.page()
 
 
 def local_backend_of(request: Request) -> LocalBackend:
-    found = request.app.state.backend
-    assert isinstance(found, LocalBackend)
-    return found
+    backend = get_backend(request)
+    assert isinstance(backend, LocalBackend)
+    return backend

@@ -1,4 +1,7 @@
-"""One sign to the event loop for all the pieces of a step, not one for each: two threads would fight over every one."""
+"""LoopWakeup: wake the event loop once per engine step instead of once per piece of an answer.
+
+Every wakeup makes the event loop's thread compete with the engine's thread for the interpreter.
+"""
 
 import asyncio
 from collections import deque
@@ -11,36 +14,37 @@ Listener = Callable[[], None]
 class LoopWakeup:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._rung: deque[Listener] = deque()
-        self._under_way = False  # the loop will look
-        self._held = False
+        self._notified: deque[Listener] = deque()
+        self._scheduled = False  # The loop will run `_run_listeners`.
+        self._on_hold = False
 
-    def listen(self) -> None:
-        """From the event loop whose listeners are called."""
+    def attach_loop(self) -> None:
+        """Use the running event loop from now on; listeners are called there."""
         self._loop = asyncio.get_running_loop()
 
-    def ring(self, listener: Listener) -> None:
-        """From any thread: the loop calls `listener`, soon."""
-        self._rung.append(listener)
-        if not self._held:
-            self._call()
+    def notify(self, listener: Listener) -> None:
+        """Have the event loop call `listener` soon. Any thread may call this."""
+        self._notified.append(listener)
+        if not self._on_hold:
+            self._schedule()
 
     def hold(self) -> None:
-        """Until `release`, rings are collected."""
-        self._held = True
+        """Collect notifications until `release`."""
+        self._on_hold = True
 
     def release(self) -> None:
-        self._held = False
-        if self._rung:
-            self._call()
+        self._on_hold = False
+        if self._notified:
+            self._schedule()
 
-    def _call(self) -> None:
-        if not self._under_way and self._loop is not None:
-            self._under_way = True
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._answer)
+    def _schedule(self) -> None:
+        if not self._scheduled and self._loop is not None:
+            self._scheduled = True
+            with suppress(RuntimeError):  # The loop is closed: there are no listeners any more.
+                self._loop.call_soon_threadsafe(self._run_listeners)
 
-    def _answer(self) -> None:
-        self._under_way = False  # before looking: who rings now is heard, here or in the next call
-        while self._rung:
-            self._rung.popleft()()
+    def _run_listeners(self) -> None:
+        # Cleared first: a notification that arrives now is handled here or in the next call.
+        self._scheduled = False
+        while self._notified:
+            self._notified.popleft()()

@@ -1,177 +1,194 @@
-"""/metrics under vLLM's names: counters and gauges from the engines when they are asked for, histograms per request."""
+"""RequestMetrics: /metrics under vLLM's names.
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+Counters and gauges are read from the engines at each scrape; histograms are filled per request.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from peagle.server.engines.engine_pool import ServerEngines
-    from peagle.server.openai.answer import Answer, Choice
+from peagle.server.engines.status_counts import CountKey
 
 LABELS = ["model_name", "engine"]
-REASONS = ("stop", "length", "abort", "error", "refused")
+FINISH_REASONS = ("stop", "length", "abort", "error", "refused")
+# Metric name without "vllm:" -> counter of StatusCounts, help text.
 COUNTERS = {
     "spec_decode_num_drafts": ("drafts", "Passes that verified drafts."),
-    "spec_decode_num_draft_tokens": ("draft_tokens", "Tokens drafted."),
-    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafts accepted."),
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
-    "generation_tokens": ("generated_tokens", "Tokens of answers."),
-    "num_preemptions": (
-        "preemptions",
-        "Requests that gave their pages back and were computed again.",
-    ),
-    "prefix_cache_queries": ("prefix_queries", "Tokens looked for in the prefix cache."),
-    "prefix_cache_hits": ("prefix_hits", "Tokens found there."),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Drafted tokens."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Accepted draft tokens."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "generation_tokens": ("generated_tokens", "Generated tokens."),
+    "num_preemptions": ("preemptions", "Requests that lost their KV pages and were recomputed."),
+    "prefix_cache_queries": ("prefix_queries", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Tokens found in the prefix cache."),
 }
+# Metric name -> key of the engine's status, help text.
 GAUGES = {
-    "vllm:num_requests_running": ("running", "Requests that run."),
-    "vllm:num_requests_waiting": ("waiting", "Requests that wait."),
-    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the pages that are held, 0 to 1."),
+    "vllm:num_requests_running": ("running", "Running requests."),
+    "vllm:num_requests_waiting": ("waiting", "Waiting requests."),
+    "vllm:kv_cache_usage_perc": ("kv_usage", "Fraction of the KV pages in use, 0 to 1."),
     "peagle:num_speculative_tokens": ("k", "K of the last step."),
     "peagle:num_speculative_nodes": (
         "nodes",
-        "Drafts the last step verified: K of a chain, more of a tree.",
+        "Drafts verified in the last step: K for a chain, more for a tree.",
     ),
     "peagle:acceptance_length": ("acceptance_length", "1 + accepted / drafts, since the start."),
 }
-SHORT = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
+LATENCY_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
-LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-HISTOGRAMS = {
-    "time_to_first_token_seconds": ("Until the first token.", SHORT),
-    "inter_token_latency_seconds": ("Between two chunks of an answer.", SHORT),
+DURATION_BUCKETS = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10),
+    *(15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
+)
+TOKEN_BUCKETS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+    *(10_000, 20_000, 50_000, 100_000),
+)
+# Metric name without "vllm:" -> help text, buckets.
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Time to the first token.", LATENCY_BUCKETS),
+    "inter_token_latency_seconds": ("Time between two chunks of an answer.", LATENCY_BUCKETS),
     "request_time_per_output_token_seconds": (
-        "Seconds a token after the first, of a request.",
-        SHORT,
+        "Seconds per token after the first one, per request.",
+        LATENCY_BUCKETS,
     ),
-    "e2e_request_latency_seconds": ("Until the last token.", LONG),
-    "request_queue_time_seconds": ("Until the engine took the request in.", LONG),
-    "request_prompt_tokens": ("Tokens of a prompt.", COUNTS),
-    "request_generation_tokens": ("Tokens of an answer.", COUNTS),
+    "e2e_request_latency_seconds": ("Time to the last token.", DURATION_BUCKETS),
+    "request_queue_time_seconds": ("Time in the queue.", DURATION_BUCKETS),
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKEN_BUCKETS),
+    "request_generation_tokens": ("Generated tokens of a request.", TOKEN_BUCKETS),
 }
 
 
+class EngineStatus(Protocol):
+    """The pool of engines, as /metrics reads it."""
+
+    state: Any
+    restarts: int
+
+    def counts(self) -> Mapping[str, Counter[CountKey]]: ...
+
+    def status(self) -> Mapping[str, Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that generated tokens. Times are monotonic seconds."""
+
+    arrival: float
+    admitted: float | None
+    first_token: float
+    last_token: float
+    prompt_tokens: int
+    generated_tokens: int
+
+
 class RequestMetrics:
-    def __init__(self, model: str, engines: "ServerEngines", *others: Collector) -> None:
-        self.model, self.registry = model, CollectorRegistry()
-        for one in (EngineCollector(model, engines), *others):
-            self.registry.register(one)
+    def __init__(self, model: str, engines: EngineStatus, *collectors: Collector) -> None:
+        self.model = model
+        self.registry = CollectorRegistry()
+        for collector in (EngineCollector(model, engines), *collectors):
+            self.registry.register(collector)
         ProcessCollector(registry=self.registry)
         self.histograms = {
             name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self.series: dict[tuple[str, str], Histogram] = {}
+        self._labeled: dict[tuple[str, str], Histogram] = {}
 
     def page(self) -> bytes:
+        """The metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
-    def piece(self, engine: str, seconds: float, first: bool) -> None:
-        self._observe(
-            "time_to_first_token_seconds" if first else "inter_token_latency_seconds",
-            engine,
-            seconds,
-        )
+    def observe_chunk(self, engine: str, seconds: float, first: bool) -> None:
+        """Count the latency of a chunk: since the arrival for the first, else since the last."""
+        name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
+        self._observe(name, engine, seconds)
 
-    def choice(self, engine: str, choice: "Choice") -> None:
-        """An answer came to its end."""
-        ticket, spent = choice.ticket, choice.last - choice.ticket.arrival
-        self._observe("e2e_request_latency_seconds", engine, spent)
-        if ticket.admitted is not None:
-            self._observe(
-                "request_queue_time_seconds", engine, max(0.0, ticket.admitted - ticket.arrival)
-            )
-        if choice.tokens > 1:
-            each = (choice.last - choice.first) / (choice.tokens - 1)
-            self._observe("request_time_per_output_token_seconds", engine, each)
-        self._observe("request_prompt_tokens", engine, choice.prompt_tokens)
-        self._observe("request_generation_tokens", engine, choice.tokens)
-
-    def answer(self, answer: "Answer") -> None:
-        for choice in answer.choices:
-            if choice.reason is not None and choice.tokens:
-                self.choice(answer.slot.name, choice)
+    def observe_request(self, engine: str, request: FinishedRequest) -> None:
+        duration = request.last_token - request.arrival
+        self._observe("e2e_request_latency_seconds", engine, duration)
+        if request.admitted is not None:
+            queue_time = max(0.0, request.admitted - request.arrival)
+            self._observe("request_queue_time_seconds", engine, queue_time)
+        if request.generated_tokens > 1:
+            decode_seconds = request.last_token - request.first_token
+            per_token = decode_seconds / (request.generated_tokens - 1)
+            self._observe("request_time_per_output_token_seconds", engine, per_token)
+        self._observe("request_prompt_tokens", engine, request.prompt_tokens)
+        self._observe("request_generation_tokens", engine, request.generated_tokens)
 
     def _observe(self, name: str, engine: str, value: float) -> None:
-        found = self.series.get((name, engine))
-        if found is None:  # looking it up takes longer than counting
-            found = self.series[name, engine] = self.histograms[name].labels(self.model, engine)
-        found.observe(value)
+        histogram = self._labeled.get((name, engine))
+        if histogram is None:  # `labels` takes longer than `observe`, so its result is kept.
+            histogram = self.histograms[name].labels(self.model, engine)
+            self._labeled[name, engine] = histogram
+        histogram.observe(value)
 
 
 class EngineCollector(Collector):
-    """Asks the engines; they count anyway."""
+    """Reads the engines' own counters at each scrape."""
 
-    def __init__(self, model: str, engines: "ServerEngines") -> None:
-        self.model, self.engines = model, engines
+    def __init__(self, model: str, engines: EngineStatus) -> None:
+        self.model = model
+        self.engines = engines
 
     def describe(self) -> list[Metric]:
-        return []  # names are known when there are engines
+        return []  # Prometheus must not call `collect` before there are engines.
 
     def collect(self) -> Iterator[Metric]:
         counts = self.engines.counts()
         yield from self._counters(counts)
+        yield from self._breakdowns(counts)
         yield from self._gauges(self.engines.status())
         up = GaugeMetricFamily(
-            "peagle:engine_up", "1: requests are answered.", labels=["model_name"]
+            "peagle:engine_up", "1 while requests are answered, else 0.", labels=["model_name"]
         )
         up.add_metric([self.model], float(self.engines.state == "ready"))
+        yield up
         restarts = CounterMetricFamily(
-            "peagle:engine_restarts", "ServerEngines made again.", labels=["model_name"]
+            "peagle:engine_restarts", "Restarts of the engine.", labels=["model_name"]
         )
         restarts.add_metric([self.model], self.engines.restarts)
-        yield from (up, restarts)
+        yield restarts
 
-    def _counters(self, counts: dict[str, Any]) -> Iterator[Metric]:
+    def _counters(self, counts: Mapping[str, Counter[CountKey]]) -> Iterator[Metric]:
         for name, (key, text) in COUNTERS.items():
             family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            for engine, told in counts.items():
-                family.add_metric([self.model, engine], told[key])
+            for engine, counter in counts.items():
+                family.add_metric([self.model, engine], counter[key])
             yield family
-        at = CounterMetricFamily(
+
+    def _breakdowns(self, counts: Mapping[str, Counter[CountKey]]) -> Iterator[Metric]:
+        """Accepted tokens by draft position, and finished requests by reason."""
+        accepted = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted.",
+            "Accepted draft tokens by position.",
             labels=[*LABELS, "position"],
         )
-        done = CounterMetricFamily(
-            "vllm:request_success", "Answers, by their end.", labels=[*LABELS, "finished_reason"]
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Finished requests by finish reason.",
+            labels=[*LABELS, "finished_reason"],
         )
-        for engine, told in counts.items():
-            for position in sorted(
-                key[1] for key in told if isinstance(key, tuple) and key[0] == "accepted_at"
-            ):
-                at.add_metric([self.model, engine, str(position)], told["accepted_at", position])
-            for reason in REASONS:
-                done.add_metric([self.model, engine, reason], told["finished", reason])
-        yield from (at, done)
+        for engine, counter in counts.items():
+            positions = sum(isinstance(key, tuple) and key[0] == "accepted_at" for key in counter)
+            for i in range(positions):
+                accepted.add_metric([self.model, engine, str(i)], counter["accepted_at", i])
+            for reason in FINISH_REASONS:
+                finished.add_metric([self.model, engine, reason], counter["finished", reason])
+        yield accepted
+        yield finished
 
-    def _gauges(self, status: dict[str, dict[str, Any]]) -> Iterator[Metric]:
+    def _gauges(self, status: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         for name, (key, text) in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=LABELS)
-            for engine, told in status.items():
-                family.add_metric([self.model, engine], told[key])
+            for engine, values in status.items():
+                family.add_metric([self.model, engine], values[key])
             yield family

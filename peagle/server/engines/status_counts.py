@@ -1,4 +1,7 @@
-"""What engines counted: each by its name, those that are no more included, so that a counter never goes down."""
+"""StatusCounts: the counters of all engines by name, closed ones included.
+
+A counter of /metrics must never go down, so the counts of a closed engine are kept.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,9 +9,11 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from peagle.server.engines.driver import EngineSlot
+from peagle.server.engines.engine_slot import EngineSlot
 
-COUNTED = (
+# A counter of the engine's status, ("finished", reason) or ("accepted_at", position).
+CountKey = str | tuple[str, str] | tuple[str, int]
+COUNTERS = (
     "prompt_tokens",
     "generated_tokens",
     "drafts",
@@ -21,31 +26,31 @@ COUNTED = (
 )
 
 
-class Tallies:
-    """Whoever takes an engine away holds `lock` until it is kept here and not told by itself any more."""
+class StatusCounts:
+    """Hold `lock` while an engine is removed: until it is kept here and no longer in the pool."""
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self._gone: dict[str, Counter[Any]] = {}
+        self._closed: dict[str, Counter[CountKey]] = {}
 
     def keep(self, slot: EngineSlot) -> None:
-        """Of an engine that goes."""
-        with suppress(
-            Exception
-        ):  # the last counts of an engine in disorder are not worth a second failure
-            self._gone.setdefault(slot.name, Counter()).update(counts_of(slot))
+        """Keep the counts of an engine that is removed."""
+        with suppress(Exception):  # A broken engine may fail here; its last counts are lost.
+            self._closed.setdefault(slot.name, Counter()).update(read_counts(slot))
 
-    def with_those_of(self, slots: Iterable[EngineSlot]) -> dict[str, Counter[Any]]:
-        told = {name: Counter(counts) for name, counts in self._gone.items()}
+    def totals(self, slots: Iterable[EngineSlot]) -> dict[str, Counter[CountKey]]:
+        """By engine name: the counts of these engines and of the closed ones."""
+        totals = {name: Counter(counts) for name, counts in self._closed.items()}
         for slot in slots:
-            told.setdefault(slot.name, Counter()).update(counts_of(slot))
-        return told
+            totals.setdefault(slot.name, Counter()).update(read_counts(slot))
+        return totals
 
 
-def counts_of(slot: EngineSlot) -> Counter[Any]:
-    """Plain counters by name; (finished, reason) and (accepted_at, position) by two."""
-    status = slot.engine.status()
-    told: Counter[Any] = Counter({name: status[name] for name in COUNTED})
-    told.update({("finished", reason): count for reason, count in status["finished"].items()})
-    told.update({("accepted_at", at): count for at, count in enumerate(status["accepted_at"])})
-    return told
+def read_counts(slot: EngineSlot) -> Counter[CountKey]:
+    status: dict[str, Any] = slot.engine.status()
+    counts: Counter[CountKey] = Counter({name: status[name] for name in COUNTERS})
+    for reason, count in status["finished"].items():
+        counts["finished", reason] = count
+    for position, count in enumerate(status["accepted_at"]):
+        counts["accepted_at", position] = count
+    return counts

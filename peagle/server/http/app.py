@@ -22,7 +22,7 @@ from peagle.server.http.logs import RequestLog
 from peagle.server.http.openapi import ERROR_RESPONSES, add_body_schemas, describe_body
 from peagle.server.http.origins import Origins
 from peagle.server.http.schema import (
-    LONGEST_NAME,
+    MAX_NAME_CHARS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -145,7 +145,7 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(request: Request, name: str) -> dict[str, Any]:
     backend = get_backend(request)
     if name not in backend.settings.model_names:
-        raise ApiError(404, f"there is no model {name[:LONGEST_NAME]!r} here", "model")
+        raise ApiError(404, f"there is no model {name[:MAX_NAME_CHARS]!r} here", "model")
     return model_card(backend, name)
 
 

@@ -9,7 +9,7 @@ from peagle.errors import did_you_mean
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.response_counts import ResponseCounts
-from peagle.server.http.schema import LONGEST_NAME
+from peagle.server.http.schema import MAX_NAME_CHARS
 from peagle.server.settings import ServerSettings
 
 RouteHandler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
@@ -58,8 +58,10 @@ def get_backend(request: Request) -> Backend:
 
 def check_model_name(model: Any, names: tuple[str, ...]) -> None:
     """Check the `model` of a request: one of `names`, or empty."""
-    if model is not None and (not isinstance(model, str) or len(model) > LONGEST_NAME):
-        raise ApiError(400, f"model must be a string of at most {LONGEST_NAME} characters", "model")
+    if model is not None and (not isinstance(model, str) or len(model) > MAX_NAME_CHARS):
+        raise ApiError(
+            400, f"model must be a string of at most {MAX_NAME_CHARS} characters", "model"
+        )
     if model and model not in names:
         suggestion = did_you_mean(model, list(names))
         known = ", ".join(map(repr, names))

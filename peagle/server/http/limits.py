@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from peagle.server.http.errors import ApiError, from_validation
-from peagle.server.http.schema import Model, refuse_unsupported
+from peagle.server.http.schema import RequestModel, refuse_unsupported
 
-M = TypeVar("M", bound=Model)
+M = TypeVar("M", bound=RequestModel)
 # Bodies above this size are parsed on a thread, so that they do not block the event loop.
 THREAD_PARSE_BYTES = 1 << 18
 MAX_JSON_DEPTH = 64  # levels of arrays and objects

@@ -1,4 +1,7 @@
-"""What a client may send. Unknown fields are ignored; what is known and cannot be honored is refused."""
+"""Request bodies of the OpenAI API, as Pydantic models.
+
+Unknown fields are ignored. Known fields that the server does not support are refused.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -6,19 +9,28 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from peagle.server.http.errors import ApiError
 
-MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_TOP = 128, 32, 1024, 20
-LARGEST = 2**31 - 1
-LONGEST_NAME = 512
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 32
+MAX_STOP_IDS = 1024
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_TOP_LOGPROBS = 20
+MAX_K = 31
+MAX_INT = 2**31 - 1
+MAX_SEED = 2**63 - 1
+MAX_NAME_CHARS = 512
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions.
 
-TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Name = Annotated[str, StringConstraints(max_length=LONGEST_NAME)]
-KEEPER = "llguidance keeps answers to their grammar: leave it out"
-REFUSED = {  # fields that other servers know, when they hold something
+Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARS)]
+# Fields that other servers support, and what to do instead.
+UNSUPPORTED = {
     "tools": "tools are not parsed by this server: leave them out",
     "functions": "functions are not parsed by this server: leave them out",
-    "guided_decoding_backend": KEEPER,
-    "guided_whitespace_pattern": "JSON has up to 40 spaces between its tokens here: leave it out, or use guided_regex",
+    "guided_decoding_backend": "llguidance is the only grammar backend: leave it out",
+    "guided_whitespace_pattern": "up to 40 spaces are allowed between JSON tokens: leave it out,"
+    " or use guided_regex",
     "structural_tag": "tools are not parsed by this server: leave it out",
     "suffix": "there is no infilling: leave it out",
     "use_beam_search": "there is no beam search: leave it out",
@@ -26,38 +38,38 @@ REFUSED = {  # fields that other servers know, when they hold something
     "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "allowed_token_ids": "use logit_bias",
     "bad_words": "use logit_bias",
-    "truncate_prompt_tokens": "a prompt is never cut: shorten it",
+    "truncate_prompt_tokens": "prompts are never truncated: shorten the prompt",
     "chat_template": "the target's own template is used: leave it out",
     "continue_final_message": "an answer always begins a new message: leave it out",
-    "documents": "templates get messages only: leave them out",
-    "audio": "text only: leave it out",
+    "documents": "chat templates receive messages only: leave them out",
+    "audio": "only text is supported: leave it out",
     "return_token_ids": "use logprobs, whose entries are tokens",
     "return_tokens_as_token_ids": "use logprobs, whose entries are tokens",
 }
 
 
-class Model(BaseModel):
+class RequestModel(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
 
-class StreamOptions(Model):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(Model):
+class JsonSchema(RequestModel):
     name: str | None = None
-    asked: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None  # either way the answer is kept to the schema
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None  # Ignored: answers always follow the schema.
 
 
-class ResponseFormat(Model):
+class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Model):
-    """vLLM's; what is not here is refused."""
+class StructuredOutputs(RequestModel):
+    """vLLM's `structured_outputs`. Fields that are not listed here are refused."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,25 +80,25 @@ class StructuredOutputs(Model):
     grammar: str | None = None
 
 
-class Extension(Model):
-    """Ours: which method and K answers this request, and whether a stream tells how drafts fared."""
+class Extension(RequestModel):
+    """The field `peagle`: method and K of this request, and whether its stream traces drafts."""
 
     method: Name | None = None
-    k: Annotated[int, Field(ge=1, le=31)] | Literal["auto"] | None = None
+    k: Annotated[int, Field(ge=1, le=MAX_K)] | Literal["auto"] | None = None
     trace: bool | None = None
 
 
-class GenerationRequest(Model):
-    """What chat and completions share."""
+class GenerationRequest(RequestModel):
+    """The fields that chat and completion requests share."""
 
     model: Name | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=LARGEST)
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
     min_p: float | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    seed: int | None = Field(None, ge=0, le=2**63 - 1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -94,8 +106,8 @@ class GenerationRequest(Model):
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, le=LARGEST)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
@@ -112,92 +124,94 @@ class GenerationRequest(Model):
         return self.n or 1
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def check(self) -> None:
-        """What pydantic cannot say."""
+        """Check the rules that Pydantic cannot express."""
         if self.skip_special_tokens is False:
             raise ApiError(
                 400,
-                "skip_special_tokens false: special tokens are never shown",
+                "skip_special_tokens: false is not supported: leave it out",
                 "skip_special_tokens",
             )
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options goes with stream: true", "stream_options")
+            raise ApiError(400, "stream_options requires stream: true", "stream_options")
 
 
-class Part(Model):
+class ContentPart(RequestModel):
     type: str
     text: str | None = None
 
 
-class Message(Model):
+class Message(RequestModel):
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
-    def plain(self) -> dict[str, str]:
-        """As a chat template takes it."""
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it: one text, no role "developer"."""
         role = "system" if self.role == "developer" else self.role
         if not isinstance(self.content, list):
             return {"role": role, "content": self.content or ""}
-        if other := next(
-            (part.type for part in self.content if part.type != "text" or part.text is None), None
-        ):
-            raise ApiError(
-                400, f"messages: a part of type {other!r} cannot be read: text only", "messages"
-            )
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise ApiError(
+                    400,
+                    f"messages: content of type {part.type!r} is not supported: use text only",
+                    "messages",
+                )
         return {"role": role, "content": "\n".join(part.text or "" for part in self.content)}
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
-    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def most(self) -> int | None:
-        return (
-            self.max_completion_tokens
-            if self.max_completion_tokens is not None
-            else self.max_tokens
-        )
+    def max_new_tokens(self) -> int | None:
+        """None: up to the end of the context."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
 
     @property
-    def top(self) -> int | None:
+    def logprobs_count(self) -> int | None:
+        """Alternatives per token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs goes with logprobs: true", "top_logprobs")
+            raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
 
 
 class CompletionRequest(GenerationRequest):
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[
             list[Annotated[list[TokenId], Field(min_length=1)]],
-            Field(min_length=1, max_length=MOST_PROMPTS),
+            Field(min_length=1, max_length=MAX_PROMPTS),
         ]
     )
-    max_tokens: int | None = Field(None, ge=0, le=LARGEST)
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
-    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     add_special_tokens: bool | None = None
 
     @property
-    def most(self) -> int:
-        return 16 if self.max_tokens is None else self.max_tokens
+    def max_new_tokens(self) -> int:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
-    def top(self) -> int | None:
+    def logprobs_count(self) -> int | None:
+        """Alternatives per token; None: no log-probabilities."""
         return self.logprobs
 
     @property
@@ -211,14 +225,14 @@ class CompletionRequest(GenerationRequest):
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.choices):
-            raise ApiError(400, "best_of must equal n: answers are not ranked here", "best_of")
-        if self.most == 0 and not self.echo:
+            raise ApiError(400, "best_of must equal n: answers are not ranked", "best_of")
+        if self.max_new_tokens == 0 and not self.echo:
             raise ApiError(
-                400, "max_tokens 0 goes with echo: true; else use 1 or more", "max_tokens"
+                400, "max_tokens: 0 requires echo: true; else use 1 or more", "max_tokens"
             )
 
 
-class TokenizeRequest(Model):
+class TokenizeRequest(RequestModel):
     model: Name | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
@@ -226,16 +240,17 @@ class TokenizeRequest(Model):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(RequestModel):
     model: Name | None = None
     tokens: list[TokenId]
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    for field, reason in REFUSED.items():
+    """Refuse fields that ask for something this server does not support."""
+    for field, hint in UNSUPPORTED.items():
         if body.get(field):
-            raise ApiError(400, f"{field} cannot be honored: {reason}", field)
+            raise ApiError(400, f"{field} is not supported: {hint}", field)
     if body.get("tool_choice") not in (None, "none", "auto"):
-        raise ApiError(400, f"tool_choice cannot be honored: {REFUSED['tools']}", "tool_choice")
+        raise ApiError(400, f"tool_choice is not supported: {UNSUPPORTED['tools']}", "tool_choice")
     if body.get("modalities") not in (None, ["text"]):
-        raise ApiError(400, "modalities: text only", "modalities")
+        raise ApiError(400, "modalities: only text is supported", "modalities")

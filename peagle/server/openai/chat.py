@@ -5,64 +5,66 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
+from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
 from peagle.server.http.schema import ChatRequest
 from peagle.server.http.sse import cancel_on_disconnect
-from peagle.server.openai.answer import Choice
+from peagle.server.openai.choice import Choice
 from peagle.server.openai.logprobs import chat_logprobs
-from peagle.server.openai.prompts import chat_ids
-from peagle.server.openai.reply import Reply, texts_of
-from peagle.server.openai.submit import ask
-from peagle.server.openai.token_text import TokenTexts
+from peagle.server.openai.prompts import encode_chat
+from peagle.server.openai.reply import Reply
+from peagle.server.openai.submit import submit
 
 if TYPE_CHECKING:
     from peagle.engine.stream import StreamPiece
 
 
 async def chat(request: Request, body: dict[str, Any]) -> Response:
-    front = local_backend_of(request)
-    asked = validate_body(ChatRequest, body)
-    front.require(asked.model)
-    return await cancel_on_disconnect(request, answered(request, front, asked))
+    backend = local_backend_of(request)
+    chat_request = validate_body(ChatRequest, body)
+    backend.require(chat_request.model)
+    return await cancel_on_disconnect(request, respond(request, backend, chat_request))
 
 
-async def answered(request: Request, front: LocalBackend, asked: ChatRequest) -> Response:
-    ids = await chat_ids(front, asked.messages, asked.chat_template_kwargs)
-    if front.settings.log_prompts:
-        request_log_fields(request.scope)["prompt"] = [
-            message.plain() for message in asked.messages
-        ]
-    answer = await ask(front, asked, [ids])
-    layout = ChatLayout(texts_of(front), asked.top is not None)
-    return await Reply.to(request, front, asked, answer, layout).response(request)
+async def respond(request: Request, backend: LocalBackend, body: ChatRequest) -> Response:
+    ids = await encode_chat(backend, body.messages, body.chat_template_kwargs)
+    if backend.settings.log_prompts:
+        messages = [message.for_template() for message in body.messages]
+        request_log_fields(request.scope)["prompt"] = messages
+    answer = await submit(backend, body, [ids])
+    layout = ChatLayout(backend.engines.texts, body.logprobs_count is not None)
+    return await Reply(backend, body, answer, layout).response(request)
 
 
 class ChatLayout:
-    object, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def __init__(self, texts: TokenTexts, logprobs: bool) -> None:
-        self.texts, self.logprobs = texts, logprobs
+        self.texts = texts
+        self.logprobs = logprobs
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return self._delta(choice, {"role": "assistant", "content": ""})
 
     def piece(self, choice: Choice, piece: "StreamPiece") -> dict[str, Any]:
-        told = chat_logprobs(self.texts, piece.logprobs) if self.logprobs else None
-        return self._delta(choice, {"content": piece.text}, told)
+        logprobs = chat_logprobs(self.texts, piece.logprobs) if self.logprobs else None
+        return self._delta(choice, {"content": piece.text}, logprobs)
 
     def ending(self, choice: Choice) -> dict[str, Any]:
-        return self._delta(choice, {}) | {"finish_reason": choice.reason}
+        return self._delta(choice, {}) | {"finish_reason": choice.finish_reason}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": chat_logprobs(self.texts, choice.logprobs) if self.logprobs else None,
-            "finish_reason": choice.reason,
+            "finish_reason": choice.finish_reason,
         }
 
     def _delta(
-        self, choice: Choice, delta: dict[str, Any], told: dict[str, Any] | None = None
+        self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        return {"index": choice.index, "delta": delta, "logprobs": told, "finish_reason": None}
+        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -1,94 +1,102 @@
-"""/v1/completions: text or token ids, one prompt or several, echoed if wanted with their own log-probabilities."""
+"""/v1/completions: one or several prompts, as text or token ids, echoed on request."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
+from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
 from peagle.server.http.schema import CompletionRequest
 from peagle.server.http.sse import cancel_on_disconnect
-from peagle.server.openai.answer import Choice
+from peagle.server.openai.choice import Choice
 from peagle.server.openai.logprobs import completion_logprobs
-from peagle.server.openai.prompts import text_ids
-from peagle.server.openai.reply import Reply, texts_of
-from peagle.server.openai.submit import ask
-from peagle.server.openai.token_text import TokenTexts
+from peagle.server.openai.prompts import encode_text
+from peagle.server.openai.reply import Reply
+from peagle.server.openai.submit import submit
 
 if TYPE_CHECKING:
     from peagle.engine.stream import StreamPiece, TokenLogprob
 
 
 async def complete(request: Request, body: dict[str, Any]) -> Response:
-    front = local_backend_of(request)
-    asked = validate_body(CompletionRequest, body)
-    front.require(asked.model)
-    return await cancel_on_disconnect(request, answered(request, front, asked))
+    backend = local_backend_of(request)
+    completion_request = validate_body(CompletionRequest, body)
+    backend.require(completion_request.model)
+    return await cancel_on_disconnect(request, respond(request, backend, completion_request))
 
 
-async def answered(request: Request, front: LocalBackend, asked: CompletionRequest) -> Response:
+async def respond(request: Request, backend: LocalBackend, body: CompletionRequest) -> Response:
     prompts = [
-        await text_ids(front, prompt, asked.add_special_tokens is not False)
-        for prompt in asked.prompts
+        await encode_text(backend, prompt, body.add_special_tokens is not False)
+        for prompt in body.prompts
     ]
-    if front.settings.log_prompts:
-        request_log_fields(request.scope)["prompt"] = asked.prompts
-    echoed = [shown(front, prompt) for prompt in asked.prompts] if asked.echo else None
-    answer = await ask(front, asked, prompts)
-    layout = CompletionLayout(texts_of(front), asked.top is not None, echoed, asked.choices)
-    return await Reply.to(request, front, asked, answer, layout).response(request)
+    if backend.settings.log_prompts:
+        request_log_fields(request.scope)["prompt"] = body.prompts
+    echo = [prompt_text(backend, prompt) for prompt in body.prompts] if body.echo else None
+    answer = await submit(backend, body, prompts)
+    layout = CompletionLayout(
+        backend.engines.texts, body.logprobs_count is not None, echo, body.choices
+    )
+    return await Reply(backend, body, answer, layout).response(request)
 
 
-def shown(front: LocalBackend, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else front.engines.require_ready().decode(prompt)
+def prompt_text(backend: LocalBackend, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else backend.engines.require_ready().decode(prompt)
 
 
 class CompletionLayout:
-    object = chunk = "text_completion"
-    prefix = "cmpl"
+    object_type = "text_completion"
+    chunk_type = "text_completion"
+    id_prefix = "cmpl"
 
     def __init__(
-        self, texts: TokenTexts, logprobs: bool, echoed: list[str] | None, each: int
+        self, texts: TokenTexts, logprobs: bool, echo: list[str] | None, choices_per_prompt: int
     ) -> None:
-        """`echoed`: the prompts' texts; `each`: choices of a prompt."""
-        self.texts, self.logprobs, self.echoed, self.each = texts, logprobs, echoed, each
-        self.offsets: dict[int, int] = {}  # by choice: characters of the tokens told so far
+        """`echo`: the texts of the prompts, if they are echoed."""
+        self.texts = texts
+        self.logprobs = logprobs
+        self.echo = echo
+        self.choices_per_prompt = choices_per_prompt
+        # By choice: characters of the tokens whose log-probabilities were written so far.
+        self._offsets: dict[int, int] = {}
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        if self.echoed is None:
+        if self.echo is None:
             return None
-        told = self._told(choice, self._prompt(choice)) if self.logprobs else None
-        return self._choice(choice, self._echo(choice), told)
+        return self._choice(choice, self._echoed(choice), self._prompt_logprobs(choice))
 
     def piece(self, choice: Choice, piece: "StreamPiece") -> dict[str, Any]:
-        return self._choice(
-            choice, piece.text, self._told(choice, list(piece.logprobs)) if self.logprobs else None
-        )
+        return self._choice(choice, piece.text, piece.logprobs)
 
     def ending(self, choice: Choice) -> dict[str, Any]:
-        return self._choice(choice, "", None) | {"finish_reason": choice.reason}
+        ending = {"index": choice.index, "text": "", "logprobs": None}
+        return ending | {"finish_reason": choice.finish_reason}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
-        told = (
-            self._told(choice, [*self._prompt(choice), *choice.logprobs]) if self.logprobs else None
-        )
-        return self._choice(choice, self._echo(choice) + choice.text, told) | {
-            "finish_reason": choice.reason
-        }
+        text = self._echoed(choice) + choice.text
+        logprobs = [*self._prompt_logprobs(choice), *choice.logprobs]
+        return self._choice(choice, text, logprobs) | {"finish_reason": choice.finish_reason}
 
-    def _echo(self, choice: Choice) -> str:
-        return self.echoed[choice.index // self.each] if self.echoed is not None else ""
+    def _echoed(self, choice: Choice) -> str:
+        return "" if self.echo is None else self.echo[choice.index // self.choices_per_prompt]
 
-    def _prompt(self, choice: Choice) -> "list[TokenLogprob | None]":
-        """Of an echoed prompt; None for its first token."""
-        return [None, *choice.scored] if choice.scored is not None else []
+    def _prompt_logprobs(self, choice: Choice) -> "list[TokenLogprob | None]":
+        """One entry per prompt token, None for the first; empty unless the prompt was scored."""
+        return [] if choice.prompt_logprobs is None else [None, *choice.prompt_logprobs]
 
-    def _told(self, choice: Choice, told: "list[Any]") -> dict[str, Any]:
-        at = self.offsets.get(choice.index, 0)
-        laid = completion_logprobs(self.texts, told, at, choice.prompt[0])
-        self.offsets[choice.index] = at + sum(map(len, laid["tokens"]))
-        return laid
+    def _choice(
+        self, choice: Choice, text: str, tokens: "Sequence[TokenLogprob | None]"
+    ) -> dict[str, Any]:
+        logprobs = self._write_logprobs(choice, tokens) if self.logprobs else None
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
-    def _choice(self, choice: Choice, text: str, told: dict[str, Any] | None) -> dict[str, Any]:
-        return {"index": choice.index, "text": text, "logprobs": told, "finish_reason": None}
+    def _write_logprobs(
+        self, choice: Choice, tokens: "Sequence[TokenLogprob | None]"
+    ) -> dict[str, Any]:
+        offset = self._offsets.get(choice.index, 0)
+        logprobs = completion_logprobs(self.texts, tokens, offset, choice.prompt[0])
+        self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
+        return logprobs

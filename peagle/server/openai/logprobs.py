@@ -1,21 +1,21 @@
-"""Log-probabilities in OpenAI's two layouts: chat's list of objects, completions' four lists side by side."""
+"""Log-probabilities in OpenAI's two formats: objects for chat, parallel lists for completions."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from peagle.server.openai.token_text import TokenTexts
+from peagle.server.engines.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob
 
-LEAST = -9999.0  # JSON has no infinity
+MIN_LOGPROB = -9999.0  # JSON has no infinity.
 
 
-def finite(value: float) -> float:
-    return value if value > LEAST else LEAST
+def finite(logprob: float) -> float:
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
-def chat_logprobs(texts: TokenTexts, told: "Sequence[TokenLogprob]") -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts, tokens: "Sequence[TokenLogprob]") -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": texts.text(token),
@@ -24,51 +24,55 @@ def chat_logprobs(texts: TokenTexts, told: "Sequence[TokenLogprob]") -> dict[str
         }
 
     content = [
-        entry(one.token, one.logprob)
-        | {"top_logprobs": [entry(token, value) for token, value in one.top.items()]}
-        for one in told
+        entry(scored.token, scored.logprob)
+        | {"top_logprobs": [entry(token, logprob) for token, logprob in scored.top.items()]}
+        for scored in tokens
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
     texts: TokenTexts,
-    told: "Sequence[TokenLogprob | None]",
+    tokens: "Sequence[TokenLogprob | None]",
     offset: int = 0,
-    first: int | None = None,
+    first_id: int | None = None,
 ) -> dict[str, Any]:
-    """`first`: the token that nothing is known of, for nothing is before it; its entries are null.
+    """The four lists of `logprobs`; `offset`: characters of the tokens before these.
 
-    The token taken is among the likeliest even where it is not one of them. Two tokens may look the same (halves of
-    characters do): the likelier one is told.
+    None stands for `first_id`, the first token of a prompt: nothing precedes it, so its entries
+    are null.
     """
-    tokens, values, tops, offsets = (
-        list[str](),
-        list[float | None](),
-        list[dict[str, float] | None](),
-        list[int](),
-    )
-    for one in told:
-        if one is None:
-            assert first is not None
-            text, value, top = texts.text(first), None, None
+    token_texts: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for scored in tokens:
+        if scored is None:
+            assert first_id is not None
+            text = texts.text(first_id)
+            token_logprobs.append(None)
+            top_logprobs.append(None)
         else:
-            text, value, top = texts.text(one.token), finite(one.logprob), top_of(texts, one)
-        tokens.append(text)
-        values.append(value)
-        tops.append(top)
+            text = texts.text(scored.token)
+            token_logprobs.append(finite(scored.logprob))
+            top_logprobs.append(likeliest(texts, scored))
+        token_texts.append(text)
         offsets.append(offset)
         offset += len(text)
     return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": tops,
+        "tokens": token_texts,
+        "token_logprobs": token_logprobs,
+        "top_logprobs": top_logprobs,
         "text_offset": offsets,
     }
 
 
-def top_of(texts: TokenTexts, one: "TokenLogprob") -> dict[str, float]:
+def likeliest(texts: TokenTexts, scored: "TokenLogprob") -> dict[str, float]:
+    """The likeliest tokens by text, the chosen token included.
+
+    Two tokens may have the same text (parts of characters do): the likelier one is kept.
+    """
     top: dict[str, float] = {}
-    for token, value in (*one.top.items(), (one.token, one.logprob)):
-        top.setdefault(texts.text(token), finite(value))
+    for token, logprob in (*scored.top.items(), (scored.token, scored.logprob)):
+        top.setdefault(texts.text(token), finite(logprob))
     return top

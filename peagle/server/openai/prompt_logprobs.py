@@ -1,4 +1,7 @@
-"""A prompt's own log-probabilities: one teacher-forced pass of the target, in parts, so that others get on."""
+"""Log-probabilities of a prompt's own tokens, from one teacher-forced pass of the target.
+
+The pass is cut into parts, so that the engines can step between them.
+"""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -13,29 +16,35 @@ if TYPE_CHECKING:
     from peagle.target import Target
     from peagle.target.cache import RollbackCache
 
-ROWS = 256  # of one part
+ROWS_PER_PART = 256
 
 
-def score(target: "Target", ids: list[int], top: int) -> Generator[None, None, list[TokenLogprob]]:
-    """Of ids[1:], each given all before it. `top`: of so many of the likeliest, too."""
-    cache, told = target.new_cache(), list[TokenLogprob]()
-    for start in range(0, len(ids) - 1, ROWS):
-        end = min(start + ROWS, len(ids) - 1)
-        found = part(target, cache, ids[start:end], ids[start + 1 : end + 1], max(top, 1))
-        own, rank = found.chosen[0].tolist(), found.rank[0].tolist()
-        likeliest, values = found.ids[0, :, :top].tolist(), found.values[0, :, :top].tolist()
-        told += [
-            TokenLogprob(token, own[i], rank[i], dict(zip(likeliest[i], values[i], strict=True)))
-            for i, token in enumerate(ids[start + 1 : end + 1])
+def score_prompt(
+    target: "Target", ids: list[int], top: int
+) -> Generator[None, None, list[TokenLogprob]]:
+    """Score ids[1:], each given all tokens before it, with the `top` likeliest tokens."""
+    cache = target.new_cache()
+    scores: list[TokenLogprob] = []
+    for start in range(0, len(ids) - 1, ROWS_PER_PART):
+        end = min(start + ROWS_PER_PART, len(ids) - 1)
+        next_ids = ids[start + 1 : end + 1]
+        part = score_part(target, cache, ids[start:end], next_ids, max(top, 1))
+        own = part.chosen[0].tolist()
+        rank = part.rank[0].tolist()
+        top_ids = part.ids[0, :, :top].tolist()
+        top_values = part.values[0, :, :top].tolist()
+        scores += [
+            TokenLogprob(token, own[i], rank[i], dict(zip(top_ids[i], top_values[i], strict=True)))
+            for i, token in enumerate(next_ids)
         ]
         yield
-    return told
+    return scores
 
 
 @torch.inference_mode()
-def part(
-    target: "Target", cache: "RollbackCache", ids: list[int], after: list[int], top: int
+def score_part(
+    target: "Target", cache: "RollbackCache", ids: list[int], next_ids: list[int], top: int
 ) -> Logprobs:
-    """ids [R] continue the cache; `after` [R]: the token behind each of them."""
+    """ids [R] continue the cache; next_ids [R] holds the token after each of them."""
     logits: Tensor = target.forward(torch.tensor(ids, device=target.device), cache).logits
-    return logprobs(logits[None].float(), torch.tensor([after], device=target.device), top)
+    return logprobs(logits[None].float(), torch.tensor([next_ids], device=target.device), top)

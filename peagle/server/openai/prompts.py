@@ -1,16 +1,19 @@
-"""From what a client sends to token ids, on a thread of its own: a long text must not hold up the others."""
+"""Prompts as token ids. A thread of its own tokenizes, so that long texts delay no one else."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from peagle.errors import UserError
+from peagle.server.engines.engine_slot import EngineSlot
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import Message
 
-LONGEST_TOKEN = 128  # characters: a text of more than that times the context cannot fit
-SERVERS = (
+# No token is longer: a text with more characters per token of context cannot fit.
+MAX_TOKEN_CHARS = 128
+# Arguments of `apply_chat_template` that a request must not set.
+RESERVED_TEMPLATE_KWARGS = (
     "chat_template",
     "conversation",
     "tokenize",
@@ -27,71 +30,81 @@ SERVERS = (
 )
 
 
-async def chat_ids(
-    front: LocalBackend, messages: Sequence[Message], more: dict[str, Any] | None = None
+async def encode_chat(
+    backend: LocalBackend,
+    messages: Sequence[Message],
+    template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Under the target's chat template; `more`: what the template may want to know."""
-    plain = [message.plain() for message in messages]
-    if bad := next((name for name in more or {} if name in SERVERS), None):
-        raise ApiError(
-            400,
-            f"chat_template_kwargs.{bad} is for the server to say: leave it out",
-            "chat_template_kwargs",
-        )
-    check_length(front, sum(len(message["content"]) for message in plain))
-    pair = front.engines.require_ready()
-    if not more:
-        return await tokenized(front, lambda: pair.encode(plain))
+    """Token ids of the messages under the target's chat template."""
+    conversation = [message.for_template() for message in messages]
+    for name in template_kwargs or {}:
+        if name in RESERVED_TEMPLATE_KWARGS:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs.{name} is set by the server: leave it out",
+                "chat_template_kwargs",
+            )
+    check_characters(backend, sum(len(message["content"]) for message in conversation))
+    pair = backend.engines.require_ready()
+    if not template_kwargs:
+        return await run_tokenizer(backend, lambda: pair.encode(conversation))
     tokenizer = pair.target.tokenizer
 
-    def templated() -> list[int]:
+    def encode() -> list[int]:
         try:
-            return tokenizer.apply_chat_template(plain, add_generation_prompt=True, **more)[
-                "input_ids"
-            ]
-        except Exception as error:  # jinja raises whatever the template's author chose
+            return tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, **template_kwargs
+            )["input_ids"]
+        except Exception as error:  # A template may raise anything.
             raise UserError(f"the messages do not fit the chat template: {error}") from error
 
-    return await tokenized(front, templated)
+    return await run_tokenizer(backend, encode)
 
 
-async def text_ids(front: LocalBackend, prompt: str | list[int], special: bool = True) -> list[int]:
+async def encode_text(
+    backend: LocalBackend, prompt: str | list[int], add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a prompt, which may be token ids already."""
     if isinstance(prompt, list):
         return prompt
-    check_length(front, len(prompt))
-    tokenizer = front.engines.require_ready().target.tokenizer
-    return await tokenized(
-        front, lambda: list(tokenizer(prompt, add_special_tokens=special)["input_ids"])
+    check_characters(backend, len(prompt))
+    tokenizer = backend.engines.require_ready().target.tokenizer
+    return await run_tokenizer(
+        backend,
+        lambda: list(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]),
     )
 
 
-async def tokenized(front: LocalBackend, encode: Callable[[], list[int]]) -> list[int]:
+async def run_tokenizer(backend: LocalBackend, encode: Callable[[], list[int]]) -> list[int]:
+    loop = asyncio.get_running_loop()
     try:
-        return await asyncio.get_running_loop().run_in_executor(front.engines.tokenizing, encode)
+        return await loop.run_in_executor(backend.engines.tokenizer_thread, encode)
     except UserError as error:
         raise ApiError(400, str(error)) from error
 
 
-def check_length(front: LocalBackend, characters: int) -> None:
-    most = front.engines.context
-    if characters > most * LONGEST_TOKEN:
+def check_characters(backend: LocalBackend, characters: int) -> None:
+    """Refuse, before it is tokenized, a text that cannot fit the context."""
+    context = backend.engines.context
+    if characters > context * MAX_TOKEN_CHARS:
         raise ApiError(
             400,
-            f"a prompt of {characters} characters does not fit the context of {most} tokens: shorten it",
+            f"a prompt of {characters} characters does not fit the context of {context} tokens:"
+            " shorten it",
         )
 
 
-def check_room(context: int, prompt: int, answer: int | None) -> None:
-    """What was asked for must fit; without a limit an answer ends with the context."""
-    if prompt >= context:
+def check_prompt(slot: EngineSlot, ids: list[int], max_new_tokens: int | None) -> None:
+    """Refuse a prompt that the engine cannot answer, or that leaves no room for the answer."""
+    try:
+        slot.engine.check_prompt(ids)
+    except UserError as error:
+        raise ApiError(400, str(error), "prompt") from error
+    context = slot.engine.context
+    if max_new_tokens is not None and len(ids) + max_new_tokens > context:
         raise ApiError(
             400,
-            f"the prompt has {prompt} tokens, but with one token of the answer it must fit the context of {context}",
-        )
-    if answer is not None and prompt + answer > context:
-        raise ApiError(
-            400,
-            f"the prompt has {prompt} tokens and the answer may have {answer}, but the context holds {context}:"
-            " shorten the prompt, or lower max_tokens",
+            f"the prompt has {len(ids)} tokens and the answer may have {max_new_tokens}, but the"
+            f" context holds {context}: shorten the prompt, or lower max_tokens",
             "max_tokens",
         )

@@ -1,4 +1,4 @@
-"""What chat and completions share of their replies: whole or streamed, usage, metrics, trace."""
+"""Reply: the response to a chat or completion request, whole or streamed."""
 
 import time
 from collections.abc import AsyncIterator
@@ -12,22 +12,23 @@ from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.logs import request_id, request_log_fields
 from peagle.server.http.schema import GenerationRequest
 from peagle.server.http.sse import DONE_EVENT, EventStream, encode_event
-from peagle.server.openai.answer import Answer, Choice
-from peagle.server.openai.token_text import TokenTexts
+from peagle.server.openai.answer import Answer
+from peagle.server.openai.choice import Choice
+from peagle.server.openai.usage import speculative_metrics, token_usage
 
 if TYPE_CHECKING:
     from peagle.engine.stream import StreamPiece
 
 
 class Layout(Protocol):
-    """How one endpoint writes choices."""
+    """How an endpoint writes its choices."""
 
-    object: str  # of a whole answer
-    chunk: str  # of a piece
-    prefix: str  # of ids
+    object_type: str  # The field `object` of a whole response.
+    chunk_type: str  # The field `object` of a chunk.
+    id_prefix: str
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """What a stream says of a choice before its first token; None: nothing."""
+        """The chunk of a choice before its first token; None: there is none."""
 
     def piece(self, choice: Choice, piece: "StreamPiece") -> dict[str, Any]: ...
 
@@ -38,106 +39,110 @@ class Layout(Protocol):
 
 @dataclass(slots=True)
 class Reply:
-    front: LocalBackend
+    backend: LocalBackend
     body: GenerationRequest
     answer: Answer
     layout: Layout
-    head: dict[str, Any]
-
-    @classmethod
-    def to(
-        cls,
-        request: Request,
-        front: LocalBackend,
-        body: GenerationRequest,
-        answer: Answer,
-        layout: Layout,
-    ) -> "Reply":
-        head = {"id": f"{layout.prefix}-{request_id(request.scope)}", "created": int(time.time())}
-        return cls(front, body, answer, layout, head | {"model": body.model or front.model_name})
 
     async def response(self, request: Request) -> Response:
+        header = {
+            "id": f"{self.layout.id_prefix}-{request_id(request.scope)}",
+            "created": int(time.time()),
+            "model": self.body.model or self.backend.model_name,
+        }
         if self.body.stream:
-            return EventStream(
-                self._sent(), lambda: self._close(request), self.front.settings.timeout
-            )
+            chunks = ChunkStream(self.body, self.answer, self.layout, header)
+            timeout = self.backend.settings.timeout
+            return EventStream(chunks.encode(), lambda: self._close(request), timeout)
         try:
-            await self.answer.whole()
-            return JSONResponse(self.whole())
+            await self.answer.wait()
+            return JSONResponse(header | self._whole())
         finally:
             await self._close(request)
 
-    def whole(self) -> dict[str, Any]:
-        choices = [self.layout.whole(choice) for choice in self.answer.choices]
-        said = {"object": self.layout.object, "choices": choices, "usage": self.answer.usage}
-        return self.head | said | self._metrics()
-
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        options = self.body.stream_options
-        wants_usage = bool(options and options.include_usage)
-        always = bool(options and options.continuous_usage_stats)
-        for choice in self.answer.choices:
-            if (opening := self.layout.opening(choice)) is not None:
-                yield self._chunk([opening], wants_usage, always)
-        left = len(self.answer.choices)
-        for choice in self.answer.choices:
-            if choice.stream is None:
-                left -= 1
-                yield self._chunk([self.layout.ending(choice)], wants_usage, always, last=not left)
-        while (news := await self.answer.next(self._traces)) is not None:
-            choice, piece = news
-            if piece.step is not None and (piece.text or piece.logprobs or self._traces):
-                yield self._chunk(
-                    [self.layout.piece(choice, piece)], wants_usage, always
-                ) | self._trace(piece)
-            if piece.reason is not None:
-                left -= 1
-                yield self._chunk([self.layout.ending(choice)], wants_usage, always, last=not left)
-        if wants_usage:
-            yield (
-                self._chunk([], wants_usage, always)
-                | {"usage": self.answer.usage}
-                | self._metrics()
-            )
-
-    async def _sent(self) -> AsyncIterator[bytes]:
-        async for data in self.events():
-            yield encode_event(data)
-        yield DONE_EVENT
-
-    @property
-    def _traces(self) -> bool:
-        return bool(self.body.peagle and self.body.peagle.trace)
-
-    def _chunk(
-        self, choices: list[Any], usage: bool, always: bool, last: bool = False
-    ) -> dict[str, Any]:
-        """`last`: of the choices; without usage to come it is the last chunk of all."""
-        chunk = self.head | {"object": self.layout.chunk, "choices": choices}
-        if usage:
-            chunk["usage"] = self.answer.usage if always else None
-        return chunk | (self._metrics() if last and not usage else {})
-
-    def _trace(self, piece: "StreamPiece") -> dict[str, Any]:
-        if not self._traces or piece.step is None:
-            return {}
-        step, texts = piece.step, self.front.engines.texts
-        told = {
-            "accepted": min(step.accepted, len(step.tokens)),
-            "drafted": step.drafted,
-            "tokens": len(step.tokens),
+    def _whole(self) -> dict[str, Any]:
+        choices = self.answer.choices
+        return {
+            "object": self.layout.object_type,
+            "choices": [self.layout.whole(choice) for choice in choices],
+            "usage": token_usage(choices),
+            "metrics": {"speculative_decoding": speculative_metrics(choices)},
         }
-        shown = [texts.text(token) for token in step.tokens] if texts is not None else []
-        return {"peagle": told | {"k": self.answer.slot.engine.metrics.k, "texts": shown}}
-
-    def _metrics(self) -> dict[str, Any]:
-        return {"metrics": {"speculative_decoding": self.answer.speculation}}
 
     async def _close(self, request: Request) -> None:
         self.answer.close()
-        request_log_fields(request.scope).update(self.answer.notes())
+        request_log_fields(request.scope).update(self.answer.log_fields())
 
 
-def texts_of(front: LocalBackend) -> TokenTexts:
-    assert front.engines.texts is not None
-    return front.engines.texts
+class ChunkStream:
+    """The chunks of a streamed response, in order.
+
+    The opening of each choice; pieces; the ending of each choice; usage, if it is asked for.
+    """
+
+    def __init__(
+        self, body: GenerationRequest, answer: Answer, layout: Layout, header: dict[str, Any]
+    ) -> None:
+        self.answer = answer
+        self.layout = layout
+        self.header = header
+        options = body.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.trace = bool(body.peagle and body.peagle.trace)
+        self._unfinished = len(answer.choices)
+
+    async def encode(self) -> AsyncIterator[bytes]:
+        """The chunks as server-sent events."""
+        async for chunk in self.chunks():
+            yield encode_event(chunk)
+        yield DONE_EVENT
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        for choice in self.answer.choices:
+            if (opening := self.layout.opening(choice)) is not None:
+                yield self._chunk(opening)
+        for choice in self.answer.choices:
+            if choice.stream is None:
+                yield self._ending(choice)
+        while (arrived := await self.answer.next(single=self.trace)) is not None:
+            choice, piece = arrived
+            if piece.step is not None and (piece.text or piece.logprobs or self.trace):
+                yield self._chunk(self.layout.piece(choice, piece)) | self._trace(piece)
+            if piece.reason is not None:
+                yield self._ending(choice)
+        if self.include_usage:
+            yield self._chunk() | {"usage": token_usage(self.answer.choices)} | self._metrics()
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        chunk = self.header | {"object": self.layout.chunk_type, "choices": list(choices)}
+        if self.include_usage:
+            usage = token_usage(self.answer.choices) if self.continuous_usage else None
+            chunk["usage"] = usage
+        return chunk
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        """The last chunk of a choice. The last chunk of the stream has the metrics."""
+        self._unfinished -= 1
+        chunk = self._chunk(self.layout.ending(choice))
+        last = not self._unfinished and not self.include_usage
+        return chunk | self._metrics() if last else chunk
+
+    def _trace(self, piece: "StreamPiece") -> dict[str, Any]:
+        """The field `peagle` of a chunk: what this step drafted and accepted."""
+        step = piece.step
+        if not self.trace or step is None:
+            return {}
+        texts = self.answer.backend.engines.texts
+        return {
+            "peagle": {
+                "accepted": min(step.accepted, len(step.tokens)),
+                "drafted": step.drafted,
+                "tokens": len(step.tokens),
+                "k": self.answer.slot.engine.metrics.k,
+                "texts": [texts.text(token) for token in step.tokens],
+            }
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        return {"metrics": {"speculative_decoding": speculative_metrics(self.answer.choices)}}

@@ -1,7 +1,8 @@
-"""The format of an answer: OpenAI's response_format and vLLM's spellings of the same, as one grammar."""
+"""The grammar of an answer, from OpenAI's response_format or vLLM's fields for the same."""
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import UserError
@@ -10,75 +11,83 @@ from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import GenerationRequest, ResponseFormat, StructuredOutputs
 
-SECONDS = 20.0  # for a grammar; the first one waits for the vocabulary to be read
-OBJECT = {"type": "object"}
-
-Wanted = tuple[
-    str, Callable[[Any], Grammar], Any
-]  # the field, what makes a grammar of it, its value
+# The first grammar also waits until the vocabulary is read.
+COMPILE_SECONDS = 20.0
+ANY_OBJECT = {"type": "object"}
 
 
-async def compiled(front: LocalBackend, body: GenerationRequest) -> Grammar | None:
-    """What the answer is bound to; compiled on a thread of its own, and then known to every engine."""
-    found = [wanted for wanted in all_wanted(body) if wanted[2] is not None]
-    if not found:
+@dataclass(frozen=True, slots=True)
+class GrammarField:
+    """A field of the request that may constrain the answer; value None: it does not."""
+
+    name: str
+    parse: Callable[[Any], Grammar]
+    value: Any
+
+
+async def compile_grammar(backend: LocalBackend, body: GenerationRequest) -> Grammar | None:
+    """The grammar that the answer must follow, compiled on a thread and cached for all engines."""
+    fields = [field for field in grammar_fields(body) if field.value is not None]
+    if not fields:
         return None
-    if len(found) > 1:
+    field = fields[0]
+    if len(fields) > 1:
+        second = fields[1].name
         raise ApiError(
-            400,
-            f"{found[0][0]} and {found[1][0]} both bind the answer: give one of them",
-            found[1][0],
+            400, f"{field.name} and {second} both constrain the answer: give one of them", second
         )
-    field, make, value = found[0]
-    grammars = front.engines.require_ready().grammars
+    grammars = backend.engines.require_ready().grammars
 
-    def work() -> Grammar:
-        grammar = make(value)
+    def compile_field() -> Grammar:
+        grammar = field.parse(field.value)
         grammars.matcher(grammar)
         return grammar
 
     try:
-        async with asyncio.timeout(SECONDS):
-            return await asyncio.to_thread(work)
+        async with asyncio.timeout(COMPILE_SECONDS):
+            return await asyncio.to_thread(compile_field)
     except UserError as error:
-        raise ApiError(400, f"{field}: {error}", field) from error
+        raise ApiError(400, f"{field.name}: {error}", field.name) from error
     except TimeoutError as error:
-        reason = f"the grammar was not compiled within {SECONDS:g} seconds: make it smaller"
-        raise ApiError(400, f"{field}: {reason}", field) from error
+        reason = f"the grammar was not compiled within {COMPILE_SECONDS:g} seconds"
+        raise ApiError(400, f"{field.name}: {reason}: make it smaller", field.name) from error
 
 
-def all_wanted(body: GenerationRequest) -> list[Wanted]:
-    more = body.structured_outputs or StructuredOutputs.model_validate({})
-    if unknown := [name for name, value in (more.model_extra or {}).items() if value]:
-        field = f"structured_outputs.{unknown[0]}"
-        raise ApiError(
-            400,
-            f"{field} cannot be honored: use json, json_object, regex, choice or grammar",
-            field,
-        )
+def grammar_fields(body: GenerationRequest) -> list[GrammarField]:
+    outputs = body.structured_outputs or StructuredOutputs.model_validate({})
+    for name, value in (outputs.model_extra or {}).items():
+        if value:
+            field = f"structured_outputs.{name}"
+            raise ApiError(
+                400,
+                f"{field} is not supported: use json, json_object, regex, choice or grammar",
+                field,
+            )
+    json_object = ANY_OBJECT if outputs.json_object else None
     return [
-        ("response_format", Grammar.json, schema_of(body.response_format)),
-        ("guided_json", Grammar.json, body.guided_json),
-        ("guided_regex", Grammar.regex, body.guided_regex),
-        ("guided_choice", Grammar.choice, body.guided_choice),
-        ("guided_grammar", Grammar.ebnf, body.guided_grammar),
-        ("structured_outputs.json", Grammar.json, more.schema_),
-        ("structured_outputs.json_object", Grammar.json, OBJECT if more.json_object else None),
-        ("structured_outputs.regex", Grammar.regex, more.regex),
-        ("structured_outputs.choice", Grammar.choice, more.choice),
-        ("structured_outputs.grammar", Grammar.ebnf, more.grammar),
+        GrammarField("response_format", Grammar.json, json_schema(body.response_format)),
+        GrammarField("guided_json", Grammar.json, body.guided_json),
+        GrammarField("guided_regex", Grammar.regex, body.guided_regex),
+        GrammarField("guided_choice", Grammar.choice, body.guided_choice),
+        GrammarField("guided_grammar", Grammar.ebnf, body.guided_grammar),
+        GrammarField("structured_outputs.json", Grammar.json, outputs.schema_),
+        GrammarField("structured_outputs.json_object", Grammar.json, json_object),
+        GrammarField("structured_outputs.regex", Grammar.regex, outputs.regex),
+        GrammarField("structured_outputs.choice", Grammar.choice, outputs.choice),
+        GrammarField("structured_outputs.grammar", Grammar.ebnf, outputs.grammar),
     ]
 
 
-def schema_of(asked: ResponseFormat | None) -> dict[str, Any] | bool | None:
-    if asked is None or asked.type == "text":
+def json_schema(response_format: ResponseFormat | None) -> dict[str, Any] | bool | None:
+    """The schema that a response_format asks for; None: plain text."""
+    if response_format is None or response_format.type == "text":
         return None
-    if asked.type == "json_object":
-        return OBJECT
-    if asked.json_schema is None:
+    if response_format.type == "json_object":
+        return ANY_OBJECT
+    if response_format.json_schema is None:
         raise ApiError(
             400,
             "response_format.json_schema is missing: give its name and schema",
             "response_format",
         )
-    return asked.json_schema.asked
+    return response_format.json_schema.schema_

@@ -1,67 +1,65 @@
-"""From a request, read and checked, to an answer under way: which engine, which settings, one stream a choice."""
+"""Submit a request to an engine: choose the engine, check the prompts, start the streams."""
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from peagle.server.engines.driver import EngineSlot, Ticket
+from peagle.core import Sampling
+from peagle.server.engines.engine_slot import EngineSlot, RequestTiming
+from peagle.server.engines.generation_params import GenerationParams
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import ChatRequest, CompletionRequest
-from peagle.server.openai.answer import Answer, Choice
-from peagle.server.openai.prompts import check_room
-from peagle.server.openai.response_format import compiled
+from peagle.server.openai.answer import Answer
+from peagle.server.openai.choice import Choice
+from peagle.server.openai.prompts import check_prompt
+from peagle.server.openai.response_format import compile_grammar
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob
     from peagle.grammar import Grammar
 
-SEEDS = 2**63
+SEED_RANGE = 2**63
 
 
-async def ask(
-    front: LocalBackend, body: ChatRequest | CompletionRequest, prompts: list[list[int]]
+async def submit(
+    backend: LocalBackend, body: ChatRequest | CompletionRequest, prompts: list[list[int]]
 ) -> Answer:
-    wanted = body.peagle
-    key = front.engines.choose(wanted.method if wanted else None, wanted.k if wanted else None)
-    if len(prompts) * body.choices > front.settings.max_queue:
-        raise ApiError(
-            400,
-            f"{len(prompts) * body.choices} answers at once: the queue holds {front.settings.max_queue}",
-        )
-    async with front.engines.slot(key) as slot:
-        context = slot.engine.context
+    """Start the answers to these prompts, `body.choices` for each."""
+    extension = body.peagle
+    key = backend.engines.choose(
+        extension.method if extension else None, extension.k if extension else None
+    )
+    requests = len(prompts) * body.choices
+    max_queue = backend.settings.max_queue
+    if requests > max_queue:
+        raise ApiError(400, f"{requests} answers at once: the queue holds {max_queue}")
+    async with backend.engines.slot(key) as slot:
         for ids in prompts:
-            if not ids:
-                raise ApiError(400, "the prompt has no tokens: give at least one", "prompt")
-            check_room(context, len(ids), body.most)
-            check_ids(ids, slot.engine.vocab_size)
-        grammar = await compiled(front, body)
-        scored = await scores(front, body, prompts)
-        return begun(front, slot, body, prompts, grammar, scored)
+            check_prompt(slot, ids, body.max_new_tokens)
+        grammar = await compile_grammar(backend, body)
+        prompt_logprobs = await score_prompts(backend, body, prompts)
+        choices: list[Choice] = []
+        with abort_on_error(choices):
+            for ids, logprobs in zip(prompts, prompt_logprobs, strict=True):
+                params = generation_params(body, slot.engine.context - len(ids), grammar)
+                for i in range(body.choices):
+                    choice = start_choice(backend, slot, ids, with_seed(params, i))
+                    choice.index = len(choices)
+                    choice.prompt_logprobs = logprobs
+                    choices.append(choice)
+            backend.drain.check_accepting()  # The server may have begun to shut down meanwhile.
+            return Answer(backend, slot, choices)
 
 
-def begun(
-    front: LocalBackend,
-    slot: EngineSlot,
-    body: ChatRequest | CompletionRequest,
-    prompts: list[list[int]],
-    grammar: "Grammar | None",
-    scored: "list[list[TokenLogprob] | None]",
-) -> Answer:
-    context, choices = slot.engine.context, list[Choice]()
+@contextmanager
+def abort_on_error(choices: list[Choice]) -> Iterator[None]:
+    """Leave no request behind in the engine if a later one is refused."""
     try:
-        for number, ids in enumerate(prompts):
-            for i in range(body.choices):
-                choice = Choice(len(choices), ids, Ticket(time.monotonic()), scored=scored[number])
-                if body.most == 0:
-                    choice.reason = "length"
-                else:
-                    how = settings_of(body, i, len(ids), context) | {"grammar": grammar}
-                    choice.stream, choice.ticket = front.engines.add(slot, ids, **how)
-                choices.append(choice)
-        front.drain.check_accepting()  # it may have begun while we waited
-        return Answer(front, slot, choices)
+        yield
     except BaseException:
         for choice in choices:
             if choice.stream is not None:
@@ -69,53 +67,68 @@ def begun(
         raise
 
 
-def settings_of(
-    body: ChatRequest | CompletionRequest, i: int, prompt: int, context: int
-) -> dict[str, Any]:
-    """The engine's settings of choice i; OpenAI's defaults. Each choice has a seed of its own."""
-    given = {
-        "temperature": body.temperature if body.temperature is not None else 1.0,
-        "top_p": body.top_p if body.top_p is not None else 1.0,
-        "top_k": max(body.top_k or 0, 0),
-        "min_p": body.min_p or 0.0,
-        "seed": None if body.seed is None else (body.seed + i) % SEEDS,
-        "repetition_penalty": body.repetition_penalty
-        if body.repetition_penalty is not None
-        else 1.0,
-        "presence_penalty": body.presence_penalty or 0.0,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "logit_bias": body.logit_bias or {},
-    }
-    return given | {
-        "max_tokens": body.most or context - prompt,
-        "min_tokens": body.min_tokens or 0,
-        "stop": body.stops,
-        "stop_ids": frozenset(body.stop_token_ids or ()),
-        "ignore_eos": bool(body.ignore_eos),
-        "include_stop": bool(body.include_stop_str_in_output),
-        "logprobs": body.top,
-        "user": body.user or "",
-    }
+def start_choice(
+    backend: LocalBackend, slot: EngineSlot, ids: list[int], params: GenerationParams
+) -> Choice:
+    if params.max_tokens == 0:
+        return Choice(ids, RequestTiming(time.monotonic()), finish_reason="length")
+    stream, timing = backend.engines.add(slot, ids, params)
+    return Choice(ids, timing, stream)
 
 
-async def scores(
-    front: LocalBackend, body: ChatRequest | CompletionRequest, prompts: list[list[int]]
+def generation_params(
+    body: ChatRequest | CompletionRequest, room: int, grammar: "Grammar | None"
+) -> GenerationParams:
+    """The request for the engine, with OpenAI's defaults. `room`: tokens left in the context."""
+    return GenerationParams(
+        max_tokens=room if body.max_new_tokens is None else body.max_new_tokens,
+        min_tokens=body.min_tokens or 0,
+        sampling=sampling_params(body),
+        stop=body.stop_strings,
+        stop_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop=bool(body.include_stop_str_in_output),
+        logprobs=body.logprobs_count,
+        grammar=grammar,
+        user=body.user or "",
+    )
+
+
+def sampling_params(body: ChatRequest | CompletionRequest) -> Sampling:
+    penalty = body.repetition_penalty
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        repetition_penalty=1.0 if penalty is None else penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+    )
+
+
+def with_seed(params: GenerationParams, i: int) -> GenerationParams:
+    """The same for choice i of a prompt: each choice has its own seed."""
+    seed = params.sampling.seed
+    if seed is None:
+        return params
+    return replace(params, sampling=replace(params.sampling, seed=(seed + i) % SEED_RANGE))
+
+
+async def score_prompts(
+    backend: LocalBackend, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
 ) -> "list[list[TokenLogprob] | None]":
-    """The prompts' own log-probabilities, where they are echoed with them."""
-    if not isinstance(body, CompletionRequest) or not body.echo or body.top is None:
+    """The prompts' own log-probabilities, if they are echoed with them."""
+    if not isinstance(body, CompletionRequest) or not body.echo or body.logprobs is None:
         return [None] * len(prompts)
-    from peagle.server.openai.prompt_logprobs import score
+    from peagle.server.openai.prompt_logprobs import score_prompt
 
-    target, top = front.engines.require_ready().target, body.top
-    found: list[list[TokenLogprob] | None] = []
+    target = backend.engines.require_ready().target
+    scores: list[list[TokenLogprob] | None] = []
     for ids in prompts:
-        found.append(
-            await asyncio.wrap_future(front.engines.driver.submit_slow(score(target, ids, top)))
-        )
-    return found
-
-
-def check_ids(ids: list[int], vocabulary: int) -> None:
-    if max(ids) >= vocabulary:
-        bad = [token for token in ids if token >= vocabulary][:5]
-        raise ApiError(400, f"token ids {bad} are outside the vocabulary of {vocabulary}", "prompt")
+        job = backend.engines.driver.submit_long(score_prompt(target, ids, body.logprobs))
+        score = await asyncio.wrap_future(job)
+        scores.append(score)
+    return scores

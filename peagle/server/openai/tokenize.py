@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: text or messages to token ids, and back."""
+"""/tokenize and /detokenize: text or messages to token ids, and token ids to text."""
 
 from typing import Any
 
@@ -9,39 +9,45 @@ from peagle.server.engines.local_backend import local_backend_of
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import validate_body
 from peagle.server.http.schema import DetokenizeRequest, TokenizeRequest
-from peagle.server.openai.prompts import chat_ids, check_length, text_ids
+from peagle.server.openai.prompts import check_characters, encode_chat, encode_text
 
 
 async def tokenize(request: Request, body: dict[str, Any]) -> Response:
-    front = local_backend_of(request)
-    asked = validate_body(TokenizeRequest, body)
-    front.require(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError(400, "give either prompt or messages")
-    if asked.messages is not None:
-        ids = await chat_ids(front, asked.messages)
+    backend = local_backend_of(request)
+    tokenize_request = validate_body(TokenizeRequest, body)
+    backend.require(tokenize_request.model)
+    prompt = tokenize_request.prompt
+    messages = tokenize_request.messages
+    if messages is not None and prompt is None:
+        ids = await encode_chat(backend, messages)
+    elif prompt is not None and messages is None:
+        add_special_tokens = tokenize_request.add_special_tokens is not False
+        ids = await encode_text(backend, prompt, add_special_tokens)
     else:
-        ids = await text_ids(front, asked.prompt or "", asked.add_special_tokens is not False)
-    texts = front.engines.texts
-    told = (
-        [texts.text(token) for token in ids]
-        if asked.return_token_strs and texts is not None
-        else None
-    )
-    context = front.engines.context
+        raise ApiError(400, "give either prompt or messages")
+    texts = None
+    if tokenize_request.return_token_strs:
+        texts = [backend.engines.texts.text(token) for token in ids]
     return JSONResponse(
-        {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": told}
+        {
+            "count": len(ids),
+            "max_model_len": backend.engines.context,
+            "tokens": ids,
+            "token_strs": texts,
+        }
     )
 
 
 async def detokenize(request: Request, body: dict[str, Any]) -> Response:
-    front = local_backend_of(request)
-    asked = validate_body(DetokenizeRequest, body)
-    pair = front.require(asked.model)
-    check_length(front, len(asked.tokens))
-    size = max(pair.target.vocab_size, len(pair.target.tokenizer))
-    if bad := [token for token in asked.tokens if token >= size]:
-        raise ApiError(400, f"token ids {bad[:5]} are outside the vocabulary of {size}", "tokens")
-    return JSONResponse(
-        {"prompt": pair.target.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
-    )
+    backend = local_backend_of(request)
+    detokenize_request = validate_body(DetokenizeRequest, body)
+    target = backend.require(detokenize_request.model).target
+    ids = detokenize_request.tokens
+    check_characters(backend, len(ids))
+    # Unlike a prompt, it may hold added tokens that the target has no embedding for.
+    vocab_size = max(target.vocab_size, len(target.tokenizer))
+    if invalid := [token for token in ids if token >= vocab_size]:
+        raise ApiError(
+            400, f"token ids {invalid[:5]} are outside the vocabulary of {vocab_size}", "tokens"
+        )
+    return JSONResponse({"prompt": target.tokenizer.decode(ids, skip_special_tokens=False)})

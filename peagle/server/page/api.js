@@ -1,68 +1,77 @@
-// The server, as the page sees it: streamed chunks, status, and errors in words a person can act on.
+// The server's API: streamed chunks, JSON, and errors in words that tell the user what to do.
 
-export class Refused extends Error {
+export class RequestError extends Error {
   constructor(message, status = 0) {
     super(message);
     this.status = status;
   }
 }
 
-const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
-
-async function call(path, key, options = {}) {
+async function send(path, key, options = {}) {
+  const authorization = key ? { Authorization: `Bearer ${key}` } : {};
+  const headers = { ...options.headers, ...authorization };
   let response;
   try {
-    response = await fetch(path, { ...options, cache: "no-store", headers: { ...options.headers, ...headers(key) } });
+    response = await fetch(path, { ...options, cache: "no-store", headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused("The server cannot be reached.");
+    throw new RequestError("The server cannot be reached.");
   }
-  if (!response.ok) throw new Refused(await words(response), response.status);
+  if (!response.ok) throw new RequestError(await errorMessage(response), response.status);
   return response;
 }
 
-async function words(response) {
-  let said = "";
+async function errorMessage(response) {
+  let message = "";
   try {
-    said = (await response.json()).error?.message ?? "";
+    message = (await response.json()).error?.message ?? "";
   } catch {
-    // not JSON: the status has to do
+    // The body is not JSON: only the status is known.
   }
   const status = response.status;
-  if (status === 401 || status === 403) return "The server wants an API key: enter it in the settings.";
-  if (status === 429 || status === 503) {
-    const wait = Number(response.headers.get("Retry-After"));
-    return `Not now, ${said.split(":")[0] || "the server is busy"}: try again ${wait > 0 ? `in ${wait} s` : "in a moment"}.`;
+  if (status === 401 || status === 403) {
+    return "The server requires an API key: enter it in the settings.";
   }
-  return said ? sentence(said) : `The server answered ${status}.`;
+  if (status === 429 || status === 503) {
+    const reason = message.split(":")[0] || "the server is busy";
+    const seconds = Number(response.headers.get("Retry-After"));
+    return `Not now, ${reason}: try again ${seconds > 0 ? `in ${seconds} s` : "in a moment"}.`;
+  }
+  return message ? asSentence(message) : `The server answered ${status}.`;
 }
 
-const sentence = (said) => said[0].toUpperCase() + said.slice(1).replace(/\.?$/, ".");
+const asSentence = (text) => text[0].toUpperCase() + text.slice(1).replace(/\.?$/, ".");
 
-export async function json(path, key, signal) {
-  return (await call(path, key, { signal })).json();
+export async function fetchJson(path, key, signal) {
+  return (await send(path, key, { signal })).json();
 }
 
-// Chunks of one answer as they come. Ends only when the answer did; a stream that breaks off is an error.
-export async function* chat(body, key, signal) {
-  const options = { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" }, signal };
-  const response = await call("v1/chat/completions", key, options);
-  for await (const data of events(response.body)) {
+// Yields the chunks of one answer as they arrive. A stream without [DONE] is an error.
+export async function* streamChat(body, key, signal) {
+  const response = await send("v1/chat/completions", key, {
+    method: "POST",
+    body: JSON.stringify(body),
+    headers: { "Content-Type": "application/json" },
+    signal,
+  });
+  for await (const data of readEvents(response.body)) {
     if (data === "[DONE]") return;
     let chunk;
     try {
       chunk = JSON.parse(data);
     } catch {
-      throw new Refused("The stream is not readable.");
+      throw new RequestError("The stream is not readable.");
     }
-    if (chunk.error) throw new Refused(sentence(chunk.error.message ?? "the server gave the answer up"));
+    if (chunk.error) {
+      throw new RequestError(asSentence(chunk.error.message ?? "the server aborted the answer"));
+    }
     yield chunk;
   }
-  throw new Refused("The stream broke off.");
+  throw new RequestError("The stream broke off.");
 }
 
-// The data of server-sent events, whatever the pieces they arrive in.
-async function* events(stream) {
+// Yields the data of server-sent events, however the network splits them.
+async function* readEvents(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -78,7 +87,7 @@ async function* events(stream) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused("The stream broke off.");
+    throw new RequestError("The stream broke off.");
   } finally {
     reader.cancel().catch(() => {});
   }

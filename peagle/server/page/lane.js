@@ -1,23 +1,27 @@
-// A lane and its row of the track: what is drawn of a record's first steps. Text is only ever set through textContent.
+// A lane and its row of the track. Text is only ever set through textContent.
 
-import { NAMES, Tally } from "./record.js";
+import { NAMES, Totals } from "./record.js";
 
-const WHAT = {
+const DESCRIPTIONS = {
   "p-eagle": "K drafts in one pass of the drafter",
   eagle3: "K drafts in K passes of the drafter",
   none: "one pass of the model for every token",
 };
-const seconds = (s) => (s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(s < 10 ? 2 : 1)} s`);
-const speed = (tps) => (tps === null ? "–" : tps.toFixed(tps < 100 ? 1 : 0));
-const percent = (share) => `${Math.round(share * 100)} %`;
+const SCROLL_MARGIN = 40; // pixels from the end within which the text follows the answer
+const EMPTY = "–";
 
-function make(id, method) {
+const formatSeconds = (s) =>
+  s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(s < 10 ? 2 : 1)} s`;
+const formatSpeed = (speed) => (speed === null ? EMPTY : speed.toFixed(speed < 100 ? 1 : 0));
+const formatPercent = (fraction) => `${Math.round(fraction * 100)} %`;
+
+function cloneTemplate(id, method) {
   const node = document.getElementById(id).content.firstElementChild.cloneNode(true);
   node.classList.add(`m-${method}`);
   return node;
 }
 
-function element(tag, text, className = "") {
+function createElement(tag, text, className = "") {
   const node = document.createElement(tag);
   node.textContent = text;
   if (className) node.className = className;
@@ -27,16 +31,16 @@ function element(tag, text, className = "") {
 export class Lane {
   constructor(method, track, lanes) {
     this.method = method;
-    this.row = make("track-row", method);
-    this.card = make("lane", method);
+    this.row = cloneTemplate("track-row", method);
+    this.card = cloneTemplate("lane", method);
     this.row.querySelector(".name").textContent = NAMES[method];
     this.find("h3").textContent = NAMES[method];
-    this.find(".what").textContent = WHAT[method];
+    this.find(".description").textContent = DESCRIPTIONS[method];
     this.text = this.find(".text");
     this.text.setAttribute("aria-label", `Answer of ${NAMES[method]}`);
     track.append(this.row);
     lanes.append(this.card);
-    this.server = null; // what /v1/peagle/status said last
+    this.engine = null; // the engine's part of the last /v1/peagle/status
     this.clear("ready");
   }
 
@@ -44,87 +48,107 @@ export class Lane {
     return this.card.querySelector(selector);
   }
 
-  show(visible) {
-    this.row.hidden = this.card.hidden = !visible;
+  setVisible(visible) {
+    this.row.hidden = !visible;
+    this.card.hidden = !visible;
   }
 
   clear(state) {
-    this.tally = new Tally();
+    this.totals = new Totals();
     this.text.textContent = "";
-    this.fail("");
-    this.state(state);
+    this.showProblem("");
+    this.setState(state);
     this.row.querySelector(".fill").style.width = "0";
-    this.figures(null, null, null);
-    this.positions();
+    this.showFigures(null, null, null);
+    this.showPositions();
   }
 
-  // The fastest of a race wears a star.
-  best(yes) {
-    this.row.toggleAttribute("data-best", yes);
+  // The fastest lane of a race has a star.
+  setFastest(fastest) {
+    this.row.toggleAttribute("data-fastest", fastest);
   }
 
-  state(word) {
-    this.find(".state").textContent = word;
-    this.card.dataset.state = this.row.dataset.state = word.split(" ")[0];
+  setState(state) {
+    this.find(".state").textContent = state;
+    const keyword = state.split(" ")[0];
+    this.card.dataset.state = keyword;
+    this.row.dataset.state = keyword;
   }
 
-  fail(problem) {
+  showProblem(problem) {
     this.find(".problem").hidden = !problem;
     this.find(".problem").textContent = problem;
   }
 
-  // Draw the steps up to second `now`; `of` tokens fill the rail, `plain` is plain decoding's speed.
-  draw(record, now, of, plain) {
-    const low = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 40;
+  // Draws the steps up to second `now`. The rail is full at `maxTokens`.
+  draw(record, now, maxTokens, plainSpeed) {
+    const { scrollHeight, scrollTop, clientHeight } = this.text;
+    const follow = scrollHeight - scrollTop - clientHeight < SCROLL_MARGIN;
     const added = document.createDocumentFragment();
-    for (let i = this.tally.steps; i < record.steps.length && record.steps[i].t <= now; i++) {
-      this.tally.add(record.steps[i]);
-      added.append(...this.spans(record.steps[i]));
+    for (let i = this.totals.steps; i < record.steps.length && record.steps[i].t <= now; i++) {
+      this.totals.add(record.steps[i]);
+      added.append(...this.tokenSpans(record.steps[i]));
     }
     const running = record.ended === null || now < record.ended;
     if (added.childNodes.length) this.text.append(added);
-    if (low) this.text.scrollTop = this.text.scrollHeight;
-    this.row.querySelector(".fill").style.width = `${Math.min(100, (100 * this.tally.tokens) / Math.max(1, of))}%`;
-    this.figures(this.tally.speed(running ? now : undefined), plain, this.tally.steps ? (running ? now : this.tally.last) : null);
-    this.positions();
+    if (follow) this.text.scrollTop = this.text.scrollHeight;
+    const progress = (100 * this.totals.tokens) / Math.max(1, maxTokens);
+    this.row.querySelector(".fill").style.width = `${Math.min(100, progress)}%`;
+    const time = this.totals.steps ? (running ? now : this.totals.last) : null;
+    this.showFigures(this.totals.speed(running ? now : undefined), plainSpeed, time);
+    this.showPositions();
   }
 
-  spans({ texts, accepted, drafted }) {
+  tokenSpans({ texts, accepted, drafted }) {
     return texts.map((text, i) => {
-      const draft = i < accepted;
-      const span = element("span", text, draft ? "token draft" : "token own");
-      span.title = draft ? `draft ${i + 1} of ${drafted}, accepted` : drafted ? `the model's own, after ${accepted} of ${drafted} drafts` : "the model's own";
+      const isDraft = i < accepted;
+      const span = createElement("span", text, isDraft ? "token draft" : "token own");
+      if (isDraft) span.title = `draft ${i + 1} of ${drafted}, accepted`;
+      else if (drafted) span.title = `the model's own, after ${accepted} of ${drafted} drafts`;
+      else span.title = "the model's own";
       return span;
     });
   }
 
-  figures(tps, plain, time) {
-    const over = tps && plain && this.method !== "none" ? `${(tps / plain).toFixed(2)}×` : "";
-    this.find(".speed").textContent = this.row.querySelector(".speed").textContent = speed(tps);
-    this.find(".ratio").textContent = over ? `${over} plain` : "";
-    this.row.querySelector(".ratio").textContent = over;
-    this.row.querySelector(".time").textContent = time === null ? "" : seconds(time);
-    const { tokens, steps, acceptanceLength: length, drafted, accepted, first } = this.tally;
-    const drafts = this.method !== "none";
-    const facts = [
-      ["tokens", tokens || "–"],
-      ["passes", steps || "–"],
-      ["first token", steps ? seconds(first) : "–"],
-      drafts ? ["acceptance length", length ? length.toFixed(2) : "–"] : ["tokens a pass", steps ? (tokens / steps).toFixed(2) : "–"],
-      ...(drafts ? [["drafts accepted", drafted ? percent(accepted / drafted) : "–"]] : []),
-    ];
-    this.list(facts);
-    this.reason();
+  showFigures(speed, plainSpeed, time) {
+    const comparable = speed && plainSpeed && this.method !== "none";
+    const ratio = comparable ? `${(speed / plainSpeed).toFixed(2)}×` : "";
+    this.find(".speed").textContent = formatSpeed(speed);
+    this.row.querySelector(".speed").textContent = formatSpeed(speed);
+    this.find(".ratio").textContent = ratio ? `${ratio} plain` : "";
+    this.row.querySelector(".ratio").textContent = ratio;
+    this.row.querySelector(".time").textContent = time === null ? "" : formatSeconds(time);
+    this.showFacts(this.facts());
+    this.showK();
   }
 
-  list(facts) {
-    const list = this.find(".said");
-    if (list.childElementCount !== facts.length)
+  facts() {
+    const { tokens, steps, acceptanceLength, drafted, accepted, first } = this.totals;
+    const facts = [
+      ["tokens", tokens || EMPTY],
+      ["passes", steps || EMPTY],
+      ["first token", steps ? formatSeconds(first) : EMPTY],
+    ];
+    if (this.method === "none") {
+      facts.push(["tokens per pass", steps ? (tokens / steps).toFixed(2) : EMPTY]);
+    } else {
+      facts.push(
+        ["acceptance length", acceptanceLength ? acceptanceLength.toFixed(2) : EMPTY],
+        ["drafts accepted", drafted ? formatPercent(accepted / drafted) : EMPTY],
+      );
+    }
+    return facts;
+  }
+
+  showFacts(facts) {
+    const list = this.find(".facts");
+    if (list.childElementCount !== facts.length) {
       list.replaceChildren(...facts.map(([name]) => {
-        const pair = document.createElement("div");
-        pair.append(element("dt", name), element("dd", ""));
-        return pair;
+        const entry = document.createElement("div");
+        entry.append(createElement("dt", name), createElement("dd", ""));
+        return entry;
       }));
+    }
     facts.forEach(([name, value], i) => {
       const [dt, dd] = list.children[i].children;
       dt.textContent = name;
@@ -132,42 +156,49 @@ export class Lane {
     });
   }
 
-  // Bars: the share of drafts accepted at each position, of this answer, or of all answers before there is one.
-  positions() {
-    const own = this.tally.shares;
-    const shares = own.length ? own : this.method === "none" ? [] : (this.server?.accepted_per_position ?? []);
-    this.find(".positions").hidden = !shares.length;
-    this.find(".positions h4").textContent = own.length ? "accepted by position" : "accepted by position, all answers so far";
+  // One bar per draft position: the acceptance rate of this answer, or of all answers so far.
+  showPositions() {
+    const own = this.totals.acceptanceRates;
+    let rates = own;
+    if (!own.length && this.method !== "none") rates = this.engine?.accepted_per_position ?? [];
+    this.find(".positions").hidden = !rates.length;
+    this.find(".positions h4").textContent = own.length
+      ? "accepted by position"
+      : "accepted by position, all answers so far";
     const list = this.find(".positions ol");
-    while (list.childElementCount > shares.length) list.lastElementChild.remove();
-    shares.forEach((share, i) => {
-      if (!list.children[i]) list.append(bar(i + 1));
+    while (list.childElementCount > rates.length) list.lastElementChild.remove();
+    rates.forEach((rate, i) => {
+      if (!list.children[i]) list.append(createBar(i + 1));
       const item = list.children[i];
-      item.style.setProperty("--share", share);
-      item.title = `position ${i + 1}: ${percent(share)}`;
-      item.querySelector(".hidden").textContent = `position ${i + 1}: ${percent(share)}`;
+      const label = `position ${i + 1}: ${formatPercent(rate)}`;
+      item.style.setProperty("--share", rate);
+      item.title = label;
+      item.querySelector(".visually-hidden").textContent = label;
     });
   }
 
-  reason() {
-    const k = this.tally.k ?? this.server?.k;
-    const why = this.server?.k_reason;
-    this.find(".k").textContent = this.method === "none" || k === null || k === undefined ? "" : `K ${k}${why ? `: ${why}` : ""}`;
+  // K, and why the server chose it.
+  showK() {
+    const k = this.totals.k ?? this.engine?.k ?? null;
+    const reason = this.engine?.k_reason;
+    const unknown = this.method === "none" || k === null;
+    this.find(".k").textContent = unknown ? "" : `K ${k}${reason ? `: ${reason}` : ""}`;
   }
 
-  status(server) {
-    this.server = server;
-    const { running = 0, waiting = 0, kv_usage: kv = 0 } = server;
-    this.find(".server").textContent = `Server: ${running} running, ${waiting} waiting, KV cache ${percent(kv)} used`;
-    this.reason();
-    if (!this.tally.steps) this.positions();
+  showStatus(engine) {
+    this.engine = engine;
+    const { running = 0, waiting = 0, kv_usage: kvUsage = 0 } = engine;
+    this.find(".server").textContent = `Server: ${running} running, ${waiting} waiting, `
+      + `KV cache ${formatPercent(kvUsage)} used`;
+    this.showK();
+    if (!this.totals.steps) this.showPositions();
   }
 }
 
-function bar(position) {
+function createBar(position) {
   const item = document.createElement("li");
-  const number = element("span", position);
+  const number = createElement("span", position);
   number.setAttribute("aria-hidden", "true");
-  item.append(element("i", ""), number, element("span", "", "hidden"));
+  item.append(createElement("i", ""), number, createElement("span", "", "visually-hidden"));
   return item;
 }

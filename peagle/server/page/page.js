@@ -1,268 +1,319 @@
-// The race: lanes that record answers, in turns or together, and the replay of what was recorded.
+// The race: lanes record answers, in turns or together, and a replay shows them side by side.
 
-import { json } from "./api.js";
+import { fetchJson } from "./api.js";
 import { Lane } from "./lane.js";
-import { METHODS, NAMES, Record, best, verdict } from "./record.js";
-import { record, request, warmUp } from "./recording.js";
-import { fittingPace, longest, plainSpeed, play } from "./replay.js";
+import { METHODS, NAMES, Record, fastestMethod, verdict } from "./record.js";
+import { buildRequest, recordAnswer, warmUp } from "./recording.js";
+import { maxTokens, plainSpeed, play, suitableSpeed } from "./replay.js";
 import * as settings from "./settings.js";
 
 const EXAMPLES = {
-  code: "Write a Python function is_palindrome(text) that ignores case, spaces and punctuation. Add a docstring and three examples.",
-  reasoning: "A baker sells 48 rolls before noon and half as many after noon. Each roll costs 3 dollars, and 15 dollars go to flour. How much is left? Think step by step.",
+  code: "Write a Python function is_palindrome(text) that ignores case, spaces and punctuation. "
+    + "Add a docstring and three examples.",
+  reasoning: "A baker sells 48 rolls before noon and half as many after noon. Each roll costs "
+    + "3 dollars, and 15 dollars go to flour. How much is left? Think step by step.",
   chat: "Explain to a ten-year-old why the sky is blue and why sunsets are red.",
 };
-const ORDER = ["none", "eagle3", "p-eagle"]; // plain first: the others are told as a ratio to it
-const WATCH = 1000; // between looks at the server's status during a race
+const RACE_ORDER = ["none", "eagle3", "p-eagle"]; // plain first: the others are compared to it
+const STATUS_INTERVAL = 1000; // milliseconds during a race; ten times that otherwise
+const SAVE_DELAY = 200; // milliseconds from a change of the form to the address
 
-const at = (id) => document.getElementById(id);
-const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const lanes = new Map(METHODS.map((method) => [method, new Lane(method, at("track"), at("lanes"))]));
-let available = new Set(METHODS);
+const byId = (id) => document.getElementById(id);
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
+const lanes = new Map(
+  METHODS.map((method) => [method, new Lane(method, byId("track"), byId("lanes"))]),
+);
+let availableMethods = new Set(METHODS);
 let records = []; // of the last race
 let race = null; // AbortController, while lanes record
-let replaying = null; // AbortController, while a replay runs
-let paceChosen = false;
+let replay = null; // AbortController, while a replay runs
+let speedChosen = false; // by the user, for replays
+let saveTimer = 0;
 
-const key = () => at("key").value.trim();
-const entered = () => settings.read().lanes.filter((method) => available.has(method));
-const say = (text) => (at("live").textContent = text);
+const apiKey = () => byId("key").value.trim();
+const laneOf = (record) => lanes.get(record.method);
+const selectedMethods = () =>
+  settings.readForm().lanes.filter((method) => availableMethods.has(method));
 
-function tell(problem) {
-  at("problem").hidden = !problem;
-  if (at("problem").textContent !== problem) at("problem").textContent = problem; // or it would be read out again
+// Says a text to screen readers.
+function announce(text) {
+  byId("announcer").textContent = text;
 }
 
-function conclude(sentence) {
-  at("result").hidden = !sentence;
-  at("result").textContent = sentence;
+function showProblem(problem) {
+  byId("problem").hidden = !problem;
+  // An unchanged text must not be read out again.
+  if (byId("problem").textContent !== problem) byId("problem").textContent = problem;
 }
 
-// --- one race ---------------------------------------------------------------------------------------------------------
+function showResult(sentence) {
+  byId("result").hidden = !sentence;
+  byId("result").textContent = sentence;
+}
 
-async function run() {
-  const chosen = settings.read();
-  const methods = ORDER.filter((method) => entered().includes(method));
-  if (!chosen.prompt.trim()) return refuse("Type a prompt, or take one of the examples.", "prompt");
-  if (!methods.length) return refuse("Switch a lane on: there is none to race.", "");
-  halt();
-  const mine = (race = new AbortController());
-  const body = request(chosen);
+// --- the race ---------------------------------------------------------------------------------
+
+async function runRace() {
+  const chosen = settings.readForm();
+  const selected = selectedMethods();
+  const methods = RACE_ORDER.filter((method) => selected.includes(method));
+  if (!chosen.prompt.trim()) {
+    showProblem("Type a prompt, or take one of the examples.");
+    byId("prompt").focus();
+    return;
+  }
+  if (!methods.length) {
+    showProblem("No lane is selected: select one in the settings.");
+    byId("settings").open = true;
+    return;
+  }
+  endReplay();
+  const controller = new AbortController();
+  race = controller;
   records = methods.map((method) => new Record(method));
-  begin(chosen, methods);
-  const timer = watch(mine.signal);
+  prepareRace(chosen, methods);
+  await recordLanes(chosen, controller.signal);
+  await finishRace(chosen, controller.signal.aborted);
+}
+
+async function recordLanes(chosen, signal) {
+  const body = buildRequest(chosen);
+  const timer = setInterval(() => signal.aborted || updateStatus(), STATUS_INTERVAL);
   try {
-    for (const one of records) await warmUp(one, lanes.get(one.method), body, key(), mine.signal);
-    if (chosen.mode === "together") await Promise.all(records.map((one) => enter(one, body, mine.signal)));
-    else for (const one of records) await enter(one, body, mine.signal);
+    for (const record of records) await warmUp(record, laneOf(record), body, apiKey(), signal);
+    if (chosen.mode === "together") {
+      await Promise.all(records.map((record) => recordLane(record, body, signal)));
+    } else {
+      for (const record of records) await recordLane(record, body, signal);
+    }
   } finally {
     clearInterval(timer);
     race = null;
-    look();
+    updateStatus();
   }
-  await finish(chosen, mine.signal.aborted);
 }
 
-async function enter(one, body, signal) {
-  await record(one, lanes.get(one.method), body, key(), signal, () => plainSpeed(records));
-  if (one.whole) say(`${NAMES[one.method]}: ${one.tally.tokens} tokens, ${Math.round(one.tally.speed() ?? 0)} a second.`);
+async function recordLane(record, body, signal) {
+  const currentPlainSpeed = () => plainSpeed(records);
+  await recordAnswer(record, laneOf(record), body, apiKey(), signal, currentPlainSpeed);
+  if (record.complete) {
+    const speed = Math.round(record.totals.speed() ?? 0);
+    announce(`${NAMES[record.method]}: ${record.totals.tokens} tokens, ${speed} per second.`);
+  }
 }
 
-function refuse(problem, id) {
-  tell(problem);
-  if (id) at(id).focus();
-  else at("settings").open = true;
-}
-
-function begin(chosen, methods) {
-  tell("");
-  conclude("");
-  at("estimated").hidden = at("replay-controls").hidden = true;
+function prepareRace(chosen, methods) {
+  showProblem("");
+  showResult("");
+  byId("estimated").hidden = true;
+  byId("replay-controls").hidden = true;
   for (const [method, lane] of lanes) {
-    lane.show(methods.includes(method));
-    lane.best(false);
+    lane.setVisible(methods.includes(method));
+    lane.setFastest(false);
     lane.clear("waits");
   }
-  at("how").textContent = chosen.mode === "turns"
-    ? `Recording in turns, each lane with the machine to itself${calm.matches ? "" : "; the replay side by side follows"}.`
+  const replayNote = reducedMotion.matches ? "" : "; the replay side by side follows";
+  byId("race-note").textContent = chosen.mode === "turns"
+    ? `Recording in turns, each lane with the machine to itself${replayNote}.`
     : "Running together: the lanes share the machine.";
-  reveal();
-  say(`Race started with ${methods.map((method) => NAMES[method]).join(", ")}.`);
-  buttons();
+  scrollToLanes();
+  announce(`Race started with ${methods.map((method) => NAMES[method]).join(", ")}.`);
+  updateButtons();
 }
 
-// Whoever starts a race wants to see it: on a small screen the lanes lie below the form.
-function reveal() {
+// On a small screen the lanes are below the form.
+function scrollToLanes() {
   const first = [...lanes.values()].find((lane) => !lane.card.hidden);
-  if (first.text.getBoundingClientRect().bottom > innerHeight)
-    at("race").scrollIntoView({ block: "start", behavior: calm.matches ? "auto" : "smooth" });
+  if (first.text.getBoundingClientRect().bottom > innerHeight) {
+    const behavior = reducedMotion.matches ? "auto" : "smooth";
+    byId("race").scrollIntoView({ block: "start", behavior });
+  }
 }
 
-async function finish(chosen, aborted) {
-  at("estimated").hidden = !records.some((one) => one.estimated);
-  const failed = records.filter((one) => one.problem);
-  if (!at("model").textContent && !failed.length) greet(); // the key was missing before
-  if (failed.length === records.length) tell(failed[0].cause);
-  if (failed.some((one) => one.locked)) wantKey();
-  conclude(verdict(records));
-  for (const [method, lane] of lanes) lane.best(method === best(records));
-  at("how").textContent = aborted ? "Stopped." : how(chosen);
-  redraw();
-  say([aborted ? "Stopped." : "", at("result").textContent, failed.length ? `${failed.length} lanes failed.` : ""].join(" ").trim());
-  const several = records.filter((one) => one.whole).length > 1;
-  at("replay-controls").hidden = !several;
-  buttons();
-  if (several && !aborted && chosen.mode === "turns" && !calm.matches) await replay();
+async function finishRace(chosen, aborted) {
+  const failed = records.filter((record) => record.problem);
+  byId("estimated").hidden = !records.some((record) => record.estimated);
+  if (!byId("model").textContent && !failed.length) showModel(); // the key was missing before
+  if (failed.length === records.length) showProblem(failed[0].cause);
+  if (failed.some((record) => record.locked)) askForKey();
+  showResult(verdict(records));
+  for (const [method, lane] of lanes) lane.setFastest(method === fastestMethod(records));
+  byId("race-note").textContent = aborted ? "Stopped." : describeRace(chosen);
+  drawAll();
+  announceResult(failed.length, aborted);
+  const replayable = records.filter((record) => record.complete).length > 1;
+  byId("replay-controls").hidden = !replayable;
+  updateButtons();
+  const automatic = chosen.mode === "turns" && !aborted && !reducedMotion.matches;
+  if (replayable && automatic) await runReplay();
 }
 
-function wantKey() {
-  at("settings").open = true;
-  at("key").focus();
+function announceResult(failures, aborted) {
+  const parts = [aborted ? "Stopped." : "", byId("result").textContent];
+  if (failures) parts.push(`${failures} lanes failed.`);
+  announce(parts.join(" ").trim());
 }
 
-function how({ mode, temperature, k }) {
-  const ran = mode === "turns" ? "in turns, each lane with the machine to itself" : "together, sharing the machine";
-  const dice = temperature > 0 ? `temperature ${temperature} with one seed for all` : "greedy";
-  return `Recorded ${ran}, after a short warm-up; K ${k}, ${dice}. Speeds are tokens a second after the first chunk; the ratio is to plain decoding.`;
+function askForKey() {
+  byId("settings").open = true;
+  byId("key").focus();
 }
 
-// --- replay -----------------------------------------------------------------------------------------------------------
-
-function redraw() {
-  for (const one of records) lanes.get(one.method).draw(one, Infinity, longest(records), plainSpeed(records));
+function describeRace({ mode, temperature, k }) {
+  const order = mode === "turns"
+    ? "in turns, each lane with the machine to itself"
+    : "together, sharing the machine";
+  const sampling = temperature > 0 ? `temperature ${temperature} with one seed for all` : "greedy";
+  return `Recorded ${order}, after a short warm-up; K ${k}, ${sampling}. Speeds are tokens per `
+    + "second after the first chunk; the ratio is to plain decoding.";
 }
 
-async function replay() {
-  halt();
-  const mine = (replaying = new AbortController());
-  const told = records.map((one) => lanes.get(one.method).find(".state").textContent);
-  if (!paceChosen) at("pace").value = String(fittingPace(records));
-  for (const one of records) lanes.get(one.method).clear("replays");
+// --- the replay -------------------------------------------------------------------------------
+
+function drawAll() {
+  const tokens = maxTokens(records);
+  const speed = plainSpeed(records);
+  for (const record of records) laneOf(record).draw(record, Infinity, tokens, speed);
+}
+
+async function runReplay() {
+  endReplay();
+  const controller = new AbortController();
+  replay = controller;
+  const states = records.map((record) => laneOf(record).find(".state").textContent);
+  if (!speedChosen) byId("replay-speed").value = String(suitableSpeed(records));
+  for (const record of records) laneOf(record).clear("replays");
   document.body.classList.add("replaying");
-  buttons();
-  await play(records, lanes, mine.signal, () => Number(at("pace").value));
-  if (replaying !== mine) return; // a new race has begun
-  replaying = null;
+  updateButtons();
+  await play(records, lanes, controller.signal, () => Number(byId("replay-speed").value));
+  if (replay !== controller) return; // a new race has begun
+  replay = null;
   document.body.classList.remove("replaying");
-  records.forEach((one, i) => {
-    lanes.get(one.method).state(told[i]);
-    lanes.get(one.method).fail(one.problem);
+  records.forEach((record, i) => {
+    laneOf(record).setState(states[i]);
+    laneOf(record).showProblem(record.problem);
   });
-  redraw();
-  buttons();
+  drawAll();
+  updateButtons();
 }
 
-// --- the server -------------------------------------------------------------------------------------------------------
-
-function watch(signal) {
-  return setInterval(() => signal.aborted || look(), WATCH);
-}
-
-async function look() {
-  if (document.hidden) return;
-  let body;
-  try {
-    body = await json("v1/peagle/status", key());
-  } catch (error) {
-    if (!race && error.status === 401) tell(error.message);
-    return;
-  }
-  const there = METHODS.filter((method) => body.methods?.includes(method));
-  if (there.length) offer(new Set(there));
-  for (const [method, lane] of lanes) {
-    const engine = engineOf(body, method);
-    if (engine) lane.status(engine);
-  }
-}
-
-// Engines are named by their method, and by K where it is not the server's own: "p-eagle", "p-eagle k=3".
-function engineOf({ engines = {}, k: usual }, method) {
-  const { k } = settings.read();
-  return method === "none" || k === usual ? engines[method] : (engines[`${method} k=${k}`] ?? engines[method]);
-}
-
-function offer(methods) {
-  available = methods;
-  for (const box of document.querySelectorAll("[name=lane]")) {
-    box.disabled = !methods.has(box.value);
-    box.parentElement.title = box.disabled ? "not on this server" : "";
-  }
-  if (!race && !records.length) arrange();
-}
-
-async function greet() {
-  try {
-    const { data } = await json("v1/models", key());
-    if (data?.[0]?.id) at("model").textContent = `· ${data[0].id}`;
-    if (at("problem").textContent && !records.length) tell("");
-  } catch (error) {
-    tell(error.message);
-  }
-}
-
-// --- the form ---------------------------------------------------------------------------------------------------------
-
-function buttons() {
-  at("stop").disabled = !race && !replaying;
-  at("halt").hidden = !race; // the same, where the race is
-  at("run").textContent = race ? "Racing" : records.length ? "Race again" : "Race";
-  at("run").disabled = Boolean(race);
-}
-
-// A replay ends where it is: something else takes the lanes.
-function halt() {
-  replaying?.abort();
-  replaying = null;
+// Ends a replay where it is, because a race or another replay takes the lanes.
+function endReplay() {
+  replay?.abort();
+  replay = null;
   document.body.classList.remove("replaying");
 }
 
 function stopAll() {
   race?.abort();
-  replaying?.abort();
+  replay?.abort();
 }
 
-function arrange() {
-  const chosen = settings.read();
-  at("told").textContent = settings.told({ ...chosen, lanes: entered() });
-  if (!race && !records.length) for (const [method, lane] of lanes) lane.show(entered().includes(method));
+// --- the server -------------------------------------------------------------------------------
+
+async function updateStatus() {
+  if (document.hidden) return;
+  let status;
+  try {
+    status = await fetchJson("v1/peagle/status", apiKey());
+  } catch (error) {
+    if (!race && error.status === 401) showProblem(error.message);
+    return;
+  }
+  const methods = METHODS.filter((method) => status.methods?.includes(method));
+  if (methods.length) setAvailable(new Set(methods));
+  for (const [method, lane] of lanes) {
+    const engine = findEngine(status, method);
+    if (engine) lane.showStatus(engine);
+  }
 }
 
-let later = 0;
-function changed() {
-  arrange();
-  clearTimeout(later);
-  later = setTimeout(() => history.replaceState(null, "", settings.toHash(settings.read()) || location.pathname + location.search), 200);
+// Engines are named by their method, and by K if it is not the server's own: "p-eagle k=3".
+function findEngine({ engines = {}, k: serverK }, method) {
+  const { k } = settings.readForm();
+  if (method === "none" || k === serverK) return engines[method];
+  return engines[`${method} k=${k}`] ?? engines[method];
 }
 
-function restore() {
-  settings.write(settings.fromHash(location.hash));
-  arrange();
+function setAvailable(methods) {
+  availableMethods = methods;
+  for (const box of document.querySelectorAll("[name=lane]")) {
+    box.disabled = !methods.has(box.value);
+    box.parentElement.title = box.disabled ? "not on this server" : "";
+  }
+  if (!race && !records.length) showSettings();
 }
 
-at("form").addEventListener("submit", (event) => {
+async function showModel() {
+  try {
+    const { data } = await fetchJson("v1/models", apiKey());
+    if (data?.[0]?.id) byId("model").textContent = `· ${data[0].id}`;
+    if (byId("problem").textContent && !records.length) showProblem("");
+  } catch (error) {
+    showProblem(error.message);
+  }
+}
+
+// --- the form ---------------------------------------------------------------------------------
+
+function updateButtons() {
+  byId("stop").disabled = !race && !replay;
+  byId("race-stop").hidden = !race; // the same button, beside the race
+  byId("run").textContent = race ? "Racing" : records.length ? "Race again" : "Race";
+  byId("run").disabled = Boolean(race);
+}
+
+function showSettings() {
+  const selected = selectedMethods();
+  const summary = settings.summarize({ ...settings.readForm(), lanes: selected });
+  byId("settings-summary").textContent = summary;
+  if (race || records.length) return;
+  for (const [method, lane] of lanes) lane.setVisible(selected.includes(method));
+}
+
+function onFormChange() {
+  showSettings();
+  clearTimeout(saveTimer);
+  saveTimer = setTimeout(() => {
+    const hash = settings.toHash(settings.readForm());
+    history.replaceState(null, "", hash || location.pathname + location.search);
+  }, SAVE_DELAY);
+}
+
+function restoreSettings() {
+  settings.writeForm(settings.fromHash(location.hash));
+  showSettings();
+}
+
+byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!race) run();
+  if (!race) runRace();
 });
-at("form").addEventListener("input", (event) => event.target.id !== "key" && changed());
-at("key").addEventListener("change", () => greet().then(look));
-for (const id of ["stop", "halt"]) at(id).addEventListener("click", stopAll);
-at("replay").addEventListener("click", replay);
-at("pace").addEventListener("change", () => (paceChosen = true));
-for (const button of document.querySelectorAll("[data-example]"))
+byId("form").addEventListener("input", (event) => event.target.id !== "key" && onFormChange());
+byId("key").addEventListener("change", () => showModel().then(updateStatus));
+for (const id of ["stop", "race-stop"]) byId(id).addEventListener("click", stopAll);
+byId("replay").addEventListener("click", runReplay);
+byId("replay-speed").addEventListener("change", () => {
+  speedChosen = true;
+});
+for (const button of document.querySelectorAll("[data-example]")) {
   button.addEventListener("click", () => {
-    at("prompt").value = EXAMPLES[button.dataset.example];
-    changed();
-    at("prompt").focus();
+    byId("prompt").value = EXAMPLES[button.dataset.example];
+    onFormChange();
+    byId("prompt").focus();
   });
+}
 addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
-    if (!race) run();
-  } else if (event.key === "Escape") stopAll();
+    if (!race) runRace();
+  } else if (event.key === "Escape") {
+    stopAll();
+  }
 });
-addEventListener("hashchange", restore);
+addEventListener("hashchange", restoreSettings);
 
-restore();
-if (!at("prompt").value) at("prompt").value = EXAMPLES.code;
-greet().then(look);
-setInterval(() => race || look(), 10 * WATCH);
+restoreSettings();
+if (!byId("prompt").value) byId("prompt").value = EXAMPLES.code;
+showModel().then(updateStatus);
+setInterval(() => race || updateStatus(), 10 * STATUS_INTERVAL);

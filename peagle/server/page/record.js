@@ -1,40 +1,49 @@
-// What a lane did: its steps with their times, and what can be counted from the first of them.
+// What a lane recorded: its steps with their times, and the totals over them.
 
-export const METHODS = ["p-eagle", "eagle3", "none"]; // as they are shown
+export const METHODS = ["p-eagle", "eagle3", "none"]; // in the order of display
 export const NAMES = { "p-eagle": "P-EAGLE", eagle3: "EAGLE-3", none: "Plain decoding" };
-export const LEVEL = 1.05; // closer than this is no victory: one race has no spread
+// A lead below this factor is no win: a single race has noise.
+export const MIN_LEAD = 1.05;
 
-// A step is what one chunk brought: {t: seconds since the request was sent, texts: one a token, accepted, drafted, k}.
-// The first `accepted` of its tokens were drafts, the one after them is the target's own.
+// A step is what one chunk brought:
+//   {t: seconds since the request was sent, texts: one per token, accepted, drafted, k}
+// The first `accepted` tokens were drafts; the one after them is the target's own.
 export class Record {
   constructor(method) {
     this.method = method;
     this.steps = [];
-    this.tally = new Tally();
-    this.ended = null; // seconds, when the last byte was there
-    this.reason = ""; // the server's finish_reason
-    this.problem = this.cause = ""; // why there is no whole answer; without how much of it there is
+    this.totals = new Totals();
+    this.ended = null; // seconds at the last byte
+    this.finishReason = ""; // the server's finish_reason
+    this.cause = ""; // why the answer is incomplete
+    this.problem = ""; // the cause, and how many tokens arrived before it
     this.stopped = false;
-    this.locked = false; // a key is missing
-    this.estimated = false; // the server gave no texts of single tokens
-    this.counted = 0; // tokens so far, where a server that gives no steps counts along
+    this.locked = false; // an API key is missing
+    this.estimated = false; // the server sent no texts of single tokens
+    this.counted = 0; // tokens so far, for servers that send usage instead of steps
   }
 
   add(t, chunk) {
     const text = chunk.choices?.[0]?.delta?.content ?? "";
-    const said = chunk.peagle;
-    const grown = (chunk.usage?.completion_tokens ?? 0) - this.counted;
-    this.counted += Math.max(0, grown);
-    const count = said?.tokens ?? (text ? Math.max(1, grown) : 0);
+    const trace = chunk.peagle;
+    const added = (chunk.usage?.completion_tokens ?? 0) - this.counted;
+    this.counted += Math.max(0, added);
+    const count = trace?.tokens ?? (text ? Math.max(1, added) : 0);
     if (!count && !text) return;
-    if (!said?.texts?.length && count > 1) this.estimated = true;
-    const texts = said?.texts?.length ? fit(said.texts, text) : split(text, Math.max(1, count));
-    const step = { t, texts, accepted: said?.accepted ?? 0, drafted: said?.drafted ?? 0, k: said?.k ?? null };
+    const spelled = trace?.texts?.length ? trace.texts : null;
+    if (!spelled && count > 1) this.estimated = true;
+    const step = {
+      t,
+      texts: spelled ? alignTexts(spelled, text) : splitText(text, Math.max(1, count)),
+      accepted: trace?.accepted ?? 0,
+      drafted: trace?.drafted ?? 0,
+      k: trace?.k ?? null,
+    };
     this.steps.push(step);
-    this.tally.add(step);
+    this.totals.add(step);
   }
 
-  get whole() {
+  get complete() {
     return this.ended !== null && !this.problem && !this.stopped;
   }
 
@@ -43,12 +52,18 @@ export class Record {
   }
 }
 
-// Sums over the first steps of a record; a replay grows one again from nothing.
-export class Tally {
+// Sums over the first steps of a record. A replay adds the steps again, one by one.
+export class Totals {
   constructor() {
-    this.steps = this.tokens = this.first = this.last = this.leading = 0;
-    this.passes = this.drafted = this.accepted = 0; // passes that verified drafts
-    this.draftedAt = [];
+    this.steps = 0;
+    this.tokens = 0;
+    this.first = 0; // seconds of the first step
+    this.last = 0; // seconds of the last step
+    this.firstTokens = 0; // tokens of the first step
+    this.verified = 0; // passes that verified drafts
+    this.drafted = 0;
+    this.accepted = 0;
+    this.draftedAt = []; // by position
     this.acceptedAt = [];
     this.k = null;
   }
@@ -56,13 +71,13 @@ export class Tally {
   add({ t, texts, accepted, drafted, k }) {
     if (!this.steps) {
       this.first = t;
-      this.leading = texts.length;
+      this.firstTokens = texts.length;
     }
     this.steps += 1;
     this.tokens += texts.length;
     this.last = t;
     this.k = k ?? this.k;
-    this.passes += drafted > 0 ? 1 : 0;
+    this.verified += drafted > 0 ? 1 : 0;
     this.drafted += drafted;
     this.accepted += accepted;
     for (let i = 0; i < drafted; i++) {
@@ -71,91 +86,105 @@ export class Tally {
     }
   }
 
-  // Tokens a second after the first chunk, so that prefill and queue do not count; `now` while more may come.
+  // Tokens per second after the first chunk, so that prefill and queue do not count.
+  // `now`: the current time while the answer still grows.
   speed(now = this.last) {
     const seconds = Math.max(now, this.last) - this.first;
-    return seconds > 0 && this.tokens > this.leading ? (this.tokens - this.leading) / seconds : null;
+    const tokens = this.tokens - this.firstTokens;
+    return seconds > 0 && tokens > 0 ? tokens / seconds : null;
   }
 
   get acceptanceLength() {
-    return this.passes ? 1 + this.accepted / this.passes : null;
+    return this.verified ? 1 + this.accepted / this.verified : null;
   }
 
-  get shares() {
-    return this.draftedAt.map((of, i) => this.acceptedAt[i] / of);
+  get acceptanceRates() {
+    return this.draftedAt.map((drafted, i) => this.acceptedAt[i] / drafted);
   }
 }
 
-// What of `text` each token brought. Tokens may spell what is not shown (an end), or half a character:
-// fit(["Caf", "\ufffd", "\ufffd", " au", "<end>"], "Café au") is ["Caf", "", "é", " au", ""].
-export function fit(spelled, text) {
+// Assigns the characters of `text` to its tokens. A token may be hidden (an end token) or hold part
+// of a character:
+//   alignTexts(["Caf", "\ufffd", "\ufffd", " au", "<end>"], "Café au")
+//   is ["Caf", "", "é", " au", ""].
+export function alignTexts(spelled, text) {
   const texts = [];
   let rest = text;
-  for (const one of spelled) {
-    const at = one ? rest.indexOf(one) : -1;
-    const skipped = at > 0 ? rest.slice(0, at) : "";
+  for (const token of spelled) {
+    const start = token ? rest.indexOf(token) : -1;
+    const skipped = start > 0 ? rest.slice(0, start) : "";
     if (skipped && texts.length) texts[texts.length - 1] += skipped;
-    texts.push(at < 0 ? "" : texts.length ? one : skipped + one);
-    if (at >= 0) rest = rest.slice(at + one.length);
+    texts.push(start < 0 ? "" : texts.length ? token : skipped + token);
+    if (start >= 0) rest = rest.slice(start + token.length);
   }
   texts[texts.length - 1] += rest;
   return texts;
 }
 
-// A text as `count` pieces, cut where words begin: for servers that do not say where tokens end.
-export function split(text, count) {
+// Splits a text at words into `count` pieces, for servers that do not send the tokens' texts.
+export function splitText(text, count) {
   const words = text.match(/\s*(?:[\p{L}\p{M}\p{N}_]+|[^\s\p{L}\p{M}\p{N}_])|\s+/gu) ?? [text];
-  const at = (j) => Math.floor((j * words.length) / count);
-  return Array.from({ length: count }, (_, j) => words.slice(at(j), at(j + 1)).join(""));
+  const boundary = (i) => Math.floor((i * words.length) / count);
+  return Array.from({ length: count }, (_, i) =>
+    words.slice(boundary(i), boundary(i + 1)).join(""));
 }
 
-const ratio = (a, b) => `${(a / b).toFixed(2)}×`;
-const tokens = (n) => `${n} token${n === 1 ? "" : "s"}`;
+const formatRatio = (a, b) => `${(a / b).toFixed(2)}×`;
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-// The result in a sentence or two: are the answers one and the same, who won, by how much.
+// The result in one or two sentences: whether the answers are identical, and which lane won.
 export function verdict(records) {
-  const whole = records.filter((record) => record.whole && record.tally.tokens);
-  if (!whole.length) return "";
-  const broken = records.length > whole.length ? " (of the lanes that finished)" : "";
-  return [alike(whole), `${winner(whole)}${broken}.`].filter(Boolean).join(" ");
+  const complete = records.filter((record) => record.complete && record.totals.tokens);
+  if (!complete.length) return "";
+  const limited = records.length > complete.length ? " (of the lanes that finished)" : "";
+  return [agreement(complete), `${winner(complete)}${limited}.`].filter(Boolean).join(" ");
 }
 
-function alike(whole) {
-  if (whole.length < 2) return "";
-  const [first, ...rest] = whole.map((record) => record.text);
-  const parting = Math.min(...rest.map((text) => parts(first, text)));
-  return parting === Infinity ? "✓ Identical answers." : `The answers part after ${parting} character${parting === 1 ? "" : "s"}: near ties may flip unless the server runs with --exact.`;
+function agreement(records) {
+  if (records.length < 2) return "";
+  const [first, ...others] = records.map((record) => record.text);
+  const common = Math.min(...others.map((text) => commonPrefix(first, text)));
+  if (common === Infinity) return "✓ Identical answers.";
+  return `The answers differ after ${plural(common, "character")}: near ties may flip unless the`
+    + " server runs with --exact.";
 }
 
-function parts(a, b) {
+// The length of the common prefix; Infinity: the texts are equal.
+function commonPrefix(a, b) {
   if (a === b) return Infinity;
   let i = 0;
   while (i < a.length && a[i] === b[i]) i++;
   return i;
 }
 
-// Whole answers with a speed, the fastest first.
-function ranking(records) {
+// Complete records with a speed, fastest first.
+function rank(records) {
   return records
-    .filter((record) => record.whole && record.tally.speed())
-    .map(({ method, tally }) => ({ method, tally, speed: tally.speed() }))
+    .filter((record) => record.complete && record.totals.speed())
+    .map(({ method, totals }) => ({ method, totals, speed: totals.speed() }))
     .sort((a, b) => b.speed - a.speed);
 }
 
-// The method that was clearly the fastest, or none.
-export function best(records) {
-  const [first, second] = ranking(records);
-  return second && first.speed >= second.speed * LEVEL ? first.method : null;
+// The method that was clearly the fastest, or null.
+export function fastestMethod(records) {
+  const [first, second] = rank(records);
+  return second && first.speed >= second.speed * MIN_LEAD ? first.method : null;
 }
 
-function winner(whole) {
-  const ranked = ranking(whole);
-  if (!ranked.length) return "Too short an answer to tell a speed";
+function winner(records) {
+  const ranked = rank(records);
+  if (!ranked.length) return "The answer is too short to measure a speed";
   const [fastest, ...others] = ranked;
-  const pace = `${fastest.speed.toFixed(fastest.speed < 100 ? 1 : 0)} tokens/s`;
-  if (!others.length) return `${NAMES[fastest.method]}: ${tokens(fastest.tally.tokens)} at ${pace}`;
-  const over = others.map((lane) => `${ratio(fastest.speed, lane.speed)} ${lane.method === "none" ? "plain decoding" : NAMES[lane.method]}`);
-  if (fastest.speed < others[0].speed * LEVEL)
-    return `${NAMES[fastest.method]} and ${NAMES[others[0].method]} are level at ${pace}${others[1] ? `, ${over[1]}` : ""}`;
-  return `${NAMES[fastest.method]} won: ${pace}, ${over.join(" and ")}`;
+  const name = NAMES[fastest.method];
+  const speed = `${fastest.speed.toFixed(fastest.speed < 100 ? 1 : 0)} tokens/s`;
+  if (!others.length) return `${name}: ${plural(fastest.totals.tokens, "token")} at ${speed}`;
+  const leads = others.map((other) => {
+    const otherName = other.method === "none" ? "plain decoding" : NAMES[other.method];
+    return `${formatRatio(fastest.speed, other.speed)} ${otherName}`;
+  });
+  if (fastest.speed < others[0].speed * MIN_LEAD) {
+    const third = others[1] ? `, ${leads[1]}` : "";
+    return `${name} and ${NAMES[others[0].method]} are level at ${speed}${third}`;
+  }
+  return `${name} won: ${speed}, ${leads.join(" and ")}`;
 }

@@ -1,34 +1,43 @@
-// What was recorded, drawn again side by side: all lanes begin at once, each at its own recorded speed.
+// Replays recorded answers side by side: all lanes start at once, each at its recorded speed.
 
-const PACES = [1, 0.5, 0.2, 0.1, 0.05, 0.02];
-const LONG_ENOUGH = 1.5; // seconds: a replay that would be over sooner is slowed down, and says so
+const SPEEDS = [1, 0.5, 0.2, 0.1, 0.05, 0.02];
+const MIN_DURATION = 1.5; // seconds: shorter replays are slowed down, and the page says so
 
-const length = (records) => Math.max(...records.map((one) => one.tally.last));
-export const longest = (records) => Math.max(1, ...records.map((one) => one.tally.tokens));
-export const plainSpeed = (records) => records.find((one) => one.method === "none")?.tally.speed() ?? null;
+const duration = (records) => Math.max(...records.map((record) => record.totals.last));
 
-export function fittingPace(records) {
-  return PACES.find((pace) => length(records) / pace >= LONG_ENOUGH) ?? PACES.at(-1);
+export const maxTokens = (records) =>
+  Math.max(1, ...records.map((record) => record.totals.tokens));
+
+export const plainSpeed = (records) =>
+  records.find((record) => record.method === "none")?.totals.speed() ?? null;
+
+export function suitableSpeed(records) {
+  return SPEEDS.find((speed) => duration(records) / speed >= MIN_DURATION) ?? SPEEDS.at(-1);
 }
 
-// Resolves at the end of the slowest lane, or when it is aborted; `pace()` may change on the way.
-export function play(records, lanes, signal, pace) {
-  const end = length(records), most = longest(records);
-  const reference = records.find((one) => one.method === "none");
-  let clock = 0, before = performance.now();
+// Resolves at the end of the slowest lane, or when aborted. `replaySpeed()` may change meanwhile.
+export function play(records, lanes, signal, replaySpeed) {
+  const end = duration(records);
+  const tokens = maxTokens(records);
+  const plain = records.find((record) => record.method === "none");
+  let clock = 0;
+  let previous = performance.now();
   return new Promise((resolve) => {
-    const frame = (now) => {
-      clock += (Math.max(0, now - before) / 1000) * pace();
-      before = now;
+    const drawFrame = (now) => {
+      clock += (Math.max(0, now - previous) / 1000) * replaySpeed();
+      previous = now;
       if (signal.aborted || clock > end) return resolve();
-      const plain = reference ? lanes.get("none").tally.speed(Math.min(clock, reference.tally.last)) : null;
-      for (const one of records) {
-        const lane = lanes.get(one.method);
-        lane.draw(one, clock, most, plain);
-        if (clock >= one.tally.last && lane.card.dataset.state === "replays") lane.state("done");
+      const speed = plain
+        ? lanes.get("none").totals.speed(Math.min(clock, plain.totals.last))
+        : null;
+      for (const record of records) {
+        const lane = lanes.get(record.method);
+        lane.draw(record, clock, tokens, speed);
+        const finished = clock >= record.totals.last;
+        if (finished && lane.card.dataset.state === "replays") lane.setState("done");
       }
-      requestAnimationFrame(frame);
+      requestAnimationFrame(drawFrame);
     };
-    requestAnimationFrame(frame);
+    requestAnimationFrame(drawFrame);
   });
 }

@@ -1,64 +1,81 @@
-// Settings and prompt, as the form shows them and as the address keeps them. The API key is in the form only.
+// Settings and prompt: read from the form, and kept in the address. The API key stays in the form.
 
 import { METHODS, NAMES } from "./record.js";
 
-export const DEFAULTS = { prompt: "", k: "auto", temperature: 0, tokens: 160, lanes: METHODS, mode: "turns" };
-export const MOST_K = 16;
+export const DEFAULTS = {
+  prompt: "",
+  k: "auto",
+  temperature: 0,
+  tokens: 160,
+  lanes: METHODS,
+  mode: "turns",
+};
+export const MAX_K = 16;
+const MAX_TEMPERATURE = 2;
+const MAX_TOKENS = 4096;
 
 const form = document.getElementById("form");
 const field = (id) => document.getElementById(id);
-const boxes = () => [...form.querySelectorAll("[name=lane]")];
+const laneBoxes = () => [...form.querySelectorAll("[name=lane]")];
 
-for (let k = 1; k <= MOST_K; k++) field("k").add(new Option(String(k), String(k)));
+for (let k = 1; k <= MAX_K; k++) field("k").add(new Option(String(k), String(k)));
 
-const bounded = (text, low, high, otherwise) => {
+function parseNumber(text, low, high, fallback) {
   const number = text === "" || text === null ? NaN : Number(text);
-  return Number.isFinite(number) ? Math.min(high, Math.max(low, number)) : otherwise;
-};
+  return Number.isFinite(number) ? Math.min(high, Math.max(low, number)) : fallback;
+}
 
-export function read() {
+const parseTemperature = (text) => parseNumber(text, 0, MAX_TEMPERATURE, DEFAULTS.temperature);
+const parseTokens = (text) => Math.round(parseNumber(text, 1, MAX_TOKENS, DEFAULTS.tokens));
+
+export function readForm() {
   return {
     prompt: field("prompt").value,
     k: field("k").value === "auto" ? "auto" : Number(field("k").value),
-    temperature: bounded(field("temperature").value, 0, 2, DEFAULTS.temperature),
-    tokens: Math.round(bounded(field("tokens").value, 1, 4096, DEFAULTS.tokens)),
-    lanes: boxes().filter((box) => box.checked).map((box) => box.value),
+    temperature: parseTemperature(field("temperature").value),
+    tokens: parseTokens(field("tokens").value),
+    lanes: laneBoxes().filter((box) => box.checked).map((box) => box.value),
     mode: form.querySelector("[name=mode]:checked").value,
   };
 }
 
-export function write(settings) {
+export function writeForm(settings) {
   for (const id of ["prompt", "k", "temperature", "tokens"]) field(id).value = settings[id];
-  for (const box of boxes()) box.checked = settings.lanes.includes(box.value);
-  for (const radio of form.querySelectorAll("[name=mode]")) radio.checked = radio.value === settings.mode;
+  for (const box of laneBoxes()) box.checked = settings.lanes.includes(box.value);
+  for (const radio of form.querySelectorAll("[name=mode]")) {
+    radio.checked = radio.value === settings.mode;
+  }
 }
 
-// What an address says; anything it does not say, or says wrongly, is as usual.
+// Missing and invalid values of the address get their defaults.
 export function fromHash(hash) {
-  const said = new URLSearchParams(hash.replace(/^#/, ""));
-  const k = Number(said.get("k"));
-  const lanes = METHODS.filter((method) => said.get("lanes")?.split(",").includes(method));
+  const params = new URLSearchParams(hash.replace(/^#/, ""));
+  const k = Number(params.get("k"));
+  const lanes = METHODS.filter((method) => params.get("lanes")?.split(",").includes(method));
   return {
-    prompt: said.get("prompt") ?? DEFAULTS.prompt,
-    k: Number.isInteger(k) && k >= 1 && k <= MOST_K ? k : "auto",
-    temperature: bounded(said.get("temperature"), 0, 2, DEFAULTS.temperature),
-    tokens: Math.round(bounded(said.get("tokens"), 1, 4096, DEFAULTS.tokens)),
+    prompt: params.get("prompt") ?? DEFAULTS.prompt,
+    k: Number.isInteger(k) && k >= 1 && k <= MAX_K ? k : "auto",
+    temperature: parseTemperature(params.get("temperature")),
+    tokens: parseTokens(params.get("tokens")),
     lanes: lanes.length ? lanes : DEFAULTS.lanes,
-    mode: said.get("mode") === "together" ? "together" : "turns",
+    mode: params.get("mode") === "together" ? "together" : "turns",
   };
 }
 
-// Only what differs from the defaults, so that an address stays short.
+// Only values that differ from the defaults, so that the address stays short.
 export function toHash(settings) {
-  const said = new URLSearchParams();
-  for (const [name, usual] of Object.entries(DEFAULTS)) {
+  const params = new URLSearchParams();
+  for (const [name, fallback] of Object.entries(DEFAULTS)) {
     const value = String(settings[name]);
-    if (value !== String(usual) && !(name === "lanes" && value === "")) said.set(name, value);
+    const noLanes = name === "lanes" && value === "";
+    if (value !== String(fallback) && !noLanes) params.set(name, value);
   }
-  return said.toString() ? `#${said}` : "";
+  return params.toString() ? `#${params}` : "";
 }
 
-export function told({ k, temperature, tokens, lanes, mode }) {
-  const names = lanes.map((lane) => (lane === "none" ? "plain" : NAMES[lane])).join(", ") || "no lane";
-  return `${names}, ${mode === "turns" ? "in turns" : "together"}, K ${k}, temperature ${temperature}, ${tokens} tokens`;
+export function summarize({ k, temperature, tokens, lanes, mode }) {
+  const names = lanes.map((lane) => (lane === "none" ? "plain" : NAMES[lane]));
+  const order = mode === "turns" ? "in turns" : "together";
+  return `${names.join(", ") || "no lane"}, ${order}, K ${k}, temperature ${temperature}, `
+    + `${tokens} tokens`;
 }

@@ -15,7 +15,7 @@ from peagle.catalog.tuned import machine_of, read_tuned, tuned_path
 from peagle.core import Method
 from peagle.errors import UserError
 from peagle.pull import pull
-from peagle.server.engines.method_choice import QUIET, choose_method
+from peagle.server.engines.method_choice import LOW_CONCURRENCY, choose_method
 from peagle.server.http.errors import ApiError, from_validation
 from peagle.server.http.logs import log_event
 from peagle.server.http.schema import Extension
@@ -103,7 +103,7 @@ class VllmKind:
         """Return the fixed K that vLLM runs with."""
         if isinstance(self.settings.k, int):
             return self.settings.k
-        best = pair.best(QUIET)
+        best = pair.best(LOW_CONCURRENCY)
         k = best.k if best.method == self.method and best.k else pair.k
         log_event("vLLM has no automatic K: using the pair's K", k=k)
         return k

@@ -1,0 +1,102 @@
+"""EngineFactory: the pair that a server has loaded, and the engines that are built for it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from peagle.core import Method
+from peagle.engine.gc_tuning import freeze_live_objects
+from peagle.errors import UserError
+from peagle.server.engines.method_choice import EngineKey, choose_method
+from peagle.server.engines.token_text import TokenTexts
+from peagle.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from peagle.engine import Engine
+    from peagle.loaded import LoadedPair
+
+EXTRA_KV_TOKENS = 1 << 13  # Positions in the KV cache of an extra engine.
+EXTRA_MAX_BATCH = 16  # Requests that an extra engine runs at once.
+
+
+class EngineFactory:
+    def __init__(
+        self, settings: ServerSettings, loader: "Callable[[], LoadedPair] | None" = None
+    ) -> None:
+        self.settings = settings
+        self.pair: LoadedPair | None = None
+        self.texts: TokenTexts | None = None
+        self.key = EngineKey("none", 0)  # The main engine's, once the pair is loaded.
+        self.methods: tuple[Method, ...] = ()  # The methods that a request may choose.
+        self._loader = loader or (lambda: load_pair(settings))
+
+    def load(self) -> None:
+        self.pair = pair = self._loader()
+        if pair.target.tokenizer is None:
+            raise UserError(
+                f"target {pair.target.name!r} has no tokenizer: put its files into the target's"
+                " folder"
+            )
+        self.texts = TokenTexts(pair.target.tokenizer)
+        self.key, self.methods = choose_method(self.settings, pair.pair)
+
+    def reload(self) -> None:
+        """Load the files again, for weights that may be damaged."""
+        self.pair = None
+        self.pair = self._loader()
+
+    def build_main(self) -> "Engine":
+        engine = self.build(self.key, self.settings.kv_tokens, self.settings.max_batch)
+        engine.warm_up()
+        return engine
+
+    def build_extra(self, key: EngineKey) -> "Engine":
+        kv_tokens = max(EXTRA_KV_TOKENS, self.settings.context or 0)
+        kv_tokens = min(kv_tokens, self.settings.kv_tokens or kv_tokens)
+        return self.build(key, kv_tokens, min(EXTRA_MAX_BATCH, self.settings.max_batch))
+
+    def build(self, key: EngineKey, kv_tokens: int | None, max_batch: int) -> "Engine":
+        """Build an engine without a thread of its own: the driver runs its steps."""
+        from peagle.engine import Engine, EngineConfig
+
+        assert self.pair is not None
+        settings = self.settings
+        # Only the server's own method and K draft trees; others draft chains.
+        trees = key == (self.key.method, settings.k)
+        config = EngineConfig(
+            method=key.method,
+            k=key.k or "auto",
+            tree=settings.tree if trees else 0,
+            max_batch=max_batch,
+            context=settings.context,
+            kv_tokens=kv_tokens,
+            prefill_chunk=settings.chunk,
+            max_queue=settings.max_queue,
+            exact=settings.exact,
+            int8=settings.int8,
+            prefix_caching=settings.prefix_caching,
+            cuda_graphs=settings.graphs,
+            thread=False,
+        )
+        return Engine(self.pair, config)
+
+    def engine_name(self, key: EngineKey) -> str:
+        """Such as "p-eagle", or "p-eagle k=3" where K is not the server's own."""
+        return key.method if key.k in (0, self.settings.k) else f"{key.method} k={key.k}"
+
+    def release_memory(self) -> None:
+        """Return the memory of a closed engine, so that the next one fits."""
+        import torch
+
+        freeze_live_objects()
+        if self.pair is not None and self.pair.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def load_pair(settings: ServerSettings) -> "LoadedPair":
+    from peagle.loaded import load_with_drafters
+
+    pair = load_with_drafters(
+        settings.pair, settings.target, settings.drafter, settings.device, settings.dtype
+    )
+    freeze_live_objects()
+    return pair

@@ -1,0 +1,53 @@
+"""Choice: one answer to one prompt, as it grows."""
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from peagle.server.engines.engine_slot import RequestTiming
+from peagle.server.engines.metrics import FinishedRequest
+
+if TYPE_CHECKING:
+    from peagle.core import Step
+    from peagle.engine.stream import Stream, StreamPiece, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    prompt: list[int]
+    timing: RequestTiming
+    stream: "Stream | None" = None  # None: no tokens are generated.
+    index: int = 0  # Among all choices of the response.
+    # Log-probabilities of prompt[1:], if the prompt is echoed with them.
+    prompt_logprobs: "list[TokenLogprob] | None" = None
+    text: str = ""
+    tokens: int = 0
+    steps: "list[Step]" = field(default_factory=list)
+    logprobs: "list[TokenLogprob]" = field(default_factory=list)
+    finish_reason: str | None = None
+    first_token: float = 0.0  # Monotonic seconds; 0: there is no token yet.
+    last_token: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    def add_piece(self, piece: "StreamPiece") -> None:
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        self.finish_reason = piece.reason
+        if piece.step is not None:
+            self.steps.append(piece.step)
+            self.tokens += len(piece.step.tokens)
+            self.last_token = time.monotonic()
+            self.first_token = self.first_token or self.last_token
+
+    def finished_request(self) -> FinishedRequest:
+        return FinishedRequest(
+            arrival=self.timing.arrival,
+            admitted=self.timing.admitted,
+            first_token=self.first_token,
+            last_token=self.last_token,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.tokens,
+        )
