@@ -1,4 +1,4 @@
-"""Benchmark sets: where they are found, which records are tasks, and what is said about those that are not."""
+"""Benchmark sets: where they are found, which records are tasks, and how others are reported."""
 
 import gzip
 import json

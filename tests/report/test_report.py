@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from peagle.report.charts import draw, inline
-from peagle.report.figures import Figure, Line, Point, figures, slug, spaced
-from peagle.report.grid import OVERALL, Grid, grids, sets_of
-from peagle.report.machines import machines
+from peagle.report.charts import draw, inline_svg
+from peagle.report.figure import Figure, Line, Point, slug, spaced
+from peagle.report.figures import figures
+from peagle.report.grid import OVERALL, Grid, grids_by_set, set_names
+from peagle.report.machines import group_by_machine
 from peagle.report.markdown import markdown
-from peagle.report.palette import DARK, LIGHT, MARKERS, SLOTS
-from peagle.report.verdict import against_eagle3, verdict
-from peagle.results.runs import ResultCell, number, parse_cell, read_runs
+from peagle.report.palette import DARK, LIGHT, MARKERS, SERIES_COLORS
+from peagle.report.verdict import eagle3_sentence, verdict
+from peagle.results.cell import BenchCell
+from peagle.results.json_values import as_float
+from peagle.results.key import CellKey
+from peagle.results.run_folder import read_results
 from tests.support.results import cell, result, write
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +35,9 @@ def run(*args: object, code: int = 0) -> str:
     return found.stdout if code == 0 else found.stderr
 
 
-def made(
+def make_cell(
     method: str, k: int | str, c: int, speed: float, spread: tuple[float, float] | None = None
-) -> ResultCell:
+) -> BenchCell:
     raw: dict[str, Any] = {
         "set": "s",
         "method": method,
@@ -41,13 +46,13 @@ def made(
         "output_throughput": speed,
     }
     raw |= {"output_throughput_spread": list(spread)} if spread else {}
-    found = parse_cell(raw)
-    assert found is not None
-    return found
+    cell = BenchCell.from_json(raw)
+    assert cell is not None
+    return cell
 
 
-def tight(method: str, k: int | str, c: int, speed: float) -> ResultCell:
-    return made(method, k, c, speed, (speed * 0.99, speed * 1.01))
+def tight(method: str, k: int | str, c: int, speed: float) -> BenchCell:
+    return make_cell(method, k, c, speed, (speed * 0.99, speed * 1.01))
 
 
 # What is read
@@ -62,7 +67,7 @@ def test_foreign_files_are_named_and_skipped(tmp_path: Path) -> None:
     (tmp_path / "newer.json").write_text('{"format": "peagle-bench/2"}')
     write(tmp_path, result("empty") | {"cells": [{"set": "x"}, 3, None]})
     told: list[str] = []
-    assert [r.name for r in read_runs(tmp_path, told.append)] == ["run"]
+    assert [r.name for r in read_results(tmp_path, told.append)] == ["run"]
     assert len(told) == 6
     for name in ("broken", "other", "list", "deep", "newer", "empty"):
         assert any(f"{name}.json" in line for line in told)
@@ -98,16 +103,18 @@ def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> No
             "b", gpu=True, target={"name": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": None}
         ),
     )
-    assert len(read_runs(tmp_path, print)) == 2
+    assert len(read_results(tmp_path, print)) == 2
 
 
 def test_numbers() -> None:
-    assert [number(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"), 10**400)] == [
+    assert [
+        as_float(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"), 10**400)
+    ] == [
         1,
         2.5,
         *[None] * 6,
     ]
-    assert parse_cell(cell("s", "none", 0, 1) | {"k": None}) is not None  # none needs no K
+    assert BenchCell.from_json(cell("s", "none", 0, 1) | {"k": None}) is not None  # none needs no K
     for wrong in (
         {"k": -1},
         {"k": True},
@@ -116,13 +123,15 @@ def test_numbers() -> None:
         {"set": ""},
         {"method": 3},
     ):
-        assert parse_cell(cell("s", "p-eagle", 3, 1) | wrong) is None
+        assert BenchCell.from_json(cell("s", "p-eagle", 3, 1) | wrong) is None
 
 
 def test_one_run_has_no_spread() -> None:
-    one = made("none", 0, 1, 10.0, (10.0, 10.0))
-    assert ResultCell(*one.key, one.raw | {"repeats": 1}).spread() is None
-    assert made("none", 0, 1, 10.0).spread() is None and made("none", 0, 1, 10.0).interval() == (
+    one = make_cell("none", 0, 1, 10.0, (10.0, 10.0))
+    assert replace(one, repeats=1).spread is None
+    assert make_cell("none", 0, 1, 10.0).spread is None and make_cell(
+        "none", 0, 1, 10.0
+    ).interval == (
         10.0,
         10.0,
     )
@@ -135,8 +144,8 @@ def test_runs_of_one_machine_complete_each_other(tmp_path: Path) -> None:
     write(tmp_path, result("a", methods=("none",)))
     write(tmp_path, result("b", methods=("p-eagle",)))
     write(tmp_path, result("c", gpu=True))
-    found = machines(read_runs(tmp_path, print))
-    assert [(m.label, len(m.runs)) for m in found] == [
+    found = group_by_machine(read_results(tmp_path, print))
+    assert [(m.label, len(m.results)) for m in found] == [
         ("AMD EPYC 9R14, 16 threads", 2),
         ("NVIDIA H200", 1),
     ]
@@ -155,12 +164,8 @@ def test_repeated_runs_are_pooled(tmp_path: Path) -> None:
             "failed": 1,
         }
         write(tmp_path, content)
-    (pooled,) = machines(read_runs(tmp_path, print))[0].cells
-    assert (
-        pooled.throughput == 12.5
-        and pooled.spread() == (10.0, 15.0)
-        and pooled.count("failed") == 2
-    )
+    (pooled,) = group_by_machine(read_results(tmp_path, print))[0].cells
+    assert pooled.throughput == 12.5 and pooled.spread == (10.0, 15.0) and pooled.failed == 2
 
 
 def test_another_load_or_drafter_stands_beside(tmp_path: Path) -> None:
@@ -169,7 +174,7 @@ def test_another_load_or_drafter_stands_beside(tmp_path: Path) -> None:
     other = result("c")
     other["settings"]["max_tokens"] = 8
     write(tmp_path, other)
-    labels = [m.label for m in machines(read_runs(tmp_path, print))]
+    labels = [m.label for m in group_by_machine(read_results(tmp_path, print))]
     assert len(set(labels)) == 3 and labels[0].endswith("(a)")
 
 
@@ -181,14 +186,14 @@ def test_overall_is_the_mean_of_speed_ups() -> None:
     cells = []
     for name, (none, fast) in speeds.items():
         for method, k, speed in (("none", 0, none), ("p-eagle", 7, fast)):
-            cells.append(ResultCell(name, method, k, 1, {"output_throughput": speed}))
+            cells.append(BenchCell(key=CellKey(name, method, k, 1), output_throughput=speed))
     cells.append(
-        ResultCell("a", "p-eagle", 3, 1, {"output_throughput": 5.0})
+        BenchCell(key=CellKey("a", "p-eagle", 3, 1), output_throughput=5.0)
     )  # b did not measure it
-    found = grids(cells, sets_of(cells))
+    found = grids_by_set(cells, set_names(cells))
     assert list(found) == [OVERALL, "a", "b"] and len(found[OVERALL].cells) == 2
     best = found[OVERALL].best(1)
-    gain = found[OVERALL].speed_up(best) if best else None
+    gain = found[OVERALL].speedup(best) if best else None
     assert gain is not None and gain.value == pytest.approx(4.0)  # of 2 and 8
 
 
@@ -199,17 +204,18 @@ def test_front() -> None:
         (3, 60.0, 170.0),
         (4, 50.0, 300.0),
     }  # the third is beaten
-    raw = [
-        {"output_throughput": speed, "per_user_throughput": user}
-        for _, user, speed in sorted(points)
-    ]
-    grid = Grid(ResultCell("s", "p-eagle", 7, i + 1, r) for i, r in enumerate(raw))
-    assert [c.concurrency for c in grid.front()] == [1, 2, 4]
+    grid = Grid(
+        BenchCell(
+            key=CellKey("s", "p-eagle", 7, c), output_throughput=speed, per_user_throughput=user
+        )
+        for c, user, speed in points
+    )
+    assert [c.concurrency for c in grid.pareto_front()] == [1, 2, 4]
 
 
 def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
     path = write(tmp_path, result(ks=(3, 7, "auto"), concurrency=(1, 8)))
-    grid = Grid(read_runs(path, print)[0].cells)
+    grid = Grid(read_results(path, print)[0].cells)
     found = {figure.name: figure for figure in figures(grid)}
     assert list(found) == [
         "speedup",
@@ -229,8 +235,8 @@ def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
     )
     assert point.low is not None and point.high is not None and point.low < point.y < point.high
     for figure in found.values():
-        assert all(line.label in figure.words for line in figure.lines) and re.search(
-            r"\d at \d", figure.words
+        assert all(line.label in figure.description for line in figure.lines) and re.search(
+            r"\d at \d", figure.description
         )
 
 
@@ -256,10 +262,9 @@ def test_verdict_names_winner_and_gain() -> None:
 def test_verdict_tells_each_k() -> None:
     cells = [tight("none", 0, c, 10.0 * c) for c in (1, 2, 4, 8)]
     cells += [tight("p-eagle", 7 if c < 4 else 3, c, 20.0 * c) for c in (1, 2, 4, 8)]
-    told = verdict(Grid(cells))
-    assert (
-        told
-        == "P-EAGLE (K=7 from 1, K=3 from 4) is fastest with 1 to 8 at a time: 2.00 times plain decoding."
+    assert verdict(Grid(cells)) == (
+        "P-EAGLE (K=7 from 1, K=3 from 4) is fastest with 1 to 8 at a time:"
+        " 2.00 times plain decoding."
     )
 
 
@@ -267,39 +272,42 @@ def test_verdict_tells_each_k() -> None:
     ("cells", "words"),
     [
         ([], "Nothing could be measured"),
-        ([made("none", 0, 1, 10)], "nothing to compare"),
-        ([made("p-eagle", 7, 1, 10)], "was not measured, so no speed-up"),
-        ([made("none", 0, 1, 10), made("p-eagle", 7, 2, 10)], "nothing can be compared"),
-        ([made("none", 0, 1, 10), made("p-eagle", 7, 1, 9)], "No speculative method is faster"),
-        ([made("none", 0, 1, 10), made("p-eagle", 7, 1, 20)], "One run a cell"),
+        ([make_cell("none", 0, 1, 10)], "nothing to compare"),
+        ([make_cell("p-eagle", 7, 1, 10)], "was not measured, so no speed-up"),
+        ([make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 2, 10)], "nothing can be compared"),
         (
-            [made("none", 0, 1, 10, (9, 12)), made("p-eagle", 7, 1, 11, (10, 13))],
+            [make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 1, 9)],
+            "No speculative method is faster",
+        ),
+        ([make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 1, 20)], "One run a cell"),
+        (
+            [make_cell("none", 0, 1, 10, (9, 12)), make_cell("p-eagle", 7, 1, 11, (10, 13))],
             "No clear winner over plain",
         ),
         (
-            [made("none", 0, 1, 10, (9, 12)), made("p-eagle", 7, 1, 9.5, (9, 11))],
+            [make_cell("none", 0, 1, 10, (9, 12)), make_cell("p-eagle", 7, 1, 9.5, (9, 11))],
             "within the spread",
         ),
         (
             [
-                made("none", 0, 1, 5, (5, 5)),
-                made("eagle3", 3, 1, 10, (9, 12)),
-                made("p-eagle", 7, 1, 11, (10, 13)),
+                make_cell("none", 0, 1, 5, (5, 5)),
+                make_cell("eagle3", 3, 1, 10, (9, 12)),
+                make_cell("p-eagle", 7, 1, 11, (10, 13)),
             ],
             "EAGLE-3 and P-EAGLE are level",
         ),
     ],
 )
-def test_verdict_never_overstates(cells: list[ResultCell], words: str) -> None:
+def test_verdict_never_overstates(cells: list[BenchCell], words: str) -> None:
     assert words in verdict(Grid(cells))
 
 
-def test_against_eagle3() -> None:
-    cells = [made("eagle3", 3, 1, 10, (9, 11)), made("p-eagle", 7, 1, 12, (11.5, 13))]
-    cells += [made("eagle3", 3, 8, 10, (9, 11)), made("p-eagle", 7, 8, 10.5, (10, 11))]
-    told = against_eagle3(Grid(cells))
+def test_eagle3_sentence() -> None:
+    cells = [make_cell("eagle3", 3, 1, 10, (9, 11)), make_cell("p-eagle", 7, 1, 12, (11.5, 13))]
+    cells += [make_cell("eagle3", 3, 8, 10, (9, 11)), make_cell("p-eagle", 7, 8, 10.5, (10, 11))]
+    told = eagle3_sentence(Grid(cells))
     assert told and "1.05 to 1.20 times" in told and "overlap with 8 at a time" in told
-    assert against_eagle3(Grid([made("none", 0, 1, 10)])) is None
+    assert eagle3_sentence(Grid([make_cell("none", 0, 1, 10)])) is None
 
 
 # The page
@@ -374,7 +382,7 @@ def test_numbers_on_axes_are_not_rounded() -> None:
     pytest.importorskip("matplotlib")
     points = tuple(Point(x, x / 1000) for x in (1, 2, 3))
     svg, png = draw(Figure("f", "t", "x", "y", (Line("a", "s0", points),)))
-    made = inline(svg, "n", "t & t", "words")
+    made = inline_svg(svg, "n", "t & t", "words")
     labels = re.findall(r">([^<>]*\.\d+)</text>", svg)
     assert png == b"" and labels and re.findall(r">([^<>]*\.\d+)</text>", made) == labels
     assert "t &amp; t</title>" in made and len(made) < len(svg)
@@ -465,7 +473,7 @@ def test_options(tmp_path: Path) -> None:
 
 def test_markdown_marks_the_fastest(tmp_path: Path) -> None:
     write(tmp_path, result(ks=(7,), concurrency=(1, 64)))
-    lines = markdown(machines(read_runs(tmp_path, print))).splitlines()
+    lines = markdown(group_by_machine(read_results(tmp_path, print))).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert (
         len({line.count("|") for line in table}) == 1
@@ -486,8 +494,8 @@ def test_trees_are_told_from_chains(tmp_path: Path) -> None:
     content["cells"] += trees
     content["scores"] += [content["scores"][-1] | {"tree": 32}]
     write(tmp_path / "results", content)
-    [machine] = machines(read_runs(tmp_path / "results", print))
-    grid = grids(machine.cells, sets_of(machine.cells))["humaneval"]
+    [machine] = group_by_machine(read_results(tmp_path / "results", print))
+    grid = grids_by_set(machine.cells, set_names(machine.cells))["humaneval"]
     assert grid.methods == ["none", "p-eagle", "p-eagle tree 32"] and len(grid.cells) == 6
     assert verdict(grid).startswith("P-EAGLE tree 32, K=7 is fastest")
     assert "| `p-eagle` K=7 |" in markdown([machine]) and "| `p-eagle tree 32`, K=7 |" in markdown(
@@ -498,8 +506,8 @@ def test_trees_are_told_from_chains(tmp_path: Path) -> None:
     run("report", tmp_path / "results", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "P-EAGLE tree 32, K=7" in page and "P-EAGLE K=7" in page
-    assert made("p-eagle", 7, 1, 5.0).method == "p-eagle"
-    assert parse_cell(trees[0] | {"tree": "32"}) is None
+    assert make_cell("p-eagle", 7, 1, 5.0).variant == "p-eagle"
+    assert BenchCell.from_json(trees[0] | {"tree": "32"}) is None
 
 
 def luminance(color: str) -> float:
@@ -518,7 +526,7 @@ def test_contrast(colors: dict[str, str]) -> None:
     for ground in ("page", "card"):
         for text in ("ink", "muted", "p-eagle"):
             assert contrast(colors[text], colors[ground]) >= 4.5
-        for mark in ("none", "eagle3", *SLOTS):
+        for mark in ("none", "eagle3", *SERIES_COLORS):
             assert contrast(colors[mark], colors[ground]) >= 3
-    assert len({MARKERS[slot] for slot in SLOTS}) == len(SLOTS)
+    assert len({MARKERS[slot] for slot in SERIES_COLORS}) == len(SERIES_COLORS)
     assert len(set(LIGHT.values())) == len(LIGHT) and LIGHT.keys() == DARK.keys()
