@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from peagle.bench.load.engine_load import EngineLoad
 from peagle.bench.load.jobs import LoadJob, make_jobs
-from peagle.bench.load.native import EngineLoad
 from peagle.bench.load.step_timings import CounterSnapshot
 from peagle.catalog.pair import DrafterSource
 from peagle.core import Method

@@ -14,53 +14,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from peagle.catalog.pair import Pair, TargetSource
 from peagle.core import Method
-from peagle.drafter import Drafter
-from peagle.drafter.config import config_for
 from peagle.engine import Engine, EngineConfig
-from peagle.errors import UserError, nearest
 from peagle.loaded import LoadedPair
 from peagle.model_pair import ModelPair
-from peagle.target import Target
 
 # The share of drafts accepted at each position: Qwen3-8B on gsm8k, acceptance length 3.42.
 PROFILE = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05)
 H200_BYTES_PER_SECOND = 4.3e12
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +59,6 @@ class StepLoad:
     ignore_eos: bool
     repeats: int
     bytes_per_second: float  # memory bandwidth
-
-
-def random_pair(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> LoadedPair:
-    """A target of that shape with random weights, and random drafters of both methods for it."""
-    if shape not in SHAPES:
-        raise UserError(
-            f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}."
-            f"{nearest(shape, list(SHAPES))}"
-        )
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=dtype)
-    target = Target(model, name=shape)
-    layers: dict[Method, int] = {"p-eagle": 4, "eagle3": 1}
-    drafters = {method: random_drafter(target, method, count) for method, count in layers.items()}
-    return LoadedPair(Pair(shape, TargetSource(()), {}, k=7), target, drafters)
-
-
-def random_drafter(target: Target, method: Method, layers: int) -> Drafter:
-    config = config_for(
-        target, method, layers, None, mask_token_id=target.vocab_size - 1, trained=False
-    )
-    with torch.device(target.device):
-        drafter = Drafter(config).to(target.dtype)
-    drafter.adopt(target.embedding, target.lm_head)
-    return drafter.eval().requires_grad_(False)
 
 
 def conditional_probabilities(profile: Sequence[float]) -> list[float]:

@@ -87,7 +87,7 @@ def speedup_figure(name: str, title: str, ylabel: str, grid: Grid, lines: list[L
     if any(cell.spread for cell in grid.measured):
         note = "Bars: worst run of one against best run of the other."
     else:
-        note = "One run a cell."
+        note = "One run per cell."
     return Figure(
         name,
         title,

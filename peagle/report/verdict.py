@@ -19,7 +19,7 @@ def verdict(grid: Grid) -> str:
         return "Only plain decoding (none) was measured: there is nothing to compare."
     if "none" not in grid.methods:
         return (
-            "Plain decoding (none) was not measured, so no speed-up can be told."
+            "Plain decoding (none) was not measured, so no speed-up is known."
             f" {fastest_sentence(grid)}"
         )
     comparable = [
@@ -119,8 +119,8 @@ def single_run_note(grid: Grid, concurrencies: Sequence[int]) -> str:
     single = [cell.spread is None for cell in grid.measured if cell.concurrency in concurrencies]
     if not any(single):
         return ""
-    which = "One run a cell" if all(single) else "Some cells ran once"
-    return f" {which}: how far another would fall from it is not known."
+    which = "One run per cell" if all(single) else "Some cells ran once"
+    return f" {which}: the spread is not known."
 
 
 def eagle3_sentence(grid: Grid) -> str | None:

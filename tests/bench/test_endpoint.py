@@ -6,8 +6,8 @@ from peagle.bench.load.endpoint import (
     EndpointDown,
     EndpointRunner,
     endpoint_urls,
-    parse_metrics,
 )
+from peagle.bench.load.server_metrics import parse_metrics
 from peagle.errors import UserError
 from peagle.results.key import CellKey
 from peagle.results.spec_counters import SpecCounters

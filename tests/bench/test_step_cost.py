@@ -7,11 +7,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from peagle.bench.random_models import random_pair
 from peagle.bench.step_cost import (
     PROFILE,
     build_engine,
     conditional_probabilities,
-    random_pair,
 )
 from peagle.cli import app
 

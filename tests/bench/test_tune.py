@@ -7,7 +7,7 @@ import pytest
 from peagle.bench.tune import TunePoint, Tuner, expected_tokens, search_k
 from peagle.catalog.pair import Best, Pair, TargetSource
 from peagle.catalog.tuned import read_tuned, tuned_path, write_tuned
-from peagle.cli.measurement.tune import summary_lines
+from peagle.cli.measurement.tune_output import summary_lines
 from tests.support.benching import some_jobs, tiny_pair
 
 RATES = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05, 0.03, 0.02, 0.01, 0.01)  # Qwen3-8B on gsm8k

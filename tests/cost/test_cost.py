@@ -55,17 +55,17 @@ def small() -> Grid:
 
 
 def run(*args: object, code: int = 0) -> str:
-    found = CliRunner().invoke(app, ["cost", *map(str, args)], env={"COLUMNS": "80"})
-    assert found.exit_code == code, found.output + repr(found.exception)
-    return found.stdout if code == 0 else found.stderr
+    result = CliRunner().invoke(app, ["cost", *map(str, args)], env={"COLUMNS": "80"})
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
 
 
 def test_the_model_holds_with_the_batch_as_it_was(shipped: Grid) -> None:
     """What is left is the time between steps, up to a fifth."""
     for cell in shipped.measured:
-        told = modeled_throughput(cell)
-        assert told is not None and cell.throughput is not None
-        assert 1 < told / cell.throughput < 1.25, (cell.key, told / cell.throughput)
+        modeled = modeled_throughput(cell)
+        assert modeled is not None and cell.throughput is not None
+        assert 1 < modeled / cell.throughput < 1.25, (cell.key, modeled / cell.throughput)
 
 
 def test_where_the_model_breaks(shipped: Grid) -> None:
@@ -96,12 +96,12 @@ def test_what_if_finds_a_k_that_was_left_out(shipped: Grid, method: str, k: int)
     for concurrency in (1, 2, 4):
         base, real = rest.best(concurrency, method), shipped.at(method, k, concurrency)
         assert base is not None and real is not None and real.throughput is not None
-        told = what_if(rest, base, k)
-        assert told.throughput == pytest.approx(real.throughput, rel=0.07), (
+        predicted = what_if(rest, base, k)
+        assert predicted.throughput == pytest.approx(real.throughput, rel=0.07), (
             concurrency,
-            told.throughput,
+            predicted.throughput,
         )
-        assert told.mean_tpot_ms == pytest.approx(real.mean_tpot_ms, rel=0.09)
+        assert predicted.mean_tpot_ms == pytest.approx(real.mean_tpot_ms, rel=0.09)
 
 
 def test_what_if_changes_what_it_is_told_to() -> None:
@@ -151,11 +151,11 @@ def test_a_million_tokens() -> None:
 
 
 def test_how_many_gpus() -> None:
-    found = {
+    by_form = {
         (o.cell.variant, o.cell.k, o.cell.concurrency): o
         for o in measured_offers(small(), Terms(2.0, gpus=2, load=1000))
     }
-    plain, drafted = found["none", 0, 8], found["p-eagle", 3, 8]
+    plain, drafted = by_form["none", 0, 8], by_form["p-eagle", 3, 8]
     assert (plain.gpus, plain.per_hour, drafted.gpus) == (
         4,
         8.0,
@@ -233,25 +233,30 @@ def test_the_table_fits_a_terminal() -> None:
 
 def test_json(tmp_path: Path) -> None:
     file = write(tmp_path, result(ks=(3, 7), concurrency=(1, 8)))
-    told = json.loads(run(file, "--price", 3.6, "--load", 1e5, "--json"))
-    assert told["terms"]["price"] == 3.6 and told["set"] == "humaneval" and len(told["offers"]) == 6
+    content = json.loads(run(file, "--price", 3.6, "--load", 1e5, "--json"))
+    assert (
+        content["terms"]["price"] == 3.6
+        and content["set"] == "humaneval"
+        and len(content["offers"]) == 6
+    )
     assert len(json.loads(run(file, "--price", 3.6, "--all", "--json"))["offers"]) == 10
     supposed = json.loads(run(file, "--price", 3.6, "-k", 5, "--acceptance", 3, "--all", "--json"))[
         "offers"
     ]
     assert [(o["k"], o["acceptance_length"]) for o in supposed if o["assumed"]] == [(5, 3), (5, 3)]
-    one = told["cheapest"]["p-eagle"]
-    assert one["per_million"] == pytest.approx(1000 / one["per_gpu"]) and one["gpus"] == -(
-        -1e5 // one["per_gpu"]
-    )
+    cheapest = content["cheapest"]["p-eagle"]
+    assert cheapest["per_million"] == pytest.approx(1000 / cheapest["per_gpu"]) and cheapest[
+        "gpus"
+    ] == -(-1e5 // cheapest["per_gpu"])
 
 
 def test_by_hand() -> None:
-    told = json.loads(
+    content = json.loads(
         run("--price", 3.6, "--acceptance", 3, "--step-ms", 12, "--concurrency", 8, "--json")
     )
-    [one] = told["offers"]
-    assert (one["per_gpu"], one["per_million"], one["tpot_ms"]) == pytest.approx((2000, 0.5, 4))
+    [offer] = content["offers"]
+    numbers = (offer["per_gpu"], offer["per_million"], offer["tpot_ms"])
+    assert numbers == pytest.approx((2000, 0.5, 4))
     assert "1.00" in run("--price", 3.6, "--tokens-per-second", 1000)
 
 
@@ -288,11 +293,11 @@ def test_several_machines_have_no_one_price(tmp_path: Path) -> None:
 def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "scale.md").read_text()
-    found = re.findall(
+    examples = re.findall(
         r"^    peagle cost ([^|\n]*).*?^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE
     )
-    assert len(found) == 2
-    for command, block in found:
-        said = [line.rstrip() for line in run(*command.split()).splitlines()]
+    assert len(examples) == 2
+    for command, block in examples:
+        printed = [line.rstrip() for line in run(*command.split()).splitlines()]
         shown = block.splitlines()
-        assert said[-len(shown) :] == shown
+        assert printed[-len(shown) :] == shown

@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*args: object, code: int = 0) -> str:
-    found = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert found.exit_code == code, found.output + repr(found.exception)
-    return found.stdout if code == 0 else found.stderr
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
 
 
 def make_cell(
@@ -66,11 +66,11 @@ def test_foreign_files_are_named_and_skipped(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "newer.json").write_text('{"format": "peagle-bench/2"}')
     write(tmp_path, result("empty") | {"cells": [{"set": "x"}, 3, None]})
-    told: list[str] = []
-    assert [r.name for r in read_results(tmp_path, told.append)] == ["run"]
-    assert len(told) == 6
+    warnings: list[str] = []
+    assert [r.name for r in read_results(tmp_path, warnings.append)] == ["run"]
+    assert len(warnings) == 6
     for name in ("broken", "other", "list", "deep", "newer", "empty"):
-        assert any(f"{name}.json" in line for line in told)
+        assert any(f"{name}.json" in line for line in warnings)
 
 
 def test_no_result_is_exit_2(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_different_targets_are_refused(tmp_path: Path, field: str) -> None:
             target={"name": "x", "dtype": "bfloat16", "sha": "1", "revision": "r", field: "other"},
         ),
     )
-    told = run("report", tmp_path, "--markdown", code=2)
-    assert field in told and "folder of its own" in told
+    message = run("report", tmp_path, "--markdown", code=2)
+    assert field in message and "folder of its own" in message
 
 
 def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_numbers() -> None:
 
 
 def test_one_run_has_no_spread() -> None:
-    one = make_cell("none", 0, 1, 10.0, (10.0, 10.0))
-    assert replace(one, repeats=1).spread is None
+    single = make_cell("none", 0, 1, 10.0, (10.0, 10.0))
+    assert replace(single, repeats=1).spread is None
     assert make_cell("none", 0, 1, 10.0).spread is None and make_cell(
         "none", 0, 1, 10.0
     ).interval == (
@@ -144,20 +144,20 @@ def test_runs_of_one_machine_complete_each_other(tmp_path: Path) -> None:
     write(tmp_path, result("a", methods=("none",)))
     write(tmp_path, result("b", methods=("p-eagle",)))
     write(tmp_path, result("c", gpu=True))
-    found = group_by_machine(read_results(tmp_path, print))
-    assert [(m.label, len(m.results)) for m in found] == [
+    grouped = group_by_machine(read_results(tmp_path, print))
+    assert [(m.label, len(m.results)) for m in grouped] == [
         ("AMD EPYC 9R14, 16 threads", 2),
         ("NVIDIA H200", 1),
     ]
-    assert Grid(found[0].cells).methods == ["none", "p-eagle"]
+    assert Grid(grouped[0].cells).methods == ["none", "p-eagle"]
 
 
 def test_repeated_runs_are_pooled(tmp_path: Path) -> None:
-    one, two = (
+    first, second = (
         result("a", methods=("none",), concurrency=(1,)),
         result("b", methods=("none",), concurrency=(1,)),
     )
-    for content, speeds in ((one, [10.0, 11.0]), (two, [14.0, 15.0])):
+    for content, speeds in ((first, [10.0, 11.0]), (second, [14.0, 15.0])):
         content["cells"][0] |= {
             "output_throughput_runs": speeds,
             "output_throughput": speeds[0],
@@ -190,10 +190,10 @@ def test_overall_is_the_mean_of_speed_ups() -> None:
     cells.append(
         BenchCell(key=CellKey("a", "p-eagle", 3, 1), output_throughput=5.0)
     )  # b did not measure it
-    found = grids_by_set(cells, set_names(cells))
-    assert list(found) == [OVERALL, "a", "b"] and len(found[OVERALL].cells) == 2
-    best = found[OVERALL].best(1)
-    gain = found[OVERALL].speedup(best) if best else None
+    by_set = grids_by_set(cells, set_names(cells))
+    assert list(by_set) == [OVERALL, "a", "b"] and len(by_set[OVERALL].cells) == 2
+    best = by_set[OVERALL].best(1)
+    gain = by_set[OVERALL].speedup(best) if best else None
     assert gain is not None and gain.value == pytest.approx(4.0)  # of 2 and 8
 
 
@@ -216,8 +216,8 @@ def test_front() -> None:
 def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
     path = write(tmp_path, result(ks=(3, 7, "auto"), concurrency=(1, 8)))
     grid = Grid(read_results(path, print)[0].cells)
-    found = {figure.name: figure for figure in figures(grid)}
-    assert list(found) == [
+    by_name = {figure.name: figure for figure in figures(grid)}
+    assert list(by_name) == [
         "speedup",
         "over-eagle3",
         "pareto",
@@ -226,15 +226,15 @@ def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
         "k-p-eagle",
         "k-eagle3",
     ]
-    labels = [line.label for line in found["speedup"].lines]
+    labels = [line.label for line in by_name["speedup"].lines]
     assert labels == ["P-EAGLE K=3", "P-EAGLE K=7", "P-EAGLE K=auto", "EAGLE-3, best K"]
-    point = found["speedup"].lines[1].points[0]
+    point = by_name["speedup"].lines[1].points[0]
     fast, slow = grid.at("p-eagle", 7, 1), grid.none(1)
     assert (
         fast and slow and point.y == pytest.approx((fast.throughput or 0) / (slow.throughput or 1))
     )
     assert point.low is not None and point.high is not None and point.low < point.y < point.high
-    for figure in found.values():
+    for figure in by_name.values():
         assert all(line.label in figure.description for line in figure.lines) and re.search(
             r"\d at \d", figure.description
         )
@@ -252,8 +252,8 @@ def test_verdict_names_winner_and_gain() -> None:
     cells = [tight("none", 0, 1, 10), tight("p-eagle", 7, 1, 24)]
     cells += [tight("none", 0, 32, 100), tight("p-eagle", 7, 32, 80)]
     grid = Grid(cells)
-    told = verdict(grid)
-    assert told == (
+    sentence = verdict(grid)
+    assert sentence == (
         "P-EAGLE K=7 is fastest with 1 at a time: 2.40 times plain decoding;"
         " plain decoding (none) is fastest with 32 at a time."
     )
@@ -279,7 +279,10 @@ def test_verdict_tells_each_k() -> None:
             [make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 1, 9)],
             "No speculative method is faster",
         ),
-        ([make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 1, 20)], "One run a cell"),
+        (
+            [make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 1, 20)],
+            "One run per cell: the spread is not known.",
+        ),
         (
             [make_cell("none", 0, 1, 10, (9, 12)), make_cell("p-eagle", 7, 1, 11, (10, 13))],
             "No clear winner over plain",
@@ -305,8 +308,8 @@ def test_verdict_never_overstates(cells: list[BenchCell], words: str) -> None:
 def test_eagle3_sentence() -> None:
     cells = [make_cell("eagle3", 3, 1, 10, (9, 11)), make_cell("p-eagle", 7, 1, 12, (11.5, 13))]
     cells += [make_cell("eagle3", 3, 8, 10, (9, 11)), make_cell("p-eagle", 7, 8, 10.5, (10, 11))]
-    told = eagle3_sentence(Grid(cells))
-    assert told and "1.05 to 1.20 times" in told and "overlap with 8 at a time" in told
+    sentence = eagle3_sentence(Grid(cells))
+    assert sentence and "1.05 to 1.20 times" in sentence and "overlap with 8 at a time" in sentence
     assert eagle3_sentence(Grid([make_cell("none", 0, 1, 10)])) is None
 
 
@@ -325,13 +328,12 @@ class Reader(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.tags.append(tag)
-        self.ids += [found["id"] or ""] if "id" in found else []
-        self.links += [
-            found[name] or "" for name in ("src", "href", "xlink:href", "action") if name in found
-        ]
-        self.bare_headers += tag == "th" and "scope" not in found
+        self.ids += [attributes["id"] or ""] if "id" in attributes else []
+        links = ("src", "href", "xlink:href", "action")
+        self.links += [attributes[name] or "" for name in links if name in attributes]
+        self.bare_headers += tag == "th" and "scope" not in attributes
 
 
 def test_same_results_same_bytes(tmp_path: Path) -> None:
@@ -382,10 +384,10 @@ def test_numbers_on_axes_are_not_rounded() -> None:
     pytest.importorskip("matplotlib")
     points = tuple(Point(x, x / 1000) for x in (1, 2, 3))
     svg, png = draw(Figure("f", "t", "x", "y", (Line("a", "s0", points),)))
-    made = inline_svg(svg, "n", "t & t", "words")
+    inlined = inline_svg(svg, "n", "t & t", "words")
     labels = re.findall(r">([^<>]*\.\d+)</text>", svg)
-    assert png == b"" and labels and re.findall(r">([^<>]*\.\d+)</text>", made) == labels
-    assert "t &amp; t</title>" in made and len(made) < len(svg)
+    assert png == b"" and labels and re.findall(r">([^<>]*\.\d+)</text>", inlined) == labels
+    assert "t &amp; t</title>" in inlined and len(inlined) < len(svg)
 
 
 def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
@@ -400,10 +402,10 @@ def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
         engine="endpoint",
         target={"name": evil},
     )
-    for one in content["cells"]:
-        one |= {"failed": 1, "first_error": evil}
-        one["method"] = evil if one["method"] == "eagle3" else one["method"]
-        one["check"] = {
+    for raw in content["cells"]:
+        raw |= {"failed": 1, "first_error": evil}
+        raw["method"] = evil if raw["method"] == "eagle3" else raw["method"]
+        raw["check"] = {
             "compared": 1,
             "identical": 0,
             "differences": [{"task": evil, "at": evil, "margin": evil}],
@@ -414,14 +416,14 @@ def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
     run("report", tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert Reader(page).tags.count("script") == 1 and "<script>alert" not in page
-    told = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # what is escaped is text
-    assert "<" not in re.sub(r"`[^`]*`", "", told) and "<!--" not in told and "-->" not in told
+    text = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # what is escaped is text
+    assert "<" not in re.sub(r"`[^`]*`", "", text) and "<!--" not in text and "-->" not in text
 
 
 def test_missing_values_are_dashes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     needed = ("set", "method", "k", "concurrency", "output_throughput")
-    bare = [{name: one[name] for name in needed} for one in result()["cells"]]
+    bare = [{name: raw[name] for name in needed} for raw in result()["cells"]]
     odd = [
         cell("humaneval", "p-eagle", 11, 1)
         | dict.fromkeys(cell("a", "none", 0, 1).keys() - set(needed))
@@ -484,13 +486,13 @@ def test_markdown_marks_the_fastest(tmp_path: Path) -> None:
 
 def test_trees_are_told_from_chains(tmp_path: Path) -> None:
     content = result(ks=(7,), concurrency=(1, 8), methods=("none", "p-eagle"))
-    chains = [one for one in content["cells"] if one["method"] == "p-eagle"]
-    faster = [{"tree": 32, "output_throughput": 3 * one["output_throughput"]} for one in chains]
+    chains = [raw for raw in content["cells"] if raw["method"] == "p-eagle"]
+    faster = [{"tree": 32, "output_throughput": 3 * raw["output_throughput"]} for raw in chains]
     trees = [
-        one | more | {"output_throughput_spread": None}
-        for one, more in zip(chains, faster, strict=True)
+        raw | more | {"output_throughput_spread": None}
+        for raw, more in zip(chains, faster, strict=True)
     ]
-    trees = [one | {"output_throughput_runs": [one["output_throughput"]] * 3} for one in trees]
+    trees = [raw | {"output_throughput_runs": [raw["output_throughput"]] * 3} for raw in trees]
     content["cells"] += trees
     content["scores"] += [content["scores"][-1] | {"tree": 32}]
     write(tmp_path / "results", content)
@@ -516,8 +518,8 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, two: str) -> float:
-    low, high = sorted((luminance(one), luminance(two)))
+def contrast(first: str, second: str) -> float:
+    low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 

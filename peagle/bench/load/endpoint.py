@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from peagle.bench.load.jobs import LoadJob, OnRequest, warmup_jobs
+from peagle.bench.load.server_metrics import parse_metrics
 from peagle.bench.load.sse import read_events
 from peagle.errors import UserError
 from peagle.results.cell_run import CellRun
@@ -23,10 +24,6 @@ from peagle.results.spec_counters import SpecCounters
 CONNECT_TIMEOUT = 20.0  # seconds
 READ_TIMEOUT = 600.0  # seconds without a byte
 MAX_ERROR_CHARACTERS = 200
-SPEC_COUNTER = re.compile(
-    r"^vllm:spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+-]+)\s*$", re.MULTILINE
-)
-POSITION_LABEL = re.compile(r'position="(\d+)"')
 MALFORMED_ANSWER = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
@@ -185,31 +182,6 @@ class EndpointRunner:
         except httpx.HTTPError:
             return None
         return parse_metrics(reply.text) if reply.status_code == 200 else None
-
-
-def parse_metrics(text: str) -> SpecCounters | None:
-    """vLLM's speculation counters, summed over its engines; None where there are none."""
-    spec = SpecCounters()
-    exported = False
-    accepted_at: dict[int, int] = {}
-    for name, labels, value in SPEC_COUNTER.findall(text):
-        count = int(float(value))
-        if name == "drafts":
-            spec.drafts += count
-            exported = True
-        elif name == "draft_tokens":
-            spec.draft_tokens += count
-        elif name == "accepted_tokens":
-            spec.accepted += count
-        elif name == "accepted_tokens_per_pos" and (label := POSITION_LABEL.search(labels)):
-            position = int(label[1])
-            accepted_at[position] = accepted_at.get(position, 0) + count
-    if not exported:
-        return None
-    if accepted_at:
-        spec.accepted_at = [accepted_at.get(i, 0) for i in range(max(accepted_at) + 1)]
-    spec.tried_at = [spec.drafts] * len(spec.accepted_at)
-    return spec
 
 
 def endpoint_urls(url: str) -> tuple[str, str, str]:

@@ -118,7 +118,7 @@ def load_pair(
 ) -> "tuple[LoadedPair, list[list[int]]]":
     """A pair with random weights and no prompts, or with a set a real pair and its prompts."""
     if set_name is None:
-        from peagle.bench.step_cost import random_pair
+        from peagle.bench.random_models import random_pair
         from peagle.model_pair import choose_device
         from peagle.target.precision import choose_dtype
 

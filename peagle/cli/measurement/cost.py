@@ -2,13 +2,29 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.markup import escape
-from rich.table import Table
 
 from peagle.cli.application import app, err, out, warn
+from peagle.cli.measurement.cost_options import (
+    Acceptance,
+    Busy,
+    Concurrency,
+    DraftLength,
+    EveryK,
+    Gpus,
+    Load,
+    MaxTpot,
+    PlotFile,
+    Price,
+    Results,
+    Speed,
+    StepMs,
+    Users,
+    WhatIfMethod,
+)
+from peagle.cli.measurement.cost_output import offer_table, print_cheapest
 from peagle.cli.measurement.options import OnlySet
 from peagle.cli.options import Json
 from peagle.errors import UserError
@@ -17,50 +33,6 @@ if TYPE_CHECKING:
     from peagle.cost.offers import Offer
     from peagle.cost.terms import Terms
     from peagle.report.grid import Grid
-
-Price = Annotated[
-    float, typer.Option("--price", help="What an hour of one GPU costs, in any currency.")
-]
-Results = Annotated[
-    Path | None,
-    typer.Argument(metavar="[DIR]", help="What `peagle bench --out` wrote; or one result file."),
-]
-Gpus = Annotated[int, typer.Option("--gpus", help="GPUs of the replica that was measured.")]
-Busy = Annotated[float, typer.Option("--busy", help="The share of an hour in which it is loaded.")]
-MaxTpot = Annotated[
-    float | None,
-    typer.Option("--tpot-ms", help="No user may wait longer for a token.", show_default=False),
-]
-Load = Annotated[
-    float | None, typer.Option("--load", help="Tokens per second to serve.", show_default=False)
-]
-Users = Annotated[int | None, typer.Option("--users", help="Users at a time.", show_default=False)]
-Acceptance = Annotated[
-    float | None,
-    typer.Option(
-        "--acceptance", help="What if the acceptance length were this?", show_default=False
-    ),
-]
-DraftLength = Annotated[
-    int | None, typer.Option("-k", "--k", help="What if K were this?", show_default=False)
-]
-WhatIfMethod = Annotated[
-    str, typer.Option("--method", help="The method that --acceptance or -k is for.")
-]
-StepMs = Annotated[
-    float | None,
-    typer.Option("--step-ms", help="By hand: milliseconds of a step.", show_default=False),
-]
-Speed = Annotated[
-    float | None,
-    typer.Option("--tokens-per-second", help="By hand: of all users.", show_default=False),
-]
-Concurrency = Annotated[int, typer.Option("--concurrency", help="By hand: users at a time.")]
-EveryK = Annotated[bool, typer.Option("--all", help="Every K, not only the cheapest.")]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option("--plot", help="Draw cost against a user's speed: a PNG.", show_default=False),
-]
 
 
 @dataclass(frozen=True)
@@ -231,69 +203,6 @@ def what_if_offers(
         assumed = what_if(fixed, cell, chosen_k, acceptance)
         offers.append(make_offer(assumed, grid.none(concurrency), terms, assumed=True))
     return offers
-
-
-def offer_table(offers: "Sequence[Offer]") -> Table:
-    from peagle.report.words import amount, cell_label, share
-
-    table = Table(
-        "c", "method", "tokens/s/GPU", "a user's", "TPOT ms", "per million", "saving", box=None
-    )
-    for column in table.columns:
-        column.justify = "left" if column.header == "method" else "right"
-    if offers and offers[0].gpus is not None:
-        table.add_column("GPUs", justify="right")
-    for offer in offers:
-        row = [
-            str(offer.cell.concurrency),
-            escape(cell_label(offer.cell)) + (" if" if offer.assumed else ""),
-            amount(offer.per_gpu),
-            amount(offer.per_user),
-            amount(offer.tpot_ms),
-            money(offer.per_million),
-            share(offer.saving) if offer.saving is not None else "",
-        ]
-        row += [f"{offer.gpus:,}"] if offer.gpus is not None else []
-        table.add_row(*row, style="dim" if not offer.within else "bold" if offer.assumed else "")
-    return table
-
-
-def money(value: float) -> str:
-    """Three significant digits, also of cents."""
-    return f"{value:,.2f}" if value >= 1 else f"{value:#.3g}"
-
-
-def print_cheapest(offers: "Sequence[Offer]", terms: "Terms") -> None:
-    """Print the cheapest way of each method to serve within the limit."""
-    from peagle.cost.offers import cheapest_by_method
-    from peagle.report.words import method_label
-
-    cheapest = cheapest_by_method(offers)
-    limit = "" if terms.tpot_ms is None else f" within {terms.tpot_ms:g} ms a token"
-    for method in dict.fromkeys(offer.cell.variant for offer in offers):
-        if method in cheapest:
-            text = cheapest_text(cheapest[method], offers, limit)
-        else:
-            text = f"{method_label(method)}: at no measured concurrency{limit}"
-        out.print(escape(text), highlight=False, soft_wrap=True)
-
-
-def cheapest_text(offer: "Offer", offers: "Sequence[Offer]", limit: str) -> str:
-    from peagle.report.words import cell_label
-
-    cell = offer.cell
-    text = f"{cell_label(cell)}, {cell.concurrency} at a time:"
-    text += f" {money(offer.per_million)} per million{limit}"
-    if limit:
-        max_users = max(
-            other.cell.concurrency
-            for other in offers
-            if other.cell.variant == cell.variant and other.within
-        )
-        text += f" (kept up to {max_users} at a time)"
-    if offer.gpus and offer.per_hour:
-        text += f"; {offer.gpus:,} GPUs, {money(offer.per_hour)} an hour"
-    return text
 
 
 def print_json(
