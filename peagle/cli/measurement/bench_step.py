@@ -51,14 +51,14 @@ def bench_step(
     profile: AcceptanceProfile = ".78,.59,.43,.29,.18,.10,.05",
     repeats: Repeats = 3,
     bandwidth: Bandwidth = 4.3,
-    set_: PromptSet = None,
+    set_name: PromptSet = None,
     data: DataFolder = None,
     limit: PromptLimit = 164,
     device: Device = "auto",
     dtype: Dtype = "auto",
     int8: Int8 = False,
     as_json: Json = False,
-    to: OutFile = None,
+    out_file: OutFile = None,
 ) -> None:
     """Measure what a step costs: with random weights and a given acceptance, or with a real pair.
 
@@ -76,13 +76,13 @@ def bench_step(
         bandwidth * 1e12,
         int8,
     )
-    pair, prompts = load_pair(shape, set_, data, limit, device, dtype)
+    pair, prompts = load_pair(shape, set_name, data, limit, device, dtype)
     cells = []
     for count in counts:
         for method in names:
             err.print(f"{shape}, {method}, {count} at a time ...", highlight=False)
             cells.append(measurement.run(pair, method, count, prompts))
-    show_cells(cells, as_json, to)
+    show_cells(cells, as_json, out_file)
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def load_pair(
     return pair, [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
 
 
-def show_cells(cells: list["StepCell"], as_json: bool, to: Path | None) -> None:
+def show_cells(cells: list["StepCell"], as_json: bool, out_file: Path | None) -> None:
     content = [cell.to_json() for cell in cells]
-    if to is not None:
-        write_json(to, {"cells": content})
+    if out_file is not None:
+        write_json(out_file, {"cells": content})
     if as_json:
         print(json.dumps(content))
     else:

@@ -63,12 +63,12 @@ def cost(
     step_ms: StepMs = None,
     speed: Speed = None,
     concurrency: Concurrency = 1,
-    only: OnlySet = None,
-    every: EveryK = False,
+    only_set: OnlySet = None,
+    every_k: EveryK = False,
     plot: PlotFile = None,
     as_json: Json = False,
 ) -> None:
-    """What a million output tokens cost, method by method, and how many GPUs a load takes.
+    """Compute the cost of a million output tokens for each method, and the GPUs a load takes.
 
     Examples: peagle cost results/ --price 4.5 --users 200 --tpot-ms 20
     peagle cost --price 4.5 --acceptance 3.2 --step-ms 14 --concurrency 8
@@ -83,10 +83,10 @@ def cost(
         offers = measured_offers(data.grid, terms)
     else:
         refuse_numbers_by_hand(speed, step_ms)
-        data = read_measured(results, only)
+        data = read_measured(results, only_set)
         offers = require_offers(measured_offers(data.grid, terms), results)
         assumed = what_if_offers(data.grid, terms, method, k, acceptance)
-    shown = [*(offers if every else best_ks(offers)), *assumed]
+    shown = [*(offers if every_k else best_ks(offers)), *assumed]
     shown.sort(key=lambda offer: offer.cell.concurrency)
     if plot is not None:
         draw_costs(offers, plot, data)
@@ -112,7 +112,7 @@ def require_offers(offers: "list[Offer]", results: Path) -> "list[Offer]":
     return offers
 
 
-def read_measured(folder: Path, only: str | None) -> CostData:
+def read_measured(folder: Path, only_set: str | None) -> CostData:
     from peagle.report.grid import OVERALL, grids_by_set, set_names
     from peagle.report.machines import group_by_machine
     from peagle.results.run_folder import read_results
@@ -126,10 +126,10 @@ def read_measured(folder: Path, only: str | None) -> CostData:
         )
     [machine] = machines
     names = set_names(machine.cells)
-    if only is not None and only not in names:
-        raise UserError(f"no set {only!r} in these results: use one of {', '.join(names)}")
+    if only_set is not None and only_set not in names:
+        raise UserError(f"no set {only_set!r} in these results: use one of {', '.join(names)}")
     grids = grids_by_set(machine.cells, names)
-    chosen = only or (OVERALL if OVERALL in grids else names[0])
+    chosen = only_set or (OVERALL if OVERALL in grids else names[0])
     return CostData(grids[chosen], chosen, machine.results[0].info.pair_name, machine.label)
 
 

@@ -83,11 +83,11 @@ def evaluate(
     dtype: Dtype = "auto",
     exact: Exact = None,
     int8: Int8 = False,
-    fast: Jump = False,
+    jump: Jump = False,
     as_vllm: AsVllm = False,
     seed: Seed = 0,
     as_json: Json = False,
-    to: OutFile = None,
+    out_file: OutFile = None,
 ) -> None:
     """Measure the acceptance length of a pair on benchmark sets, by decoding them (--jump: faster).
 
@@ -98,11 +98,11 @@ def evaluate(
     from peagle.loaded import load
     from peagle.progress import shown
 
-    ks = tuple(check_k(number) for number in parse_numbers(k, int, "-k 3,5,7")) if k else ()
+    ks = () if k is None else tuple(map(check_k, parse_numbers(k, int, "-k 3,5,7")))
     temperatures = parse_numbers(temperature, float, "--temperature 0,1")
     chosen = parse_method(method or "p-eagle")
     settings = EvaluateSettings(ks, temperatures, chosen, max_tokens, seed, exact, int8, tree)
-    refuse_contradictions(fast, exact, int8, to)
+    refuse_contradictions(jump, exact, int8, out_file)
     tasks = read_sets(split_words(sets), data, limit, warn)
     with shown(err, quiet=as_json) as progress:
         loaded = load(
@@ -113,16 +113,18 @@ def evaluate(
     if as_vllm:
         loaded = as_vllm_runs_it(loaded, chosen)
     settings = replace(settings, ks=ks or (loaded.pair.k,), method=chosen)
-    show_evaluation(run(loaded, tasks, settings, fast), as_vllm, as_json, to)
+    show_evaluation(run_evaluation(loaded, tasks, settings, jump), as_vllm, as_json, out_file)
 
 
-def refuse_contradictions(fast: bool, exact: bool | None, int8: bool, to: Path | None) -> None:
-    if fast and exact is not None:
+def refuse_contradictions(
+    jump: bool, exact: bool | None, int8: bool, out_file: Path | None
+) -> None:
+    if jump and exact is not None:
         raise UserError("--jump decodes nothing, so nothing can be exact: leave out one of the two")
-    if fast and int8:
+    if jump and int8:
         raise UserError("--jump runs the target as it is: leave out one of --jump and --int8")
-    if to is not None and to.expanduser().is_dir():
-        raise UserError(f"{to} is a folder: give --out a file")
+    if out_file is not None and out_file.expanduser().is_dir():
+        raise UserError(f"{out_file} is a folder: give --out a file")
 
 
 def as_vllm_runs_it(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
@@ -135,8 +137,8 @@ def as_vllm_runs_it(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
     return LoadedPair(loaded.pair, loaded.target, {method: vllm_subset(drafter)})
 
 
-def run(
-    loaded: "LoadedPair", tasks: "dict[str, list[Task]]", settings: "EvaluateSettings", fast: bool
+def run_evaluation(
+    loaded: "LoadedPair", tasks: "dict[str, list[Task]]", settings: "EvaluateSettings", jump: bool
 ) -> "Evaluation":
     """Evaluate with a progress bar on stderr."""
     from peagle.evaluate.evaluate import evaluate as decode_all
@@ -144,14 +146,14 @@ def run(
     loaded.drafter(settings.method)  # an error in loading comes before the bar is drawn
     with progress_bar() as bar:
         total = sum(map(len, tasks.values())) * len(settings.ks) * len(settings.temperatures)
-        if fast:
+        if jump:
             total = 2 * len(tasks) * len(settings.temperatures)
         task = bar.add_task("decoding", total=total)
 
         def advance(activity: str) -> None:
             bar.update(task, advance=1, description=escape(activity))
 
-        if fast:
+        if jump:
             from peagle.evaluate.offline_acceptance import offline_acceptance
 
             return offline_acceptance(loaded, tasks, settings, advance)
@@ -159,7 +161,7 @@ def run(
 
 
 def show_evaluation(
-    evaluation: "Evaluation", as_vllm: bool, as_json: bool, to: Path | None
+    evaluation: "Evaluation", as_vllm: bool, as_json: bool, out_file: Path | None
 ) -> None:
     if not evaluation.trained:
         method = evaluation.settings.method
@@ -169,8 +171,8 @@ def show_evaluation(
         print(json.dumps(content, ensure_ascii=False))
     else:
         print_tables(evaluation, out)
-    if to is not None:
-        write_json(to.expanduser(), content)
+    if out_file is not None:
+        write_json(out_file.expanduser(), content)
 
 
 def print_tables(evaluation: "Evaluation", console: Console) -> None:

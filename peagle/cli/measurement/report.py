@@ -27,9 +27,9 @@ OnlySet = Annotated[
 @app.command()
 def report(
     folder: Results,
-    to: PageFile = None,
+    page_path: PageFile = None,
     as_markdown: AsMarkdown = False,
-    only: OnlySet = None,
+    only_set: OnlySet = None,
 ) -> None:
     """Make one HTML page (and PNGs beside it) of benchmark results: the fastest method and its K.
 
@@ -41,18 +41,18 @@ def report(
 
     machines = group_by_machine(read_results(folder, warn))
     names = set_names(cell for machine in machines for cell in machine.cells)
-    if only is not None and only not in names:
-        raise UserError(f"no set {only!r} in these results: use one of {', '.join(names)}")
+    if only_set is not None and only_set not in names:
+        raise UserError(f"no set {only_set!r} in these results: use one of {', '.join(names)}")
     if as_markdown:
         from peagle.report.markdown import markdown
 
-        print(markdown(machines, only))
+        print(markdown(machines, only_set))
         return
-    if only is not None:
+    if only_set is not None:
         raise UserError("--set goes with --markdown: the page shows every set")
     from peagle.report.page import write_page
 
-    path = to or (folder if folder.is_dir() else folder.parent) / "report.html"
+    path = page_path or (folder if folder.is_dir() else folder.parent) / "report.html"
     if path.is_dir():
         raise UserError(f"{path} is a folder: give a file, such as {path / 'report.html'}")
     columns = (SpinnerColumn(), TextColumn("drawing charts: {task.completed}"))

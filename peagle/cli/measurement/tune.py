@@ -47,7 +47,7 @@ def tune(
     data: DataFolder = None,
     target: Target = None,
     drafter: Drafters = None,
-    dry: DryRun = False,
+    dry_run: DryRun = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -71,7 +71,7 @@ def tune(
         loaded = load_with_drafters(pair, target, drafter, device, dtype, progress)
     freeze_live_objects()
     methods = trained_methods(loaded)
-    if dry:
+    if dry_run:
         print_plan(loaded, methods, counts, ks, len(jobs))
         return
     start = time.perf_counter()
