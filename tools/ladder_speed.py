@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from peagle.bench.load.jobs import LoadJob, jobs_of
-from peagle.bench.load.native import EngineLoad
+from peagle.bench.load.engine_load import EngineLoad
+from peagle.bench.load.jobs import LoadJob, make_jobs
 from peagle.bench.load.step_timings import CounterSnapshot
 from peagle.catalog.pair import DrafterSource
 from peagle.core import Method
@@ -106,7 +106,7 @@ class Asked:
         }
 
     def drive(self, engine: Engine, concurrency: int, jobs: Sequence[LoadJob]) -> int:
-        records = EngineLoad(self, engine, concurrency, lambda: None).drive(jobs)  # type: ignore[arg-type]
+        records = EngineLoad(self.loaded, engine, self.prompts, concurrency).drive(jobs)
         if errors := [record.error for record in records if record.error]:
             raise UserError(errors[0])
         return sum(record.tokens for record in records)
@@ -118,7 +118,7 @@ def measured(
     """Every record, shape and set; how many failed."""
     begin, longest, failed = time.perf_counter(), 0.0, 0
     jobs = {
-        name: jobs_of(tasks, options.max_tokens, seed=0)
+        name: make_jobs(tasks, options.max_tokens, seed=0)
         for name, tasks in tasks_of(options).items()
     }
     concurrency = [int(word) for word in options.concurrency.split(",")]

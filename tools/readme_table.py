@@ -1,10 +1,10 @@
-"""README's tables of results come from docs/results/, not from a hand.
+"""Fills README's tables of results from docs/results/, so that they are never edited by hand.
 
     python tools/readme_table.py            # writes them
     python tools/readme_table.py --check    # exit code 1 if README is stale
 
-Between `<!-- bench:start NAME -->` and `<!-- bench:end -->` goes the Markdown of docs/results/NAME: the mean over sets,
-or with NAME:SET one set.
+Between `<!-- bench:start NAME -->` and `<!-- bench:end -->` goes the Markdown of docs/results/NAME:
+the mean over sets, or with NAME:SET one set.
 """
 
 import argparse
@@ -13,34 +13,32 @@ import sys
 from pathlib import Path
 
 from peagle.errors import UserError
-from peagle.report.machines import machines
+from peagle.report.machines import group_by_machine
 from peagle.report.markdown import markdown
-from peagle.results.runs import read_runs
+from peagle.results.run_folder import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- bench:start (\S+) -->\n)(.*?)(<!-- bench:end -->)", re.DOTALL)
 
 
-def filled(text: str, results: Path) -> str:
-    """The text with every block made anew."""
+def fill_blocks(text: str, results: Path) -> str:
+    """The text with every block generated again."""
     counts = {
         text.count("<!-- bench:start"),
         text.count("<!-- bench:end"),
         len(BLOCK.findall(text)),
     }
     if len(counts) > 1:
-        raise UserError(
-            "a bench:start without its bench:end (or the other way round): markers stand in pairs"
-        )
-    return BLOCK.sub(lambda found: f"{found[1]}{table(found[2], results)}\n{found[4]}", text)
+        raise UserError("a bench:start has no bench:end, or the reverse: markers come in pairs")
+    return BLOCK.sub(lambda match: f"{match[1]}{table(match[2], results)}\n{match[4]}", text)
 
 
-def table(name: str, results: Path) -> str:
-    folder, _, only = name.partition(":")
-    runs = read_runs(results / folder, lambda line: print(line, file=sys.stderr))
-    if only and only not in {cell.set for run in runs for cell in run.cells}:
-        raise UserError(f"docs/results/{folder} has no set {only!r}: correct the marker")
-    return markdown(machines(runs), only or None)
+def table(name: str, folder: Path) -> str:
+    run_name, _, only_set = name.partition(":")
+    results = read_results(folder / run_name, lambda line: print(line, file=sys.stderr))
+    if only_set and only_set not in {cell.set for result in results for cell in result.cells}:
+        raise UserError(f"docs/results/{run_name} has no set {only_set!r}: correct the marker")
+    return markdown(group_by_machine(results), only_set or None)
 
 
 def main() -> int:
@@ -53,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     before = options.readme.read_text(encoding="utf-8")
     try:
-        after = filled(before, options.results)
+        after = fill_blocks(before, options.results)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

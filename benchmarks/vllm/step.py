@@ -31,7 +31,7 @@ def folders(shape: str, method: str, root: Path) -> tuple[Path, Path]:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from peagle.bench.step_cost import SHAPES
+    from peagle.bench.random_models import SHAPES
     from peagle.drafter.config import config_for
     from peagle.drafter.formats.vllm import config_to_json
     from peagle.target import Target

@@ -1,3 +1,1 @@
-"""Measurements people decide by."""
-
-FORMAT = "peagle-bench/1"  # of a result file: written here, read by peagle.report
+"""Benchmarks: load on an engine or a server, output checks, scores, step costs, tuning."""

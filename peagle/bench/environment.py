@@ -1,4 +1,4 @@
-"""Where a run was measured: versions, processor, GPU; and which weights."""
+"""Where a run is measured (versions, processor, GPU), and which weights it uses."""
 
 import hashlib
 import os
@@ -10,74 +10,84 @@ from typing import Any
 import peagle
 from peagle.machine import cpu_name
 
+COMMAND_TIMEOUT = 20  # seconds
+SAMPLE_BYTES = 1 << 16
+SAMPLE_COUNT = 16
 
-def environment(device: Any = None) -> dict[str, Any]:
-    """`device`: torch's; None: the work is done elsewhere, behind an endpoint."""
+
+def describe_environment(device: Any = None) -> dict[str, Any]:
+    """`device` is torch's; None where the work is done elsewhere, by an endpoint."""
     import torch
     import transformers
 
     gpu = device is not None and device.type == "cuda"
     return {
         "peagle": peagle.__version__,
-        "commit": commit(),
+        "commit": git_commit(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
-        "driver": driver() if gpu else None,
+        "driver": gpu_driver() if gpu else None,
     }
 
 
-def commit() -> str | None:
-    """Of the checkout this package runs from, `+` if it was changed; None for an installed one."""
+def available_cores() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from, with `+` if files have changed.
+
+    None for an installed package.
+    """
     folder = Path(peagle.__file__).parent.parent
     if not (folder / ".git").exists():
         return None
-    head = told("git", "-C", str(folder), "rev-parse", "--short=10", "HEAD")
-    changed = told("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
-    return f"{head}{'+' if changed else ''}" if head else None
+    head = run_command("git", "-C", str(folder), "rev-parse", "--short=10", "HEAD")
+    changes = run_command("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
+    return f"{head}{'+' if changes else ''}" if head else None
 
 
-def driver() -> str | None:
-    found = told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return found.splitlines()[0].strip() if found else None
+def gpu_driver() -> str | None:
+    versions = run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.splitlines()[0].strip() if versions else None
 
 
-def told(*command: str) -> str | None:
+def run_command(*command: str) -> str | None:
+    """The standard output of a command; None if it fails."""
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def target_of(target: Any) -> dict[str, Any]:
+def describe_target(target: Any) -> dict[str, Any]:
     return {
-        "name": named(target.name),
+        "name": public_name(target.name),
         "revision": target.revision,
         "dtype": str(target.dtype).removeprefix("torch."),
         "sha": folder_digest(target.folder) if target.folder is not None else None,
     }
 
 
-def drafter_of(loaded: Any, method: Any) -> dict[str, Any]:
-    """`loaded.pair` says where it comes from; a drafter that was only in memory has no checksum."""
-    config, source = loaded.drafter(method).config, loaded.pair.drafters.get(method)
+def describe_drafter(loaded: Any, method: Any) -> dict[str, Any]:
+    """A drafter that was never saved has no checksum."""
+    config = loaded.drafter(method).config
+    source = loaded.pair.drafters.get(method)
     folder = source.folder if source is not None else None
+    name = method if config.trained else f"untrained {method}"
     return {
-        "name": folder.name
-        if folder is not None
-        else f"untrained {method}"
-        if not config.trained
-        else method,
+        "name": folder.name if folder is not None else name,
         "sha": folder_digest(folder) if folder is not None else None,
         "trained": config.trained,
         "layers": config.num_layers,
@@ -85,32 +95,34 @@ def drafter_of(loaded: Any, method: Any) -> dict[str, Any]:
     }
 
 
-def named(name: str) -> str:
-    """A folder's own name: where it lies is nobody's business."""
+def public_name(name: str) -> str:
+    """The name of a folder without its path, which is private to this machine."""
     path = Path(name).expanduser()
     return path.name if path.is_dir() else name
 
 
 def folder_digest(folder: Path) -> str | None:
-    """Of the config and samples of the weights: the same target has the same, whoever holds it."""
+    """A digest of the config and samples of the weights, the same on every machine."""
     digest = hashlib.sha256()
     try:
         digest.update((folder / "config.json").read_bytes())
         for path in sorted(folder.glob("*.safetensors")):
-            digest.update(samples(path))
+            digest.update(weight_samples(path))
     except OSError:
         return None
     return digest.hexdigest()[:12]
 
 
-def samples(path: Path) -> bytes:
-    """A safetensors file's header, its size, and 64 KiB at 16 places of its data."""
+def weight_samples(path: Path) -> bytes:
+    """The header of a safetensors file, its size, and 64 KiB at 16 places of its data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
-        length = int.from_bytes(start, "little")
-        parts = [start, file.read(length), str(size).encode()]
-        for i in range(16):
-            file.seek(8 + length + max(0, size - 8 - length - (1 << 16)) * i // 15)
-            parts.append(file.read(1 << 16))
+        header_bytes = int.from_bytes(start, "little")
+        parts = [start, file.read(header_bytes), str(size).encode()]
+        data_start = 8 + header_bytes
+        last_sample = max(0, size - data_start - SAMPLE_BYTES)
+        for i in range(SAMPLE_COUNT):
+            file.seek(data_start + last_sample * i // (SAMPLE_COUNT - 1))
+            parts.append(file.read(SAMPLE_BYTES))
     return b"".join(parts)

@@ -1,128 +1,138 @@
-"""From what was asked for to a session: tasks, jobs, the pair, and what identifies the run."""
+"""From a bench command to a session: tasks, jobs, the pair, and what identifies the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from peagle.bench import FORMAT
-from peagle.bench.environment import drafter_of, environment, named, target_of
-from peagle.bench.load.jobs import LoadJob, jobs_of
-from peagle.bench.load.profile import fit, parse_profile
-from peagle.bench.results import Results, path_of
-from peagle.bench.session import Session, digest
+from peagle.bench.environment import (
+    describe_drafter,
+    describe_environment,
+    describe_target,
+    public_name,
+)
+from peagle.bench.load.jobs import LoadJob, make_jobs
+from peagle.bench.load.profile import fit_lengths, parse_profile
+from peagle.bench.session import Session, jobs_digest
 from peagle.bench.settings import BenchSettings
 from peagle.data.bench import Task, read_sets
 from peagle.loaded import LoadedPair
+from peagle.results.resume import result_path
+from peagle.results.run_info import RunInfo
+from peagle.results.writer import ResultWriter
 
 if TYPE_CHECKING:
     from peagle.bench.load.endpoint import EndpointRunner
 
-STEADY = 4  # so many tasks for every user, or a cell is mostly ramp
+STEADY_TASKS_PER_USER = 4  # with fewer, a cell is mostly ramp-up and ramp-down
 Warn = Callable[[str], None]
-Tasks = Mapping[str, Sequence[Task]]
+TasksBySet = Mapping[str, Sequence[Task]]
+JobsBySet = Mapping[str, list[LoadJob]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A command, read but not yet looked up: its settings have no sets, and maybe no methods."""
+class BenchCommand:
+    """A parsed command. Its settings have no sets yet, and no methods where none were named."""
 
     settings: BenchSettings
-    words: tuple[str, ...]  # sets: names and files
-    data: Path | None
-    out: Path
+    sets: tuple[str, ...]  # names and files
+    data_folder: Path | None
+    out_folder: Path
     name: str | None
-    command: str
+    command_line: str
 
-    def tasks(self, warn: Warn) -> Tasks:
+    def read_tasks(self, warn: Warn) -> TasksBySet:
         if self.settings.profile is not None:
-            parse_profile(self.settings.profile)
-            if not self.words:
+            parse_profile(self.settings.profile)  # refuse a bad one before anything is loaded
+            if not self.sets:
                 return {}
-        return read_sets(list(self.words), self.data, self.settings.limit, warn)
+        return read_sets(list(self.sets), self.data_folder, self.settings.limit, warn)
 
-    def session(
-        self, settings: BenchSettings, jobs: Mapping[str, list[LoadJob]], told: Mapping[str, Any]
-    ) -> Session:
-        """`told`: pair, target, engine, endpoint, drafters, environment."""
-        head = {
-            "format": FORMAT,
-            "command": self.command,
-            **told,
-            "settings": settings.as_dict(),
-            "tasks": {name: digest(found) for name, found in jobs.items()},
-        }
-        path = path_of(self.out, self.name, told["pair"], head)
-        return Session(settings, jobs, Results(path, head))
+    def session(self, methods: tuple[str, ...], jobs: JobsBySet, info: RunInfo) -> Session:
+        """`info` has what the caller knows: pair, target, engine, drafters and environment."""
+        settings = replace(self.settings, sets=tuple(jobs), methods=methods)
+        info = replace(
+            info,
+            command=self.command_line,
+            settings=settings.to_json(),
+            tasks={name: jobs_digest(set_jobs) for name, set_jobs in jobs.items()},
+        )
+        path = result_path(self.out_folder, self.name, info)
+        return Session(settings, jobs, ResultWriter(path, info))
 
 
-def native_session(asked: Asked, tasks: Tasks, loaded: LoadedPair, warn: Warn) -> Session:
-    methods = asked.settings.methods or ("none", *sorted(loaded.pair.drafters))
-    drafters = {method: drafter_of(loaded, method) for method in methods if method != "none"}
-    for method, told in drafters.items():
-        if not told["trained"]:
+def native_session(
+    command: BenchCommand, tasks: TasksBySet, loaded: LoadedPair, warn: Warn
+) -> Session:
+    methods = command.settings.methods or ("none", *sorted(loaded.pair.drafters))
+    drafters = {method: describe_drafter(loaded, method) for method in methods if method != "none"}
+    for method, drafter in drafters.items():
+        if not drafter["trained"]:
             warn(f"the {method} drafter of this pair is untrained: its drafts are noise")
-    jobs = make_jobs(tasks, asked.settings, loaded, warn)
-    told = {
-        "pair": named(loaded.pair.name),
-        "target": target_of(loaded.target),
-        "engine": "native",
-        "endpoint": None,
-        "drafters": drafters,
-        "environment": environment(loaded.target.device),
-    }
-    return asked.session(replace(asked.settings, sets=tuple(jobs), methods=methods), jobs, told)
+    jobs = session_jobs(tasks, command.settings, loaded, warn)
+    info = RunInfo(
+        pair=public_name(loaded.pair.name),
+        target=describe_target(loaded.target),
+        engine="native",
+        drafters=drafters,
+        environment=describe_environment(loaded.target.device),
+    )
+    return command.session(methods, jobs, info)
 
 
 def endpoint_session(
-    asked: Asked, tasks: Tasks, endpoint: "EndpointRunner", url: str, pair: str | None, warn: Warn
+    command: BenchCommand,
+    tasks: TasksBySet,
+    runner: "EndpointRunner",
+    url: str,
+    pair: str | None,
+    warn: Warn,
 ) -> Session:
-    methods = asked.settings.methods or ("endpoint",)
-    jobs = make_jobs(tasks, asked.settings, None, warn)
-    told = {
-        "pair": named(pair or endpoint.model or "endpoint"),
-        "target": {"name": endpoint.model or pair, "revision": None, "dtype": None, "sha": None},
-        "engine": "endpoint",
-        "endpoint": url,
-        "drafters": {},
-        "environment": environment(),
-    }
-    return asked.session(replace(asked.settings, sets=tuple(jobs), methods=methods), jobs, told)
+    methods = command.settings.methods or ("endpoint",)
+    jobs = session_jobs(tasks, command.settings, None, warn)
+    info = RunInfo(
+        pair=public_name(pair or runner.model or "endpoint"),
+        target={"name": runner.model or pair, "revision": None, "dtype": None, "sha": None},
+        engine="endpoint",
+        endpoint=url,
+        environment=describe_environment(),
+    )
+    return command.session(methods, jobs, info)
 
 
-def make_jobs(
-    tasks: Tasks, how: BenchSettings, loaded: LoadedPair | None, warn: Warn
+def session_jobs(
+    tasks: TasksBySet, settings: BenchSettings, loaded: LoadedPair | None, warn: Warn
 ) -> dict[str, list[LoadJob]]:
-    """Of every set, and of the profile."""
+    """The jobs of every set, and of the profile."""
     jobs = {
-        name: jobs_of(found, how.max_tokens, how.seed, how.ignore_eos)
-        for name, found in tasks.items()
+        name: make_jobs(set_tasks, settings.max_tokens, settings.seed, settings.ignore_eos)
+        for name, set_tasks in tasks.items()
     }
-    if how.profile is not None:
-        jobs |= profile_jobs(how, loaded, warn)
-    most = max(how.concurrency)
-    for name, found in jobs.items():
-        if len(found) < most:
-            warn(
-                f"{name} has {len(found)} tasks: at --concurrency {most} no more than {len(found)} run at a time"
-            )
-        elif len(found) < STEADY * most:
-            warn(
-                f"{name} has {len(found)} tasks: at --concurrency {most} the load mostly ramps up and down"
-            )
+    if settings.profile is not None:
+        jobs |= profile_jobs(settings, settings.profile, loaded, warn)
+    users = max(settings.concurrency)
+    for name, set_jobs in jobs.items():
+        count = len(set_jobs)
+        if count < users:
+            warn(f"{name} has {count} tasks: of {users} users no more than {count} are busy")
+        elif count < STEADY_TASKS_PER_USER * users:
+            warn(f"{name} has {count} tasks: with {users} users it mostly ramps up and down")
     return jobs
 
 
 def profile_jobs(
-    how: BenchSettings, loaded: LoadedPair | None, warn: Warn
+    settings: BenchSettings, text: str, loaded: LoadedPair | None, warn: Warn
 ) -> dict[str, list[LoadJob]]:
-    assert how.profile is not None
-    wanted = parse_profile(how.profile)
-    tokenizer = loaded.target.tokenizer if loaded is not None else None
-    size = (lambda text: len(tokenizer(text)["input_ids"])) if tokenizer is not None else None
-    count = min(how.limit or wanted.count, wanted.count)
-    tasks, lengths = wanted.tasks(how.seed, size)[:count], wanted.lengths(how.seed)[:count]
+    profile = parse_profile(text)
+    count = min(settings.limit or profile.count, profile.count)
+    tasks = profile.tasks(settings.seed, token_counter(loaded))[:count]
+    lengths = profile.lengths(settings.seed)[:count]
     if loaded is not None:
-        longest = max(len(loaded.encode(task.turns[0])) for task in tasks)
-        lengths = fit(lengths, loaded.target.context - longest - 1, warn)
-    return {wanted.name: jobs_of(tasks, how.max_tokens, how.seed, lengths=lengths)}
+        longest_prompt = max(len(loaded.encode(task.turns[0])) for task in tasks)
+        lengths = fit_lengths(lengths, loaded.target.context - longest_prompt - 1, warn)
+    return {profile.name: make_jobs(tasks, settings.max_tokens, settings.seed, lengths=lengths)}
+
+
+def token_counter(loaded: LoadedPair | None) -> Callable[[str], int] | None:
+    tokenizer = loaded.target.tokenizer if loaded is not None else None
+    return None if tokenizer is None else lambda text: len(tokenizer(text)["input_ids"])

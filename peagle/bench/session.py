@@ -1,104 +1,106 @@
-"""A run from its settings to its file: cells in turn, what is there already skipped; then the check and the scores."""
+"""Session: measures the missing cells of a run, then checks and scores the answers."""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from peagle.bench.load.jobs import LoadJob, RequestRecord, Seen
-from peagle.bench.order import Turn, order_of
-from peagle.bench.quality.output_check import Margin, baseline, check, no_margin
-from peagle.bench.results import Results, key_of
+from peagle.bench.load.jobs import LoadJob, OnRequest
+from peagle.bench.order import ScheduledRun, schedule_runs
+from peagle.bench.quality.output_check import Margin, baseline_answers, check_answers, no_margin
 from peagle.bench.settings import BenchSettings
-from peagle.results.cell import CellKey, CellRun
+from peagle.results.answers import Answers
+from peagle.results.cell import BenchCell
+from peagle.results.cell_run import CellRun
+from peagle.results.key import CellKey
+from peagle.results.writer import ResultWriter
 
-Jobs = Mapping[str, Sequence[LoadJob]]
+Jobs = Mapping[str, Sequence[LoadJob]]  # by set
 
 
 class Runner(Protocol):
-    """Our engine, or an endpoint."""
+    """Runs the jobs of a cell: on peagle's engine, or on an endpoint."""
 
-    def run(self, key: CellKey, jobs: Sequence[LoadJob], seen: Seen) -> CellRun: ...
+    def run(self, key: CellKey, jobs: Sequence[LoadJob], on_request: OnRequest) -> CellRun: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Watch:
-    """Whoever looks on: told what runs now, every request, and every cell."""
+class SessionCallbacks:
+    """What a progress display is called with."""
 
-    begins: Callable[[str], None] = lambda what: None
-    seen: Seen = lambda: None
-    measured: Callable[[dict[str, Any]], None] = lambda cell: None
+    on_start: Callable[[str], None] = lambda activity: None
+    on_request: OnRequest = lambda: None
+    on_cell: Callable[[BenchCell], None] = lambda cell: None
 
 
 @dataclass(slots=True)
 class Session:
     settings: BenchSettings
     jobs: Jobs
-    results: Results
-    watch: Watch = field(default_factory=Watch)
+    writer: ResultWriter
+    callbacks: SessionCallbacks = field(default_factory=SessionCallbacks)
 
     @property
-    def left(self) -> list[Turn]:
-        turns = order_of(self.settings.keys, self.settings.repeats, self.settings.seed)
-        return [turn for turn in turns if self.results.done(turn.key) <= turn.repeat]
+    def pending(self) -> list[ScheduledRun]:
+        schedule = schedule_runs(self.settings.keys, self.settings.repeats, self.settings.seed)
+        return [run for run in schedule if self.writer.finished_runs(run.key) <= run.repeat]
 
-    def requests(self, turns: Sequence[Turn]) -> int:
-        """How many will be sent, at most."""
-        return sum(len(job.task.turns) for turn in turns for job in self.jobs[turn.key.set])
+    def max_requests(self, schedule: Sequence[ScheduledRun]) -> int:
+        """The number of requests these runs send, unless turns fail."""
+        return sum(len(job.task.turns) for run in schedule for job in self.jobs[run.key.set])
 
     def measure(self, runner: Runner) -> None:
-        left = self.left
-        for number, (repeat, key) in enumerate(left, start=1):
-            self.watch.begins(
-                f"{number}/{len(left)} {key}, run {repeat + 1} of {self.settings.repeats}"
+        pending = self.pending
+        for number, (repeat, key) in enumerate(pending, start=1):
+            self.callbacks.on_start(
+                f"{number}/{len(pending)} {key}, run {repeat + 1} of {self.settings.repeats}"
             )
-            run = runner.run(key, self.jobs[key.set], self.watch.seen)
-            self.watch.measured(self.results.add(key, run))
-        self.results.settle(self.settings.keys)
+            run = runner.run(key, self.jobs[key.set], self.callbacks.on_request)
+            self.callbacks.on_cell(self.writer.add(key, run))
+        self.writer.sort_cells(self.settings.keys)
 
     def check(
         self,
-        margins: Callable[[str], Margin] | None = None,
-        base: Mapping[CellKey, list[RequestRecord]] | None = None,
+        margins: Mapping[str, Margin] | None = None,
+        other_answers: Answers | None = None,
     ) -> None:
-        """Fills `check` of every cell that drafts; nothing to compare where answers are sampled.
+        """Compare the answers of every cell that drafts with those of `none`, if they are greedy.
 
-        `margins`: a set's name -> who tells margins; `base`: another run's answers to compare with.
+        `margins` by set; `other_answers` are those of another run, for a run without `none`.
         """
         if not self.settings.greedy:
             return
-        answers = self.results.answers()
-        for cell in self.results.cells:
-            key = key_of(cell)
-            known = baseline(key, {**(base or {}), **answers})
-            if key.method == "none" or known is None or key not in answers:
+        answers = self.writer.answers()
+        for cell in self.writer.cells:
+            key = cell.key
+            baseline = baseline_answers(key, {**(other_answers or {}), **answers})
+            if key.method == "none" or baseline is None or key not in answers:
                 continue
-            self.watch.begins(f"checking {key}")
-            cell["check"] = check(answers[key], known, margins(key.set) if margins else no_margin)
-        self.results.write()
+            self.callbacks.on_start(f"checking {key}")
+            margin = margins[key.set] if margins else no_margin
+            self.writer.set_check(key, check_answers(answers[key], baseline, margin))
+        self.writer.write()
 
     def score(self) -> None:
-        from peagle.bench.quality.scoring import scores
+        from peagle.bench.quality.scoring import score_answers
 
         tasks = {name: [job.task for job in jobs] for name, jobs in self.jobs.items()}
-        self.watch.begins("scoring")
-        self.results.content["scores"] = scores(self.results.answers(), tasks)
-        self.results.write()
+        self.callbacks.on_start("scoring")
+        self.writer.set_scores(score_answers(self.writer.answers(), tasks))
+        self.writer.write()
 
 
-def digest(jobs: Sequence[LoadJob]) -> str:
-    """Of what is asked: the same data set in another folder is the same."""
-    told = [[list(job.task.turns), job.task.system, job.max_tokens] for job in jobs]
-    return f"{len(jobs)} {hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"
+def jobs_digest(jobs: Sequence[LoadJob]) -> str:
+    """A digest of the prompts, the same for the same data set in another folder."""
+    prompts = [[list(job.task.turns), job.task.system, job.max_tokens] for job in jobs]
+    return f"{len(jobs)} {hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:12]}"
 
 
-def all_failed(cells: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first error, if not one request was answered."""
-    if not cells or any(
-        any(cell["output_throughput_runs"]) or not cell["failed"] for cell in cells
-    ):
+def common_error(cells: Sequence[BenchCell]) -> str | None:
+    """The first error, if not a single request was answered."""
+    if not cells or not all(cell.all_failed for cell in cells):
         return None
-    return str(cells[0]["first_error"])
+    return str(cells[0].first_error)

@@ -1,221 +1,213 @@
-"""The best method and K at every concurrency, with few measurements.
+"""Tuner: the best method and K at every concurrency, with few measurements.
 
-One run with the largest K tells the share accepted at every position, and with it the tokens a step yields with any K:
+One run with the largest K gives the share accepted at every position, and with it the tokens of a
+step with any K:
 
-    E(K) = 1 + a_1 + ... + a_K          (a_i: the share of steps that accept draft i; it does not depend on K)
+    E(K) = 1 + a_1 + ... + a_K      a_i: the share of steps that accept draft i, for any K
 
-A step's cost is about linear in K. So after two K at a load, the throughput of the others can be told, relative to what
-was measured; the most promising is measured next, and the search ends when none promises more than the best one has.
+The cost of a step is about linear in K. So after two K at a load, the throughput of the others can
+be predicted from those two; the most promising K is measured next, and the search ends when none
+promises more than the best one has.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from peagle.bench.load.jobs import LoadJob
 from peagle.bench.session import Runner
 from peagle.catalog.pair import Best
 from peagle.core import parse_method
-from peagle.cost.terms import price_of
+from peagle.cost.terms import cost_per_million
 from peagle.errors import UserError
 from peagle.interpolation import fit_line
-from peagle.results.cell import CellKey
+from peagle.results.key import CellKey
 
-WORTH = 0.01  # a K must promise so much more to be measured
-CLOSE = 0.03  # so near to the best, and it is measured once more
-MOST = 5  # K measured for a method at one load
-FEWEST = 8  # requests of a measurement
+MIN_PREDICTED_GAIN = 0.01  # a K must promise this much more than the best to be measured
+NEAR_BEST = 0.03  # a candidate this close to the best is measured twice
+MAX_KS_PER_LOAD = 5  # measured for each method at one concurrency
+MIN_REQUESTS = 8  # of a measurement
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One measurement."""
+class TunePoint:
+    """One method and K, measured at one concurrency."""
 
-    throughput: float  # tokens a second
+    throughput: float  # tokens per second
     step_ms: float
-    rates: tuple[float, ...] = ()  # accepted at each position
+    position_rates: tuple[float, ...] = ()  # the share accepted at each position
 
 
-Measure = Callable[[int], Point]
+Measure = Callable[[int], TunePoint]  # K -> its measurement
 
 
-def expected(rates: Sequence[float], k: int) -> float:
-    """Tokens of a step."""
+def expected_tokens(rates: Sequence[float], k: int) -> float:
+    """The tokens of a step: E(K)."""
     return 1 + sum(rates[:k])
 
 
-def search(
+def search_k(
     measure: Measure, rates: Sequence[float], ks: Sequence[int], start: int
-) -> dict[int, Point]:
-    """Measures `start` and its far neighbor, then what promises most, until nothing does."""
+) -> dict[int, TunePoint]:
+    """Measure `start` and a K far from it, then the most promising K until none promises a gain."""
     start = min(ks, key=lambda k: abs(k - start))
-    found = {start: measure(start)}
+    points = {start: measure(start)}
     if len(ks) > 1:
-        other = second(ks, start)
-        found[other] = measure(other)
-    while len(found) < min(MOST, len(ks)):
-        told = predictions(found, rates, ks)
-        best = max(told, key=lambda k: told[k])
-        if told[best] <= (1 + WORTH) * max(point.throughput for point in found.values()):
+        second = second_k(ks, start)
+        points[second] = measure(second)
+    while len(points) < min(MAX_KS_PER_LOAD, len(ks)):
+        predicted = predict_throughput(points, rates, ks)
+        candidate = max(predicted, key=lambda k: predicted[k])
+        best = max(point.throughput for point in points.values())
+        if predicted[candidate] <= (1 + MIN_PREDICTED_GAIN) * best:
             break
-        found[best] = measure(best)
-    return found
+        points[candidate] = measure(candidate)
+    return points
 
 
-def second(ks: Sequence[int], start: int) -> int:
-    """About half of the first K, which is what more load asks for; upwards where there is nothing below."""
-    below = [k for k in ks if k < start]
-    return (
-        min(below, key=lambda k: abs(k - start / 2)) if below else min(k for k in ks if k > start)
-    )
+def second_k(ks: Sequence[int], start: int) -> int:
+    """About half of `start`, since more load favors a smaller K; else the next larger."""
+    smaller = [k for k in ks if k < start]
+    if not smaller:
+        return min(k for k in ks if k > start)
+    return min(smaller, key=lambda k: abs(k - start / 2))
 
 
-def predictions(
-    found: Mapping[int, Point], rates: Sequence[float], ks: Iterable[int]
+def predict_throughput(
+    points: Mapping[int, TunePoint], rates: Sequence[float], ks: Iterable[int]
 ) -> dict[int, float]:
-    """Tokens a second with every K that is not measured: as the nearest measured one, but for yield and cost."""
-    costs = {k: point.step_ms for k, point in found.items()}
-    told = {}
-    for k in (k for k in ks if k not in found):
-        near = min(found, key=lambda known: abs(known - k))
-        gain = expected(rates, k) / expected(rates, near)
-        told[k] = found[near].throughput * gain * costs[near] / fit_line(costs, k)
-    return told
+    """Tokens per second with every K that is not measured.
+
+    That of the nearest measured K, scaled by the tokens and the cost of a step.
+    """
+    costs = {k: point.step_ms for k, point in points.items()}
+    predicted = {}
+    for k in (k for k in ks if k not in points):
+        near = min(points, key=lambda known: abs(known - k))
+        gain = expected_tokens(rates, k) / expected_tokens(rates, near)
+        predicted[k] = points[near].throughput * gain * costs[near] / fit_line(costs, k)
+    return predicted
 
 
 @dataclass(slots=True)
 class Tuner:
-    """`jobs`: prompts to draw from; every measurement at one load gets the same."""
+    """Every measurement at one concurrency runs the same jobs."""
 
     runner: Runner
     jobs: Sequence[LoadJob]
     methods: Sequence[str]
     ks: Sequence[int]
-    begins: Callable[[str], None] = lambda what: None
-    rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    points: dict[tuple[str, int, int], Point] = field(
+    on_start: Callable[[str], None] = lambda activity: None
+    position_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)  # by method
+    points: dict[tuple[str, int, int], TunePoint] = field(  # by method, K, concurrency
         default_factory=dict
-    )  # method, K, concurrency
-    runs: int = 0
+    )
+    measurements: int = 0
 
-    def measure(self, method: str, k: int, concurrency: int) -> Point:
-        """Once more, if it was measured before: then the mean counts."""
-        self.begins(f"c={concurrency} {method}" + (f" K={k}" if k else ""))
-        count = requests(concurrency)
-        run = self.runner.run(
-            CellKey("tune", method, k, concurrency),
-            [self.jobs[i % len(self.jobs)] for i in range(count)],
-            lambda: None,
-        )
-        told = run.as_dict()
+    def measure(self, method: str, k: int, concurrency: int) -> TunePoint:
+        """Measure once more if there is a measurement already; then the mean counts."""
+        self.on_start(f"c={concurrency} {method}" + (f" K={k}" if k else ""))
+        jobs = [self.jobs[i % len(self.jobs)] for i in range(request_count(concurrency))]
+        run = self.runner.run(CellKey("tune", method, k, concurrency), jobs, lambda: None)
         if run.failed:
             raise UserError(f"tuning failed at c={concurrency} {method}: {run.failed[0].error}")
-        self.runs += 1
-        rates = tuple(told["spec_decode_per_position_acceptance_rates"] or ())
-        point = Point(told["output_throughput"], told["step_ms"] or 0.0, rates)
+        self.measurements += 1
+        metrics = run.metrics()
+        point = TunePoint(
+            metrics.output_throughput or 0.0,
+            metrics.step_ms or 0.0,
+            metrics.spec_decode_per_position_acceptance_rates or (),
+        )
         known = self.points.get((method, k, concurrency))
         if known is not None:
-            point = Point(
-                (known.throughput + point.throughput) / 2, min(known.step_ms, point.step_ms), rates
+            point = TunePoint(
+                (known.throughput + point.throughput) / 2,
+                min(known.step_ms, point.step_ms),
+                point.position_rates,
             )
         self.points[method, k, concurrency] = point
         return point
 
     def tune(self, concurrency: int, start: int) -> Best:
-        """`start`: the K to begin with, the best one at the load before."""
+        """`start`: the K to begin with, the best one of the next lower concurrency."""
         self.measure("none", 0, concurrency)
+        max_k = max(self.ks)
         for method in self.methods:
-            if method not in self.rates:
-                self.rates[method] = self.measure(method, max(self.ks), concurrency).rates
-            known = (method, max(self.ks), concurrency) in self.points
-            search(
-                self._measured(method, concurrency),
-                self.rates[method],
+            if method not in self.position_rates:
+                point = self.measure(method, max_k, concurrency)
+                self.position_rates[method] = point.position_rates
+            measured_max = (method, max_k, concurrency) in self.points
+            search_k(
+                self._measure_once(method, concurrency),
+                self.position_rates[method],
                 self.ks,
-                max(self.ks) if known else start,
+                max_k if measured_max else start,
             )
-        return self._best(concurrency)
+        return self._choose_best(concurrency)
 
-    def _measured(self, method: str, concurrency: int) -> Measure:
-        def measure(k: int) -> Point:
+    def _measure_once(self, method: str, concurrency: int) -> Measure:
+        def measure(k: int) -> TunePoint:
             return self.points.get((method, k, concurrency)) or self.measure(method, k, concurrency)
 
         return measure
 
-    def _best(self, concurrency: int) -> Best:
-        """Those that come close to the best are measured once more: noise must not decide."""
-        here = self.at(concurrency)
-        top = max(point.throughput for point in here.values())
-        close = [name for name, point in here.items() if point.throughput >= (1 - CLOSE) * top]
+    def _choose_best(self, concurrency: int) -> Best:
+        """Measure the candidates close to the best once more, so that noise does not decide."""
+        points = self.points_at(concurrency)
+        best = max(point.throughput for point in points.values())
+        close = [
+            name for name, point in points.items() if point.throughput >= (1 - NEAR_BEST) * best
+        ]
         if len(close) > 1:
             for method, k in close:
                 self.measure(method, k, concurrency)
-        here = {name: point for name, point in self.at(concurrency).items() if name in close}
-        method, k = max(here, key=lambda name: here[name].throughput)
+        points = self.points_at(concurrency)
+        method, k = max(close, key=lambda name: points[name].throughput)
         return Best(parse_method(method), k)
 
-    def at(self, concurrency: int) -> dict[tuple[str, int], Point]:
+    def points_at(self, concurrency: int) -> dict[tuple[str, int], TunePoint]:
+        """By method and K."""
         return {(m, k): point for (m, k, c), point in self.points.items() if c == concurrency}
 
 
-def requests(concurrency: int) -> int:
-    return max(FEWEST, 2 * concurrency)
+def request_count(concurrency: int) -> int:
+    return max(MIN_REQUESTS, 2 * concurrency)
 
 
-def entries(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list[dict[str, Any]]:
-    told = []
-    for c, one in best.items():
-        rate, plain = (
-            tuner.points[one.method, one.k, c].throughput,
-            tuner.points["none", 0, c].throughput,
+@dataclass(frozen=True, slots=True)
+class TunedChoice:
+    """The best method and K at one concurrency, as the pair's settings keep it."""
+
+    concurrency: int
+    method: str
+    k: int
+    output_throughput: float  # tokens per second
+    none: float  # tokens per second without drafts
+    speedup: float | None
+    cost_per_million: float | None  # None without a price
+
+    def to_json(self) -> dict[str, Any]:
+        entry = asdict(self)
+        if self.cost_per_million is None:
+            del entry["cost_per_million"]
+        return entry
+
+
+def tuned_choices(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list[TunedChoice]:
+    """`best` by concurrency; `price` of an hour of this machine."""
+    choices = []
+    for concurrency, chosen in best.items():
+        rate = tuner.points[chosen.method, chosen.k, concurrency].throughput
+        none = tuner.points["none", 0, concurrency].throughput
+        choices.append(
+            TunedChoice(
+                concurrency,
+                chosen.method,
+                chosen.k,
+                round(rate, 2),
+                round(none, 2),
+                round(rate / none, 3) if none else None,
+                round(cost_per_million(rate, price), 4) if price is not None else None,
+            )
         )
-        entry: dict[str, Any] = {
-            "concurrency": c,
-            "method": one.method,
-            "k": one.k,
-            "output_throughput": round(rate, 2),
-        }
-        entry |= {"none": round(plain, 2), "speedup": round(rate / plain, 3) if plain else None}
-        told.append(
-            entry
-            | ({"cost_per_million": round(price_of(rate, price), 4)} if price is not None else {})
-        )
-    return told
-
-
-def explain(tuner: Tuner, best: Mapping[int, Best], price: float | None) -> list[str]:
-    """Three lines: what, why, what it costs."""
-    told = entries(tuner, best, price)
-    what = "; ".join(
-        f"c={e['concurrency']}: {label(e['method'], e['k'])}, {e['output_throughput']:,.0f} tokens/s"
-        f" ({e['speedup']:.2f}x none)"
-        for e in told
-    )
-    why = "; ".join(reason(tuner, c) for c in best)
-    shares = "; ".join(
-        f"{m} {' '.join(f'{share:.2f}' for share in rates)}" for m, rates in tuner.rates.items()
-    )
-    if price is None:
-        cost = (
-            "Cost: give --price, what an hour of this machine costs, to see it per million tokens."
-        )
-    else:
-        sums = ", ".join(f"c={e['concurrency']} {e['cost_per_million']:,.3g}" for e in told)
-        cost = f"Cost per million tokens at {price:g} an hour: {sums}."
-    return [f"Best: {what}.", f"Why: accepted by position: {shares}. {why}.", cost]
-
-
-def reason(tuner: Tuner, concurrency: int) -> str:
-    """How a step's cost grows with K there: of the method with most K measured."""
-    here = tuner.at(concurrency)
-    method = max(tuner.methods, key=lambda m: sum(name == m for name, _ in here), default=None)
-    costs = {k: point.step_ms for (m, k), point in here.items() if m == method}
-    if method is None or len(costs) < 2:
-        return f"at c={concurrency} only none was measured"
-    low, high = min(costs), max(costs)
-    grows = costs[high] / costs[low] if costs[low] else 0.0
-    return f"at c={concurrency} a step of {method} takes {costs[low]:.1f} ms with K={low}, {grows:.2f}x that with K={high}"
-
-
-def label(method: str, k: int) -> str:
-    return f"{method} K={k}" if k else method
+    return choices

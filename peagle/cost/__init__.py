@@ -1,1 +1,1 @@
-"""What a million tokens cost: from measured cells, or numbers given by hand, and the price of an hour."""
+"""The cost of a million tokens, from measured cells and the price of an hour."""

@@ -1,22 +1,31 @@
-"""The chart: cost per million tokens against the speed that one user sees, each method's Pareto front."""
+"""The chart of cost per million tokens against the speed that one user sees."""
 
-from peagle.cost.offers import Offer, front
-from peagle.report.figures import Figure, Line, Point, apart, front_text, shade
-from peagle.report.words import by_method, method_label
+from collections.abc import Sequence
+
+from peagle.cost.offers import Offer, pareto_front
+from peagle.report.figure import Figure, Line, Point, hide_close_texts
+from peagle.report.figures import front_text, method_color
+from peagle.report.words import method_label, method_order
 
 
-def figure(found: list[Offer]) -> Figure:
+def cost_figure(offers: Sequence[Offer]) -> Figure:
+    """A line for each method: its Pareto front."""
     lines = []
-    methods = sorted({one.cell.method for one in found}, key=by_method)
+    methods = sorted({offer.cell.variant for offer in offers}, key=method_order)
     for method in methods:
-        kept = front(one for one in found if one.cell.method == method)
-        named = method in (methods[0], methods[-1])  # what lies between them has no room for words
-        texts = [front_text(one.cell) if named else "" for one in kept]
+        front = pareto_front(offer for offer in offers if offer.cell.variant == method)
+        has_texts = method in (methods[0], methods[-1])  # between them there is no room for texts
         points = [
-            Point(one.per_user or 0.0, one.per_million, text=t)
-            for one, t in zip(kept, texts, strict=True)
+            Point(
+                offer.per_user or 0.0,
+                offer.per_million,
+                text=front_text(offer.cell) if has_texts else "",
+            )
+            for offer in front
         ]
-        lines += [Line(method_label(method), shade(method), tuple(apart(points)))] if points else []
+        if points:
+            label = method_label(method)
+            lines.append(Line(label, method_color(method), tuple(hide_close_texts(points))))
     return Figure(
         "cost",
         "Cost against speed for one user",
@@ -24,5 +33,6 @@ def figure(found: list[Offer]) -> Figure:
         "cost per million tokens",
         tuple(lines),
         log=True,
-        note="Of each method, the cells that no other of its cells beats in both. c: requests at a time.",
+        note="Of each method, the cells that no other of its cells beats in both."
+        " c: requests at a time.",
     )

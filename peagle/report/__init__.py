@@ -1,1 +1,1 @@
-"""What `peagle bench` measured, to look at and to compare: a page, a Markdown table, a regression check."""
+"""What `peagle bench` measured: a page with charts, a Markdown table, a regression check."""

@@ -1,76 +1,86 @@
-"""Two results of the same target, cell by cell: what got worse by more than a threshold, and is not noise."""
+"""Comparison of two results of the same target: what got worse and is not noise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from peagle.errors import UserError, did_you_mean
+from peagle.report.grid import LATENCY_METRICS
 from peagle.report.machines import AXES
-from peagle.report.words import by_k, by_method, label
-from peagle.results.runs import ResultCell, ResultRun, difference, overlap
+from peagle.report.words import cell_label, k_order, method_order
+from peagle.results.cell import BenchCell, Interval, overlap
+from peagle.results.key import CellKey
+from peagle.results.run_file import BenchResult
+from peagle.results.run_folder import target_difference
 
-UP = (
+HIGHER_IS_BETTER = (
     "output_throughput",
     "request_throughput",
     "per_user_throughput",
     "spec_decode_acceptance_rate",
     "spec_decode_acceptance_length",
 )
-DOWN = (
-    *(
-        f"{kind}_{what}_ms"
-        for what in ("ttft", "tpot", "itl")
-        for kind in ("mean", "median", "p99")
-    ),
+LOWER_IS_BETTER = (
+    *LATENCY_METRICS,
     "step_ms",
     "joules_per_token",
     "energy_joules",
     "gpu_memory_bytes",
     "duration",
 )
+ROUNDING = 1e-12  # of a threshold
 Outcome = Literal["same", "better", "worse", "noise", "gone", "unknown"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """One metric of one cell, in both. `ratio` is B / A; `low` and `high`: of the far ends of the spreads."""
+    """One metric of one cell in both results."""
 
-    cell: ResultCell
+    cell: BenchCell
     metric: str
     before: float | None
     after: float | None
-    ratio: float | None
-    low: float | None
-    high: float | None
+    ratio: float | None  # after / before
+    low: float | None  # slowest run after / fastest run before
+    high: float | None  # fastest run after / slowest run before
     outcome: Outcome
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.cell.set}, {label(self.cell)}, {self.cell.concurrency} at a time: {self.metric}"
-        )
+        cell = self.cell
+        return f"{cell.set}, {cell_label(cell)}, {cell.concurrency} at a time: {self.metric}"
 
-    def as_dict(self) -> dict[str, Any]:
-        named = {"set": self.cell.set, "method": self.cell.method, "k": self.cell.k}
-        named["concurrency"] = self.cell.concurrency
-        told = ("metric", "before", "after", "ratio", "low", "high", "outcome")
-        return named | {name: getattr(self, name) for name in told}
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "set": self.cell.set,
+            "method": self.cell.variant,
+            "k": self.cell.k,
+            "concurrency": self.cell.concurrency,
+            "metric": self.metric,
+            "before": self.before,
+            "after": self.after,
+            "ratio": self.ratio,
+            "low": self.low,
+            "high": self.high,
+            "outcome": self.outcome,
+        }
 
 
 def parse_threshold(text: str) -> float:
     """5% or 0.05."""
+    number = text.strip()
     try:
-        found = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+        threshold = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
     except ValueError:
-        found = -1.0
-    if not 0 <= found < 1:
-        raise UserError(f"cannot read --threshold {text!r}: write a share such as 5% or 0.05")
-    return found
+        threshold = -1.0
+    if not 0 <= threshold < 1:
+        raise UserError(f"cannot read `threshold` {text!r}: write a share such as 5% or 0.05")
+    return threshold
 
 
 def parse_metrics(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    known = [*UP, *DOWN]
+    known = [*HIGHER_IS_BETTER, *LOWER_IS_BETTER]
     for name in names or [text]:
         if name not in known:
             raise UserError(
@@ -79,43 +89,57 @@ def parse_metrics(text: str) -> list[str]:
     return names
 
 
-def compare(
-    before: ResultRun, after: ResultRun, metrics: list[str], threshold: float, strict: bool = False
+def compare_results(
+    before: BenchResult,
+    after: BenchResult,
+    metrics: Sequence[str],
+    threshold: float,
+    strict: bool = False,
 ) -> list[Change]:
-    """A change for each metric of each cell that both measured, in a fixed order."""
-    mine, theirs = ({cell.key: cell for cell in run.cells} for run in (before, after))
-    shared = [key for key in mine if key in theirs]
+    """A change for each metric of each cell that both results have, in a fixed order."""
+    cells_before = {cell.key: cell for cell in before.cells}
+    cells_after = {cell.key: cell for cell in after.cells}
+    shared = sorted((key for key in cells_before if key in cells_after), key=sort_key)
     if not shared:
         raise UserError(
             f"{before.path.name} and {after.path.name} have no cell in common:"
             " measure the same sets, methods, K and concurrency"
         )
-    shared.sort(key=lambda key: (key[0], by_method(key[1]), by_k(key[2]), key[3]))
     return [
-        change(mine[key], theirs[key], metric, threshold, strict)
+        compare_metric(cells_before[key], cells_after[key], metric, threshold, strict)
         for key in shared
         for metric in metrics
     ]
 
 
-def change(one: ResultCell, two: ResultCell, metric: str, threshold: float, strict: bool) -> Change:
-    before, after = one.number(metric), two.number(metric)
+def sort_key(key: CellKey) -> tuple[Any, ...]:
+    return key.set, method_order(key.variant), k_order(key.k), key.concurrency
+
+
+def compare_metric(
+    cell_before: BenchCell, cell_after: BenchCell, metric: str, threshold: float, strict: bool
+) -> Change:
+    before = cell_before.metric(metric)
+    after = cell_after.metric(metric)
     if before is None or after is None or before <= 0 or after < 0:
-        lost = metric == "output_throughput" and one.throughput is not None and after is None
-        return Change(one, metric, before, after, None, None, None, "gone" if lost else "unknown")
-    (low, high), (new_low, new_high) = one.interval(metric), two.interval(metric)
+        lost = metric == "output_throughput" and cell_before.throughput and after is None
+        outcome: Outcome = "gone" if lost else "unknown"
+        return Change(cell_before, metric, before, after, None, None, None, outcome)
+    spread_before = metric_spread(cell_before, metric)
+    spread_after = metric_spread(cell_after, metric)
+    low, high = spread_before or (before, before)
+    new_low, new_high = spread_after or (after, after)
     ratio = after / before
-    gain = ratio - 1 if metric in UP else 1 - ratio
-    outcome: Outcome = (
-        "same" if abs(gain) <= threshold + 1e-12 else "better" if gain > 0 else "worse"
-    )
-    known = one.spread(metric) and two.spread(metric)
-    if outcome != "same" and known and not strict and overlap((low, high), (new_low, new_high)):
-        outcome = "noise"
-    if metric in UP and after == 0:
+    gain = ratio - 1 if metric in HIGHER_IS_BETTER else 1 - ratio
+    outcome = "same"
+    if abs(gain) > threshold + ROUNDING:
+        outcome = "better" if gain > 0 else "worse"
+        if spread_before and spread_after and not strict and overlap(spread_before, spread_after):
+            outcome = "noise"
+    if metric in HIGHER_IS_BETTER and after == 0:
         outcome = "gone"
     return Change(
-        one,
+        cell_before,
         metric,
         before,
         after,
@@ -126,48 +150,69 @@ def change(one: ResultCell, two: ResultCell, metric: str, threshold: float, stri
     )
 
 
-def regressions(changes: list[Change]) -> list[Change]:
-    """What got worse, and what is no longer there."""
-    return [found for found in changes if found.outcome in ("worse", "gone")]
+def metric_spread(cell: BenchCell, metric: str) -> Interval | None:
+    """Result files keep the single runs of the throughput only."""
+    return cell.spread if metric == "output_throughput" else None
 
 
-def refuse_other_target(before: ResultRun, after: ResultRun) -> None:
-    if found := difference([before, after]):
-        field, said = found
-        told = " and ".join(said.values())
+def regressions(changes: Sequence[Change]) -> list[Change]:
+    """What got worse, and what is no longer measured."""
+    return [change for change in changes if change.outcome in ("worse", "gone")]
+
+
+def require_same_target(before: BenchResult, after: BenchResult) -> None:
+    difference = target_difference([before, after])
+    if difference is not None:
+        field, values = difference
         raise UserError(
-            f"these are different targets ({field}: {told}): compare like with like, or use --force"
+            f"these are different targets ({field}: {' and '.join(values.values())}):"
+            " compare results of one target, or use `force`"
         )
 
 
-def remarks(before: ResultRun, after: ResultRun, warn: Callable[[str], None]) -> None:
-    """What a reader should know: another machine, another load, cells of one side only, failures."""
+def warn_about_conditions(
+    before: BenchResult, after: BenchResult, warn: Callable[[str], None]
+) -> None:
+    """Warn about another machine, another load, cells that only one side has, and failures."""
     for name in ("environment", "settings", "drafters"):
-        one, two = before.section(name), after.section(name)
-        ignored = AXES if name == "settings" else ("peagle", "commit")
-        apart = [
-            key
-            for key in sorted(one.keys() | two.keys())
-            if key not in ignored and one.get(key) != two.get(key)
-        ]
-        if apart:
-            warn(
-                f"{name} differs: {', '.join(f'{key} {one.get(key)} and {two.get(key)}' for key in apart)}"
-            )
-    tasks = before.section("tasks"), after.section("tasks")
-    if other := [
+        warn_about_section(name, before, after, warn)
+    tasks_before = before.info.tasks
+    tasks_after = after.info.tasks
+    changed = [
         name
-        for name in sorted(tasks[0].keys() & tasks[1].keys())
-        if tasks[0][name] != tasks[1][name]
-    ]:
-        warn(f"other tasks in {', '.join(other)}: the numbers are of different prompts")
-    mine, theirs = ({cell.key for cell in run.cells} for run in (before, after))
-    for run, only in ((before, mine - theirs), (after, theirs - mine)):
-        if only:
-            warn(f"{len(only)} cells only in {run.path.name}: not compared")
-    counts = [
-        sum(cell.count("failed") for cell in run.cells if cell.key in mine & theirs)
-        for run in (before, after)
+        for name in sorted(tasks_before.keys() & tasks_after.keys())
+        if tasks_before[name] != tasks_after[name]
     ]
-    if any(counts):
-        warn(f"failed requests: {counts[0]} and {counts[1]}")
+    if changed:
+        warn(f"other tasks in {', '.join(changed)}: the numbers are of different prompts")
+    keys_before = {cell.key for cell in before.cells}
+    keys_after = {cell.key for cell in after.cells}
+    for result, unmatched in (
+        (before, keys_before - keys_after),
+        (after, keys_after - keys_before),
+    ):
+        if unmatched:
+            warn(f"{len(unmatched)} cells only in {result.path.name}: not compared")
+    shared = keys_before & keys_after
+    failed = [
+        sum(cell.failed or 0 for cell in result.cells if cell.key in shared)
+        for result in (before, after)
+    ]
+    if any(failed):
+        warn(f"failed requests: {failed[0]} and {failed[1]}")
+
+
+def warn_about_section(
+    name: str, before: BenchResult, after: BenchResult, warn: Callable[[str], None]
+) -> None:
+    old = getattr(before.info, name)
+    new = getattr(after.info, name)
+    ignored = AXES if name == "settings" else ("peagle", "commit")
+    changed = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if key not in ignored and old.get(key) != new.get(key)
+    ]
+    if changed:
+        values = ", ".join(f"{key} {old.get(key)} and {new.get(key)}" for key in changed)
+        warn(f"{name} differs: {values}")

@@ -1,135 +1,93 @@
-"""What each chart shows, as numbers and words: nothing is drawn here."""
+"""The figures of a report: speed-ups, Pareto front, acceptance, throughput by K."""
 
-from dataclasses import dataclass, replace
-from math import log
+from collections.abc import Sequence
 
-from peagle.report.grid import Grid, per_user, ratio
-from peagle.report.palette import SLOTS
-from peagle.report.words import TREE, amount, form_label, listed, method_label
-from peagle.results.runs import ResultCell, number, sequence
+from peagle.report.figure import Figure, Line, Point, hide_close_texts, slug, spaced
+from peagle.report.grid import Grid, throughput_ratio
+from peagle.report.palette import SERIES_COLORS
+from peagle.report.words import TREE, draft_label, method_label
+from peagle.results.cell import BenchCell
 
-POSITIONS = "spec_decode_per_position_acceptance_rates"
-LENGTH = "spec_decode_acceptance_length"
-
-
-@dataclass(frozen=True)
-class Point:
-    x: float
-    y: float
-    low: float | None = None
-    high: float | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Line:
-    label: str
-    color: str  # a name of the palette; it decides the marker too
-    points: tuple[Point, ...]
-    dashed: bool = False
-    joined: bool = True
-
-
-@dataclass(frozen=True)
-class Figure:
-    name: str  # of its file
-    title: str
-    xlabel: str
-    ylabel: str
-    lines: tuple[Line, ...]
-    log: bool = False  # both axes
-    baseline: float | None = None
-    ticks: tuple[float, ...] = ()
-    note: str = ""
-
-    @property
-    def words(self) -> str:
-        """The main numbers, for who does not see the picture."""
-        return f"{self.ylabel} against {self.xlabel}. " + " ".join(
-            self.told(line) for line in self.lines
-        )
-
-    def told(self, line: Line) -> str:
-        ends = [line.points[0], max(line.points, key=lambda p: p.y), line.points[-1]]
-        shown = [
-            f"{amount(p.y)} at {amount(p.x, None if p.x % 1 else 0)}" for p in dict.fromkeys(ends)
-        ]
-        return f"{line.label}: {listed(shown)}."
+MAX_CONCURRENCIES_PER_CHART = 5
 
 
 def figures(grid: Grid) -> list[Figure]:
     """Those for which there is something to show."""
     main = "p-eagle" if "p-eagle" in grid.drafting else (grid.drafting or [""])[-1]
-    made = [
-        over_none(grid, main),
-        over_eagle3(grid, main),
+    candidates = [
+        speedup_over_none(grid, main),
+        speedup_over_eagle3(grid, main),
         pareto(grid),
-        positions(grid, main),
-        lengths(grid),
+        acceptance_by_position(grid, main),
+        acceptance_by_k(grid),
+        *(throughput_by_k(grid, method) for method in reversed(grid.drafting)),
     ]
-    made += [by_k(grid, method) for method in reversed(grid.drafting)]
-    return [figure for figure in made if figure.lines]
+    return [figure for figure in candidates if figure.lines]
 
 
-def colors(grid: Grid, method: str) -> dict[int | str, str]:
-    """A color a K, the same in every chart."""
+def k_colors(grid: Grid, method: str) -> dict[int | str, str]:
+    """A color for each K, the same in every chart."""
     fixed = [k for k in grid.ks(method) if k != "auto"]
-    return {k: SLOTS[i % len(SLOTS)] for i, k in enumerate(fixed)} | {"auto": "ink"}
+    colors: dict[int | str, str] = {
+        k: SERIES_COLORS[i % len(SERIES_COLORS)] for i, k in enumerate(fixed)
+    }
+    return colors | {"auto": "ink"}
 
 
-def shade(method: str) -> str:
-    """A color a method, where each has one line."""
+def method_color(method: str) -> str:
+    """A color for each method, where a method is a single line."""
     return method if method in ("none", "eagle3") else "s3" if TREE in method else "s1"
 
 
-def line(name: str, color: str, points: list[Point], **how: bool) -> list[Line]:
-    return [Line(name, color, tuple(points), **how)] if points else []
+def make_lines(
+    label: str, color: str, points: Sequence[Point], dashed: bool = False, joined: bool = True
+) -> list[Line]:
+    """One line, or none without points."""
+    return [Line(label, color, tuple(points), dashed, joined)] if points else []
 
 
-def ratios(cells: list[ResultCell | None], bases: list[ResultCell | None]) -> list[Point]:
-    found = [(c, ratio(c, base)) for c, base in zip(cells, bases, strict=True) if c]
-    return [Point(c.concurrency, r.value, r.low, r.high) for c, r in found if r]
+def ratio_points(
+    cells: Sequence[BenchCell | None], bases: Sequence[BenchCell | None]
+) -> list[Point]:
+    points = []
+    for cell, base in zip(cells, bases, strict=True):
+        ratio = throughput_ratio(cell, base) if cell is not None else None
+        if cell is not None and ratio is not None:
+            points.append(Point(cell.concurrency, ratio.value, ratio.low, ratio.high))
+    return points
 
 
-def over(grid: Grid, main: str, bases: list[ResultCell | None]) -> list[Line]:
-    """A line a K of the main method."""
+def ratio_lines(grid: Grid, main: str, bases: Sequence[BenchCell | None]) -> list[Line]:
+    """A line for each K of the main method."""
     lines = []
-    for k, color in colors(grid, main).items():
+    for k, color in k_colors(grid, main).items():
         cells = [grid.at(main, k, c) for c in grid.concurrencies]
-        lines += line(form_label(main, k), color, ratios(cells, bases))
+        lines += make_lines(draft_label(main, k), color, ratio_points(cells, bases))
     return lines
 
 
-def over_none(grid: Grid, main: str) -> Figure:
+def speedup_over_none(grid: Grid, main: str) -> Figure:
     bases = [grid.none(c) for c in grid.concurrencies]
-    lines = over(grid, main, bases)
+    lines = ratio_lines(grid, main, bases)
     for method in (method for method in grid.drafting if method != main):
         best = [grid.best(c, method) for c in grid.concurrencies]
-        lines += line(
-            f"{method_label(method)}, best K", shade(method), ratios(best, bases), dashed=True
-        )
-    return speed_up("speedup", "Speed-up over none", "times none's tokens/s", grid, lines)
+        label = f"{method_label(method)}, best K"
+        lines += make_lines(label, method_color(method), ratio_points(best, bases), dashed=True)
+    return speedup_figure("speedup", "Speed-up over none", "times none's tokens/s", grid, lines)
 
 
-def over_eagle3(grid: Grid, main: str) -> Figure:
+def speedup_over_eagle3(grid: Grid, main: str) -> Figure:
     bases = [grid.best(c, "eagle3") for c in grid.concurrencies]
-    lines = over(grid, main, bases) if main != "eagle3" else []
-    return speed_up(
-        "over-eagle3",
-        "Speed-up over EAGLE-3 at its best K",
-        "times EAGLE-3's tokens/s",
-        grid,
-        lines,
-    )
+    lines = ratio_lines(grid, main, bases) if main != "eagle3" else []
+    title = "Speed-up over EAGLE-3 at its best K"
+    return speedup_figure("over-eagle3", title, "times EAGLE-3's tokens/s", grid, lines)
 
 
-def speed_up(name: str, title: str, ylabel: str, grid: Grid, lines: list[Line]) -> Figure:
-    ticks = tuple(float(c) for c in grid.concurrencies)
-    note = (
-        "Bars: worst run of one against best run of the other."
-        if spread_known(grid)
-        else "One run a cell."
-    )
+def speedup_figure(name: str, title: str, ylabel: str, grid: Grid, lines: list[Line]) -> Figure:
+    if any(cell.spread for cell in grid.measured):
+        note = "Bars: worst run of one against best run of the other."
+    else:
+        note = "One run per cell."
     return Figure(
         name,
         title,
@@ -137,84 +95,86 @@ def speed_up(name: str, title: str, ylabel: str, grid: Grid, lines: list[Line]) 
         ylabel,
         tuple(lines),
         baseline=1.0,
-        ticks=ticks,
+        ticks=tuple(float(c) for c in grid.concurrencies),
         note=note,
     )
-
-
-def spread_known(grid: Grid) -> bool:
-    return any(cell.spread() for cell in grid.measured)
 
 
 def pareto(grid: Grid) -> Figure:
     lines = []
     for method in grid.methods:
-        cells = [cell for cell in grid.measured if cell.method == method]
-        lines += line(method_label(method), shade(method), placed(cells), joined=False)
-    front = apart([Point(p.x, p.y, text=front_text(c)) for c in grid.front() for p in placed([c])])
-    lines += line("Pareto front", "ink", front) if len(front) > 1 else []
-    title, x, y = (
+        cells = [cell for cell in grid.measured if cell.variant == method]
+        points = [point for cell in cells for point in throughput_points(cell)]
+        lines += make_lines(method_label(method), method_color(method), points, joined=False)
+    front = hide_close_texts(
+        [
+            Point(point.x, point.y, text=front_text(cell))
+            for cell in grid.pareto_front()
+            for point in throughput_points(cell)
+        ]
+    )
+    lines += make_lines("Pareto front", "ink", front) if len(front) > 1 else []
+    return Figure(
+        "pareto",
         "Throughput against speed for one user",
         "tokens/s of one user",
         "tokens/s of all together",
-    )
-    return Figure(
-        "pareto",
-        title,
-        x,
-        y,
         tuple(lines),
         log=True,
         note="Ringed: no other cell is better in both. c: requests at a time.",
     )
 
 
-def apart(points: list[Point]) -> list[Point]:
-    """Without the texts that would lie on the one before: points within an eighth of it in both directions."""
-    told, last = [], None
-    for point in points:
-        close = (
-            last is not None and max(abs(log(point.x / last.x)), abs(log(point.y / last.y))) < 1 / 8
-        )
-        told.append(replace(point, text="") if close else point)
-        last = last if close else point
-    return told
+def front_text(cell: BenchCell) -> str:
+    if cell.variant == "none":
+        return f"c={cell.concurrency}"
+    return f"K={cell.k}, c={cell.concurrency}"
 
 
-def front_text(cell: ResultCell) -> str:
-    return f"c={cell.concurrency}" if cell.method == "none" else f"K={cell.k}, c={cell.concurrency}"
+def throughput_points(cell: BenchCell) -> list[Point]:
+    """One point, or none where the user throughput is not known."""
+    if not cell.user_throughput:
+        return []
+    return [Point(cell.user_throughput, cell.throughput or 0.0, *cell.interval)]
 
 
-def placed(cells: list[ResultCell]) -> list[Point]:
-    found = [(per_user(cell), cell) for cell in cells]
-    return [Point(x, cell.throughput or 0.0, *cell.interval()) for x, cell in found if x]
-
-
-def positions(grid: Grid, main: str) -> Figure:
-    """Rates hardly depend on concurrency: their mean over it."""
+def acceptance_by_position(grid: Grid, main: str) -> Figure:
+    """Rates hardly depend on concurrency, so their mean over it is shown."""
     lines = []
-    for k, color in colors(grid, main).items():
-        lines += line(form_label(main, k), color, mean_positions(grid, main, k))
+    for k, color in k_colors(grid, main).items():
+        lines += make_lines(draft_label(main, k), color, position_points(grid, main, k))
     for method in (method for method in grid.drafting if method != main):
-        longest = [k for k in grid.ks(method) if k != "auto"][-1:]
-        for k in longest:
-            points = mean_positions(grid, method, k)
-            lines += line(form_label(method, k), shade(method), points, dashed=True)
-    longest_line = max((len(found.points) for found in lines), default=0)
-    ticks = tuple(float(i + 1) for i in range(longest_line))
-    title, y = "Accepted drafts, by position", "share of drafts accepted"
-    return Figure("positions", title, "position in the draft", y, tuple(lines), ticks=ticks)
+        for k in [k for k in grid.ks(method) if k != "auto"][-1:]:
+            points = position_points(grid, method, k)
+            lines += make_lines(draft_label(method, k), method_color(method), points, dashed=True)
+    max_positions = max((len(line.points) for line in lines), default=0)
+    return Figure(
+        "positions",
+        "Accepted drafts, by position",
+        "position in the draft",
+        "share of drafts accepted",
+        tuple(lines),
+        ticks=tuple(float(i + 1) for i in range(max_positions)),
+    )
 
 
-def mean_positions(grid: Grid, method: str, k: int | str) -> list[Point]:
-    cells = [cell for cell in grid.measured if (cell.method, cell.k) == (method, k)]
-    rows = [[number(rate) for rate in sequence(cell.raw.get(POSITIONS))] for cell in cells]
+def cells_of_form(grid: Grid, method: str, k: int | str) -> list[BenchCell]:
+    return [cell for cell in grid.measured if (cell.variant, cell.k) == (method, k)]
+
+
+def mean_points(x: float, values: Sequence[float]) -> list[Point]:
+    """The mean with its range, or nothing without values."""
+    return [Point(x, sum(values) / len(values), min(values), max(values))] if values else []
+
+
+def position_points(grid: Grid, method: str, k: int | str) -> list[Point]:
+    rows = [
+        cell.spec_decode_per_position_acceptance_rates or ()
+        for cell in cells_of_form(grid, method, k)
+    ]
     points = []
     for i in range(max(map(len, rows), default=0)):
-        rates = [row[i] for row in rows if i < len(row)]
-        known = [rate for rate in rates if rate is not None]
-        if known:
-            points.append(Point(i + 1, sum(known) / len(known), min(known), max(known)))
+        points += mean_points(i + 1, [row[i] for row in rows if i < len(row)])
     return points
 
 
@@ -222,48 +182,42 @@ def fixed_ks(grid: Grid, method: str) -> list[int]:
     return [k for k in grid.ks(method) if isinstance(k, int) and k > 0]
 
 
-def lengths(grid: Grid) -> Figure:
+def acceptance_by_k(grid: Grid) -> Figure:
     lines = []
     for method in reversed(grid.drafting):
         points = []
         for k in fixed_ks(grid, method):
-            cells = [cell for cell in grid.measured if (cell.method, cell.k) == (method, k)]
-            known = [value for cell in cells if (value := cell.number(LENGTH)) is not None]
-            points += [Point(k, sum(known) / len(known), min(known), max(known))] if known else []
-        lines += line(method_label(method), shade(method), points, dashed=shade(method) != "s1")
-    ticks = tuple(sorted({point.x for found in lines for point in found.points}))
-    title, y = "Acceptance length against K", "tokens per target pass"
-    return Figure("lengths", title, "K", y, tuple(lines) if len(ticks) > 1 else (), ticks=ticks)
+            lengths = [
+                cell.spec_decode_acceptance_length
+                for cell in cells_of_form(grid, method, k)
+                if cell.spec_decode_acceptance_length is not None
+            ]
+            points += mean_points(k, lengths)
+        color = method_color(method)
+        lines += make_lines(method_label(method), color, points, dashed=color != "s1")
+    return k_figure("lengths", "Acceptance length against K", "tokens per target pass", lines)
 
 
-def by_k(grid: Grid, method: str) -> Figure:
-    """How throughput changes with K, at up to five concurrencies; relative to none, so that all fit one axis."""
+def throughput_by_k(grid: Grid, method: str) -> Figure:
+    """Throughput against K at up to five concurrencies, relative to none to fit one axis."""
     lines = []
-    for concurrency, color in zip(spaced(grid.concurrencies, 5), SLOTS, strict=False):
+    concurrencies = spaced(grid.concurrencies, MAX_CONCURRENCIES_PER_CHART)
+    for concurrency, color in zip(concurrencies, SERIES_COLORS, strict=False):
         points = []
         for k in fixed_ks(grid, method):
             cell = grid.at(method, k, concurrency)
-            found = ratio(cell, grid.none(concurrency)) if cell else None
-            points += [Point(k, found.value, found.low, found.high)] if found else []
-        lines += line(f"{concurrency} at a time", color, points)
-    ticks = tuple(sorted({point.x for found in lines for point in found.points}))
+            ratio = throughput_ratio(cell, grid.none(concurrency)) if cell else None
+            points += [Point(k, ratio.value, ratio.low, ratio.high)] if ratio else []
+        lines += make_lines(f"{concurrency} at a time", color, points)
     title = f"{method_label(method)}: throughput against K"
+    name = f"k-{slug(method)}"
+    return k_figure(name, title, "times none's tokens/s", lines, baseline=1.0)
+
+
+def k_figure(
+    name: str, title: str, ylabel: str, lines: Sequence[Line], baseline: float | None = None
+) -> Figure:
+    """A figure against K. It has no lines where only one K was measured."""
+    ticks = tuple(sorted({point.x for line in lines for point in line.points}))
     shown = tuple(lines) if len(ticks) > 1 else ()
-    return Figure(
-        f"k-{slug(method)}", title, "K", "times none's tokens/s", shown, baseline=1.0, ticks=ticks
-    )
-
-
-def spaced(values: list[int], most: int) -> list[int]:
-    """First, last, and evenly between."""
-    if len(values) <= most:
-        return values
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
-
-
-def slug(text: str) -> str:
-    """Safe in a file's name, whatever a result file calls its method or machine."""
-    kept = "".join(
-        letter if letter.isascii() and letter.isalnum() else "-" for letter in text.lower()
-    )
-    return "-".join(filter(None, kept.split("-")))[:40] or "x"
+    return Figure(name, title, "K", ylabel, shown, baseline=baseline, ticks=ticks)

@@ -1,28 +1,36 @@
-"""The cells of one machine and set, as questions are asked of them: the best, the speed-up, the front, the mean."""
+"""Grid: the cells of one machine and set, with their winners, speed-ups, front and means."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import exp, log
 from typing import Any, NamedTuple
 
-from peagle.report.words import by_k, by_method
-from peagle.results.runs import ResultCell, overlap, sequence
+from peagle.report.words import k_order, method_order
+from peagle.results.cell import BenchCell, overlap
 
-OVERALL = "overall"
-RATES = (
+OVERALL = "overall"  # the set name of a mean over sets
+LATENCY_METRICS = tuple(
+    f"{statistic}_{latency}_ms"
+    for latency in ("ttft", "tpot", "itl")
+    for statistic in ("mean", "median", "p99")
+)
+GEOMETRIC_METRICS = (
     "output_throughput",
     "request_throughput",
     "per_user_throughput",
     "step_ms",
     "joules_per_token",
+    *LATENCY_METRICS,
 )
-TIMES = tuple(
-    f"{kind}_{what}_ms" for what in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")
+ARITHMETIC_METRICS = (
+    "spec_decode_acceptance_rate",
+    "spec_decode_acceptance_length",
+    "drafter_share",
 )
-SHARES = ("spec_decode_acceptance_rate", "spec_decode_acceptance_length", "drafter_share")
 
 
 class Ratio(NamedTuple):
-    """Of two medians; `low` and `high` set the worst run of one against the best of the other."""
+    """The ratio of two medians; `low` and `high` compare the worst run of one with the best."""
 
     value: float
     low: float
@@ -30,121 +38,139 @@ class Ratio(NamedTuple):
 
 
 class Grid:
-    def __init__(self, cells: Iterable[ResultCell]) -> None:
-        self.cells = sorted(cells, key=lambda c: (by_method(c.method), by_k(c.k), c.concurrency))
+    """A method is a `BenchCell.variant` here: trees of each size are a method of their own."""
+
+    def __init__(self, cells: Iterable[BenchCell]) -> None:
+        self.cells = sorted(
+            cells, key=lambda c: (method_order(c.variant), k_order(c.k), c.concurrency)
+        )
         self.measured = [cell for cell in self.cells if cell.throughput is not None]
-        self.table = {(cell.method, cell.k, cell.concurrency): cell for cell in self.measured}
+        self.table = {(cell.variant, cell.k, cell.concurrency): cell for cell in self.measured}
         self.concurrencies = sorted({cell.concurrency for cell in self.measured})
-        self.methods = sorted({cell.method for cell in self.measured}, key=by_method)
+        self.methods = sorted({cell.variant for cell in self.measured}, key=method_order)
         self.drafting = [method for method in self.methods if method != "none"]
 
     def ks(self, method: str) -> list[int | str]:
-        return sorted({cell.k for cell in self.measured if cell.method == method}, key=by_k)
+        return sorted({cell.k for cell in self.measured if cell.variant == method}, key=k_order)
 
-    def at(self, method: str, k: int | str, concurrency: int) -> ResultCell | None:
+    def at(self, method: str, k: int | str, concurrency: int) -> BenchCell | None:
         return self.table.get((method, k, concurrency))
 
-    def none(self, concurrency: int) -> ResultCell | None:
+    def none(self, concurrency: int) -> BenchCell | None:
         return self.at("none", 0, concurrency)
 
-    def best(self, concurrency: int, method: str | None = None) -> ResultCell | None:
-        """The fastest; of a method at its best K, if one is named."""
-        there = [
-            c for c in self.measured if c.concurrency == concurrency and method in (None, c.method)
+    def best(self, concurrency: int, method: str | None = None) -> BenchCell | None:
+        """The fastest cell, of all methods or of one."""
+        candidates = [
+            cell
+            for cell in self.measured
+            if cell.concurrency == concurrency and method in (None, cell.variant)
         ]
-        return max(there, key=lambda cell: cell.throughput or 0.0, default=None)
+        return max(candidates, key=lambda cell: cell.throughput or 0.0, default=None)
 
-    def level(self, concurrency: int) -> list[ResultCell]:
-        """The fastest, then the best cell of each other method whose spread overlaps its spread."""
+    def winners(self, concurrency: int) -> list[BenchCell]:
+        """The fastest cell, then the best of each other method whose spread overlaps with it."""
         best = self.best(concurrency)
         if best is None:
             return []
         rivals = [
-            self.best(concurrency, method) for method in self.methods if method != best.method
+            self.best(concurrency, method) for method in self.methods if method != best.variant
         ]
-        return [
-            best,
-            *(c for c in rivals if c is not None and overlap(c.interval(), best.interval())),
+        tied = [
+            rival
+            for rival in rivals
+            if rival is not None and overlap(rival.interval, best.interval)
         ]
+        return [best, *tied]
 
-    def speed_up(self, cell: ResultCell) -> Ratio | None:
-        return ratio(cell, self.none(cell.concurrency))
+    def speedup(self, cell: BenchCell) -> Ratio | None:
+        """The throughput of a cell relative to `none` at the same concurrency."""
+        return throughput_ratio(cell, self.none(cell.concurrency))
 
-    def front(self) -> list[ResultCell]:
-        """Cells that no other beats in both throughput and speed for a user, by falling speed for a user."""
-        kept: list[ResultCell] = []
-        placed = [cell for cell in self.measured if per_user(cell) is not None]
-        for cell in sorted(placed, key=lambda c: (-(per_user(c) or 0), -(c.throughput or 0))):
-            if not kept or (cell.throughput or 0) > (kept[-1].throughput or 0):
-                kept.append(cell)
-        return kept
+    def pareto_front(self) -> list[BenchCell]:
+        """The cells that no other beats in total and user throughput, fastest for a user first."""
+        front: list[BenchCell] = []
+        candidates = [cell for cell in self.measured if cell.user_throughput is not None]
+        for cell in sorted(
+            candidates, key=lambda c: (-(c.user_throughput or 0), -(c.throughput or 0))
+        ):
+            if not front or (cell.throughput or 0) > (front[-1].throughput or 0):
+                front.append(cell)
+        return front
 
 
-def ratio(cell: ResultCell, base: ResultCell | None) -> Ratio | None:
+def throughput_ratio(cell: BenchCell, base: BenchCell | None) -> Ratio | None:
     if base is None or cell.throughput is None or base.throughput is None:
         return None
-    middle, (low, high), (base_low, base_high) = base.throughput, cell.interval(), base.interval()
-    return Ratio(cell.throughput / middle, low / (base_high or middle), high / (base_low or middle))
+    low, high = cell.interval
+    base_low, base_high = base.interval
+    return Ratio(
+        cell.throughput / base.throughput,
+        low / (base_high or base.throughput),
+        high / (base_low or base.throughput),
+    )
 
 
-def per_user(cell: ResultCell) -> float | None:
-    """Tokens a second that one user sees; where it was not written down, 1 / TPOT."""
-    found, pace = cell.number("per_user_throughput"), cell.number("mean_tpot_ms")
-    return found if found is not None else 1000 / pace if pace else None
-
-
-def sets_of(cells: Iterable[ResultCell]) -> list[str]:
+def set_names(cells: Iterable[BenchCell]) -> list[str]:
     return list(dict.fromkeys(cell.set for cell in cells))
 
 
-def grids(cells: Iterable[ResultCell], names: list[str]) -> dict[str, Grid]:
-    """A grid a set, and before them their mean where there are several with cells in common."""
+def grids_by_set(cells: Iterable[BenchCell], names: Sequence[str]) -> dict[str, Grid]:
+    """A grid for each set, and before them their mean where several sets have cells in common."""
     cells = list(cells)
-    found = {name: Grid(cell for cell in cells if cell.set == name) for name in names}
-    held = {name: grid for name, grid in found.items() if grid.cells}
-    if len(held) > 1 and (mean := overall(list(held.values()))).cells:
-        return {OVERALL: mean} | held
-    return held
+    by_set = {name: Grid(cell for cell in cells if cell.set == name) for name in names}
+    by_set = {name: grid for name, grid in by_set.items() if grid.cells}
+    if len(by_set) > 1 and (mean := mean_grid(list(by_set.values()))).cells:
+        return {OVERALL: mean} | by_set
+    return by_set
 
 
-def overall(parts: list[Grid]) -> Grid:
-    """The geometric mean over sets, so that a speed-up is the mean of the sets' speed-ups; shares: arithmetic.
-
-    Only what every set measured takes part.
-    """
-    keys = [key for key in parts[0].table if all(key in part.table for part in parts)]
-    return Grid(mean_cell([part.table[key] for part in parts]) for key in keys)
+def mean_grid(grids: Sequence[Grid]) -> Grid:
+    """The mean over sets of the cells that every set has."""
+    keys = [key for key in grids[0].table if all(key in grid.table for grid in grids)]
+    return Grid(mean_cell([grid.table[key] for grid in grids]) for key in keys)
 
 
-def mean_cell(cells: list[ResultCell]) -> ResultCell:
-    raw: dict[str, Any] = {}
-    for name in (*RATES, *TIMES):
-        values = [cell.number(name) for cell in cells]
-        raw[name] = geometric(values)
-    for name in SHARES:
-        values = [cell.number(name) for cell in cells]
-        raw[name] = arithmetic(values)
-    spreads = [cell.spread() for cell in cells]
-    if all(spreads):
-        raw["output_throughput_spread"] = [
-            geometric([s[end] for s in spreads if s]) for end in (0, 1)
-        ]
-    rows = [sequence(cell.raw.get("spec_decode_per_position_acceptance_rates")) for cell in cells]
-    if len({len(row) for row in rows}) == 1:
-        raw["spec_decode_per_position_acceptance_rates"] = [
-            arithmetic(list(c)) for c in zip(*rows, strict=True)
-        ]
-    for name in ("requests", "failed"):
-        raw[name] = sum(cell.count(name) for cell in cells)
-    raw["gpu_memory_bytes"] = max(cell.number("gpu_memory_bytes") or 0 for cell in cells) or None
-    return ResultCell(OVERALL, cells[0].method, cells[0].k, cells[0].concurrency, raw)
+def mean_cell(cells: Sequence[BenchCell]) -> BenchCell:
+    """Geometric means, so that a speed-up is the mean of speed-ups; of shares arithmetic ones."""
+    metrics: dict[str, Any] = {}
+    for name in GEOMETRIC_METRICS:
+        metrics[name] = geometric_mean([cell.metric(name) for cell in cells])
+    for name in ARITHMETIC_METRICS:
+        metrics[name] = arithmetic_mean([cell.metric(name) for cell in cells])
+    return BenchCell(
+        key=replace(cells[0].key, set=OVERALL),
+        **metrics,
+        output_throughput_spread=mean_spread(cells),
+        spec_decode_per_position_acceptance_rates=mean_position_rates(cells),
+        requests=sum(cell.requests or 0 for cell in cells),
+        failed=sum(cell.failed or 0 for cell in cells),
+        gpu_memory_bytes=max(cell.gpu_memory_bytes or 0 for cell in cells) or None,
+    )
 
 
-def geometric(values: list[float | None]) -> float | None:
+def mean_spread(cells: Sequence[BenchCell]) -> tuple[float, float] | None:
+    spreads = [cell.spread for cell in cells]
+    low = geometric_mean([spread[0] if spread else None for spread in spreads])
+    high = geometric_mean([spread[1] if spread else None for spread in spreads])
+    return None if low is None or high is None else (low, high)
+
+
+def mean_position_rates(cells: Sequence[BenchCell]) -> tuple[float, ...] | None:
+    """None where the cells drafted different numbers of tokens."""
+    rows = [cell.spec_decode_per_position_acceptance_rates or () for cell in cells]
+    if len({len(row) for row in rows}) != 1:
+        return None
+    return tuple(sum(rates) / len(rates) for rates in zip(*rows, strict=True))
+
+
+def geometric_mean(values: Sequence[float | None]) -> float | None:
+    """None unless every value is a positive number."""
     known = [value for value in values if value is not None and value > 0]
     return exp(sum(map(log, known)) / len(known)) if len(known) == len(values) else None
 
 
-def arithmetic(values: list[float | None]) -> float | None:
-    known = [value for value in values if isinstance(value, int | float)]
+def arithmetic_mean(values: Sequence[float | None]) -> float | None:
+    """None unless every value is a number."""
+    known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,128 +1,135 @@
-"""Runs of one machine under one load, pooled: their cells complete each other, repeated ones join their spreads."""
+"""Machine: the results of one machine under one load, pooled.
+
+Their cells complete each other; cells that were measured twice join their spreads.
+"""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from peagle.results.runs import ResultCell, ResultRun, mapping, number, sequence
+from peagle.results.cell import BenchCell
+from peagle.results.key import CellKey
+from peagle.results.metrics import METRIC_FIELDS
+from peagle.results.quality import OutputCheck
+from peagle.results.run_file import BenchResult
+from peagle.results.run_info import RunInfo
 
-AXES = (
-    "sets",
-    "methods",
-    "k",
-    "tree",
-    "concurrency",
-    "repeats",
-)  # settings in which runs of one load may differ
-SUMS = ("requests", "failed", "repeats", "total_output_tokens")
+# Settings in which results of one load may differ.
+AXES = ("sets", "methods", "k", "tree", "concurrency", "repeats")
+SUMMED_METRICS = ("requests", "failed", "total_output_tokens")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was measured: a column of the report."""
+    """Where results were measured: a column of the report."""
 
     label: str
-    runs: tuple[ResultRun, ...]
-    cells: tuple[ResultCell, ...]
+    results: tuple[BenchResult, ...]
+    cells: tuple[BenchCell, ...]
 
 
-def machines(runs: list[ResultRun]) -> list[Machine]:
-    groups: list[list[ResultRun]] = []
-    for run in runs:
-        home = next((group for group in groups if all(alike(run, other) for other in group)), None)
-        groups.append([run]) if home is None else home.append(run)
-    labels = [machine_label(group[0]) for group in groups]
-    seen = Counter(labels)
-    return [
-        Machine(
-            name if seen[name] == 1 else f"{name} ({', '.join(run.name for run in group)})",
-            tuple(group),
-            pool(group),
-        )
-        for name, group in zip(labels, groups, strict=True)
-    ]
+def group_by_machine(results: Sequence[BenchResult]) -> list[Machine]:
+    groups: list[list[BenchResult]] = []
+    for result in results:
+        for group in groups:
+            if all(same_conditions(result.info, other.info) for other in group):
+                group.append(result)
+                break
+        else:
+            groups.append([result])
+    labels = [machine_label(group[0].info) for group in groups]
+    counts = Counter(labels)
+    machines = []
+    for label, group in zip(labels, groups, strict=True):
+        if counts[label] > 1:
+            label = f"{label} ({', '.join(result.name for result in group)})"
+        machines.append(Machine(label, tuple(group), pool_cells(group)))
+    return machines
 
 
-def alike(one: ResultRun, other: ResultRun) -> bool:
-    """The same code on the same machine under the same load; drafters may complete each other, not differ."""
-    if any(
-        one.raw.get(name) != other.raw.get(name) for name in ("engine", "endpoint", "environment")
-    ):
+def same_conditions(a: RunInfo, b: RunInfo) -> bool:
+    """Whether two results have the same code, machine and load.
+
+    Drafters and sets may complete each other, but not differ.
+    """
+    if (a.engine, a.endpoint, a.environment) != (b.engine, b.endpoint, b.environment):
         return False
-    loads = [
-        {k: v for k, v in run.section("settings").items() if k not in AXES} for run in (one, other)
-    ]
-    mine, theirs = one.section("drafters"), other.section("drafters")
-    tasks = one.section("tasks"), other.section("tasks")
-    pairs = (mine, theirs), tasks
-    return loads[0] == loads[1] and all(
-        a[name] == b[name] for a, b in pairs for name in a.keys() & b.keys()
+    return load_settings(a) == load_settings(b) and all(
+        mine[name] == other[name]
+        for mine, other in ((a.drafters, b.drafters), (a.tasks, b.tasks))
+        for name in mine.keys() & other.keys()
     )
 
 
-def machine_label(run: ResultRun) -> str:
-    where = run.section("environment")
-    if run.raw.get("engine") == "endpoint":
-        return f"endpoint {run.raw.get('endpoint') or ''}".strip()
-    if where.get("gpu"):
-        return str(where["gpu"])
-    threads = where.get("threads") or where.get("cores")
-    return str(where.get("cpu") or "CPU") + (
-        f", {threads} thread{'s' if threads != 1 else ''}" if threads else ""
+def load_settings(info: RunInfo) -> dict[str, Any]:
+    return {name: value for name, value in info.settings.items() if name not in AXES}
+
+
+def machine_label(info: RunInfo) -> str:
+    environment = info.environment
+    if info.engine == "endpoint":
+        return f"endpoint {info.endpoint or ''}".strip()
+    if environment.get("gpu"):
+        return str(environment["gpu"])
+    cpu = str(environment.get("cpu") or "CPU")
+    threads = environment.get("threads") or environment.get("cores")
+    if not threads:
+        return cpu
+    return f"{cpu}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def pool_cells(results: Sequence[BenchResult]) -> tuple[BenchCell, ...]:
+    by_key: dict[CellKey, list[BenchCell]] = {}
+    for result in results:
+        for cell in result.cells:
+            by_key.setdefault(cell.key, []).append(cell)
+    return tuple(cells[0] if len(cells) == 1 else merge_cells(cells) for cells in by_key.values())
+
+
+def merge_cells(cells: Sequence[BenchCell]) -> BenchCell:
+    """Medians of what was measured twice, and the throughput of every run of all cells."""
+    metrics = {
+        f.name: merge_values(f.name, [getattr(cell, f.name) for cell in cells])
+        for f in METRIC_FIELDS
+    }
+    runs = [rate for cell in cells for rate in run_throughputs(cell)]
+    metrics["output_throughput"] = median(runs) if runs else None
+    repeats = [cell.repeats for cell in cells if cell.repeats is not None]
+    return replace(
+        cells[0],
+        **metrics,
+        repeats=sum(repeats) if repeats else None,
+        output_throughput_runs=tuple(runs),
+        output_throughput_spread=(min(runs), max(runs)) if runs else None,
+        check=merge_checks([cell.check for cell in cells if cell.check is not None]),
     )
 
 
-def pool(runs: list[ResultRun]) -> tuple[ResultCell, ...]:
-    found: dict[Any, list[ResultCell]] = {}
-    for run in runs:
-        for cell in run.cells:
-            found.setdefault(cell.key, []).append(cell)
-    return tuple(cells[0] if len(cells) == 1 else pooled(cells) for cells in found.values())
+def run_throughputs(cell: BenchCell) -> tuple[float, ...]:
+    if cell.output_throughput_runs:
+        return cell.output_throughput_runs
+    return () if cell.throughput is None else (cell.throughput,)
 
 
-def pooled(cells: list[ResultCell]) -> ResultCell:
-    """Medians of what was measured twice; every single run's throughput, so the spread is of all of them."""
-    first = cells[0]
-    raw: dict[str, Any] = {}
-    for name in {name: None for cell in cells for name in cell.raw}:
-        values = [cell.raw[name] for cell in cells if cell.raw.get(name) is not None]
-        raw[name] = joined(name, values) if values else None
-    singles = [value for cell in cells for value in single_runs(cell)]
-    raw |= {
-        "output_throughput_runs": singles,
-        "output_throughput": median(singles) if singles else None,
-    }
-    raw["output_throughput_spread"] = [min(singles), max(singles)] if singles else None
-    return ResultCell(first.set, first.method, first.k, first.concurrency, raw)
+def merge_values(name: str, values: Sequence[Any]) -> Any:
+    """Sums or medians of numbers, medians at each position; of anything else the first value."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if all(isinstance(value, int | float) for value in known):
+        return sum(known) if name in SUMMED_METRICS else median(known)
+    if all(isinstance(value, tuple) and len(value) == len(known[0]) for value in known):
+        return tuple(median(column) for column in zip(*known, strict=True))
+    return known[0]
 
 
-def single_runs(cell: ResultCell) -> list[float]:
-    runs = [number(value) for value in sequence(cell.raw.get("output_throughput_runs"))]
-    return [run for run in runs if run is not None] or [
-        value for value in (cell.throughput,) if value is not None
-    ]
-
-
-def joined(name: str, values: list[Any]) -> Any:
-    numbers = [found for value in values if (found := number(value)) is not None]
-    if name in ("set", "method", "k", "tree", "concurrency"):
-        return values[0]
-    if len(numbers) == len(values):
-        return sum(numbers) if name in SUMS else median(numbers)
-    if name == "check":
-        return joined_check([mapping(value) for value in values])
-    rows = [sequence(value) for value in values]
-    if rows[0] and all(
-        len(row) == len(rows[0]) and all(number(x) is not None for x in row) for row in rows
-    ):
-        return [median(column) for column in zip(*rows, strict=True)]
-    return values[0]
-
-
-def joined_check(checks: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "compared": sum(int(number(check.get("compared")) or 0) for check in checks),
-        "identical": sum(int(number(check.get("identical")) or 0) for check in checks),
-        "differences": [found for check in checks for found in sequence(check.get("differences"))],
-    }
+def merge_checks(checks: Sequence[OutputCheck]) -> OutputCheck | None:
+    if not checks:
+        return None
+    return OutputCheck(
+        sum(check.compared for check in checks),
+        sum(check.identical for check in checks),
+        tuple(difference for check in checks for difference in check.differences),
+    )

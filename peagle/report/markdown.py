@@ -1,91 +1,103 @@
-"""A table to paste: a row a method and K, a column a concurrency."""
+"""A Markdown table: a row for each method and K, a column for each concurrency."""
 
-from peagle.report.grid import OVERALL, Grid, grids, sets_of
+from collections.abc import Sequence
+
+from peagle.report.grid import OVERALL, Grid, grids_by_set, set_names
 from peagle.report.machines import Machine
 from peagle.report.verdict import verdict
-from peagle.report.words import DASH, TREE, amount, listed
-from peagle.results.runs import ResultRun
-
-LENGTH = "spec_decode_acceptance_length"
-
-
-def markdown(machines: list[Machine], only: str | None = None) -> str:
-    """One table a machine: the mean over sets, or one set."""
-    return "\n\n".join(part(machine, only) for machine in machines)
+from peagle.report.words import DASH, TREE, amount, join_words
+from peagle.results.cell import BenchCell
+from peagle.results.run_info import RunInfo
 
 
-def part(machine: Machine, only: str | None = None) -> str:
-    names = sets_of(machine.cells)
-    found = grids(machine.cells, names)
-    name = only or next(iter(found))
-    grid = found[name] if name in found else Grid(())
-    run = machine.runs[0]
-    sets = f"mean of {listed(names)}" if name == OVERALL else name
-    head = f"**{plain(run.pair)}** on {plain(machine.label)}, {plain(load(run, sets))}. {plain(verdict(grid))}"
-    commands = dict.fromkeys(str(r.raw["command"]) for r in machine.runs if r.raw.get("command"))
-    shown = [f"`{code(command)}`" for command in commands]
-    told = (
-        [f"Measured by {shown[0]}"]
-        if len(shown) == 1
-        else ["\n".join(f"- {one}" for one in shown)]
-        if shown
-        else []
+def markdown(machines: Sequence[Machine], only_set: str | None = None) -> str:
+    """One table for each machine: the mean over sets, or one set."""
+    return "\n\n".join(machine_section(machine, only_set) for machine in machines)
+
+
+def machine_section(machine: Machine, only_set: str | None = None) -> str:
+    names = set_names(machine.cells)
+    grids = grids_by_set(machine.cells, names)
+    name = only_set or next(iter(grids))
+    grid = grids[name] if name in grids else Grid(())
+    info = machine.results[0].info
+    sets = f"mean of {join_words(names)}" if name == OVERALL else name
+    load = escape_text(load_text(info, sets))
+    heading = (
+        f"**{escape_text(info.pair_name)}** on {escape_text(machine.label)}, {load}."
+        f" {escape_text(verdict(grid))}"
     )
-    return "\n\n".join([head, table(grid), *told])
+    return "\n\n".join([heading, table(grid), *command_lines(machine)])
 
 
-def load(run: ResultRun, sets: str) -> str:
-    """What was asked of it."""
-    settings, parts = run.section("settings"), [sets]
-    parts += [str(run.target["dtype"])] if run.target.get("dtype") else []
-    parts += (
-        [f"answers of up to {settings['max_tokens']} tokens"] if settings.get("max_tokens") else []
+def command_lines(machine: Machine) -> list[str]:
+    commands = dict.fromkeys(
+        result.info.command for result in machine.results if result.info.command
     )
-    temperature = settings.get("temperature")
-    parts += (
-        ["greedy" if temperature == 0 else f"temperature {temperature}"]
-        if temperature is not None
-        else []
-    )
+    quoted = [f"`{escape_code(command)}`" for command in commands]
+    if len(quoted) == 1:
+        return [f"Measured by {quoted[0]}"]
+    return ["\n".join(f"- {command}" for command in quoted)] if quoted else []
+
+
+def load_text(info: RunInfo, sets: str) -> str:
+    """The load that was measured: sets, dtype, answer length, sampling."""
+    parts = [sets]
+    if info.target.get("dtype"):
+        parts.append(str(info.target["dtype"]))
+    if info.settings.get("max_tokens"):
+        parts.append(f"answers of up to {info.settings['max_tokens']} tokens")
+    temperature = info.settings.get("temperature")
+    if temperature is not None:
+        parts.append("greedy" if temperature == 0 else f"temperature {temperature}")
     return ", ".join(parts)
 
 
 def table(grid: Grid) -> str:
-    rows = list(dict.fromkeys((cell.method, cell.k) for cell in grid.cells))
-    best = {c: found.key for c in grid.concurrencies if (found := grid.best(c))}
+    forms = list(dict.fromkeys((cell.variant, cell.k) for cell in grid.cells))
     heads = ["tokens/s (× `none`)", "acceptance length", *(f"c={c}" for c in grid.concurrencies)]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
-    for method, k in rows:
+    for method, k in forms:
         cells = [grid.at(method, k, c) for c in grid.concurrencies]
-        known = [value for cell in cells if cell and (value := cell.number(LENGTH)) is not None]
         comma = "," if TREE in method else ""
-        shown = [f"`{code(method)}`" + ("" if method == "none" else f"{comma} K={k}")]
-        shown.append(
-            amount(sum(known) / len(known)) if known else "1.00" if method == "none" else DASH
-        )
-        for cell in cells:
-            text = DASH
-            if cell is not None:
-                gain = grid.speed_up(cell) if method != "none" else None
-                text = amount(cell.throughput) + (f" ({gain.value:.2f}×)" if gain else "")
-                text = f"**{text}**" if cell.key == best[cell.concurrency] else text
-            shown.append(text)
-        lines.append("| " + " | ".join(shown) + " |")
+        row = [
+            f"`{escape_code(method)}`" + ("" if method == "none" else f"{comma} K={k}"),
+            mean_acceptance_length(method, cells),
+            *(cell_text(grid, cell) for cell in cells),
+        ]
+        lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def plain(text: str) -> str:
-    """Text of a result file in Markdown: no markup, no HTML, one line."""
+def mean_acceptance_length(method: str, cells: Sequence[BenchCell | None]) -> str:
+    lengths = [
+        cell.spec_decode_acceptance_length
+        for cell in cells
+        if cell is not None and cell.spec_decode_acceptance_length is not None
+    ]
+    if lengths:
+        return amount(sum(lengths) / len(lengths))
+    return "1.00" if method == "none" else DASH
+
+
+def cell_text(grid: Grid, cell: BenchCell | None) -> str:
+    """Throughput and speed-up; bold for the fastest of its concurrency."""
+    if cell is None:
+        return DASH
+    speedup = grid.speedup(cell) if cell.variant != "none" else None
+    text = amount(cell.throughput) + (f" ({speedup.value:.2f}×)" if speedup else "")
+    best = grid.best(cell.concurrency)
+    return f"**{text}**" if best is not None and cell.key == best.key else text
+
+
+def escape_text(text: str) -> str:
+    """Text of a result file for Markdown: no markup, no HTML, one line."""
     for letter in "\\`*_[]|":
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
 
 
-def code(text: str) -> str:
-    return " ".join(
-        text.replace("`", "'")
-        .replace("|", "\\|")
-        .replace("<!--", "< !--")
-        .replace("-->", "-- >")
-        .split()
-    )
+def escape_code(text: str) -> str:
+    """Text of a result file for a code span in a table."""
+    text = text.replace("`", "'").replace("|", "\\|")
+    return " ".join(text.replace("<!--", "< !--").replace("-->", "-- >").split())

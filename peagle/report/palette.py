@@ -1,7 +1,7 @@
 """Colors by name, for charts and page, light and dark.
 
-Every series is told by a marker too; colors keep 3:1 on their background (text 4.5:1) and differ in brightness, so
-that they stay apart for color-blind eyes.
+Every series has a marker of its own too. Colors have a contrast of at least 3:1 on their background
+(text 4.5:1) and differ in brightness, so that color-blind readers can tell them apart.
 """
 
 LIGHT = {
@@ -36,7 +36,7 @@ DARK = {
     "s4": "#e2cd55",
     "s5": "#8fd3ee",
 }
-SLOTS = ("s0", "s1", "s2", "s3", "s4", "s5")
+SERIES_COLORS = ("s0", "s1", "s2", "s3", "s4", "s5")
 MARKERS = {
     "s0": "o",
     "s1": "s",
@@ -50,5 +50,5 @@ MARKERS = {
 }
 
 
-def css(colors: dict[str, str]) -> str:
+def css_variables(colors: dict[str, str]) -> str:
     return "".join(f"--{name}:{value};" for name, value in colors.items())

@@ -1,124 +1,145 @@
-"""The result in one sentence, for a person who decides. Where spreads overlap nobody has won."""
+"""The result in one sentence, for a decision. Where spreads overlap there is no winner."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from peagle.report.grid import Grid
-from peagle.report.words import label, listed, method_label
-from peagle.results.runs import ResultCell, overlap
+from peagle.report.words import cell_label, join_words, method_label
+from peagle.results.cell import BenchCell, overlap
 
 
 def verdict(grid: Grid) -> str:
-    """Such as: P-EAGLE K=7 is fastest with up to 16 requests at a time: 1.6 to 2.4 times plain decoding."""
+    """One sentence, such as:
+
+    P-EAGLE K=7 is fastest with up to 16 at a time: 1.60 to 2.40 times plain decoding.
+    """
     if not grid.measured:
         return "Nothing could be measured: every request failed."
     if not grid.drafting:
         return "Only plain decoding (none) was measured: there is nothing to compare."
     if "none" not in grid.methods:
-        return f"Plain decoding (none) was not measured, so no speed-up can be told. {told_fastest(grid)}"
-    places = [
+        return (
+            "Plain decoding (none) was not measured, so no speed-up is known."
+            f" {fastest_sentence(grid)}"
+        )
+    comparable = [
         c
         for c in grid.concurrencies
-        if grid.none(c) and any(grid.best(c, m) for m in grid.drafting)
+        if grid.none(c) and any(grid.best(c, method) for method in grid.drafting)
     ]
-    if not places:
-        return "Plain decoding (none) and the others were measured at different concurrencies: nothing can be compared."
-    return f"{told_outcomes(grid, places)}{told_spread(grid, places)}"
+    if not comparable:
+        return (
+            "Plain decoding (none) and the others were measured at different concurrencies:"
+            " nothing can be compared."
+        )
+    return f"{winner_sentence(grid, comparable)}{single_run_note(grid, comparable)}"
 
 
-def told_fastest(grid: Grid) -> str:
-    best = [(c, cell) for c in grid.concurrencies if (cell := grid.best(c))]
-    return f"Fastest: {listed([f'{label(cell)} with {c} at a time' for c, cell in best])}."
+def fastest_sentence(grid: Grid) -> str:
+    fastest = [
+        f"{cell_label(cell)} with {c} at a time"
+        for c in grid.concurrencies
+        if (cell := grid.best(c))
+    ]
+    return f"Fastest: {join_words(fastest)}."
 
 
-def told_outcomes(grid: Grid, places: list[int]) -> str:
-    levels = {c: grid.level(c) for c in places}
-    if all(levels[c][0].method == "none" for c in places):
-        ties = [c for c in places if len(levels[c]) > 1]
-        but = (
-            f"; with {listed([str(c) for c in ties])} at a time the difference is within the spread"
+def winner_sentence(grid: Grid, concurrencies: Sequence[int]) -> str:
+    winners = {c: grid.winners(c) for c in concurrencies}
+    if all(winners[c][0].variant == "none" for c in concurrencies):
+        ties = [str(c) for c in concurrencies if len(winners[c]) > 1]
+        tie_note = (
+            f"; with {join_words(ties)} at a time the difference is within the spread"
             if ties
             else ""
         )
-        return f"No speculative method is faster than plain decoding (none) at any measured concurrency{but}."
-    told: list[str] = []
-    for _, group in groupby(places, key=lambda c: frozenset(cell.method for cell in levels[c])):
-        part = list(group)
-        told.append(
-            told_part(
-                grid, [levels[c] for c in part], span(part, places, first=not told), first=not told
-            )
+        return (
+            "No speculative method is faster than plain decoding (none)"
+            f" at any measured concurrency{tie_note}."
         )
-    return "; ".join(told) + "."
+    clauses: list[str] = []
+    for _, group in groupby(
+        concurrencies, key=lambda c: frozenset(cell.variant for cell in winners[c])
+    ):
+        part = list(group)
+        first = not clauses
+        where = concurrency_range(part, concurrencies, first)
+        clauses.append(winner_clause(grid, [winners[c] for c in part], where, first))
+    return "; ".join(clauses) + "."
 
 
-def told_part(grid: Grid, levels: list[list[ResultCell]], where: str, first: bool) -> str:
-    """Consecutive concurrencies with the same winners."""
-    methods = sorted({cell.method for cell in levels[0]})
+def winner_clause(
+    grid: Grid, winners: Sequence[Sequence[BenchCell]], where: str, first: bool
+) -> str:
+    """Consecutive concurrencies with the same winning methods. `first` in the sentence."""
+    methods = sorted({cell.variant for cell in winners[0]})
     if methods == ["none"]:
         return f"{'Plain' if first else 'plain'} decoding (none) is fastest {where}"
     if "none" in methods:
         return (
             f"{'No' if first else 'no'} clear winner over plain decoding {where} (spreads overlap)"
         )
-    ratios = [found.value for level in levels if (found := grid.speed_up(level[0]))]
-    gain = f"{between(ratios)} times plain decoding"
+    speedups = [speedup.value for cells in winners if (speedup := grid.speedup(cells[0]))]
+    gain = f"{value_range(speedups)} times plain decoding"
     if len(methods) == 1:
-        return f"{named([level[0] for level in levels])} is fastest {where}: {gain}"
-    return (
-        f"{listed([method_label(m) for m in methods])} are level {where} (spreads overlap): {gain}"
-    )
+        return f"{winner_label([cells[0] for cells in winners])} is fastest {where}: {gain}"
+    labels = join_words([method_label(method) for method in methods])
+    return f"{labels} are level {where} (spreads overlap): {gain}"
 
 
-def named(winners: list[ResultCell]) -> str:
-    """The method, and its K: one, or in the order of concurrency."""
-    ks = [str(k) for k, _ in groupby(cell.k for cell in winners)]
-    if len(set(ks)) == 1:
-        return label(winners[0])
+def winner_label(winners: Sequence[BenchCell]) -> str:
+    """The method and its K: a single one, or those in the order of concurrency."""
+    method = method_label(winners[0].variant)
+    if len({cell.k for cell in winners}) == 1:
+        return cell_label(winners[0])
     runs = [list(group) for _, group in groupby(winners, key=lambda cell: cell.k)]
     if len(runs) > 3:
-        return f"{method_label(winners[0].method)} (the best K changes with concurrency)"
-    told = [
+        return f"{method} (the best K changes with concurrency)"
+    ranges = [
         f"K={run[0].k} {'at' if len(run) == 1 else 'from'} {run[0].concurrency}" for run in runs
     ]
-    return f"{method_label(winners[0].method)} ({', '.join(told)})"
+    return f"{method} ({', '.join(ranges)})"
 
 
-def between(values: list[float]) -> str:
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+def value_range(values: Sequence[float]) -> str:
+    low = f"{min(values):.2f}"
+    high = f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
 
 
-def span(part: list[int], places: list[int], first: bool) -> str:
+def concurrency_range(part: Sequence[int], concurrencies: Sequence[int], first: bool) -> str:
     if len(part) == 1:
         return f"with {part[0]} at a time"
-    if first and part[0] == places[0] and len(part) < len(places):
+    if first and part[0] == concurrencies[0] and len(part) < len(concurrencies):
         return f"with up to {part[-1]} at a time"
     return f"with {part[0]} to {part[-1]} at a time"
 
 
-def told_spread(grid: Grid, places: list[int]) -> str:
-    once = [cell.spread() is None for cell in grid.measured if cell.concurrency in places]
-    if not any(once):
+def single_run_note(grid: Grid, concurrencies: Sequence[int]) -> str:
+    single = [cell.spread is None for cell in grid.measured if cell.concurrency in concurrencies]
+    if not any(single):
         return ""
-    which = "One run a cell" if all(once) else "Some cells ran once"
-    return f" {which}: how far another would fall from it is not known."
+    which = "One run per cell" if all(single) else "Some cells ran once"
+    return f" {which}: the spread is not known."
 
 
-def against_eagle3(grid: Grid) -> str | None:
-    """P-EAGLE at its best K against EAGLE-3 at its own, where both were measured."""
-    both = [(c, grid.best(c, "p-eagle"), grid.best(c, "eagle3")) for c in grid.concurrencies]
-    pairs = [(c, one, two) for c, one, two in both if one and two]
+def eagle3_sentence(grid: Grid) -> str | None:
+    """P-EAGLE at its best K against EAGLE-3 at its best K, where both were measured."""
+    pairs = [
+        (c, p_eagle, eagle3)
+        for c in grid.concurrencies
+        if (p_eagle := grid.best(c, "p-eagle")) and (eagle3 := grid.best(c, "eagle3"))
+    ]
     if not pairs:
         return None
-    ratios = [(one.throughput or 0) / (two.throughput or 1) for _, one, two in pairs]
-    level = [c for c, one, two in pairs if overlap(one.interval(), two.interval())]
-    told = (
-        f"P-EAGLE at its best K runs at {between(ratios)} times the speed of EAGLE-3 at its best K"
+    ratios = [(a.throughput or 0) / (b.throughput or 1) for _, a, b in pairs]
+    tied = [str(c) for c, a, b in pairs if overlap(a.interval, b.interval)]
+    sentence = (
+        f"P-EAGLE at its best K runs at {value_range(ratios)} times"
+        " the speed of EAGLE-3 at its best K"
     )
-    if len(level) == len(pairs):
-        return f"{told}; the spreads overlap everywhere."
-    return (
-        f"{told}; the spreads overlap with {listed([str(c) for c in level])} at a time."
-        if level
-        else f"{told}."
-    )
+    if not tied:
+        return f"{sentence}."
+    if len(tied) == len(pairs):
+        return f"{sentence}; the spreads overlap everywhere."
+    return f"{sentence}; the spreads overlap with {join_words(tied)} at a time."

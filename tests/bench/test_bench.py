@@ -1,4 +1,4 @@
-"""Benchmark sets: where they are found, which records are tasks, and what is said about those that are not."""
+"""Benchmark sets: where they are found, which records are tasks, and how others are reported."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("word", "words"),
+    ("word", "message"),
     [
         ("humanevel", "Did you mean 'humaneval'"),
         ("humanevel", "looked for in {data}"),
@@ -72,10 +72,10 @@ def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("mine.jsonl", "no file mine.jsonl"),
     ],
 )
-def test_what_cannot_be_found(tmp_path: Path, word: str, words: str) -> None:
-    with pytest.raises(UserError) as told:
+def test_what_cannot_be_found(tmp_path: Path, word: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
         find_set(word, tmp_path)
-    assert words.format(data=tmp_path) in str(told.value)
+    assert message.format(data=tmp_path) in str(error.value)
 
 
 def test_a_set_given_twice(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""Numbers of a cell: vLLM's definitions, medians over runs, the order of cells."""
+"""Metrics of a cell: vLLM's definitions, medians over runs, the order of cells."""
 
 import pytest
 
-from peagle.bench.load.jobs import RequestRecord
-from peagle.bench.order import keys_of, order_of
-from peagle.bench.settings import BenchSettings, parse_counts, parse_ks, parse_trees
+from peagle.bench.order import schedule_runs
+from peagle.bench.settings import BenchSettings
+from peagle.cli.measurement.lists import parse_counts, parse_ks, parse_trees
 from peagle.errors import UserError
-from peagle.results.cell import CellKey, CellRun, SpecCounters, cell_of, middle_of
+from peagle.results.cell import BenchCell, median_value
+from peagle.results.cell_run import CellRun
+from peagle.results.key import CellKey, cell_keys
+from peagle.results.request_record import RequestRecord
+from peagle.results.spec_counters import SpecCounters
 
 KEY = CellKey("humaneval", "p-eagle", 5, 2)
 CELL_FIELDS = {
@@ -67,36 +71,38 @@ def some_run(scale: float = 1.0) -> CellRun:
 
 
 def test_a_run() -> None:
-    told = some_run().as_dict()
-    assert (told["requests"], told["failed"], told["first_error"]) == (3, 1, "broke")
-    assert told["total_output_tokens"] == 6
-    assert told["output_throughput"] == 3
-    assert told["request_throughput"] == 1
-    assert told["per_user_throughput"] == pytest.approx((5 / 1.1 + 1 / 0.1) / 2)
-    assert told["mean_ttft_ms"] == pytest.approx(300)
-    assert told["mean_tpot_ms"] == pytest.approx(600 / 4)  # an answer of one token has none
-    assert told["median_itl_ms"] == pytest.approx(300)
-    assert told["p99_itl_ms"] == pytest.approx(398)
-    assert told["spec_decode_acceptance_rate"] == 40  # percent, as vLLM has it
-    assert told["spec_decode_acceptance_length"] == 3
-    assert told["spec_decode_per_position_acceptance_rates"] == [1, 0.5, 0.25, 0.25, 0]
-    assert told["joules_per_token"] == 2
+    metrics = some_run().metrics()
+    assert (metrics.requests, metrics.failed, metrics.first_error) == (3, 1, "broke")
+    assert metrics.total_output_tokens == 6
+    assert metrics.output_throughput == 3
+    assert metrics.request_throughput == 1
+    assert metrics.per_user_throughput == pytest.approx((5 / 1.1 + 1 / 0.1) / 2)
+    assert metrics.mean_ttft_ms == pytest.approx(300)
+    assert metrics.mean_tpot_ms == pytest.approx(600 / 4)  # an answer of one token has none
+    assert metrics.median_itl_ms == pytest.approx(300)
+    assert metrics.p99_itl_ms == pytest.approx(398)
+    assert metrics.spec_decode_acceptance_rate == 40  # percent, as vLLM has it
+    assert metrics.spec_decode_acceptance_length == 3
+    assert metrics.spec_decode_per_position_acceptance_rates == (1, 0.5, 0.25, 0.25, 0)
+    assert metrics.joules_per_token == 2
 
 
 def test_nothing_answered() -> None:
-    told = CellRun([RequestRecord("a", 0, 1.0, error="down")], 0.0).as_dict()
-    assert told["output_throughput"] == 0
+    metrics = CellRun([RequestRecord("a", 0, 1.0, error="down")], 0.0).metrics()
+    assert metrics.output_throughput == 0
     assert (
-        told["median_ttft_ms"]
-        is told["per_user_throughput"]
-        is told["spec_decode_acceptance_length"]
+        metrics.median_ttft_ms
+        is metrics.per_user_throughput
+        is metrics.spec_decode_acceptance_length
         is None
     )
 
 
 def test_a_cell_is_the_median_of_its_runs() -> None:
-    cell = cell_of(KEY, [some_run(scale).as_dict() for scale in (1, 2, 4)])
+    record = BenchCell.from_runs(KEY, [some_run(scale).metrics() for scale in (1, 2, 4)])
+    cell = record.to_json()
     assert set(cell) == CELL_FIELDS
+    assert BenchCell.from_json(cell) == record
     assert cell["output_throughput"] == 1.5
     assert cell["output_throughput_runs"] == [3, 1.5, 0.75]
     assert cell["output_throughput_spread"] == [0.75, 3]
@@ -106,9 +112,9 @@ def test_a_cell_is_the_median_of_its_runs() -> None:
 
 
 def test_medians_place_by_place() -> None:
-    assert middle_of([None, None]) is None
-    assert middle_of([[1.0, 2.0], [3.0]]) == [2.0, 2.0]
-    assert middle_of([{"3": 4}, {"3": 6, "11": 2}]) == {"3": 5, "11": 1}
+    assert median_value([None, None]) is None
+    assert median_value([(1.0, 2.0), (3.0,)]) == (2.0, 2.0)
+    assert median_value([{3: 4}, {3: 6, 11: 2}]) == {3: 5, 11: 1}
 
 
 def test_differences_of_counters() -> None:
@@ -117,21 +123,19 @@ def test_differences_of_counters() -> None:
 
 
 def test_every_cell_once_and_methods_side_by_side() -> None:
-    keys = keys_of(["a", "b"], ["none", "eagle3", "p-eagle"], [3, 5], [1, 8])
+    keys = cell_keys(["a", "b"], ["none", "eagle3", "p-eagle"], [3, 5], [1, 8])
     assert len(keys) == len(set(keys)) == 2 * 2 * 5
     assert sum(key.method == "none" for key in keys) == 4
-    turns = order_of(keys, 3, seed=0)
-    assert turns == order_of(keys, 3, seed=0)
-    assert [turn.repeat for turn in turns] == [0] * 20 + [1] * 20 + [2] * 20
-    groups = [turns[i : i + 5] for i in range(0, 60, 5)]
-    assert all(
-        len({(turn.key.set, turn.key.concurrency) for turn in group}) == 1 for group in groups
-    )
-    assert len({tuple(turn.key.method for turn in group) for group in groups}) > 1  # shuffled
+    schedule = schedule_runs(keys, 3, seed=0)
+    assert schedule == schedule_runs(keys, 3, seed=0)
+    assert [run.repeat for run in schedule] == [0] * 20 + [1] * 20 + [2] * 20
+    groups = [schedule[i : i + 5] for i in range(0, 60, 5)]
+    assert all(len({(run.key.set, run.key.concurrency) for run in group}) == 1 for group in groups)
+    assert len({tuple(run.key.method for run in group) for group in groups}) > 1  # shuffled
 
 
 def test_trees_are_cells_of_their_own() -> None:
-    keys = keys_of(["a"], ["none", "eagle3", "p-eagle"], [3, "auto"], [1], [0, 32])
+    keys = cell_keys(["a"], ["none", "eagle3", "p-eagle"], [3, "auto"], [1], [0, 32])
     assert [(key.method, key.k, key.tree) for key in keys] == [
         ("none", 0, 0),
         ("eagle3", 3, 0),
@@ -141,26 +145,26 @@ def test_trees_are_cells_of_their_own() -> None:
         ("p-eagle", 3, 32),
         ("p-eagle", "auto", 32),
     ]
-    told = [str(key) for key in keys]
-    assert len(set(told)) == len(told)
+    names = [str(key) for key in keys]
+    assert len(set(names)) == len(names)
     assert (
-        told[0] == "a none c=1"
-        and told[3] == "a p-eagle K=3 c=1"
-        and told[5] == "a p-eagle tree 32, K=3 c=1"
+        names[0] == "a none c=1"
+        and names[3] == "a p-eagle K=3 c=1"
+        and names[5] == "a p-eagle tree 32, K=3 c=1"
     )
 
 
 def test_settings_of_trees() -> None:
-    plain = BenchSettings(("a",), ("p-eagle",), (3,), (1,))
-    assert "tree" not in plain.as_dict()  # a run begun before there were trees goes on
-    assert BenchSettings(("a",), ("p-eagle",), (3,), (1,), tree=(0, 16)).as_dict()["tree"] == [
+    chains = BenchSettings(("a",), ("p-eagle",), (3,), (1,))
+    assert "tree" not in chains.to_json()  # a run begun before there were trees goes on
+    assert BenchSettings(("a",), ("p-eagle",), (3,), (1,), tree=(0, 16)).to_json()["tree"] == [
         0,
         16,
     ]
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("change", "message"),
     [
         ({"methods": ("none", "eagle3")}, "needs a p-eagle drafter"),
         ({"exact": True}, "`exact` and `tree`"),
@@ -169,11 +173,11 @@ def test_settings_of_trees() -> None:
         ({"tree": (0, 63)}, "at most 62 nodes"),
     ],
 )
-def test_trees_that_are_refused(how: dict, words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_trees_that_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         BenchSettings(
             **{"sets": ("a",), "methods": (), "k": (3, "auto"), "concurrency": (1,), "tree": (16,)}
-            | how
+            | change
         )
 
 

@@ -2,36 +2,42 @@
 
 import pytest
 
-from peagle.bench.load.endpoint import EndpointDown, EndpointRunner, parse_metrics, urls_of
+from peagle.bench.load.endpoint import (
+    EndpointDown,
+    EndpointRunner,
+    endpoint_urls,
+)
+from peagle.bench.load.server_metrics import parse_metrics
 from peagle.errors import UserError
-from peagle.results.cell import CellKey, SpecCounters
+from peagle.results.key import CellKey
+from peagle.results.spec_counters import SpecCounters
 from tests.support.benching import serving, some_jobs
 
 KEY = CellKey("x", "endpoint", 0, 3)
 
 
 def endpoint(url: str, warmup: int = 0, read: float = 10.0) -> EndpointRunner:
-    return EndpointRunner(url, None, "secret", temperature=0.0, warmup=warmup, read=read)
+    return EndpointRunner(url, None, "secret", temperature=0.0, warmup=warmup, read_timeout=read)
 
 
 def test_what_is_sent_and_counted() -> None:
     with serving(wait=0.02) as server:
         seen: list[int] = []
         run = endpoint(server.url, warmup=2).run(KEY, some_jobs(5, turns=2), lambda: seen.append(1))
-    told = run.as_dict()
-    assert len(seen) == told["requests"] == 10
-    assert told["failed"] == 0
-    assert told["total_output_tokens"] == 60
-    assert server.most == 3
-    assert told["median_itl_ms"] >= 20
-    assert told["median_ttft_ms"] >= 20
-    assert told["spec_decode_acceptance_length"] == 2
-    assert told["spec_decode_acceptance_rate"] == 50
-    assert told["spec_decode_per_position_acceptance_rates"] == pytest.approx([2 / 3, 1 / 3])
-    assert told["spec_decode_num_drafts"] == 30  # the warm-up's do not count
+    metrics = run.metrics()
+    assert len(seen) == metrics.requests == 10
+    assert metrics.failed == 0
+    assert metrics.total_output_tokens == 60
+    assert server.max_concurrent == 3
+    assert metrics.median_itl_ms >= 20
+    assert metrics.median_ttft_ms >= 20
+    assert metrics.spec_decode_acceptance_length == 2
+    assert metrics.spec_decode_acceptance_rate == 50
+    assert metrics.spec_decode_per_position_acceptance_rates == pytest.approx([2 / 3, 1 / 3])
+    assert metrics.spec_decode_num_drafts == 30  # the warm-up's do not count
     first, second = (
-        server.asked[3],
-        next(body for body in server.asked if len(body["messages"]) == 3),
+        server.requests[3],
+        next(body for body in server.requests if len(body["messages"]) == 3),
     )
     assert first["authorization"] == "Bearer secret"
     assert first["model"] == "served"
@@ -42,48 +48,48 @@ def test_what_is_sent_and_counted() -> None:
 
 
 def test_without_metrics_or_usage() -> None:
-    with serving(metrics=False, trouble="no usage") as server:
-        told = endpoint(server.url).run(KEY, some_jobs(2), lambda: None).as_dict()
-    assert told["spec_decode_acceptance_length"] is None
-    assert told["total_output_tokens"] == 6  # pieces, where tokens are not told
+    with serving(metrics=False, failure="no usage") as server:
+        metrics = endpoint(server.url).run(KEY, some_jobs(2), lambda: None).metrics()
+    assert metrics.spec_decode_acceptance_length is None
+    assert metrics.total_output_tokens == 6  # pieces, where tokens are not told
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("failure", "message"),
     [("500", "HTTP 500"), ("dies", ""), ("error", "lost the thread")],
     ids=lambda x: x or "any",
 )
-def test_all_fail(trouble: str, words: str) -> None:
-    with serving(trouble=trouble) as server:
-        told = endpoint(server.url).run(KEY, some_jobs(4, turns=2), lambda: None).as_dict()
-    assert told["failed"] == told["requests"] == 4  # no second turn without a first
-    assert words in told["first_error"]
-    assert told["output_throughput"] == 0
+def test_all_fail(failure: str, message: str) -> None:
+    with serving(failure=failure) as server:
+        metrics = endpoint(server.url).run(KEY, some_jobs(4, turns=2), lambda: None).metrics()
+    assert metrics.failed == metrics.requests == 4  # no second turn without a first
+    assert message in (metrics.first_error or "")
+    assert metrics.output_throughput == 0
 
 
 def test_some_fail_and_the_rest_goes_on() -> None:
-    with serving(trouble="some 500") as server:
-        told = endpoint(server.url).run(KEY, some_jobs(6), lambda: None).as_dict()
-    assert (told["requests"], told["failed"]) == (6, 3)
-    assert told["total_output_tokens"] == 18
+    with serving(failure="some 500") as server:
+        metrics = endpoint(server.url).run(KEY, some_jobs(6), lambda: None).metrics()
+    assert (metrics.requests, metrics.failed) == (6, 3)
+    assert metrics.total_output_tokens == 18
 
 
 def test_a_slow_server_times_out() -> None:
     with serving(wait=1.0) as server:
-        told = endpoint(server.url, read=0.1).run(KEY, some_jobs(2), lambda: None).as_dict()
-    assert told["failed"] == 2
-    assert "Timeout" in told["first_error"]
+        metrics = endpoint(server.url, read=0.1).run(KEY, some_jobs(2), lambda: None).metrics()
+    assert metrics.failed == 2
+    assert "Timeout" in (metrics.first_error or "")
 
 
 def test_a_server_that_is_not_there() -> None:
     with serving() as server:
         url = server.url
         there = endpoint(url)
-    with pytest.raises(EndpointDown, match="correct --endpoint"):
+    with pytest.raises(EndpointDown, match="correct `endpoint`"):
         endpoint(url)
-    told = there.run(KEY, some_jobs(3), lambda: None).as_dict()
-    assert told["failed"] == 3
-    assert "Connect" in told["first_error"]
+    metrics = there.run(KEY, some_jobs(3), lambda: None).metrics()
+    assert metrics.failed == 3
+    assert "Connect" in (metrics.first_error or "")
 
 
 def test_urls() -> None:
@@ -95,11 +101,11 @@ def test_urls() -> None:
         "http://h:8/v1/",
         "http://h:8/v1/chat/completions",
     ):
-        assert urls_of(url) == whole
-    assert urls_of("https://h/openai/v3")[0] == "https://h/openai/v3/chat/completions"
+        assert endpoint_urls(url) == whole
+    assert endpoint_urls("https://h/openai/v3")[0] == "https://h/openai/v3/chat/completions"
     for bad in ("localhost:8000", "ftp://h", "http://"):
         with pytest.raises(UserError, match="write it like"):
-            urls_of(bad)
+            endpoint_urls(bad)
 
 
 def test_metrics_of_several_engines() -> None:

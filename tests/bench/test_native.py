@@ -1,4 +1,4 @@
-"""The load on our engine: every method gives the same answers, and what is counted is what happened."""
+"""The load on peagle's engine: every method gives the same answers, and the counts are right."""
 
 import subprocess
 import sys
@@ -12,16 +12,15 @@ import torch
 from peagle.bench.load.energy import EnergyMeter
 from peagle.bench.load.jobs import LoadJob
 from peagle.bench.load.native import NativeRunner
-from peagle.bench.quality.output_check import check, target_margin
+from peagle.bench.quality.output_check import check_answers, target_margin
 from peagle.data.bench import Task
-from peagle.results.cell import CellKey
+from peagle.results.key import CellKey
+from peagle.results.quality import OutputCheck
 from tests.support.benching import some_jobs, tiny_pair
 
 
-def native(jobs: list[LoadJob], concurrency: int = 4, **how: float) -> NativeRunner:
-    return NativeRunner(
-        tiny_pair(), jobs, concurrency, how.get("temperature", 0.0), exact=False, warmup=3
-    )
+def native(jobs: list[LoadJob], concurrency: int = 4, temperature: float = 0.0) -> NativeRunner:
+    return NativeRunner(tiny_pair(), jobs, concurrency, temperature, exact=False, warmup=3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -36,9 +35,9 @@ def test_methods_agree_whatever_the_load(temperature: float) -> None:
         CellKey("x", "eagle3", 3, 2),
     ):
         runs[key] = runner.run(key, jobs, lambda: None)
-    told = [{(r.task, r.turn): r.ids for r in run.records} for run in runs.values()]
-    assert all(answers == told[0] for answers in told)
-    assert sorted(told[0]) == sorted((str(i), turn) for i in range(5) for turn in range(2))
+    answers = [{(r.task, r.turn): r.ids for r in run.records} for run in runs.values()]
+    assert all(ids == answers[0] for ids in answers)
+    assert sorted(answers[0]) == sorted((str(i), turn) for i in range(5) for turn in range(2))
     runner.close()
     assert not runner.pool.engines
 
@@ -50,18 +49,18 @@ def test_what_is_counted() -> None:
     assert len(seen) == len(run.records) == 6
     assert all(record.tokens == len(record.ids) == 9 for record in run.records)
     assert all(record.start < record.arrivals[0] <= record.arrivals[-1] for record in run.records)
-    told = run.as_dict()
-    assert told["failed"] == 0
-    assert told["total_output_tokens"] == 54
-    assert told["spec_decode_draft_tokens"] == 3 * told["spec_decode_num_drafts"]
-    assert len(told["spec_decode_per_position_acceptance_rates"]) == 3
-    assert sum(told["k_steps"].values()) > 0 and set(told["k_steps"]) <= {"3"}
-    assert 0 < told["drafter_share"] < 1
-    assert told["step_ms"] > 0
-    assert told["gpu_memory_bytes"] is told["energy_joules"] is None
-    plain = runner.run(CellKey("x", "none", 0, 2), jobs, lambda: None).as_dict()
-    assert plain["spec_decode_acceptance_length"] is None
-    assert plain["drafter_share"] == 0
+    metrics = run.metrics()
+    assert metrics.failed == 0
+    assert metrics.total_output_tokens == 54
+    assert metrics.spec_decode_draft_tokens == 3 * metrics.spec_decode_num_drafts
+    assert len(metrics.spec_decode_per_position_acceptance_rates) == 3
+    assert sum(metrics.k_steps.values()) > 0 and set(metrics.k_steps) <= {3}
+    assert 0 < metrics.drafter_share < 1
+    assert metrics.step_ms > 0
+    assert metrics.gpu_memory_bytes is metrics.energy_joules is None
+    plain = runner.run(CellKey("x", "none", 0, 2), jobs, lambda: None).metrics()
+    assert plain.spec_decode_acceptance_length is None
+    assert plain.drafter_share == 0
     starts = sorted(record.start for record in run.records)
     assert (
         starts[1] < min(record.arrivals[-1] for record in run.records) < starts[2]
@@ -86,9 +85,9 @@ def test_trees(k: int | str) -> None:
 
 def test_automatic_k() -> None:
     jobs = some_jobs(3)
-    told = native(jobs).run(CellKey("x", "p-eagle", "auto", 2), jobs, lambda: None).as_dict()
-    assert told["failed"] == 0
-    assert told["k_steps"]
+    metrics = native(jobs).run(CellKey("x", "p-eagle", "auto", 2), jobs, lambda: None).metrics()
+    assert metrics.failed == 0
+    assert metrics.k_steps
 
 
 def test_a_prompt_that_does_not_fit_is_counted() -> None:
@@ -97,13 +96,13 @@ def test_a_prompt_that_does_not_fit_is_counted() -> None:
     run = native(jobs).run(CellKey("x", "none", 0, 2), jobs, lambda: None)
     assert [record.task for record in run.failed] == ["long"]
     assert "must fit" in (run.failed[0].error or "")
-    assert run.as_dict()["requests"] == 3
+    assert run.metrics().requests == 3
 
 
 def test_engines_give_way_to_each_other() -> None:
     jobs = some_jobs(3)
     runner = native(jobs)
-    runner.pool.budget = 1
+    runner.pool.budget_bytes = 1
     for method, k in (("none", 0), ("p-eagle", 2), ("none", 0)):
         runner.run(CellKey("x", method, k, 2), jobs, lambda: None)
         assert len(runner.pool.engines) == 1
@@ -113,19 +112,20 @@ def test_a_difference_and_its_margin() -> None:
     jobs = some_jobs(4, turns=2)
     records = native(jobs).run(CellKey("x", "none", 0, 1), jobs, lambda: None).records
     margin = target_margin(tiny_pair(), jobs)
-    assert check(records, records, margin) == {"compared": 8, "identical": 8, "differences": []}
+    assert check_answers(records, records, margin) == OutputCheck(8, 8)
     wrong = next(record for record in records if (record.task, record.turn) == ("2", 0))
     changed = replace(
         wrong, ids=[*wrong.ids[:4], (wrong.ids[4] + 1) % 90, *wrong.ids[5:]], text="other"
     )
-    told = check([changed if record is wrong else record for record in records], records, margin)
-    assert (told["compared"], told["identical"]) == (7, 6)  # the turn after it had another prompt
-    [found] = told["differences"]
-    assert (found["task"], found["turn"], found["at"]) == ("2", 0, 4)
-    assert found["margin"] > 0
+    all_records = [changed if record is wrong else record for record in records]
+    result = check_answers(all_records, records, margin)
+    assert (result.compared, result.identical) == (7, 6)  # the turn after it had another prompt
+    [difference] = result.differences
+    assert (difference.task, difference.turn, difference.position) == ("2", 0, 4)
+    assert difference.margin is not None and difference.margin > 0
     shorter = replace(wrong, ids=wrong.ids[:4])
-    [found] = check([shorter], records, margin)["differences"]
-    assert (found["at"], found["margin"]) == (4, None)
+    [difference] = check_answers([shorter], records, margin).differences
+    assert (difference.position, difference.margin) == (4, None)
 
 
 def test_nothing_of_it_needs_the_endpoint() -> None:
@@ -133,7 +133,8 @@ def test_nothing_of_it_needs_the_endpoint() -> None:
     code = (
         "import sys, peagle.cli, peagle.bench.load.native, peagle.bench.session, peagle.bench.tune;"
         "import peagle.bench.quality.scoring;"
-        "assert 'peagle.bench.load.endpoint' not in sys.modules and 'peagle.data.fetch' not in sys.modules"
+        "assert 'peagle.bench.load.endpoint' not in sys.modules;"
+        "assert 'peagle.data.fetch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -1,9 +1,9 @@
-"""Answers of given lengths: the distribution asked for, the same every time, cut where the context ends."""
+"""Answers of given lengths: the requested distribution, reproducible, cut to the context."""
 
 import numpy as np
 import pytest
 
-from peagle.bench.load.profile import Profile, fit, parse_profile
+from peagle.bench.load.profile import Profile, fit_lengths, parse_profile
 from peagle.errors import UserError
 
 
@@ -41,9 +41,11 @@ def test_forms() -> None:
 
 
 def test_the_context_cuts() -> None:
-    told: list[str] = []
-    assert fit([5, 50, 500], 60, told.append) == [5, 50, 60]
-    assert told == ["1 of 3 answers of the profile are cut to 60 tokens: the context holds no more"]
-    assert fit([5], 60, told.append) == [5] and len(told) == 1
+    warnings: list[str] = []
+    assert fit_lengths([5, 50, 500], 60, warnings.append) == [5, 50, 60]
+    assert warnings == [
+        "1 of 3 answers of the profile are cut to 60 tokens: the context holds no more"
+    ]
+    assert fit_lengths([5], 60, warnings.append) == [5] and len(warnings) == 1
     with pytest.raises(UserError, match="smaller prompt="):
-        fit([5], 0, told.append)
+        fit_lengths([5], 0, warnings.append)

@@ -6,20 +6,27 @@ from decimal import Decimal
 
 import pytest
 
-from peagle.bench.load.jobs import RequestRecord
+from peagle.bench.quality.programs import build_test_program
 from peagle.bench.quality.sandbox import passes
-from peagle.bench.quality.scoring import program_of, right_number, said_number, scores
+from peagle.bench.quality.scoring import score_answers
+from peagle.bench.quality.word_problems import answer_number, is_right_number
 from peagle.data.bench import Task
-from peagle.results.cell import CellKey
+from peagle.results.key import CellKey
+from peagle.results.quality import Score
+from peagle.results.request_record import RequestRecord
 
-PROMPT = 'from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef add(a: int, b: int) -> int:\n    """Add."""\n'
+PROMPT = (
+    "from typing import List\n\n\ndef helper(x):\n    return x\n\n\n"
+    'def add(a: int, b: int) -> int:\n    """Add."""\n'
+)
 TEST = "def check(candidate):\n    assert candidate(2, 3) == 5\n"
 HUMANEVAL = {"prompt": PROMPT, "test": TEST, "entry_point": "add"}
 
 RIGHT = {
     "a block": "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds.",
     "no language": "```\ndef add(a: int, b: int) -> int:\n    return helper(a) + b\n```",
-    "the second block": "Say\n```python\nprint(1)\n```\nand\n```python\ndef add(a, b):\n    return a + b\n```",
+    "the second block": "Say\n```python\nprint(1)\n```\nand\n"
+    "```python\ndef add(a, b):\n    return a + b\n```",
     "cut off": "```python\ndef add(a, b):\n    return a + b",
     "uses the prompt's import": "```python\ndef add(a: List[int], b):\n    return a + b\n```",
     "no fence": "Sure.\n\ndef add(a, b):\n    return a + b\n",
@@ -41,24 +48,27 @@ WRONG = {
 
 @pytest.mark.parametrize("answer", RIGHT.values(), ids=RIGHT.keys())
 def test_code_that_passes(answer: str) -> None:
-    assert passes(program_of(answer, **HUMANEVAL))
+    assert passes(build_test_program(answer, **HUMANEVAL))
 
 
 @pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG.keys())
 def test_code_that_does_not(answer: str) -> None:
-    assert not passes(program_of(answer, **HUMANEVAL))
+    assert not passes(build_test_program(answer, **HUMANEVAL))
 
 
 HARMLESS = {
-    "the standard library": "import collections, datetime, functools, itertools, json, math, random, re, string",
-    "a file of its own": "open('x', 'w').write('1')\nassert open('x').read() == '1'\nimport os\nos.remove('x')",
+    "the standard library": "import collections, datetime, functools, itertools\n"
+    "import json, math, random, re, string",
+    "a file of its own": "open('x', 'w').write('1')\nassert open('x').read() == '1'\n"
+    "import os\nos.remove('x')",
     "prints a lot": "for _ in range(20000): print('x' * 50)",
 }
 HARMFUL = {
     "endless": "while True: pass",
     "sleeps": "import time\ntime.sleep(60)",
     "eats memory": "x = bytearray(3 << 30)",
-    "eats the disk": "with open('x', 'wb') as f:\n    for _ in range(64): f.write(b'0' * (1 << 20))",
+    "eats the disk": "with open('x', 'wb') as f:\n"
+    "    for _ in range(64): f.write(b'0' * (1 << 20))",
     "forks": "import os\nos.fork()",
     "starts a process": "import subprocess\nsubprocess.run(['true'], check=True)",
     "a shell": "import os\nassert os.system('true') == 0",
@@ -66,7 +76,8 @@ HARMFUL = {
     "removes elsewhere": "import os\nos.remove('/tmp/peagle-keep')",
     "kills its parent": "import os\nos.kill(os.getppid(), 9)",
     "foreign calls": "import ctypes\nctypes.CDLL(None)",
-    "raises its limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
+    "raises its limits": "import resource\n"
+    "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
     "reads the environment": "import os\nassert os.environ.get('HOME') or os.environ.get('PATH')",
 }
 
@@ -83,16 +94,17 @@ def test_programs_that_are_stopped(program: str) -> None:
 
 def test_limits_stand_without_the_hook() -> None:
     for name in ("eats memory", "eats the disk", "raises its limits"):
-        assert not passes(HARMFUL[name], seconds=5, walls="namespace"), name
+        assert not passes(HARMFUL[name], seconds=5, network_barriers="namespace"), name
 
 
-@pytest.mark.parametrize("walls", ["namespace,hook", "namespace", "hook", ""])
-def test_no_network(walls: str) -> None:
-    """A listener on the loopback: reached without walls, and never with either."""
+@pytest.mark.parametrize("barriers", ["namespace,hook", "namespace", "hook", ""])
+def test_no_network(barriers: str) -> None:
+    """A listener on the loopback: reached without barriers, and never with either."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        program = f"import socket\nsocket.create_connection(('127.0.0.1', {listener.getsockname()[1]}), 2).close()"
+        port = listener.getsockname()[1]
+        program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2).close()"
         reached: list[bool] = []
 
         def accept() -> None:
@@ -105,13 +117,13 @@ def test_no_network(walls: str) -> None:
 
         waiting = threading.Thread(target=accept)
         waiting.start()
-        ran = passes(program, walls=walls)
-        if walls:
+        ran = passes(program, network_barriers=barriers)
+        if barriers:
             socket.create_connection(listener.getsockname()).close()  # ends the wait
         waiting.join()
-    if walls == "namespace" and ran:
+    if barriers == "namespace" and ran:
         pytest.skip("this kernel gives no network namespace: the hook stands alone")
-    assert ran == (not walls)
+    assert ran == (not barriers)
     assert reached == [True]
 
 
@@ -130,13 +142,13 @@ NUMBERS = {
 
 @pytest.mark.parametrize(("answer", "number"), NUMBERS.items(), ids=lambda x: str(x)[:20])
 def test_the_final_number(answer: str, number: str | None) -> None:
-    assert said_number(answer) == (None if number is None else Decimal(number))
+    assert answer_number(answer) == (None if number is None else Decimal(number))
 
 
 def test_right_numbers() -> None:
-    assert right_number("It is 18.0 dollars", "Janet ...\n#### 18")
-    assert not right_number("19", "#### 18")
-    assert not right_number("no idea", "#### 18")
+    assert is_right_number("It is 18.0 dollars", "Janet ...\n#### 18")
+    assert not is_right_number("19", "#### 18")
+    assert not is_right_number("no idea", "#### 18")
 
 
 def test_scores_of_every_method() -> None:
@@ -162,24 +174,18 @@ def test_scores_of_every_method() -> None:
         ],
         CellKey("mt_bench", "none", 0, 1): [RequestRecord("a", 0, 0.0, text="x")],
     }
-    told = sorted(scores(answers, tasks), key=lambda one: one["set"])
-    assert told == [
-        {
-            "set": "gsm8k",
-            "method": "p-eagle",
-            "k": 5,
-            "tree": 0,
-            "metric": "accuracy",
-            "value": 0.5,
-            "of": 2,
-        },
-        {
-            "set": "humaneval",
-            "method": "none",
-            "k": 0,
-            "tree": 0,
-            "metric": "pass@1",
-            "value": 0.333333,
-            "of": 3,
-        },
+    scores = sorted(score_answers(answers, tasks), key=lambda score: score.set)
+    assert scores == [
+        Score("gsm8k", "p-eagle", 5, 0, "accuracy", 0.5, 2),
+        Score("humaneval", "none", 0, 0, "pass@1", 0.333333, 3),
     ]
+    assert scores[0].to_json() == {
+        "set": "gsm8k",
+        "method": "p-eagle",
+        "k": 5,
+        "tree": 0,
+        "metric": "accuracy",
+        "value": 0.5,
+        "of": 2,
+    }
+    assert [Score.from_json(score.to_json()) for score in scores] == scores

@@ -7,10 +7,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from peagle.bench.step_cost import PROFILE, conditional, engine_for, shape_pair
+from peagle.bench.random_models import random_pair
+from peagle.bench.step_cost import (
+    PROFILE,
+    build_engine,
+    conditional_probabilities,
+)
 from peagle.cli import app
 
-WORDS = [
+ARGUMENTS = [
     "bench-step",
     "tiny",
     "--device",
@@ -26,8 +31,8 @@ WORDS = [
 
 def test_every_method_and_load(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
-    words = [
-        *WORDS,
+    arguments = [
+        *ARGUMENTS,
         "--methods",
         "none,eagle3,p-eagle",
         "-k",
@@ -37,8 +42,8 @@ def test_every_method_and_load(tmp_path: Path) -> None:
         "--repeats",
         "1",
     ]
-    found = CliRunner().invoke(app, [*words, "--out", str(out)])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
     cells = json.loads(out.read_text())["cells"]
     assert {(cell["method"], cell["concurrency"]) for cell in cells} == {
         (method, c) for method in ("none", "eagle3", "p-eagle") for c in (1, 8)
@@ -51,9 +56,10 @@ def test_every_method_and_load(tmp_path: Path) -> None:
 
 
 def test_drafts_behind_the_profile_are_never_right() -> None:
-    engine = engine_for(shape_pair("tiny", "cpu", torch.float32), "p-eagle", "auto", 2, 64, tree=0)
-    engine.loop.stepper.force_acceptance(conditional(PROFILE[:3]))
-    assert engine.max_shape.is_chain
+    pair = random_pair("tiny", "cpu", torch.float32)
+    engine = build_engine(pair, "p-eagle", "auto", 2, 64, tree=0)
+    engine.force_acceptance(conditional_probabilities(PROFILE[:3]))
+    assert engine.largest.chain
     for _ in range(4):
         engine.add([1, 2, 3], max_tokens=48, ignore_eos=True)
     engine.drain()

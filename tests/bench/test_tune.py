@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from peagle.bench.tune import Point, Tuner, expected, explain, search
+from peagle.bench.tune import TunePoint, Tuner, expected_tokens, search_k
 from peagle.catalog.pair import Best, Pair, TargetSource
 from peagle.catalog.tuned import read_tuned, tuned_path, write_tuned
+from peagle.cli.measurement.tune_output import summary_lines
 from tests.support.benching import some_jobs, tiny_pair
 
 RATES = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05, 0.03, 0.02, 0.01, 0.01)  # Qwen3-8B on gsm8k
@@ -17,22 +18,22 @@ KS = (1, 2, 3, 4, 5, 6, 7, 9, 11)
 @pytest.mark.parametrize("start", [1, 3, 7, 11])
 def test_the_best_k_is_found(slope: float, start: int) -> None:
     def throughput(k: int) -> float:
-        return 100 * expected(RATES, k) / (1 + slope * k)
+        return 100 * expected_tokens(RATES, k) / (1 + slope * k)
 
-    asked: list[int] = []
+    measured: list[int] = []
 
-    def measure(k: int) -> Point:
-        asked.append(k)
-        return Point(throughput(k), 10 * (1 + slope * k))
+    def measure(k: int) -> TunePoint:
+        measured.append(k)
+        return TunePoint(throughput(k), 10 * (1 + slope * k))
 
-    found = search(measure, RATES, KS, start)
-    best = max(point.throughput for point in found.values())
+    points = search_k(measure, RATES, KS, start)
+    best = max(point.throughput for point in points.values())
     assert best >= 0.985 * max(map(throughput, KS))
-    assert len(asked) == len(set(asked)) <= 4
+    assert len(measured) == len(set(measured)) <= 4
 
 
 def test_one_k_to_choose_from() -> None:
-    assert list(search(lambda k: Point(1.0, 1.0), RATES, (5,), 3)) == [5]
+    assert list(search_k(lambda k: TunePoint(1.0, 1.0), RATES, (5,), 3)) == [5]
 
 
 def test_a_real_pair() -> None:
@@ -44,11 +45,11 @@ def test_a_real_pair() -> None:
     )
     best = {c: tuner.tune(c, 3) for c in (1, 2)}
     assert {(c, k) for _, k, c in tuner.points} >= {(1, 0), (1, 3), (1, 1), (2, 0), (2, 3), (2, 1)}
-    assert len(tuner.rates["p-eagle"]) == 3
-    lines = explain(tuner, best, 4.5)
+    assert len(tuner.position_rates["p-eagle"]) == 3
+    lines = summary_lines(tuner, best, 4.5)
     assert len(lines) == 3
     assert "c=2" in lines[0] and "by position" in lines[1] and "at 4.5 an hour" in lines[2]
-    assert "--price" in explain(tuner, best, None)[2]
+    assert "--price" in summary_lines(tuner, best, None)[2]
 
 
 def test_kept_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

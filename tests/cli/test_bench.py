@@ -1,4 +1,4 @@
-"""`peagle bench` and `peagle tune` as they are typed: a tiny pair, a server, Ctrl-C, and every mistake."""
+"""The commands `peagle bench` and `peagle tune`: a tiny pair, a server, Ctrl-C, mistakes."""
 
 import json
 from pathlib import Path
@@ -39,13 +39,13 @@ def bench(tiny: Path, *args: object, code: int = 0) -> str:
     return run("bench", tiny / "target", *given, *small, *args, code=code)
 
 
-def held(folder: Path) -> dict[str, Any]:
+def read_file(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "r.json").read_text())
 
 
 def test_trees_beside_chains(tiny: Path, tmp_path: Path) -> None:
-    told = bench(tiny, "-k", "3", "--tree", "0,12", "--concurrency", "2", "--out", tmp_path)
-    content = held(tmp_path)
+    output = bench(tiny, "-k", "3", "--tree", "0,12", "--concurrency", "2", "--out", tmp_path)
+    content = read_file(tmp_path)
     assert content["settings"]["tree"] == [0, 12]
     assert [(c["method"], c["k"], c["tree"]) for c in content["cells"]] == [
         ("none", 0, 0),
@@ -57,12 +57,12 @@ def test_trees_beside_chains(tiny: Path, tmp_path: Path) -> None:
     assert (set(chain["k_steps"]), set(tree["k_steps"])) == ({"3"}, {"12"})
     assert tree["check"] == {"compared": 8, "identical": 8, "differences": []}
     assert len(tree["spec_decode_per_position_acceptance_rates"]) == 3
-    assert told.count("p-eagle tree 12") == 1
+    assert output.count("p-eagle tree 12") == 1
 
 
 def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
-    told = bench(tiny, "-k", "2,11", "--concurrency", "1,3", "--out", tmp_path)
-    content = held(tmp_path)
+    output = bench(tiny, "-k", "2,11", "--concurrency", "1,3", "--out", tmp_path)
+    content = read_file(tmp_path)
     assert content["format"] == "peagle-bench/1"
     assert content["command"].startswith("peagle")
     assert (content["engine"], content["pair"], content["target"]["name"]) == (
@@ -85,7 +85,7 @@ def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
         else:
             assert cell["check"] == {"compared": 8, "identical": 8, "differences": []}
             assert len(cell["spec_decode_per_position_acceptance_rates"]) == cell["k"]
-    assert "r.json" in told
+    assert "r.json" in output
     assert str(tiny) not in json.dumps(
         {**content, "command": ""}
     )  # no path of this machine but what was typed
@@ -95,22 +95,23 @@ def test_it_goes_on_where_it_was_stopped(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ("-k", 2, "--methods", "none,p-eagle", "--concurrency", "2", "--out", tmp_path)
-    runs, whole = [], NativeRunner.run
+    runs: list[Any] = []
+    whole = NativeRunner.run
 
-    def counted(self: NativeRunner, key: Any, jobs: Any, seen: Any) -> Any:
+    def counted(self: NativeRunner, key: Any, jobs: Any, on_request: Any) -> Any:
         if len(runs) == 3:
             raise KeyboardInterrupt
         runs.append(key)
-        return whole(self, key, jobs, seen)
+        return whole(self, key, jobs, on_request)
 
     monkeypatch.setattr(NativeRunner, "run", counted)
-    assert "the same command goes on" in bench(tiny, *args, code=130).replace("\n", " ")
-    assert sorted(cell["repeats"] for cell in held(tmp_path)["cells"]) == [1, 2]
+    assert "the same command resumes the run" in bench(tiny, *args, code=130).replace("\n", " ")
+    assert sorted(cell["repeats"] for cell in read_file(tmp_path)["cells"]) == [1, 2]
     runs.clear()
     bench(tiny, *args)
     assert len(runs) == 1
-    assert [cell["repeats"] for cell in held(tmp_path)["cells"]] == [2, 2]
-    assert held(tmp_path)["cells"][1]["check"]["identical"] == 8
+    assert [cell["repeats"] for cell in read_file(tmp_path)["cells"]] == [2, 2]
+    assert read_file(tmp_path)["cells"][1]["check"]["identical"] == 8
     bench(tiny, *args)
     assert len(runs) == 1  # complete
     assert "settings max_tokens 6 instead of 7" in bench(tiny, *args, "--max-tokens", 7, code=2)
@@ -138,7 +139,7 @@ def test_a_profile(tiny: Path, tmp_path: Path) -> None:
         "--dtype",
         "float32",
     )
-    [cell] = held(tmp_path)["cells"]
+    [cell] = read_file(tmp_path)["cells"]
     assert cell["set"] == "m8-p20"
     assert cell["requests"] == 5
     assert cell["total_output_tokens"] > 5
@@ -158,11 +159,11 @@ def test_scores(tiny: Path, tmp_path: Path) -> None:
         4,
         "--score",
     )
-    told = run(
+    output = run(
         "bench", tiny / "target", *args, "--out", tmp_path, "--name", "r", "--dtype", "float32"
     )
-    assert "sums none: accuracy" in told
-    assert held(tmp_path)["scores"][0]["of"] == 2
+    assert "sums none: accuracy" in output
+    assert read_file(tmp_path)["scores"][0]["of"] == 2
 
 
 def test_an_endpoint(tiny: Path, tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_an_endpoint(tiny: Path, tmp_path: Path) -> None:
             "--name",
             "r",
         )
-        content = held(tmp_path)
+        content = read_file(tmp_path)
         assert "s3cret" not in (tmp_path / "r.json").read_text()
         assert (content["engine"], content["endpoint"], content["pair"]) == (
             "endpoint",
@@ -233,13 +234,15 @@ def test_an_endpoint_that_fails(tiny: Path, tmp_path: Path) -> None:
         "--repeats",
         1,
     )
-    with serving(trouble="500") as server:
+    with serving(failure="500") as server:
         url = server.url
-        told = run("bench", "--endpoint", url, *args, code=1)
-    assert "every request failed, the first with: HTTP 500" in told
-    assert [cell["failed"] for cell in held(tmp_path)["cells"]] == [4, 4]
-    assert "start it, or correct --endpoint" in run("bench", "--endpoint", url, *args, code=1)
-    with serving(trouble="some 500") as server:
+        output = run("bench", "--endpoint", url, *args, code=1)
+    assert "every request failed, the first with: HTTP 500" in output
+    assert [cell["failed"] for cell in read_file(tmp_path)["cells"]] == [4, 4]
+    assert "start the server, or correct --endpoint" in run(
+        "bench", "--endpoint", url, *args, code=1
+    )
+    with serving(failure="some 500") as server:
         run("bench", "--endpoint", server.url, *args[:-4], "--name", "s", "--repeats", 1)
     some = json.loads((tmp_path / "s.json").read_text())["cells"]
     assert all(0 < cell["failed"] < cell["requests"] for cell in some)
@@ -255,7 +258,7 @@ MISTAKES = {
     "trees of eagle3": (["--methods", "none,eagle3", "--tree", "16"], "needs a p-eagle drafter"),
     "trees of an endpoint": (
         ["--endpoint", "http://127.0.0.1:9", "--tree", "16"],
-        "our own engine",
+        "peagle's own engine",
     ),
     "bad concurrency": (["--concurrency", "1,0"], "write it like --concurrency 1,8,64"),
     "bad method": (["--methods", "none,peagle"], "Did you mean 'p-eagle'"),
@@ -277,21 +280,23 @@ MISTAKES = {
     ),
     "a bad name": (
         ["--set", "{root}/talk.jsonl", "--methods", "none", "--name", "a/b"],
-        "must be a file's name",
+        "must be a file name",
     ),
 }
 
 
-@pytest.mark.parametrize(("args", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+@pytest.mark.parametrize(("args", "message"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistakes_are_one_line_and_code_2(
-    tiny: Path, tmp_path: Path, args: list[str], words: str
+    tiny: Path, tmp_path: Path, args: list[str], message: str
 ) -> None:
     filled = [arg.format(root=tiny) for arg in args]
     out = [] if "--out" in args else ["--out", tmp_path]
     concurrency = [] if "--concurrency" in args else ["--concurrency", 1]
-    told = run("bench", tiny / "target", "--dtype", "float32", *concurrency, *out, *filled, code=2)
-    assert words in told
-    assert told.count("\n") == 1
+    output = run(
+        "bench", tiny / "target", "--dtype", "float32", *concurrency, *out, *filled, code=2
+    )
+    assert message in output
+    assert output.count("\n") == 1
 
 
 def test_tune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +317,9 @@ def test_tune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     plan = run("tune", tiny / "target", *given, "--dry-run")
     assert "At most 2 measurements" in plan
     assert not (tmp_path / "home" / "pairs").exists()
-    told = run("tune", tiny / "target", *given, "--price", 4.5)
-    assert told.count("\n") == 3
-    assert "at 4.5 an hour" in told
+    output = run("tune", tiny / "target", *given, "--price", 4.5)
+    assert output.count("\n") == 3
+    assert "at 4.5 an hour" in output
     from peagle.loaded import load
 
     loaded = load(str(tiny / "target"), dtype="float32")

@@ -9,13 +9,20 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from peagle.cost.figure import figure
-from peagle.cost.model import acceptance_at, batch_of, modeled, tokens_per_second, what_if
-from peagle.cost.offers import best_k, cheapest, front, offers
-from peagle.cost.terms import Terms, price_of
+from peagle.cost.figure import cost_figure
+from peagle.cost.model import (
+    mean_batch,
+    modeled_throughput,
+    predict_acceptance,
+    tokens_per_second,
+    what_if,
+)
+from peagle.cost.offers import best_ks, cheapest_by_method, measured_offers, pareto_front
+from peagle.cost.terms import Terms, cost_per_million
 from peagle.errors import UserError
 from peagle.report.grid import Grid
-from peagle.results.runs import ResultCell, parse_cell, read_run
+from peagle.results.cell import BenchCell
+from peagle.results.run_file import read_result
 from tests.support.results import result, write
 
 ROOT = Path(__file__).parents[2]
@@ -24,48 +31,49 @@ H200 = ROOT / "docs" / "results" / "h200" / "h200.json"
 
 @pytest.fixture(scope="module")
 def shipped() -> Grid:
-    return Grid(read_run(H200).cells)
+    return Grid(read_result(H200).cells)
 
 
-def made(method: str, k: int, c: int, speed: float, **more: Any) -> ResultCell:
-    found = parse_cell(
+def make_cell(method: str, k: int, c: int, speed: float, **more: Any) -> BenchCell:
+    cell = BenchCell.from_json(
         {"set": "s", "method": method, "k": k, "concurrency": c, "output_throughput": speed} | more
     )
-    assert found is not None
-    return found
+    assert cell is not None
+    return cell
 
 
 def small() -> Grid:
     return Grid(
         [
-            made("none", 0, 1, 100, mean_tpot_ms=10),
-            made("p-eagle", 3, 1, 250, mean_tpot_ms=4),
-            made("p-eagle", 5, 1, 200, mean_tpot_ms=5),
-            made("none", 0, 8, 500, mean_tpot_ms=16),
-            made("p-eagle", 3, 8, 800, mean_tpot_ms=10),
+            make_cell("none", 0, 1, 100, mean_tpot_ms=10),
+            make_cell("p-eagle", 3, 1, 250, mean_tpot_ms=4),
+            make_cell("p-eagle", 5, 1, 200, mean_tpot_ms=5),
+            make_cell("none", 0, 8, 500, mean_tpot_ms=16),
+            make_cell("p-eagle", 3, 8, 800, mean_tpot_ms=10),
         ]
     )
 
 
 def run(*args: object, code: int = 0) -> str:
-    found = CliRunner().invoke(app, ["cost", *map(str, args)], env={"COLUMNS": "80"})
-    assert found.exit_code == code, found.output + repr(found.exception)
-    return found.stdout if code == 0 else found.stderr
+    result = CliRunner().invoke(app, ["cost", *map(str, args)], env={"COLUMNS": "80"})
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
 
 
 def test_the_model_holds_with_the_batch_as_it_was(shipped: Grid) -> None:
     """What is left is the time between steps, up to a fifth."""
     for cell in shipped.measured:
-        told = modeled(cell)
-        assert told is not None and cell.throughput is not None
-        assert 1 < told / cell.throughput < 1.25, (cell.key, told / cell.throughput)
+        modeled = modeled_throughput(cell)
+        assert modeled is not None and cell.throughput is not None
+        assert 1 < modeled / cell.throughput < 1.25, (cell.key, modeled / cell.throughput)
 
 
 def test_where_the_model_breaks(shipped: Grid) -> None:
-    """With the concurrency for the batch it is a ceiling: close for one request, twice too high for 64 of 64."""
+    """With the concurrency as batch it is an upper bound: close for 1, twice too high for 64."""
     over = {}
     for cell in shipped.measured:
-        step, length = cell.number("step_ms"), cell.number("spec_decode_acceptance_length") or 1.0
+        step = cell.step_ms
+        length = cell.spec_decode_acceptance_length or 1.0
         assert step and cell.throughput
         over.setdefault(cell.concurrency, []).append(
             tokens_per_second(cell.concurrency, length, step) / cell.throughput
@@ -73,11 +81,11 @@ def test_where_the_model_breaks(shipped: Grid) -> None:
     assert all(ratio > 1 for ratios in over.values() for ratio in ratios)
     assert max(over[1]) < 1.1 and max(over[4]) < 1.27 and min(over[64]) > 2
     full = shipped.none(64)
-    assert full is not None and batch_of(full) == pytest.approx(32.1, abs=0.1)
+    assert full is not None and mean_batch(full) == pytest.approx(32.1, abs=0.1)
 
 
 def without(grid: Grid, method: str, k: int) -> Grid:
-    return Grid(cell for cell in grid.cells if (cell.method, cell.k) != (method, k))
+    return Grid(cell for cell in grid.cells if (cell.variant, cell.k) != (method, k))
 
 
 @pytest.mark.parametrize("method", ["eagle3", "p-eagle"])
@@ -88,12 +96,12 @@ def test_what_if_finds_a_k_that_was_left_out(shipped: Grid, method: str, k: int)
     for concurrency in (1, 2, 4):
         base, real = rest.best(concurrency, method), shipped.at(method, k, concurrency)
         assert base is not None and real is not None and real.throughput is not None
-        told = what_if(rest, base, k)
-        assert told.throughput == pytest.approx(real.throughput, rel=0.07), (
+        predicted = what_if(rest, base, k)
+        assert predicted.throughput == pytest.approx(real.throughput, rel=0.07), (
             concurrency,
-            told.throughput,
+            predicted.throughput,
         )
-        assert told.number("mean_tpot_ms") == pytest.approx(real.number("mean_tpot_ms"), rel=0.09)
+        assert predicted.mean_tpot_ms == pytest.approx(real.mean_tpot_ms, rel=0.09)
 
 
 def test_what_if_changes_what_it_is_told_to() -> None:
@@ -103,7 +111,7 @@ def test_what_if_changes_what_it_is_told_to() -> None:
         "mean_tpot_ms": 5.0,
         "per_user_throughput": 100.0,
     }
-    cell = made(
+    cell = make_cell(
         "p-eagle", 3, 1, 100.0, **more
     )  # the model says 200: half of the time goes between steps
     grid = Grid([cell])
@@ -111,9 +119,9 @@ def test_what_if_changes_what_it_is_told_to() -> None:
     assert same.throughput == pytest.approx(100) and twice.throughput == pytest.approx(
         1 / (1 / 400 + 1 / 200)
     )
-    assert twice.number("mean_tpot_ms") == pytest.approx(2.5)
-    assert twice.number("per_user_throughput") == twice.throughput
-    with pytest.raises(UserError, match="-k 3"):
+    assert twice.mean_tpot_ms == pytest.approx(2.5)
+    assert twice.per_user_throughput == twice.throughput
+    with pytest.raises(UserError, match="use `k` 3"):
         what_if(grid, cell, 5, 3.0)
 
 
@@ -126,24 +134,28 @@ def test_the_acceptance_of_another_k_is_read_off_the_positions(
     cell = shipped.at(method, 11, 1)
     real = shipped.at(method, k, 1)
     assert cell is not None and real is not None
-    length = real.number("spec_decode_acceptance_length")
-    assert acceptance_at(shipped, cell, k) == length
-    assert acceptance_at(without(shipped, method, k), cell, k) == pytest.approx(length, rel=0.05)
-    with pytest.raises(UserError, match="--acceptance"):
-        acceptance_at(shipped, cell, 12)
+    length = real.spec_decode_acceptance_length
+    assert predict_acceptance(shipped, cell, k) == length
+    assert predict_acceptance(without(shipped, method, k), cell, k) == pytest.approx(
+        length, rel=0.05
+    )
+    with pytest.raises(UserError, match="`acceptance`"):
+        predict_acceptance(shipped, cell, 12)
 
 
 def test_a_million_tokens() -> None:
-    assert price_of(1000, 3.6) == pytest.approx(1.0) and price_of(0, 3.6) == float("inf")
-    assert Terms(3.6, gpus=2, busy=0.5).per_million(1000) == pytest.approx(4.0)
+    assert cost_per_million(1000, 3.6) == pytest.approx(1.0) and cost_per_million(0, 3.6) == float(
+        "inf"
+    )
+    assert Terms(3.6, gpus=2, busy=0.5).cost_per_million(1000) == pytest.approx(4.0)
 
 
 def test_how_many_gpus() -> None:
-    found = {
-        (o.cell.method, o.cell.k, o.cell.concurrency): o
-        for o in offers(small(), Terms(2.0, gpus=2, load=1000))
+    by_form = {
+        (o.cell.variant, o.cell.k, o.cell.concurrency): o
+        for o in measured_offers(small(), Terms(2.0, gpus=2, load=1000))
     }
-    plain, drafted = found["none", 0, 8], found["p-eagle", 3, 8]
+    plain, drafted = by_form["none", 0, 8], by_form["p-eagle", 3, 8]
     assert (plain.gpus, plain.per_hour, drafted.gpus) == (
         4,
         8.0,
@@ -159,20 +171,31 @@ def test_how_many_gpus() -> None:
     assert Terms(1, load=1000, users=80).replicas(500, 8) == 10  # whichever asks for more
 
 
-def test_a_limit_decides_what_is_cheapest() -> None:
-    free, bound = offers(small(), Terms(1.0)), offers(small(), Terms(1.0, tpot_ms=10))
-    assert {m: o.cell.concurrency for m, o in cheapest(free).items()} == {"none": 8, "p-eagle": 8}
-    assert {m: o.cell.concurrency for m, o in cheapest(bound).items()} == {"none": 1, "p-eagle": 8}
-    assert set(cheapest(offers(small(), Terms(1.0, tpot_ms=9)))) == {"p-eagle"}
-    assert [o.cell.k for o in best_k(free) if o.cell.concurrency == 1] == [0, 3]
+def test_a_limit_decides_what_is_cheapest_by_method() -> None:
+    free, bound = (
+        measured_offers(small(), Terms(1.0)),
+        measured_offers(small(), Terms(1.0, tpot_ms=10)),
+    )
+    assert {m: o.cell.concurrency for m, o in cheapest_by_method(free).items()} == {
+        "none": 8,
+        "p-eagle": 8,
+    }
+    assert {m: o.cell.concurrency for m, o in cheapest_by_method(bound).items()} == {
+        "none": 1,
+        "p-eagle": 8,
+    }
+    assert set(cheapest_by_method(measured_offers(small(), Terms(1.0, tpot_ms=9)))) == {"p-eagle"}
+    assert [o.cell.k for o in best_ks(free) if o.cell.concurrency == 1] == [0, 3]
 
 
 def test_the_front_is_of_one_method() -> None:
-    kept = front(o for o in offers(small(), Terms(1.0)) if o.cell.method == "p-eagle")
+    kept = pareto_front(
+        o for o in measured_offers(small(), Terms(1.0)) if o.cell.variant == "p-eagle"
+    )
     assert [(o.cell.k, o.cell.concurrency) for o in kept] == [(3, 1), (3, 8)], (
         "K=5 is slower and dearer than K=3"
     )
-    drawn = figure(offers(small(), Terms(3.6)))
+    drawn = cost_figure(measured_offers(small(), Terms(3.6)))
     assert [line.label for line in drawn.lines] == ["none", "P-EAGLE"]
     assert drawn.lines[0].points[0].y == pytest.approx(10.0) and drawn.lines[0].points[0].x == 100
 
@@ -181,7 +204,7 @@ def test_the_front_is_of_one_method() -> None:
     "wrong", [("price", 0), ("gpus", 0), ("busy", 1.1), ("tpot_ms", 0), ("load", -5)]
 )
 def test_terms_that_cannot_be(wrong: tuple[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"--{wrong[0].replace('_', '-')}"):
+    with pytest.raises(UserError, match=f"`{wrong[0]}`"):
         Terms(**{"price": 1.0} | dict([wrong]))
 
 
@@ -210,25 +233,30 @@ def test_the_table_fits_a_terminal() -> None:
 
 def test_json(tmp_path: Path) -> None:
     file = write(tmp_path, result(ks=(3, 7), concurrency=(1, 8)))
-    told = json.loads(run(file, "--price", 3.6, "--load", 1e5, "--json"))
-    assert told["terms"]["price"] == 3.6 and told["set"] == "humaneval" and len(told["offers"]) == 6
+    content = json.loads(run(file, "--price", 3.6, "--load", 1e5, "--json"))
+    assert (
+        content["terms"]["price"] == 3.6
+        and content["set"] == "humaneval"
+        and len(content["offers"]) == 6
+    )
     assert len(json.loads(run(file, "--price", 3.6, "--all", "--json"))["offers"]) == 10
     supposed = json.loads(run(file, "--price", 3.6, "-k", 5, "--acceptance", 3, "--all", "--json"))[
         "offers"
     ]
     assert [(o["k"], o["acceptance_length"]) for o in supposed if o["assumed"]] == [(5, 3), (5, 3)]
-    one = told["cheapest"]["p-eagle"]
-    assert one["per_million"] == pytest.approx(1000 / one["per_gpu"]) and one["gpus"] == -(
-        -1e5 // one["per_gpu"]
-    )
+    cheapest = content["cheapest"]["p-eagle"]
+    assert cheapest["per_million"] == pytest.approx(1000 / cheapest["per_gpu"]) and cheapest[
+        "gpus"
+    ] == -(-1e5 // cheapest["per_gpu"])
 
 
 def test_by_hand() -> None:
-    told = json.loads(
+    content = json.loads(
         run("--price", 3.6, "--acceptance", 3, "--step-ms", 12, "--concurrency", 8, "--json")
     )
-    [one] = told["offers"]
-    assert (one["per_gpu"], one["per_million"], one["tpot_ms"]) == pytest.approx((2000, 0.5, 4))
+    [offer] = content["offers"]
+    numbers = (offer["per_gpu"], offer["per_million"], offer["tpot_ms"])
+    assert numbers == pytest.approx((2000, 0.5, 4))
     assert "1.00" in run("--price", 3.6, "--tokens-per-second", 1000)
 
 
@@ -265,11 +293,11 @@ def test_several_machines_have_no_one_price(tmp_path: Path) -> None:
 def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "scale.md").read_text()
-    found = re.findall(
+    examples = re.findall(
         r"^    peagle cost ([^|\n]*).*?^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE
     )
-    assert len(found) == 2
-    for command, block in found:
-        said = [line.rstrip() for line in run(*command.split()).splitlines()]
+    assert len(examples) == 2
+    for command, block in examples:
+        printed = [line.rstrip() for line in run(*command.split()).splitlines()]
         shown = block.splitlines()
-        assert said[-len(shown) :] == shown
+        assert printed[-len(shown) :] == shown

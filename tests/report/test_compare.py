@@ -22,8 +22,8 @@ def pair(tmp_path: Path, change: Change = lambda _: None, **changes: Any) -> tup
 
 
 def run(*args: object) -> tuple[int, str, str]:
-    found = CliRunner().invoke(app, ["compare", *map(str, args)], env={"COLUMNS": "200"})
-    return found.exit_code, found.stdout, found.stderr
+    result = CliRunner().invoke(app, ["compare", *map(str, args)], env={"COLUMNS": "200"})
+    return result.exit_code, result.stdout, result.stderr
 
 
 def slower(by: float, spread: float = 0.02) -> Change:
@@ -134,9 +134,9 @@ def test_remarks(tmp_path: Path) -> None:
 def test_json(tmp_path: Path) -> None:
     files = pair(tmp_path, slower(0.2))
     code, out, _ = run(*files, "--json")
-    told = json.loads(out)
-    assert code == 1 and told["regressions"] == 2 and len(told["changes"]) == 6
-    worst = told["changes"][-1]
+    comparison = json.loads(out)
+    assert code == 1 and comparison["regressions"] == 2 and len(comparison["changes"]) == 6
+    worst = comparison["changes"][-1]
     assert (
         worst["outcome"] == "worse"
         and worst["ratio"] == pytest.approx(0.8)

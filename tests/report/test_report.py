@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,28 +12,32 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from peagle.report.charts import draw, inline
-from peagle.report.figures import Figure, Line, Point, figures, slug, spaced
-from peagle.report.grid import OVERALL, Grid, grids, sets_of
-from peagle.report.machines import machines
+from peagle.report.charts import draw, inline_svg
+from peagle.report.figure import Figure, Line, Point, slug, spaced
+from peagle.report.figures import figures
+from peagle.report.grid import OVERALL, Grid, grids_by_set, set_names
+from peagle.report.machines import group_by_machine
 from peagle.report.markdown import markdown
-from peagle.report.palette import DARK, LIGHT, MARKERS, SLOTS
-from peagle.report.verdict import against_eagle3, verdict
-from peagle.results.runs import ResultCell, number, parse_cell, read_runs
+from peagle.report.palette import DARK, LIGHT, MARKERS, SERIES_COLORS
+from peagle.report.verdict import eagle3_sentence, verdict
+from peagle.results.cell import BenchCell
+from peagle.results.json_values import as_float
+from peagle.results.key import CellKey
+from peagle.results.run_folder import read_results
 from tests.support.results import cell, result, write
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*args: object, code: int = 0) -> str:
-    found = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert found.exit_code == code, found.output + repr(found.exception)
-    return found.stdout if code == 0 else found.stderr
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
 
 
-def made(
+def make_cell(
     method: str, k: int | str, c: int, speed: float, spread: tuple[float, float] | None = None
-) -> ResultCell:
+) -> BenchCell:
     raw: dict[str, Any] = {
         "set": "s",
         "method": method,
@@ -41,13 +46,13 @@ def made(
         "output_throughput": speed,
     }
     raw |= {"output_throughput_spread": list(spread)} if spread else {}
-    found = parse_cell(raw)
-    assert found is not None
-    return found
+    cell = BenchCell.from_json(raw)
+    assert cell is not None
+    return cell
 
 
-def tight(method: str, k: int | str, c: int, speed: float) -> ResultCell:
-    return made(method, k, c, speed, (speed * 0.99, speed * 1.01))
+def tight(method: str, k: int | str, c: int, speed: float) -> BenchCell:
+    return make_cell(method, k, c, speed, (speed * 0.99, speed * 1.01))
 
 
 # What is read
@@ -61,11 +66,11 @@ def test_foreign_files_are_named_and_skipped(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "newer.json").write_text('{"format": "peagle-bench/2"}')
     write(tmp_path, result("empty") | {"cells": [{"set": "x"}, 3, None]})
-    told: list[str] = []
-    assert [r.name for r in read_runs(tmp_path, told.append)] == ["run"]
-    assert len(told) == 6
+    warnings: list[str] = []
+    assert [r.name for r in read_results(tmp_path, warnings.append)] == ["run"]
+    assert len(warnings) == 6
     for name in ("broken", "other", "list", "deep", "newer", "empty"):
-        assert any(f"{name}.json" in line for line in told)
+        assert any(f"{name}.json" in line for line in warnings)
 
 
 def test_no_result_is_exit_2(tmp_path: Path) -> None:
@@ -86,8 +91,8 @@ def test_different_targets_are_refused(tmp_path: Path, field: str) -> None:
             target={"name": "x", "dtype": "bfloat16", "sha": "1", "revision": "r", field: "other"},
         ),
     )
-    told = run("report", tmp_path, "--markdown", code=2)
-    assert field in told and "folder of its own" in told
+    message = run("report", tmp_path, "--markdown", code=2)
+    assert field in message and "folder of its own" in message
 
 
 def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> None:
@@ -98,16 +103,18 @@ def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> No
             "b", gpu=True, target={"name": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": None}
         ),
     )
-    assert len(read_runs(tmp_path, print)) == 2
+    assert len(read_results(tmp_path, print)) == 2
 
 
 def test_numbers() -> None:
-    assert [number(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"), 10**400)] == [
+    assert [
+        as_float(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"), 10**400)
+    ] == [
         1,
         2.5,
         *[None] * 6,
     ]
-    assert parse_cell(cell("s", "none", 0, 1) | {"k": None}) is not None  # none needs no K
+    assert BenchCell.from_json(cell("s", "none", 0, 1) | {"k": None}) is not None  # none needs no K
     for wrong in (
         {"k": -1},
         {"k": True},
@@ -116,13 +123,15 @@ def test_numbers() -> None:
         {"set": ""},
         {"method": 3},
     ):
-        assert parse_cell(cell("s", "p-eagle", 3, 1) | wrong) is None
+        assert BenchCell.from_json(cell("s", "p-eagle", 3, 1) | wrong) is None
 
 
 def test_one_run_has_no_spread() -> None:
-    one = made("none", 0, 1, 10.0, (10.0, 10.0))
-    assert ResultCell(*one.key, one.raw | {"repeats": 1}).spread() is None
-    assert made("none", 0, 1, 10.0).spread() is None and made("none", 0, 1, 10.0).interval() == (
+    single = make_cell("none", 0, 1, 10.0, (10.0, 10.0))
+    assert replace(single, repeats=1).spread is None
+    assert make_cell("none", 0, 1, 10.0).spread is None and make_cell(
+        "none", 0, 1, 10.0
+    ).interval == (
         10.0,
         10.0,
     )
@@ -135,32 +144,28 @@ def test_runs_of_one_machine_complete_each_other(tmp_path: Path) -> None:
     write(tmp_path, result("a", methods=("none",)))
     write(tmp_path, result("b", methods=("p-eagle",)))
     write(tmp_path, result("c", gpu=True))
-    found = machines(read_runs(tmp_path, print))
-    assert [(m.label, len(m.runs)) for m in found] == [
+    grouped = group_by_machine(read_results(tmp_path, print))
+    assert [(m.label, len(m.results)) for m in grouped] == [
         ("AMD EPYC 9R14, 16 threads", 2),
         ("NVIDIA H200", 1),
     ]
-    assert Grid(found[0].cells).methods == ["none", "p-eagle"]
+    assert Grid(grouped[0].cells).methods == ["none", "p-eagle"]
 
 
 def test_repeated_runs_are_pooled(tmp_path: Path) -> None:
-    one, two = (
+    first, second = (
         result("a", methods=("none",), concurrency=(1,)),
         result("b", methods=("none",), concurrency=(1,)),
     )
-    for content, speeds in ((one, [10.0, 11.0]), (two, [14.0, 15.0])):
+    for content, speeds in ((first, [10.0, 11.0]), (second, [14.0, 15.0])):
         content["cells"][0] |= {
             "output_throughput_runs": speeds,
             "output_throughput": speeds[0],
             "failed": 1,
         }
         write(tmp_path, content)
-    (pooled,) = machines(read_runs(tmp_path, print))[0].cells
-    assert (
-        pooled.throughput == 12.5
-        and pooled.spread() == (10.0, 15.0)
-        and pooled.count("failed") == 2
-    )
+    (pooled,) = group_by_machine(read_results(tmp_path, print))[0].cells
+    assert pooled.throughput == 12.5 and pooled.spread == (10.0, 15.0) and pooled.failed == 2
 
 
 def test_another_load_or_drafter_stands_beside(tmp_path: Path) -> None:
@@ -169,7 +174,7 @@ def test_another_load_or_drafter_stands_beside(tmp_path: Path) -> None:
     other = result("c")
     other["settings"]["max_tokens"] = 8
     write(tmp_path, other)
-    labels = [m.label for m in machines(read_runs(tmp_path, print))]
+    labels = [m.label for m in group_by_machine(read_results(tmp_path, print))]
     assert len(set(labels)) == 3 and labels[0].endswith("(a)")
 
 
@@ -181,14 +186,14 @@ def test_overall_is_the_mean_of_speed_ups() -> None:
     cells = []
     for name, (none, fast) in speeds.items():
         for method, k, speed in (("none", 0, none), ("p-eagle", 7, fast)):
-            cells.append(ResultCell(name, method, k, 1, {"output_throughput": speed}))
+            cells.append(BenchCell(key=CellKey(name, method, k, 1), output_throughput=speed))
     cells.append(
-        ResultCell("a", "p-eagle", 3, 1, {"output_throughput": 5.0})
+        BenchCell(key=CellKey("a", "p-eagle", 3, 1), output_throughput=5.0)
     )  # b did not measure it
-    found = grids(cells, sets_of(cells))
-    assert list(found) == [OVERALL, "a", "b"] and len(found[OVERALL].cells) == 2
-    best = found[OVERALL].best(1)
-    gain = found[OVERALL].speed_up(best) if best else None
+    by_set = grids_by_set(cells, set_names(cells))
+    assert list(by_set) == [OVERALL, "a", "b"] and len(by_set[OVERALL].cells) == 2
+    best = by_set[OVERALL].best(1)
+    gain = by_set[OVERALL].speedup(best) if best else None
     assert gain is not None and gain.value == pytest.approx(4.0)  # of 2 and 8
 
 
@@ -199,19 +204,20 @@ def test_front() -> None:
         (3, 60.0, 170.0),
         (4, 50.0, 300.0),
     }  # the third is beaten
-    raw = [
-        {"output_throughput": speed, "per_user_throughput": user}
-        for _, user, speed in sorted(points)
-    ]
-    grid = Grid(ResultCell("s", "p-eagle", 7, i + 1, r) for i, r in enumerate(raw))
-    assert [c.concurrency for c in grid.front()] == [1, 2, 4]
+    grid = Grid(
+        BenchCell(
+            key=CellKey("s", "p-eagle", 7, c), output_throughput=speed, per_user_throughput=user
+        )
+        for c, user, speed in points
+    )
+    assert [c.concurrency for c in grid.pareto_front()] == [1, 2, 4]
 
 
 def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
     path = write(tmp_path, result(ks=(3, 7, "auto"), concurrency=(1, 8)))
-    grid = Grid(read_runs(path, print)[0].cells)
-    found = {figure.name: figure for figure in figures(grid)}
-    assert list(found) == [
+    grid = Grid(read_results(path, print)[0].cells)
+    by_name = {figure.name: figure for figure in figures(grid)}
+    assert list(by_name) == [
         "speedup",
         "over-eagle3",
         "pareto",
@@ -220,17 +226,17 @@ def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
         "k-p-eagle",
         "k-eagle3",
     ]
-    labels = [line.label for line in found["speedup"].lines]
+    labels = [line.label for line in by_name["speedup"].lines]
     assert labels == ["P-EAGLE K=3", "P-EAGLE K=7", "P-EAGLE K=auto", "EAGLE-3, best K"]
-    point = found["speedup"].lines[1].points[0]
+    point = by_name["speedup"].lines[1].points[0]
     fast, slow = grid.at("p-eagle", 7, 1), grid.none(1)
     assert (
         fast and slow and point.y == pytest.approx((fast.throughput or 0) / (slow.throughput or 1))
     )
     assert point.low is not None and point.high is not None and point.low < point.y < point.high
-    for figure in found.values():
-        assert all(line.label in figure.words for line in figure.lines) and re.search(
-            r"\d at \d", figure.words
+    for figure in by_name.values():
+        assert all(line.label in figure.description for line in figure.lines) and re.search(
+            r"\d at \d", figure.description
         )
 
 
@@ -246,8 +252,8 @@ def test_verdict_names_winner_and_gain() -> None:
     cells = [tight("none", 0, 1, 10), tight("p-eagle", 7, 1, 24)]
     cells += [tight("none", 0, 32, 100), tight("p-eagle", 7, 32, 80)]
     grid = Grid(cells)
-    told = verdict(grid)
-    assert told == (
+    sentence = verdict(grid)
+    assert sentence == (
         "P-EAGLE K=7 is fastest with 1 at a time: 2.40 times plain decoding;"
         " plain decoding (none) is fastest with 32 at a time."
     )
@@ -256,10 +262,9 @@ def test_verdict_names_winner_and_gain() -> None:
 def test_verdict_tells_each_k() -> None:
     cells = [tight("none", 0, c, 10.0 * c) for c in (1, 2, 4, 8)]
     cells += [tight("p-eagle", 7 if c < 4 else 3, c, 20.0 * c) for c in (1, 2, 4, 8)]
-    told = verdict(Grid(cells))
-    assert (
-        told
-        == "P-EAGLE (K=7 from 1, K=3 from 4) is fastest with 1 to 8 at a time: 2.00 times plain decoding."
+    assert verdict(Grid(cells)) == (
+        "P-EAGLE (K=7 from 1, K=3 from 4) is fastest with 1 to 8 at a time:"
+        " 2.00 times plain decoding."
     )
 
 
@@ -267,39 +272,45 @@ def test_verdict_tells_each_k() -> None:
     ("cells", "words"),
     [
         ([], "Nothing could be measured"),
-        ([made("none", 0, 1, 10)], "nothing to compare"),
-        ([made("p-eagle", 7, 1, 10)], "was not measured, so no speed-up"),
-        ([made("none", 0, 1, 10), made("p-eagle", 7, 2, 10)], "nothing can be compared"),
-        ([made("none", 0, 1, 10), made("p-eagle", 7, 1, 9)], "No speculative method is faster"),
-        ([made("none", 0, 1, 10), made("p-eagle", 7, 1, 20)], "One run a cell"),
+        ([make_cell("none", 0, 1, 10)], "nothing to compare"),
+        ([make_cell("p-eagle", 7, 1, 10)], "was not measured, so no speed-up"),
+        ([make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 2, 10)], "nothing can be compared"),
         (
-            [made("none", 0, 1, 10, (9, 12)), made("p-eagle", 7, 1, 11, (10, 13))],
+            [make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 1, 9)],
+            "No speculative method is faster",
+        ),
+        (
+            [make_cell("none", 0, 1, 10), make_cell("p-eagle", 7, 1, 20)],
+            "One run per cell: the spread is not known.",
+        ),
+        (
+            [make_cell("none", 0, 1, 10, (9, 12)), make_cell("p-eagle", 7, 1, 11, (10, 13))],
             "No clear winner over plain",
         ),
         (
-            [made("none", 0, 1, 10, (9, 12)), made("p-eagle", 7, 1, 9.5, (9, 11))],
+            [make_cell("none", 0, 1, 10, (9, 12)), make_cell("p-eagle", 7, 1, 9.5, (9, 11))],
             "within the spread",
         ),
         (
             [
-                made("none", 0, 1, 5, (5, 5)),
-                made("eagle3", 3, 1, 10, (9, 12)),
-                made("p-eagle", 7, 1, 11, (10, 13)),
+                make_cell("none", 0, 1, 5, (5, 5)),
+                make_cell("eagle3", 3, 1, 10, (9, 12)),
+                make_cell("p-eagle", 7, 1, 11, (10, 13)),
             ],
             "EAGLE-3 and P-EAGLE are level",
         ),
     ],
 )
-def test_verdict_never_overstates(cells: list[ResultCell], words: str) -> None:
+def test_verdict_never_overstates(cells: list[BenchCell], words: str) -> None:
     assert words in verdict(Grid(cells))
 
 
-def test_against_eagle3() -> None:
-    cells = [made("eagle3", 3, 1, 10, (9, 11)), made("p-eagle", 7, 1, 12, (11.5, 13))]
-    cells += [made("eagle3", 3, 8, 10, (9, 11)), made("p-eagle", 7, 8, 10.5, (10, 11))]
-    told = against_eagle3(Grid(cells))
-    assert told and "1.05 to 1.20 times" in told and "overlap with 8 at a time" in told
-    assert against_eagle3(Grid([made("none", 0, 1, 10)])) is None
+def test_eagle3_sentence() -> None:
+    cells = [make_cell("eagle3", 3, 1, 10, (9, 11)), make_cell("p-eagle", 7, 1, 12, (11.5, 13))]
+    cells += [make_cell("eagle3", 3, 8, 10, (9, 11)), make_cell("p-eagle", 7, 8, 10.5, (10, 11))]
+    sentence = eagle3_sentence(Grid(cells))
+    assert sentence and "1.05 to 1.20 times" in sentence and "overlap with 8 at a time" in sentence
+    assert eagle3_sentence(Grid([make_cell("none", 0, 1, 10)])) is None
 
 
 # The page
@@ -317,13 +328,12 @@ class Reader(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.tags.append(tag)
-        self.ids += [found["id"] or ""] if "id" in found else []
-        self.links += [
-            found[name] or "" for name in ("src", "href", "xlink:href", "action") if name in found
-        ]
-        self.bare_headers += tag == "th" and "scope" not in found
+        self.ids += [attributes["id"] or ""] if "id" in attributes else []
+        links = ("src", "href", "xlink:href", "action")
+        self.links += [attributes[name] or "" for name in links if name in attributes]
+        self.bare_headers += tag == "th" and "scope" not in attributes
 
 
 def test_same_results_same_bytes(tmp_path: Path) -> None:
@@ -374,10 +384,10 @@ def test_numbers_on_axes_are_not_rounded() -> None:
     pytest.importorskip("matplotlib")
     points = tuple(Point(x, x / 1000) for x in (1, 2, 3))
     svg, png = draw(Figure("f", "t", "x", "y", (Line("a", "s0", points),)))
-    made = inline(svg, "n", "t & t", "words")
+    inlined = inline_svg(svg, "n", "t & t", "words")
     labels = re.findall(r">([^<>]*\.\d+)</text>", svg)
-    assert png == b"" and labels and re.findall(r">([^<>]*\.\d+)</text>", made) == labels
-    assert "t &amp; t</title>" in made and len(made) < len(svg)
+    assert png == b"" and labels and re.findall(r">([^<>]*\.\d+)</text>", inlined) == labels
+    assert "t &amp; t</title>" in inlined and len(inlined) < len(svg)
 
 
 def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
@@ -392,10 +402,10 @@ def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
         engine="endpoint",
         target={"name": evil},
     )
-    for one in content["cells"]:
-        one |= {"failed": 1, "first_error": evil}
-        one["method"] = evil if one["method"] == "eagle3" else one["method"]
-        one["check"] = {
+    for raw in content["cells"]:
+        raw |= {"failed": 1, "first_error": evil}
+        raw["method"] = evil if raw["method"] == "eagle3" else raw["method"]
+        raw["check"] = {
             "compared": 1,
             "identical": 0,
             "differences": [{"task": evil, "at": evil, "margin": evil}],
@@ -406,14 +416,14 @@ def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
     run("report", tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert Reader(page).tags.count("script") == 1 and "<script>alert" not in page
-    told = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # what is escaped is text
-    assert "<" not in re.sub(r"`[^`]*`", "", told) and "<!--" not in told and "-->" not in told
+    text = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # what is escaped is text
+    assert "<" not in re.sub(r"`[^`]*`", "", text) and "<!--" not in text and "-->" not in text
 
 
 def test_missing_values_are_dashes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     needed = ("set", "method", "k", "concurrency", "output_throughput")
-    bare = [{name: one[name] for name in needed} for one in result()["cells"]]
+    bare = [{name: raw[name] for name in needed} for raw in result()["cells"]]
     odd = [
         cell("humaneval", "p-eagle", 11, 1)
         | dict.fromkeys(cell("a", "none", 0, 1).keys() - set(needed))
@@ -465,7 +475,7 @@ def test_options(tmp_path: Path) -> None:
 
 def test_markdown_marks_the_fastest(tmp_path: Path) -> None:
     write(tmp_path, result(ks=(7,), concurrency=(1, 64)))
-    lines = markdown(machines(read_runs(tmp_path, print))).splitlines()
+    lines = markdown(group_by_machine(read_results(tmp_path, print))).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert (
         len({line.count("|") for line in table}) == 1
@@ -476,18 +486,18 @@ def test_markdown_marks_the_fastest(tmp_path: Path) -> None:
 
 def test_trees_are_told_from_chains(tmp_path: Path) -> None:
     content = result(ks=(7,), concurrency=(1, 8), methods=("none", "p-eagle"))
-    chains = [one for one in content["cells"] if one["method"] == "p-eagle"]
-    faster = [{"tree": 32, "output_throughput": 3 * one["output_throughput"]} for one in chains]
+    chains = [raw for raw in content["cells"] if raw["method"] == "p-eagle"]
+    faster = [{"tree": 32, "output_throughput": 3 * raw["output_throughput"]} for raw in chains]
     trees = [
-        one | more | {"output_throughput_spread": None}
-        for one, more in zip(chains, faster, strict=True)
+        raw | more | {"output_throughput_spread": None}
+        for raw, more in zip(chains, faster, strict=True)
     ]
-    trees = [one | {"output_throughput_runs": [one["output_throughput"]] * 3} for one in trees]
+    trees = [raw | {"output_throughput_runs": [raw["output_throughput"]] * 3} for raw in trees]
     content["cells"] += trees
     content["scores"] += [content["scores"][-1] | {"tree": 32}]
     write(tmp_path / "results", content)
-    [machine] = machines(read_runs(tmp_path / "results", print))
-    grid = grids(machine.cells, sets_of(machine.cells))["humaneval"]
+    [machine] = group_by_machine(read_results(tmp_path / "results", print))
+    grid = grids_by_set(machine.cells, set_names(machine.cells))["humaneval"]
     assert grid.methods == ["none", "p-eagle", "p-eagle tree 32"] and len(grid.cells) == 6
     assert verdict(grid).startswith("P-EAGLE tree 32, K=7 is fastest")
     assert "| `p-eagle` K=7 |" in markdown([machine]) and "| `p-eagle tree 32`, K=7 |" in markdown(
@@ -498,8 +508,8 @@ def test_trees_are_told_from_chains(tmp_path: Path) -> None:
     run("report", tmp_path / "results", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "P-EAGLE tree 32, K=7" in page and "P-EAGLE K=7" in page
-    assert made("p-eagle", 7, 1, 5.0).method == "p-eagle"
-    assert parse_cell(trees[0] | {"tree": "32"}) is None
+    assert make_cell("p-eagle", 7, 1, 5.0).variant == "p-eagle"
+    assert BenchCell.from_json(trees[0] | {"tree": "32"}) is None
 
 
 def luminance(color: str) -> float:
@@ -508,8 +518,8 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, two: str) -> float:
-    low, high = sorted((luminance(one), luminance(two)))
+def contrast(first: str, second: str) -> float:
+    low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -518,7 +528,7 @@ def test_contrast(colors: dict[str, str]) -> None:
     for ground in ("page", "card"):
         for text in ("ink", "muted", "p-eagle"):
             assert contrast(colors[text], colors[ground]) >= 4.5
-        for mark in ("none", "eagle3", *SLOTS):
+        for mark in ("none", "eagle3", *SERIES_COLORS):
             assert contrast(colors[mark], colors[ground]) >= 3
-    assert len({MARKERS[slot] for slot in SLOTS}) == len(SLOTS)
+    assert len({MARKERS[slot] for slot in SERIES_COLORS}) == len(SERIES_COLORS)
     assert len(set(LIGHT.values())) == len(LIGHT) and LIGHT.keys() == DARK.keys()

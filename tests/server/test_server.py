@@ -433,7 +433,7 @@ def test_invocations() -> None:
 
 
 def test_metrics() -> None:
-    from peagle.bench.load.endpoint import parse_metrics
+    from peagle.bench.load.server_metrics import parse_metrics
 
     async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         await ask(client)

@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share: a tiny pair that chats, jobs, and a server that talks like OpenAI's."""
+"""A tiny pair that chats, jobs, and an OpenAI-compatible server, for the tests of benchmarks."""
 
 import json
 import threading
@@ -21,6 +21,8 @@ from peagle.drafter.formats import compact
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.tiny_models import MASK, make_drafter, make_target
+
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 
 def chatty() -> PreTrainedTokenizerFast:
@@ -56,11 +58,11 @@ def tiny_folder(root: Path) -> Path:
 def some_jobs(
     count: int, turns: int = 1, max_tokens: int = 12, ignore_eos: bool = True
 ) -> list[LoadJob]:
-    said = [
+    turns_of_job = [
         tuple(f"w{6 + (7 * i + 3 * t) % 80} w{9 + i} w{30 + t}" for t in range(turns))
         for i in range(count)
     ]
-    return [LoadJob(Task(str(i), said[i]), i, max_tokens, ignore_eos) for i in range(count)]
+    return [LoadJob(Task(str(i), turns_of_job[i]), i, max_tokens, ignore_eos) for i in range(count)]
 
 
 def write_set(path: Path, count: int, turns: int = 1) -> Path:
@@ -73,18 +75,22 @@ def write_set(path: Path, count: int, turns: int = 1) -> Path:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers `words` words in pieces of two. What goes wrong is told by `trouble`."""
+    """Answers `words` words in chunks of two. `failure` names what goes wrong."""
 
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(
-        self, words: int = 6, trouble: str = "", metrics: bool = True, wait: float = 0.0
+        self, words: int = 6, failure: str = "", metrics: bool = True, wait: float = 0.0
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.words, self.trouble, self.metrics, self.wait = words, trouble, metrics, wait
-        self.asked: list[dict[str, Any]] = []
-        self.at_once = self.most = 0
+        self.words = words
+        self.failure = failure
+        self.metrics = metrics
+        self.wait = wait
+        self.requests: list[dict[str, Any]] = []
+        self.concurrent = 0
+        self.max_concurrent = 0
         self.lock = threading.Lock()
 
     @property
@@ -102,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        drafts = len(self.server.asked)
+        drafts = len(self.server.requests)
         if self.path == "/v1/models":
             self.reply(200, json.dumps({"data": [{"id": "served"}]}))
         elif self.path == "/metrics" and self.server.metrics:
@@ -110,8 +116,8 @@ class Handler(BaseHTTPRequestHandler):
                 f'vllm:spec_decode_num_drafts_total{{engine="0"}} {3.0 * drafts}',
                 f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {6.0 * drafts}',
                 f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {3.0 * drafts}',
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {2.0 * drafts}',
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {1.0 * drafts}',
+                f'{PER_POSITION}{{engine="0",position="0"}} {2.0 * drafts}',
+                f'{PER_POSITION}{{engine="0",position="1"}} {1.0 * drafts}',
             ]
             self.reply(200, "# HELP x\n" + "\n".join(lines) + "\n")
         else:
@@ -121,19 +127,19 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
-            server.asked.append(body | {"authorization": self.headers.get("Authorization")})
-            number = len(server.asked)
-            server.at_once += 1
-            server.most = max(server.most, server.at_once)
+            server.requests.append(body | {"authorization": self.headers.get("Authorization")})
+            number = len(server.requests)
+            server.concurrent += 1
+            server.max_concurrent = max(server.max_concurrent, server.concurrent)
         try:
             self.answer(body, number)
         finally:
             with server.lock:
-                server.at_once -= 1
+                server.concurrent -= 1
 
     def answer(self, body: dict[str, Any], number: int) -> None:
-        trouble = self.server.trouble
-        if trouble == "500" or (trouble == "some 500" and number % 2):
+        failure = self.server.failure
+        if failure == "500" or (failure == "some 500" and number % 2):
             return self.reply(500, '{"error": {"message": "out of luck"}}')
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -143,15 +149,15 @@ class Handler(BaseHTTPRequestHandler):
         )
         for i in range(0, self.server.words, 2):
             time.sleep(self.server.wait)
-            if trouble == "dies" and i:
+            if failure == "dies" and i:
                 return None
-            if trouble == "error" and i:
+            if failure == "error" and i:
                 return self.event({"error": {"message": "lost the thread", "code": 500}})
             self.event(
                 {"choices": [{"delta": {"content": f"w{i} w{i + 1} "}, "finish_reason": None}]}
             )
         self.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
-        if trouble != "no usage":
+        if failure != "no usage":
             self.event({"choices": [], "usage": {"completion_tokens": self.server.words}})
         self.wfile.write(b"data: [DONE]\n\n")
         return None
@@ -168,8 +174,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(**how: Any) -> Iterator[Server]:
-    server = Server(**how)
+def serving(**options: Any) -> Iterator[Server]:
+    server = Server(**options)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server

@@ -26,11 +26,12 @@ GPU = {
 
 
 def rates(method: str, k: int, factor: float) -> list[float]:
-    found, left = [], 1.0
+    shares = []
+    share = 1.0
     for i in range(k):
-        left *= min(0.97, RATES[method] * factor - 0.012 * i)
-        found.append(round(left, 4))
-    return found
+        share *= min(0.97, RATES[method] * factor - 0.012 * i)
+        shares.append(round(share, 4))
+    return shares
 
 
 def cell(
@@ -46,10 +47,10 @@ def cell(
         * (1 + (DRAFTING[method](depth) if depth else 0))
     )
     speed = c * length / step * 1000 * 0.97
-    wobble = [1 - noise, 1.0, 1 + noise * (0.5 + (hash_of(set_, method, k, c) % 7) / 10)]
+    wobble = [1 - noise, 1.0, 1 + noise * (0.5 + (digest(set_, method, k, c) % 7) / 10)]
     runs = [round(speed * w, 2) for w in wobble]
     tpot = c * 1000 / speed
-    found = {
+    content = {
         "set": set_,
         "method": method,
         "k": k,
@@ -78,11 +79,11 @@ def cell(
     }
     for what, middle in (("ttft", step * 3 + c), ("tpot", tpot), ("itl", step)):
         for kind, factor in (("mean", 1.0), ("median", 0.96), ("p99", 1.8)):
-            found[f"{kind}_{what}_ms"] = round(middle * factor, 3)
-    return found
+            content[f"{kind}_{what}_ms"] = round(middle * factor, 3)
+    return content
 
 
-def hash_of(*parts: object) -> int:
+def digest(*parts: object) -> int:
     return sum(ord(letter) for letter in "".join(map(str, parts)))
 
 

@@ -1,32 +1,34 @@
-"""The same load on an OpenAI-compatible endpoint: streamed chat completions, one connection a user.
+"""EndpointRunner: the same load on an OpenAI-compatible server, with streamed chat completions.
 
-An endpoint that fails does not end a run: every failed request is counted, with what it said. How drafts fared is read
-from /metrics before and after, where there are vLLM's counters.
+A failing server does not end a run: every failed request is counted, with its error. Acceptance is
+read from /metrics before and after the run, where the server exports vLLM's counters.
 """
 
 import asyncio
-import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 import httpx
 
-from peagle.bench.load.jobs import LoadJob, RequestRecord, Seen, shortened
+from peagle.bench.load.jobs import LoadJob, OnRequest, warmup_jobs
+from peagle.bench.load.server_metrics import parse_metrics
+from peagle.bench.load.sse import read_events
 from peagle.errors import UserError
-from peagle.results.cell import CellKey, CellRun, SpecCounters
+from peagle.results.cell_run import CellRun
+from peagle.results.key import CellKey
+from peagle.results.request_record import RequestRecord
+from peagle.results.spec_counters import SpecCounters
 
-CONNECT, READ = 20.0, 600.0  # seconds without a connection, without a byte
-COUNTER = re.compile(
-    r"^vllm:spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+-]+)\s*$", re.MULTILINE
-)
-POSITION = re.compile(r'position="(\d+)"')
+CONNECT_TIMEOUT = 20.0  # seconds
+READ_TIMEOUT = 600.0  # seconds without a byte
+MAX_ERROR_CHARACTERS = 200
+MALFORMED_ANSWER = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 class EndpointDown(Exception):
-    """Nobody answers at all."""
+    """The server does not answer."""
 
 
 class EndpointRunner:
@@ -34,88 +36,94 @@ class EndpointRunner:
         self,
         url: str,
         model: str | None,
-        key: str | None,
+        api_key: str | None,
         temperature: float,
         warmup: int,
-        read: float = READ,
+        read_timeout: float = READ_TIMEOUT,
     ) -> None:
-        self.chat, self.models, self.metrics = urls_of(url)
-        self.temperature, self.warmup = temperature, warmup
-        self.guessed = 0  # answers whose tokens the server did not count
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.timeout = httpx.Timeout(read, connect=CONNECT)
+        self.chat_url, self.models_url, self.metrics_url = endpoint_urls(url)
+        self.temperature = temperature
+        self.warmup = warmup
+        self.uncounted_answers = 0  # answers without `usage`: their chunks are counted as tokens
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.timeout = httpx.Timeout(read_timeout, connect=CONNECT_TIMEOUT)
         self.model = model if model is not None else self.find_model()
 
     def find_model(self) -> str:
-        """The first one that is served; none is named where the endpoint does not tell."""
+        """The first model that is served; an empty name where the server does not list any."""
         try:
-            reply = httpx.get(self.models, headers=self.headers, timeout=CONNECT)
+            reply = httpx.get(self.models_url, headers=self.headers, timeout=CONNECT_TIMEOUT)
             return str(reply.json()["data"][0]["id"]) if reply.status_code == 200 else ""
         except httpx.TransportError as error:
             raise EndpointDown(
-                f"no answer from {self.models} ({said(error)}): start it, or correct --endpoint"
+                f"no answer from {self.models_url} ({describe_error(error)}):"
+                " start the server, or correct `endpoint`"
             ) from error
         except httpx.InvalidURL as error:
-            raise UserError(f"cannot ask {self.models}: {error}") from error
+            raise UserError(f"{self.models_url} is not a valid URL: {error}") from error
         except (ValueError, KeyError, IndexError, TypeError):
             return ""
 
-    def run(self, key: CellKey, jobs: Sequence[LoadJob], seen: Seen) -> CellRun:
-        return asyncio.run(self._run(key, jobs, seen))
+    def run(self, key: CellKey, jobs: Sequence[LoadJob], on_request: OnRequest) -> CellRun:
+        return asyncio.run(self._run(key, jobs, on_request))
 
     def close(self) -> None:
         pass
 
-    async def _run(self, key: CellKey, jobs: Sequence[LoadJob], seen: Seen) -> CellRun:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=key.concurrency)
+    async def _run(self, key: CellKey, jobs: Sequence[LoadJob], on_request: OnRequest) -> CellRun:
+        users = key.concurrency
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=users)
         async with httpx.AsyncClient(
             headers=self.headers, timeout=self.timeout, limits=limits
         ) as client:
-            await self._drive(
-                client, shortened(jobs, key.concurrency, self.warmup), key.concurrency, lambda: None
-            )
-            before = await self._spec(client)
-            started = time.perf_counter()
-            records = await self._drive(client, jobs, key.concurrency, seen)
-            ended = max(
+            await self._drive(client, warmup_jobs(jobs, users, self.warmup), users, lambda: None)
+            before = await self._read_counters(client)
+            start = time.perf_counter()
+            records = await self._drive(client, jobs, users, on_request)
+            end = max(
                 (record.arrivals[-1] for record in records if record.arrivals),
                 default=time.perf_counter(),
             )
-            after = await self._spec(client)
+            after = await self._read_counters(client)
         spec = after.minus(before) if after is not None and before is not None else None
-        return CellRun(
-            records, ended - started, spec=spec if spec is not None and spec.drafts else None
-        )
+        return CellRun(records, end - start, spec=spec if spec and spec.drafts else None)
 
     async def _drive(
-        self, client: httpx.AsyncClient, jobs: Sequence[LoadJob], users: int, seen: Seen
+        self,
+        client: httpx.AsyncClient,
+        jobs: Sequence[LoadJob],
+        users: int,
+        on_request: OnRequest,
     ) -> list[RequestRecord]:
         records: list[RequestRecord] = []
-        left = iter(jobs)
+        queue = iter(jobs)  # shared: every user takes the next job
         await asyncio.gather(
-            *(self._user(client, left, records, seen) for _ in range(min(users, len(jobs))))
+            *(
+                self._run_user(client, queue, records, on_request)
+                for _ in range(min(users, len(jobs)))
+            )
         )
         return records
 
-    async def _user(
+    async def _run_user(
         self,
         client: httpx.AsyncClient,
-        left: Iterator[LoadJob],
+        queue: Iterator[LoadJob],
         records: list[RequestRecord],
-        seen: Seen,
+        on_request: OnRequest,
     ) -> None:
-        for job in left:  # shared: each takes the next
+        for job in queue:
             answers: list[str] = []
             for turn in range(len(job.task.turns)):
                 record = RequestRecord(job.task.id, turn, time.perf_counter())
                 records.append(record)
-                await self._ask(client, job, answers, record)
-                seen()
+                await self._send(client, job, answers, record)
+                on_request()
                 if record.error is not None:
                     break
                 answers.append(record.text)
 
-    async def _ask(
+    async def _send(
         self, client: httpx.AsyncClient, job: LoadJob, answers: list[str], record: RequestRecord
     ) -> None:
         body = {
@@ -129,106 +137,68 @@ class EndpointRunner:
         } | ({"ignore_eos": True, "min_tokens": job.max_tokens} if job.ignore_eos else {})
         record.start = time.perf_counter()
         try:
-            async with client.stream("POST", self.chat, json=body) as reply:
+            async with client.stream("POST", self.chat_url, json=body) as reply:
                 if reply.status_code != 200:
                     text = (await reply.aread()).decode(errors="replace")
-                    record.error = f"HTTP {reply.status_code}: {' '.join(text.split())[:200]}"
+                    summary = " ".join(text.split())[:MAX_ERROR_CHARACTERS]
+                    record.error = f"HTTP {reply.status_code}: {summary}"
                     return
-                await self._read(reply, record)
+                await self._receive(reply, record)
         except httpx.InvalidURL as error:
-            raise UserError(f"cannot ask {self.chat}: {error}") from error
-        except (
-            httpx.HTTPError,
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-        ) as error:
-            record.error = said(error)
+            raise UserError(f"{self.chat_url} is not a valid URL: {error}") from error
+        except (httpx.HTTPError, *MALFORMED_ANSWER) as error:
+            record.error = describe_error(error)
 
-    async def _read(self, reply: httpx.Response, record: RequestRecord) -> None:
-        pieces, ended, told = 0, False, None
-        async for event in events(reply):
-            if event.get("error"):
-                error = event["error"]
-                record.error = str(error.get("message") if isinstance(error, dict) else error)[:200]
+    async def _receive(self, reply: httpx.Response, record: RequestRecord) -> None:
+        chunks = 0
+        finished = False
+        completion_tokens = None
+        async for event in read_events(reply):
+            if error := event.get("error"):
+                message = error.get("message") if isinstance(error, dict) else error
+                record.error = str(message)[:MAX_ERROR_CHARACTERS]
                 return
             if event.get("usage"):
-                told = event["usage"].get("completion_tokens")
+                completion_tokens = event["usage"].get("completion_tokens")
             for choice in event.get("choices") or []:
                 delta = choice.get("delta") or {}
                 text = delta.get("content") or ""
                 if text or delta.get("reasoning_content") or delta.get("reasoning"):
                     record.arrivals.append(time.perf_counter())
                     record.text += text
-                    pieces += 1
-                ended = ended or choice.get("finish_reason") is not None
-        if not ended:
+                    chunks += 1
+                finished = finished or choice.get("finish_reason") is not None
+        if not finished:
             record.error = "the stream broke off before the answer ended"
             return
-        record.tokens = int(told) if told is not None else pieces
-        self.guessed += told is None
-        if not record.arrivals:  # an answer without text: it came all the same
+        record.tokens = int(completion_tokens) if completion_tokens is not None else chunks
+        self.uncounted_answers += completion_tokens is None
+        if not record.arrivals:  # an answer without text is still an answer
             record.arrivals.append(time.perf_counter())
 
-    async def _spec(self, client: httpx.AsyncClient) -> SpecCounters | None:
+    async def _read_counters(self, client: httpx.AsyncClient) -> SpecCounters | None:
         try:
-            reply = await client.get(self.metrics, timeout=CONNECT)
+            reply = await client.get(self.metrics_url, timeout=CONNECT_TIMEOUT)
         except httpx.HTTPError:
             return None
         return parse_metrics(reply.text) if reply.status_code == 200 else None
 
 
-async def events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
-    async for line in reply.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        event = json.loads(data)
-        if not isinstance(event, dict):
-            raise ValueError(f"an event is an object, not {data[:50]!r}")
-        yield event
+def endpoint_urls(url: str) -> tuple[str, str, str]:
+    """The URLs of chat completions, models and metrics.
 
-
-def parse_metrics(text: str) -> SpecCounters | None:
-    """vLLM's counters, of all its engines together. None: there are none."""
-    spec, found = SpecCounters(), False
-    at: dict[int, int] = {}
-    for name, labels, value in COUNTER.findall(text):
-        count = int(float(value))
-        if name == "drafts":
-            spec.drafts, found = spec.drafts + count, True
-        elif name == "draft_tokens":
-            spec.draft_tokens += count
-        elif name == "accepted_tokens":
-            spec.accepted += count
-        elif name == "accepted_tokens_per_pos" and (position := POSITION.search(labels)):
-            at[int(position[1])] = at.get(int(position[1]), 0) + count
-    if not found:
-        return None
-    spec.accepted_at = [at.get(i, 0) for i in range(max(at) + 1)] if at else []
-    spec.tried_at = [spec.drafts] * len(spec.accepted_at)
-    return spec
-
-
-def urls_of(url: str) -> tuple[str, str, str]:
-    """Chat completions, models, metrics: from http://host:8000, .../v1 or .../v1/chat/completions."""
+    Accepts http://host:8000, http://host:8000/v1 and http://host:8000/v1/chat/completions.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"--endpoint {url!r} is no URL: write it like http://localhost:8000/v1")
+        raise UserError(f"`endpoint` {url!r} is not a URL: write it like http://localhost:8000/v1")
     base = url.split("?")[0].rstrip("/").removesuffix("/chat/completions")
-    base = (
-        base
-        if re.search(r"/v\d+$", base) or url.rstrip("/").endswith("/chat/completions")
-        else f"{base}/v1"
-    )
+    if not re.search(r"/v\d+$", base) and not url.rstrip("/").endswith("/chat/completions"):
+        base = f"{base}/v1"
     root = re.sub(r"/v\d+$", "", base)
     return f"{base}/chat/completions", f"{base}/models", f"{root}/metrics"
 
 
-def said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200] if str(error) else type(error).__name__
+def describe_error(error: Exception) -> str:
+    name = type(error).__name__
+    return f"{name}: {error}"[:MAX_ERROR_CHARACTERS] if str(error) else name

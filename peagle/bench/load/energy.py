@@ -1,4 +1,4 @@
-"""Joules a GPU has used, by its driver's own counter (NVML). Nothing where there is none."""
+"""EnergyMeter: the joules that a GPU has used, from the counter of its driver (NVML)."""
 
 import ctypes
 from contextlib import suppress
@@ -8,6 +8,8 @@ import torch
 
 
 class EnergyMeter:
+    """Reads nothing on a CPU, and on a GPU whose driver has no such counter."""
+
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None
         self._handle = ctypes.c_void_p()
@@ -16,24 +18,23 @@ class EnergyMeter:
                 self._open(device)
 
     def _open(self, device: torch.device) -> None:
-        """By the GPU's UUID: the driver and CUDA count devices differently."""
+        """Find the GPU by its UUID: the driver and CUDA number devices differently."""
         nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        if (
-            nvml.nvmlInit_v2() == 0
-            and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._handle)) == 0
-        ):
+        if nvml.nvmlInit_v2() != 0:
+            return
+        if nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._handle)) == 0:
             self._nvml = nvml
 
     def joules(self) -> float | None:
-        """Since the driver was loaded: take the difference of two."""
+        """Energy since the driver was loaded. Take the difference of two readings."""
         if self._nvml is None:
             return None
-        used = ctypes.c_ulonglong()
-        with suppress(AttributeError):  # a driver that is too old
-            if (
-                self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(used))
-                == 0
-            ):
-                return used.value / 1000
+        millijoules = ctypes.c_ulonglong()
+        with suppress(AttributeError):  # an old driver does not have the function
+            status = self._nvml.nvmlDeviceGetTotalEnergyConsumption(
+                self._handle, ctypes.byref(millijoules)
+            )
+            if status == 0:
+                return millijoules.value / 1000
         return None

@@ -1,4 +1,4 @@
-"""Engines for every method and form, kept as long as memory allows."""
+"""EnginePool: an engine for every method and draft form, kept as long as memory allows."""
 
 import gc
 import os
@@ -6,84 +6,93 @@ from collections import OrderedDict
 
 import torch
 
-from peagle.core import Method
+from peagle.core import parse_method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.step.stepper_size import kv_shapes
 from peagle.loaded import LoadedPair
 
-SHARE = 0.6  # of the free memory may be taken by engines
-SLACK = 128  # positions beside a request's own: the largest tree, twice
+ENGINE_MEMORY_FRACTION = 0.6  # of the free memory
+EXTRA_POSITIONS = 128  # beside a request's own: the largest tree, twice
+UNKNOWN_FREE_BYTES = 8 << 30
+
+EngineKey = tuple[str, int | str, int]  # method, K, tree nodes
 
 
 class EnginePool:
-    """Engines by method, K and nodes; the one not used for longest goes when the next does not fit beside it."""
+    """Engines by method, K and tree nodes.
+
+    The least recently used one is closed when the next does not fit beside it.
+    """
 
     def __init__(
-        self, loaded: LoadedPair, batch: int, longest: int, tokens: int, exact: bool
+        self, loaded: LoadedPair, max_batch: int, max_length: int, kv_tokens: int, exact: bool
     ) -> None:
-        self.loaded, self.batch, self.longest, self.exact = loaded, batch, longest, exact
-        self.tokens = tokens
-        self.engines: OrderedDict[tuple[str, int | str, int], Engine] = OrderedDict()
-        self.bytes: dict[tuple[str, int | str, int], int] = {}
-        self.budget = int(SHARE * free_memory(loaded.target.device))
+        self.loaded = loaded
+        self.max_batch = max_batch
+        self.max_length = max_length  # positions of the longest request
+        self.kv_tokens = kv_tokens  # positions of all requests of a batch
+        self.exact = exact
+        self.engines: OrderedDict[EngineKey, Engine] = OrderedDict()
+        self.engine_bytes: dict[EngineKey, int] = {}
+        self.budget_bytes = int(ENGINE_MEMORY_FRACTION * free_bytes(loaded.target.device))
 
     def engine(self, method: str, k: int | str, tree: int = 0) -> Engine:
-        name = (method, k, tree)
-        if name not in self.engines:
-            self._make_room(self._estimate(method))
-            before = allocated(self.loaded.target.device)
-            self.engines[name] = engine = self._build(method, k, tree)
+        key = (method, k, tree)
+        if key not in self.engines:
+            self._free(self._estimate_bytes(method))
+            before = allocated_bytes(self.loaded.target.device)
+            self.engines[key] = engine = self._build(method, k, tree)
             engine.warm_up()
-            taken = allocated(self.loaded.target.device) - before
-            self.bytes[name] = taken or self._estimate(method)
-        self.engines.move_to_end(name)
-        return self.engines[name]
+            allocated = allocated_bytes(self.loaded.target.device) - before
+            self.engine_bytes[key] = allocated or self._estimate_bytes(method)
+        self.engines.move_to_end(key)
+        return self.engines[key]
 
-    def memory(self, engine: Engine) -> int:
-        """The most that was allocated, without the engines that wait their turn."""
-        others = sum(self.bytes[name] for name, one in self.engines.items() if one is not engine)
+    def peak_memory(self, engine: Engine) -> int:
+        """The peak of the allocated bytes, without those of the other engines of the pool."""
+        others = sum(
+            self.engine_bytes[key] for key, other in self.engines.items() if other is not engine
+        )
         return int(torch.cuda.max_memory_allocated(self.loaded.target.device)) - others
 
     def close(self) -> None:
-        self._make_room(self.budget)
+        self._free(self.budget_bytes)
 
     def _build(self, method: str, k: int | str, tree: int) -> Engine:
-        each = self._each(method)
-        tokens = max(self.longest + SLACK, min(self.tokens, self.budget // each))
-        slack = 2 * k if isinstance(k, int) and not tree else SLACK
+        affordable = self.budget_bytes // self._position_bytes(method)
+        extra = 2 * k if isinstance(k, int) and not tree else EXTRA_POSITIONS
         config = EngineConfig(
             method=method,
             k=k or "auto",
             tree=tree,
-            max_batch=self.batch,
-            context=min(self.loaded.target.context, self.longest + slack),
-            kv_tokens=tokens,
-            max_queue=max(1024, self.batch),
+            max_batch=self.max_batch,
+            context=min(self.loaded.target.context, self.max_length + extra),
+            kv_tokens=max(self.max_length + EXTRA_POSITIONS, min(self.kv_tokens, affordable)),
+            max_queue=max(1024, self.max_batch),
             exact=self.exact,
             prefix_caching=False,
             thread=False,
         )
         return Engine(self.loaded, config)
 
-    def _each(self, method: str) -> int:
-        """Bytes of a position."""
-        chosen: Method | None = None if method == "none" else method  # type: ignore[assignment]
-        drafter = None if chosen is None else self.loaded.drafter(chosen)
+    def _position_bytes(self, method: str) -> int:
+        """Bytes of the keys and values of one position."""
+        drafter = None if method == "none" else self.loaded.drafter(parse_method(method))
         return sum(shape.bytes for shape in kv_shapes(self.loaded.target, drafter))
 
-    def _estimate(self, method: str) -> int:
-        """Keys and values; on a CPU in half precision also the matrices, laid out anew (engine/weight.py)."""
+    def _estimate_bytes(self, method: str) -> int:
+        """Keys and values; on a CPU in half precision also the repacked weight matrices."""
         target = self.loaded.target
-        copied = target.device.type == "cpu" and target.dtype != torch.float32
-        weights = (
-            sum(p.numel() * p.element_size() for p in target.model.parameters()) if copied else 0
-        )
-        return min(self.tokens * self._each(method), self.budget) + weights
+        kv_bytes = min(self.kv_tokens * self._position_bytes(method), self.budget_bytes)
+        if target.device.type != "cpu" or target.dtype == torch.float32:
+            return kv_bytes
+        return kv_bytes + sum(p.numel() * p.element_size() for p in target.model.parameters())
 
-    def _make_room(self, needed: int) -> None:
-        while self.engines and sum(self.bytes.values()) + needed > self.budget:
-            name, engine = self.engines.popitem(last=False)
-            del self.bytes[name]
+    def _free(self, needed_bytes: int) -> None:
+        """Close engines until this many bytes fit into the budget."""
+        while self.engines and sum(self.engine_bytes.values()) + needed_bytes > self.budget_bytes:
+            key, engine = self.engines.popitem(last=False)
+            del self.engine_bytes[key]
             engine.close()
             del engine
             gc.collect()
@@ -91,14 +100,14 @@ class EnginePool:
                 torch.cuda.empty_cache()
 
 
-def allocated(device: torch.device) -> int:
+def allocated_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
-def free_memory(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
-        return 8 << 30
+        return UNKNOWN_FREE_BYTES

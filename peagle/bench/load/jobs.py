@@ -1,16 +1,17 @@
-"""The load: so many users, each sends a request, waits for its answer, and sends the next.
+"""LoadJob: one conversation of a closed-loop load.
 
-A job is one conversation. Its turns are requests of the same user one after the other, each with the model's own
-answers before it. Every cell gets the same jobs, in the same order, with the same seeds.
+Each of N users sends a request, waits for its answer, and sends the next. The turns of a job are
+requests of the same user, each with the model's own answers to the turns before it. Every cell gets
+the same jobs, in the same order, with the same seeds.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from peagle.data.bench import TURN_SEEDS, Task
 
 Messages = list[dict[str, str]]
-Seen = Callable[[], None]  # called after every request
+OnRequest = Callable[[], None]  # called after every request
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,60 +22,43 @@ class LoadJob:
     ignore_eos: bool = False
 
     def messages(self, answers: Sequence[str]) -> Messages:
-        """What is sent for the turn after these answers."""
-        said: Messages = (
-            [] if self.task.system is None else [{"role": "system", "content": self.task.system}]
-        )
+        """The chat messages of the turn after these answers."""
+        system = self.task.system
+        messages: Messages = [] if system is None else [{"role": "system", "content": system}]
         for turn, answer in zip(self.task.turns, answers, strict=False):
-            said += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-        return [*said, {"role": "user", "content": self.task.turns[len(answers)]}]
+            messages.append({"role": "user", "content": turn})
+            messages.append({"role": "assistant", "content": answer})
+        return [*messages, {"role": "user", "content": self.task.turns[len(answers)]}]
 
     def turn_seed(self, turn: int) -> int:
         return self.seed + TURN_SEEDS * turn
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """One request: when it was sent, when its pieces came (seconds), what they said."""
-
-    task: str
-    turn: int
-    start: float
-    arrivals: list[float] = field(default_factory=list)
-    tokens: int = 0
-    ids: list[int] = field(default_factory=list)  # where token ids are told
-    text: str = ""
-    error: str | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self.arrivals[-1] - self.start if self.arrivals else 0.0
-
-
-def jobs_of(
+def make_jobs(
     tasks: Sequence[Task],
     max_tokens: int,
     seed: int,
     ignore_eos: bool = False,
     lengths: Sequence[int] | None = None,
 ) -> list[LoadJob]:
-    """`lengths`: answers of exactly so many tokens, whatever the model says."""
+    """One job for each task. `lengths` forces the number of tokens of each answer."""
     if lengths is None:
         return [LoadJob(task, seed + i, max_tokens, ignore_eos) for i, task in enumerate(tasks)]
     return [
-        LoadJob(task, seed + i, length, True)
+        LoadJob(task, seed + i, length, ignore_eos=True)
         for i, (task, length) in enumerate(zip(tasks, lengths, strict=True))
     ]
 
 
-def shortened(jobs: Sequence[LoadJob], count: int, tokens: int) -> list[LoadJob]:
-    """For warming up: one turn each, a few tokens; over again where there are fewer than wanted."""
-    picked = [jobs[i % len(jobs)] for i in range(count)] if tokens else []
+def warmup_jobs(jobs: Sequence[LoadJob], count: int, tokens: int) -> list[LoadJob]:
+    """`count` jobs of one turn and at most `tokens` tokens; jobs repeat where there are fewer."""
+    if not tokens:
+        return []
     return [
         replace(
             job,
             task=replace(job.task, turns=job.task.turns[:1]),
             max_tokens=min(tokens, job.max_tokens),
         )
-        for job in picked
+        for job in (jobs[i % len(jobs)] for i in range(count))
     ]

@@ -1,8 +1,19 @@
-"""What an engine did between two moments: its counters, and the time of a step's two halves."""
+"""Counters of an engine between two moments, and the time of the two halves of its steps."""
+
+from dataclasses import dataclass
 
 from peagle.engine.metrics import Metrics
 from peagle.engine.step.step_output import StepRecord
-from peagle.results.cell import SpecCounters
+from peagle.results.spec_counters import SpecCounters
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounters:
+    """The steps between two snapshots."""
+
+    spec: SpecCounters
+    step_ms: float | None  # the mean; None without steps
+    k_steps: dict[int, int]  # drafted tokens -> number of steps
 
 
 class CounterSnapshot:
@@ -16,27 +27,18 @@ class CounterSnapshot:
             list(metrics.drafted_at),
             list(metrics.accepted_at),
         )
-        self.steps, self.seconds, self.k_steps = (
-            metrics.steps,
-            metrics.step_seconds,
-            metrics.k_steps.copy(),
-        )
+        self.steps = metrics.steps
+        self.seconds = metrics.step_seconds
+        self.k_steps = metrics.k_steps.copy()
 
-    def minus(self, before: "CounterSnapshot") -> "Steps":
-        return Steps(
+    def minus(self, before: "CounterSnapshot") -> StepCounters:
+        steps = self.steps - before.steps
+        seconds = self.seconds - before.seconds
+        return StepCounters(
             self.spec.minus(before.spec),
-            self.steps - before.steps,
-            self.seconds - before.seconds,
+            1000 * seconds / steps if steps else None,
             dict(self.k_steps - before.k_steps),
         )
-
-
-class Steps:
-    def __init__(
-        self, spec: SpecCounters, steps: int, seconds: float, k_steps: dict[int, int]
-    ) -> None:
-        self.spec, self.k_steps = spec, k_steps
-        self.step_ms = 1000 * seconds / steps if steps else None
 
 
 class StepTimings:

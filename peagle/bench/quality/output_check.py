@@ -1,98 +1,108 @@
-"""The output check: greedy answers with drafts must be those without.
+"""The output check: greedy answers with drafts must equal those without.
 
-Where they are not, the first token that differs is told, and by what margin the target preferred one of the two there:
-the gap of their log-probabilities in one pass over the common beginning. Rounding flips near ties: in bfloat16,
-where logits are 0.125 or 0.25 apart, by up to a few such steps; in float32 a few thousandths would be a fault. A later
-turn is compared only where the answers before it were the same.
+Where they do not, the first token that differs is recorded, and the margin by which the target
+preferred one of the two: the gap of their log-probabilities in one pass over the common prefix.
+Rounding flips near ties: in bfloat16, where logits are 0.125 or 0.25 apart, by up to a few such
+steps; in float32 a few thousandths would be a bug. A later turn is compared only where the answers
+before it were identical.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 
-from peagle.bench.load.jobs import LoadJob, RequestRecord
+from peagle.bench.load.jobs import LoadJob
 from peagle.loaded import LoadedPair
-from peagle.results.cell import CellKey
+from peagle.results.key import CellKey
+from peagle.results.quality import AnswerDifference, OutputCheck
+from peagle.results.request_record import RequestRecord
 
-KEPT = 20  # differences told of a cell
+MAX_DIFFERENCES = 20  # recorded for a cell
 
-Said = Sequence[int] | str  # an answer: token ids; or text, where an endpoint tells no ids
-Margin = Callable[
-    [str, list[str], Said, Any, Any], float | None
-]  # task, answers before, common beginning, the two
+Answer = Sequence[int] | str  # token ids, or text where an endpoint reports no ids
+# Arguments: task, answers to the turns before, common prefix, next token of either answer.
+Margin = Callable[[str, list[str], Answer, Answer, Answer], float | None]
 
 
-def check(
-    mine: Iterable[RequestRecord], base: Iterable[RequestRecord], margin: Margin
-) -> dict[str, Any]:
-    known = {(record.task, record.turn): record for record in base}
-    answers: dict[str, list[str]] = {}
-    compared, differences = 0, list[dict[str, Any]]()
-    for record in sorted(mine, key=lambda record: record.turn):
-        other = known.get((record.task, record.turn))
-        before = answers.setdefault(record.task, [])
-        if other is None or len(before) < record.turn:
+def check_answers(
+    records: Iterable[RequestRecord], baseline: Iterable[RequestRecord], margin: Margin
+) -> OutputCheck:
+    baseline_by_turn = {(record.task, record.turn): record for record in baseline}
+    identical_answers: dict[str, list[str]] = {}  # by task, up to the first difference
+    compared = 0
+    different = 0
+    differences: list[AnswerDifference] = []
+    for record in sorted(records, key=lambda record: record.turn):
+        expected = baseline_by_turn.get((record.task, record.turn))
+        earlier = identical_answers.setdefault(record.task, [])
+        if expected is None or len(earlier) < record.turn:
             continue
         compared += 1
-        at = first_difference(said(record, other), said(other, record))
-        if at is None:
-            before.append(record.text)
+        answer, expected_answer = comparable(record, expected)
+        position = first_difference(answer, expected_answer)
+        if position is None:
+            earlier.append(record.text)
             continue
-        told = {"task": record.task, "turn": record.turn, "at": at, "margin": None}
-        if len(differences) < KEPT:
-            a, b = said(record, other), said(other, record)
-            told["margin"] = margin(record.task, before, a[:at], a[at : at + 1], b[at : at + 1])
-        differences.append(told)
-    return {
-        "compared": compared,
-        "identical": compared - len(differences),
-        "differences": differences[:KEPT],
-    }
+        different += 1
+        if len(differences) < MAX_DIFFERENCES:
+            gap = margin(
+                record.task,
+                earlier,
+                answer[:position],
+                answer[position : position + 1],
+                expected_answer[position : position + 1],
+            )
+            differences.append(AnswerDifference(record.task, record.turn, position, gap))
+    return OutputCheck(compared, compared - different, tuple(differences))
 
 
-def said(record: RequestRecord, other: RequestRecord) -> Said:
-    return record.ids if record.ids and other.ids else record.text
+def comparable(record: RequestRecord, other: RequestRecord) -> tuple[Answer, Answer]:
+    """Token ids where both have them, else texts."""
+    if record.ids and other.ids:
+        return record.ids, other.ids
+    return record.text, other.text
 
 
-def first_difference(a: Said, b: Said) -> int | None:
+def first_difference(a: Answer, b: Answer) -> int | None:
     return next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
 
 
-def baseline(
+def baseline_answers(
     key: CellKey, answers: Mapping[CellKey, list[RequestRecord]]
 ) -> list[RequestRecord] | None:
-    """`none`'s answers to the same set: at the same concurrency, else at the lowest there is."""
-    same = [other for other in answers if other.set == key.set and other.method == "none"]
-    if not same:
+    """The answers of `none` to the same set: at the same concurrency, else at the lowest one."""
+    candidates = [other for other in answers if other.set == key.set and other.method == "none"]
+    if not candidates:
         return None
-    return answers[
-        min(same, key=lambda other: (other.concurrency != key.concurrency, other.concurrency))
-    ]
+    nearest = min(
+        candidates,
+        key=lambda other: (other.concurrency != key.concurrency, other.concurrency),
+    )
+    return answers[nearest]
 
 
 def target_margin(loaded: LoadedPair, jobs: Sequence[LoadJob]) -> Margin:
-    """Asks the target itself; the same question once."""
-    by_task = {job.task.id: job for job in jobs}
-    known: dict[tuple[Any, ...], float | None] = {}
+    """A Margin that runs the target, once for each question."""
+    job_by_task = {job.task.id: job for job in jobs}
+    cache: dict[tuple[str | int, ...], float | None] = {}
 
     @torch.inference_mode()
-    def margin(task: str, before: list[str], beginning: Said, a: Any, b: Any) -> float | None:
-        if len(a) != 1 or len(b) != 1 or isinstance(beginning, str):
+    def margin(task: str, earlier: list[str], prefix: Answer, a: Answer, b: Answer) -> float | None:
+        if len(a) != 1 or len(b) != 1 or isinstance(prefix, str):
             return None
-        question = (task, *beginning, a[0], b[0])
-        if question not in known:
-            ids = loaded.encode(by_task[task].messages(before)) + list(beginning)
-            logits = loaded.target.forward(
-                torch.tensor(ids, device=loaded.target.device), keep=1
-            ).logits[-1]
+        question = (task, *prefix, a[0], b[0])
+        if question not in cache:
+            ids = loaded.encode(job_by_task[task].messages(earlier)) + list(prefix)
+            tokens = torch.tensor(ids, device=loaded.target.device)
+            logits = loaded.target.forward(tokens, keep=1).logits[-1]
             logprobs = logits.float().log_softmax(-1)
-            known[question] = round(float((logprobs[a[0]] - logprobs[b[0]]).abs()), 6)
-        return known[question]
+            gap = (logprobs[int(a[0])] - logprobs[int(b[0])]).abs()
+            cache[question] = round(float(gap), 6)
+        return cache[question]
 
     return margin
 
 
-def no_margin(*_: Any) -> None:
+def no_margin(*_: object) -> None:
     return None

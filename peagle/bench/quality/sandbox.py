@@ -1,8 +1,9 @@
-"""Runs a program that a model wrote: in a process of its own, without network, with limits on everything.
+"""Runs a program that a model wrote: in its own process, without network, with limits.
 
-The child (sandboxed.py) sets its own limits before it runs a line of the program; here are the wall clock, an empty
-folder to work in, an empty environment, and the verdict. A program passes if it came to its end, which is told by a
-word that is chosen anew each time: no program says it by accident.
+The child (sandbox_child.py) sets its limits before it runs a line of the program. This side adds a
+wall-clock timeout, an empty working folder and an empty environment, and decides the verdict. A
+program passes if it runs to its end, which the child reports with a random token: no program prints
+it by accident.
 """
 
 import os
@@ -14,16 +15,19 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-SECONDS = 20.0  # by the wall clock; 10 of the processor, see sandboxed.py
+TIMEOUT_SECONDS = 20.0  # wall clock; sandbox_child.py limits the CPU time to 10 s
 CHILD = Path(__file__).with_name("sandbox_child.py")
+ALL_BARRIERS = "namespace,hook"
 
 
-def passes(program: str, seconds: float = SECONDS, walls: str = "namespace,hook") -> bool:
-    """Whether the program runs to its end. `walls`: against the network; fewer only to test each by itself."""
-    word = secrets.token_hex(16)
+def passes(
+    program: str, seconds: float = TIMEOUT_SECONDS, network_barriers: str = ALL_BARRIERS
+) -> bool:
+    """Whether the program runs to its end. Tests name fewer barriers to test each by itself."""
+    token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="peagle-sandbox-") as folder:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(CHILD), word, walls],
+            [sys.executable, "-I", "-S", str(CHILD), token, network_barriers],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -32,7 +36,7 @@ def passes(program: str, seconds: float = SECONDS, walls: str = "namespace,hook"
             start_new_session=True,
         )
         try:
-            told, _ = child.communicate(program.encode("utf-8", "replace"), timeout=seconds)
+            output, _ = child.communicate(program.encode("utf-8", "replace"), timeout=seconds)
         except subprocess.TimeoutExpired:
             return False
         finally:
@@ -42,4 +46,4 @@ def passes(program: str, seconds: float = SECONDS, walls: str = "namespace,hook"
             child.wait()
             if child.stdout is not None:
                 child.stdout.close()
-    return child.returncode == 0 and told.decode(errors="replace") == word
+    return child.returncode == 0 and output.decode(errors="replace") == token

@@ -1,12 +1,15 @@
-"""The child of sandbox.py: walls first, then the program from standard input. Only the standard library is there.
+"""The child of sandbox.py: sets up the barriers, then runs the program from standard input.
 
-    network     a namespace without any interface, where the kernel lets us; and a hook that refuses every socket
-    processes   none can be started: a limit, and the hook; root becomes nobody first
+Only the standard library is used.
+
+    network     a namespace without interfaces, where the kernel allows it; the hook refuses
+                every socket
+    processes   none can be started: a limit, and the hook; root becomes the user nobody first
     files       written in the working folder only, and small
-    time        10 s of the processor            memory   1 GiB
+    time        10 s of CPU            memory   1 GiB
 
-The hook is Python's audit hook: once set it cannot be taken away. It is a wall against careless programs; against
-malicious ones the namespace and the limits stand, which the kernel keeps.
+The hook is Python's audit hook: once set it cannot be removed. It stops careless programs; against
+malicious ones the namespace and the limits remain, which the kernel enforces.
 """
 
 import ctypes
@@ -14,10 +17,14 @@ import os
 import resource
 import sys
 
-NEWUSER, NEWNET = 0x10000000, 0x40000000
-NOBODY = 65534
-CPU, MEMORY, FILE, OPEN = 10, 1 << 30, 1 << 20, 32
-REFUSED = (
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+NOBODY_ID = 65534
+MAX_CPU_SECONDS = 10
+MAX_MEMORY_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 20
+MAX_OPEN_FILES = 32
+FORBIDDEN_EVENTS = (
     "socket.",
     "subprocess.",
     "os.system",
@@ -36,7 +43,7 @@ REFUSED = (
     "ftplib.",
     "urllib.",
 )
-CHANGES = (
+FILE_CHANGE_EVENTS = (
     "os.remove",
     "os.rename",
     "os.rmdir",
@@ -48,28 +55,28 @@ CHANGES = (
 )
 
 
-def limit() -> None:
-    for name, most in (
-        (resource.RLIMIT_CPU, CPU),
-        (resource.RLIMIT_AS, MEMORY),
-        (resource.RLIMIT_FSIZE, FILE),
-        (resource.RLIMIT_NOFILE, OPEN),
+def set_limits() -> None:
+    for name, maximum in (
+        (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
+        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        resource.setrlimit(name, (most, most))
+        resource.setrlimit(name, (maximum, maximum))
 
 
 def leave_network() -> None:
-    """Root may; anybody else within a user namespace of his own, where the kernel allows it."""
+    """Enter a network namespace; other users than root need their own user namespace for that."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.unshare(NEWNET if os.geteuid() == 0 else NEWUSER | NEWNET)
+    libc.unshare(CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET)
 
 
 def become_nobody() -> None:
-    """Root is bound by no limit on processes, and may read and kill everything: rather be nobody.
+    """Drop root, which no process limit binds and which may read and kill everything.
 
-    Only where nobody can read the standard library, which is imported as it is needed.
+    Only where the user nobody can read the standard library, which is imported when it is needed.
     """
     library = os.path.realpath(os.__file__)
     parents = [library]
@@ -80,24 +87,24 @@ def become_nobody() -> None:
         and all(os.stat(p).st_mode & 0o001 for p in parents[1:])
         and os.stat(library).st_mode & 0o004
     ):
-        os.chown(".", NOBODY, NOBODY)
+        os.chown(".", NOBODY_ID, NOBODY_ID)
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(NOBODY_ID, NOBODY_ID, NOBODY_ID)
+        os.setresuid(NOBODY_ID, NOBODY_ID, NOBODY_ID)
 
 
-def hook(folder: str):  # type: ignore[no-untyped-def]
-    def inside(path: object) -> bool:
+def audit_hook(folder: str):  # type: ignore[no-untyped-def]
+    def inside(path: int | str | bytes) -> bool:
         if isinstance(path, int):
             return True
-        return os.path.realpath(os.fsdecode(path)).startswith(folder + os.sep)  # type: ignore[arg-type]
+        return os.path.realpath(os.fsdecode(path)).startswith(folder + os.sep)
 
     def refuse(event: str, args: tuple) -> None:
-        if event.startswith(REFUSED):
+        if event.startswith(FORBIDDEN_EVENTS):
             raise PermissionError(f"{event} is not allowed here")
-        if event == "open" and writes(args) and args[0] is not None and not inside(args[0]):
-            raise PermissionError("files are written in the working folder only")
-        if event.startswith(CHANGES) and not all(
+        if event == "open" and opens_to_write(args) and args[0] is not None and not inside(args[0]):
+            raise PermissionError("files can be written in the working folder only")
+        if event.startswith(FILE_CHANGE_EVENTS) and not all(
             inside(a) for a in args if isinstance(a, (str, bytes))
         ):
             raise PermissionError(f"{event} outside the working folder")
@@ -105,29 +112,32 @@ def hook(folder: str):  # type: ignore[no-untyped-def]
     return refuse
 
 
-def writes(args: tuple) -> bool:
-    mode, flags = args[1], args[2] or 0
+def opens_to_write(args: tuple) -> bool:
+    """`args` of the audit event "open": path, mode, flags."""
+    mode = args[1]
     if isinstance(mode, str):
         return any(letter in mode for letter in "wax+")
+    flags = args[2] or 0
     return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
 
 
 def main() -> None:
-    word, walls = sys.argv[1], sys.argv[2].split(",")
+    token = sys.argv[1]
+    barriers = sys.argv[2].split(",")
     program = compile(sys.stdin.buffer.read(), "program.py", "exec")
     verdict = os.dup(1)
-    quiet = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(quiet, stream)
+        os.dup2(null, stream)
     sys.argv = ["program.py"]
-    if "namespace" in walls:
+    if "namespace" in barriers:
         leave_network()
     become_nobody()
-    limit()
-    if "hook" in walls:
-        sys.addaudithook(hook(os.path.realpath(os.getcwd())))
+    set_limits()
+    if "hook" in barriers:
+        sys.addaudithook(audit_hook(os.path.realpath(os.getcwd())))
     exec(program, {"__name__": "__main__"})
-    os.write(verdict, word.encode())
+    os.write(verdict, token.encode())
 
 
 main()

@@ -1,0 +1,1 @@
+"""Commands that measure: evaluate, bench, report, compare, cost, tune, bench-step."""

@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -6,129 +7,156 @@ import typer
 from rich.table import Table
 
 from peagle.cli.application import app, err, out
-from peagle.cli.measurement.evaluate import numbers
+from peagle.cli.measurement.lists import parse_numbers
+from peagle.cli.measurement.options import DataFolder, OutFile
 from peagle.cli.options import Device, Dtype, Int8, Json
 from peagle.core import parse_method
 from peagle.paths import write_json
 
 if TYPE_CHECKING:
     from peagle.bench.step_cost import StepCell
+    from peagle.core import Method
+    from peagle.loaded import LoadedPair
+
+Shape = Annotated[
+    str, typer.Argument(help="smollm2-135m, llama-3.1-8b or tiny; with --set, a pair.")
+]
+Methods = Annotated[str, typer.Option("--methods", help="none, eagle3, p-eagle.")]
+DraftLength = Annotated[
+    str, typer.Option("-k", "--k", help="A number, or auto: adaptive drafting.")
+]
+Concurrency = Annotated[str, typer.Option("--concurrency", help="Requests at a time.")]
+PromptTokens = Annotated[int, typer.Option("--prompt", help="Tokens of a random prompt.")]
+OutputTokens = Annotated[int, typer.Option("--output", help="Tokens of an answer.")]
+AcceptanceProfile = Annotated[
+    str, typer.Option("--profile", help="The share of drafts accepted at each position.")
+]
+Repeats = Annotated[int, typer.Option("--repeats", help="Runs; the best one counts.")]
+Bandwidth = Annotated[float, typer.Option("--bandwidth", help="TB/s of the device's memory.")]
+PromptSet = Annotated[
+    str | None,
+    typer.Option("--set", help="Real prompts of this set, a real pair.", show_default=False),
+]
+PromptLimit = Annotated[int, typer.Option("--limit", help="Only the first N prompts of the set.")]
 
 
 @app.command("bench-step")
 def bench_step(
-    shape: Annotated[
-        str, typer.Argument(help="smollm2-135m, llama-3.1-8b or tiny; with --set, a pair.")
-    ],
-    methods: Annotated[
-        str, typer.Option("--methods", help="none, eagle3, p-eagle.")
-    ] = "none,eagle3,p-eagle",
-    k: Annotated[
-        str, typer.Option("-k", "--k", help="A number, or auto: what is fastest now.")
-    ] = "auto",
-    concurrency: Annotated[
-        str, typer.Option("--concurrency", help="Requests at a time.")
-    ] = "1,8,64",
-    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a random prompt.")] = 128,
-    output: Annotated[int, typer.Option("--output", help="Tokens of an answer.")] = 256,
-    profile: Annotated[
-        str, typer.Option("--profile", help="The share of drafts accepted at each position.")
-    ] = ".78,.59,.43,.29,.18,.10,.05",
-    repeats: Annotated[int, typer.Option("--repeats", help="The best of so many runs counts.")] = 3,
-    bandwidth: Annotated[
-        float, typer.Option("--bandwidth", help="TB/s of the device's memory.")
-    ] = 4.3,
-    set_: Annotated[
-        str | None,
-        typer.Option("--set", help="Real prompts of this set, a real pair.", show_default=False),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", help="The folder with NAME.jsonl.", show_default=False)
-    ] = None,
-    limit: Annotated[int, typer.Option("--limit", help="So many prompts of the set.")] = 164,
+    shape: Shape,
+    methods: Methods = "none,eagle3,p-eagle",
+    k: DraftLength = "auto",
+    concurrency: Concurrency = "1,8,64",
+    prompt: PromptTokens = 128,
+    output: OutputTokens = 256,
+    profile: AcceptanceProfile = ".78,.59,.43,.29,.18,.10,.05",
+    repeats: Repeats = 3,
+    bandwidth: Bandwidth = 4.3,
+    set_name: PromptSet = None,
+    data: DataFolder = None,
+    limit: PromptLimit = 164,
     device: Device = "auto",
     dtype: Dtype = "auto",
     int8: Int8 = False,
     as_json: Json = False,
-    to: Annotated[
-        Path | None, typer.Option("--out", help="Write the JSON here as well.", show_default=False)
-    ] = None,
+    out_file: OutFile = None,
 ) -> None:
-    """What a step costs: a shape with random weights and a given acceptance, or a real pair on real prompts.
+    """Measure what a step costs: with random weights and a given acceptance, or with a real pair.
 
-    c: requests at a time; AL: acceptance length; ms: of a step, and of its parts; floor: the share of a step that
-    reading every weight once would take.
+    c: requests at a time; AL: acceptance length; ms: of a step, and of its parts; floor: the share
+    of a step that reading every weight once would take.
     """
-    from peagle.bench.step_cost import measure, measure_prompts, shape_pair
-    from peagle.loaded import load
-    from peagle.model_pair import choose_device
-    from peagle.target.precision import choose_dtype
-
     names = [parse_method(name) for name in methods.split(",")]
-    counts, shares = numbers(concurrency, int, "1,8,64"), numbers(profile, float, ".8,.6,.4")
-    ks: int | str = "auto" if k == "auto" else numbers(k, int, "7")[0]
-    prompts: list[list[int]] = []
-    if set_ is None:
-        where = choose_device(device)
-        pair = shape_pair(shape, where, choose_dtype(dtype, where))
-    else:
-        from peagle.data.bench import read_sets
-
-        pair = load(shape, device=device, dtype=dtype)
-        tasks = [task for found in read_sets([set_], data, limit).values() for task in found]
-        prompts = [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
+    counts = parse_numbers(concurrency, int, "1,8,64")
+    measurement = StepMeasurement(
+        parse_numbers(profile, float, ".8,.6,.4"),
+        "auto" if k == "auto" else parse_numbers(k, int, "7")[0],
+        prompt,
+        output,
+        repeats,
+        bandwidth * 1e12,
+        int8,
+    )
+    pair, prompts = load_pair(shape, set_name, data, limit, device, dtype)
     cells = []
     for count in counts:
         for method in names:
             err.print(f"{shape}, {method}, {count} at a time ...", highlight=False)
-            if prompts:
-                cells.append(
-                    measure_prompts(
-                        pair, method, ks, count, prompts, output, repeats, bandwidth * 1e12, int8
-                    )
-                )
-            else:
-                cells.append(
-                    measure(
-                        pair,
-                        method,
-                        ks,
-                        count,
-                        shares,
-                        prompt,
-                        output,
-                        repeats,
-                        bandwidth * 1e12,
-                        int8,
-                    )
-                )
-    told = [cell.as_dict() for cell in cells]
-    if to is not None:
-        write_json(to, {"cells": told})
+            cells.append(measurement.run(pair, method, count, prompts))
+    show_cells(cells, as_json, out_file)
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """What every cell of a command has in common."""
+
+    profile: tuple[float, ...]
+    k: int | str
+    prompt: int
+    output: int
+    repeats: int
+    bytes_per_second: float
+    int8: bool
+
+    def run(
+        self,
+        pair: "LoadedPair",
+        method: "Method",
+        concurrency: int,
+        prompts: list[list[int]],
+    ) -> "StepCell":
+        """Real prompts where there are some, else random ones."""
+        from peagle.bench.step_cost import measure_prompts, measure_random
+
+        common = (self.output, self.repeats, self.bytes_per_second, self.int8)
+        if prompts:
+            return measure_prompts(pair, method, self.k, concurrency, prompts, *common)
+        return measure_random(pair, method, self.k, concurrency, self.profile, self.prompt, *common)
+
+
+def load_pair(
+    shape: str, set_name: str | None, data: Path | None, limit: int, device: str, dtype: str
+) -> "tuple[LoadedPair, list[list[int]]]":
+    """A pair with random weights and no prompts, or with a set a real pair and its prompts."""
+    if set_name is None:
+        from peagle.bench.random_models import random_pair
+        from peagle.model_pair import choose_device
+        from peagle.target.precision import choose_dtype
+
+        chosen = choose_device(device)
+        return random_pair(shape, chosen, choose_dtype(dtype, chosen)), []
+    from peagle.data.bench import read_sets
+    from peagle.loaded import load
+
+    pair = load(shape, device=device, dtype=dtype)
+    tasks = [task for tasks in read_sets([set_name], data, limit).values() for task in tasks]
+    return pair, [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
+
+
+def show_cells(cells: list["StepCell"], as_json: bool, out_file: Path | None) -> None:
+    content = [cell.to_json() for cell in cells]
+    if out_file is not None:
+        write_json(out_file, {"cells": content})
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(content))
     else:
-        out.print(table(cells))
+        out.print(cell_table(cells))
 
 
-def table(cells: list["StepCell"]) -> Table:
-    shown = Table(
+def cell_table(cells: list["StepCell"]) -> Table:
+    table = Table(
         "method", "c", "tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"
     )
     for cell in cells:
-        parts = [
-            f"{x:.2f}" if x is not None else "-"
-            for x in (cell.target_ms, cell.drafter_ms, cell.rest_ms)
-        ]
-        most = max(cell.k_steps, key=lambda n: cell.k_steps[n])
-        shown.add_row(
+        parts = (cell.target_ms, cell.drafter_ms, cell.rest_ms)
+        usual_k = max(cell.k_steps, key=lambda k: cell.k_steps[k])
+        table.add_row(
             cell.method,
             str(cell.concurrency),
             f"{cell.tokens_per_second:,.0f}",
             f"{cell.acceptance_length:.2f}",
             f"{cell.step_ms:.2f}",
-            *parts,
+            *(f"{part:.2f}" if part is not None else "-" for part in parts),
             f"{cell.floor_ms / cell.step_ms:.0%}",
-            str(most),
+            str(usual_k),
         )
-    return shown
+    return table

@@ -12,97 +12,103 @@ from peagle.cli.options import Json
 if TYPE_CHECKING:
     from peagle.report.compare import Change
 
-COLOURS = {"worse": "bold red", "gone": "bold red", "better": "green", "noise": "yellow"}
+OUTCOME_STYLES = {"worse": "bold red", "gone": "bold red", "better": "green", "noise": "yellow"}
+
+FileBefore = Annotated[
+    Path, typer.Argument(metavar="A.json", help="A result of `peagle bench`: the old one.")
+]
+FileAfter = Annotated[Path, typer.Argument(metavar="B.json", help="The new result.")]
+Threshold = Annotated[
+    str, typer.Option("--threshold", help="How much worse is a regression: 5% or 0.05.")
+]
+MetricNames = Annotated[
+    str, typer.Option("--metric", help="vLLM's metric names, separated by commas.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Count a drop even if the spreads overlap.")]
+Force = Annotated[bool, typer.Option("--force", help="Compare different targets.")]
 
 
 @app.command()
 def compare(
-    before: Annotated[
-        Path, typer.Argument(metavar="A.json", help="A result of `peagle bench`: what was.")
-    ],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another: what is.")],
-    threshold: Annotated[
-        str, typer.Option("--threshold", help="How much worse is a regression: 5% or 0.05.")
-    ] = "5%",
-    metric: Annotated[
-        str, typer.Option("--metric", help="vLLM's names, with commas.")
-    ] = "output_throughput",
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Count a drop even if the spreads overlap.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Compare different targets.")] = False,
+    before: FileBefore,
+    after: FileAfter,
+    threshold: Threshold = "5%",
+    metric: MetricNames = "output_throughput",
+    strict: Strict = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two results cell by cell. Exit code 1 if something got worse by more than the threshold.
+    """Compare two results cell by cell. Exit code 1 if something got worse beyond the threshold.
 
-    noise: worse or better, but the runs' spreads overlap. Example: peagle compare before.json after.json
+    noise: worse or better, but the runs' spreads overlap.
+
+    Example: peagle compare before.json after.json
     """
-    from peagle.report import compare as how
-    from peagle.results.runs import read_run
+    from peagle.report import compare as comparison
+    from peagle.results.run_file import read_result
 
-    limit, metrics = how.parse_threshold(threshold), how.parse_metrics(metric)
-    one, two = read_run(before), read_run(after)
+    limit = comparison.parse_threshold(threshold)
+    metrics = comparison.parse_metrics(metric)
+    old = read_result(before)
+    new = read_result(after)
     if not force:
-        how.refuse_other_target(one, two)
-    changes = how.compare(one, two, metrics, limit, strict)
-    how.remarks(one, two, warn)
-    worse = how.regressions(changes)
+        comparison.require_same_target(old, new)
+    changes = comparison.compare_results(old, new, metrics, limit, strict)
+    comparison.warn_about_conditions(old, new, warn)
+    worse = comparison.regressions(changes)
     if as_json:
-        told = {
+        content = {
             "a": str(before),
             "b": str(after),
             "threshold": limit,
             "metrics": metrics,
             "strict": strict,
+            "regressions": len(worse),
+            "changes": [change.to_json() for change in changes],
         }
-        told |= {"regressions": len(worse), "changes": [change.as_dict() for change in changes]}
-        print(json.dumps(told))
+        print(json.dumps(content))
     else:
-        out.print(table(changes))
-        summary(changes, worse, limit)
+        out.print(change_table(changes))
+        print_summary(changes, worse, limit)
     if worse:
         raise typer.Exit(1)
 
 
-def table(changes: "list[Change]") -> Table:
-    from peagle.report.words import DASH, amount, label
+def change_table(changes: "list[Change]") -> Table:
+    from peagle.report.words import DASH, amount, cell_label
 
-    shown = Table("set", "method", "c", "metric", "A", "B", "B / A", "spread", "")
+    table = Table("set", "method", "c", "metric", "A", "B", "B / A", "spread", "")
     for change in changes:
-        cell, color = change.cell, COLOURS.get(change.outcome, "")
-        ratio = DASH if change.ratio is None else f"{change.ratio:.3f}"
-        known = change.low is not None and change.high is not None and change.low != change.high
-        spread = f"{change.low:.2f} to {change.high:.2f}" if known else DASH
-        shown.add_row(
-            escape(cell.set),
-            escape(label(cell)),
-            str(cell.concurrency),
+        style = OUTCOME_STYLES.get(change.outcome, "")
+        has_spread = (
+            change.low is not None and change.high is not None and change.low != change.high
+        )
+        table.add_row(
+            escape(change.cell.set),
+            escape(cell_label(change.cell)),
+            str(change.cell.concurrency),
             change.metric,
             amount(change.before),
             amount(change.after),
-            ratio,
-            spread,
-            f"[{color}]{change.outcome}[/]" if color else change.outcome,
+            DASH if change.ratio is None else f"{change.ratio:.3f}",
+            f"{change.low:.2f} to {change.high:.2f}" if has_spread else DASH,
+            f"[{style}]{change.outcome}[/]" if style else change.outcome,
         )
-    return shown
+    return table
 
 
-def summary(changes: "list[Change]", worse: "list[Change]", limit: float) -> None:
+def print_summary(changes: "list[Change]", worse: "list[Change]", limit: float) -> None:
     for change in worse:
-        told = (
-            "no longer there"
-            if change.ratio is None or change.outcome == "gone"
-            else f"{change.ratio:.3f} of before"
-        )
+        gone = change.ratio is None or change.outcome == "gone"
+        text = "no longer there" if gone else f"{change.ratio:.3f} of before"
         err.print(
-            f"[bold red]regression:[/] {escape(change.name)} {told}",
+            f"[bold red]regression:[/] {escape(change.name)} {text}",
             highlight=False,
             soft_wrap=True,
         )
     noise = sum(change.outcome == "noise" for change in changes)
-    tail = f"; {noise} within both spreads" if noise else ""
     unknown = sum(change.outcome == "unknown" for change in changes)
-    tail += f"; {unknown} not measured" if unknown else ""
-    out.print(
-        f"{len(worse)} of {len(changes)} worse by more than {limit:.1%}{tail}", highlight=False
-    )
+    summary = f"{len(worse)} of {len(changes)} worse by more than {limit:.1%}"
+    summary += f"; {noise} within both spreads" if noise else ""
+    summary += f"; {unknown} not measured" if unknown else ""
+    out.print(summary, highlight=False)

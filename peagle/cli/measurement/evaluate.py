@@ -1,17 +1,24 @@
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, err, out, warn
+from peagle.cli.measurement.bench_output import progress_bar
+from peagle.cli.measurement.lists import parse_numbers, split_words
+from peagle.cli.measurement.options import (
+    DEFAULT_SETS,
+    DataFolder,
+    OutFile,
+    SetNames,
+    TaskLimit,
+)
 from peagle.cli.options import (
     Device,
     Drafter,
@@ -34,113 +41,94 @@ if TYPE_CHECKING:
     from peagle.evaluate.evaluate import EvaluateSettings, Evaluation
     from peagle.loaded import LoadedPair
 
-Number = TypeVar("Number", int, float)
+PairName = Annotated[str, typer.Argument(help="The pair.")]
+DraftLengths = Annotated[
+    str | None,
+    typer.Option(
+        "-k", "--k", help="One or more K: 3,5,7. Default: the pair's.", show_default=False
+    ),
+]
+Temperatures = Annotated[
+    str, typer.Option("--temperature", help="One or more: 0 is greedy, 0,1 is both.")
+]
+Jump = Annotated[
+    bool,
+    typer.Option(
+        "--jump", help="Without decoding: answers in batches, then a walk along the matches."
+    ),
+]
+AsVllm = Annotated[
+    bool,
+    typer.Option(
+        "--as-vllm", help="The drafter as vLLM runs it, without what vLLM does not support."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="The seed of the first task; each next task adds 1.")]
 
 
 @app.command()
 def evaluate(
-    pair: Annotated[str, typer.Argument(help="The pair.")] = DEFAULT_PAIR,
-    sets: Annotated[
-        str, typer.Option("--set", help="Names or JSONL files with `turns`, separated by commas.")
-    ] = "humaneval,mt_bench,gsm8k",
-    k: Annotated[
-        str | None,
-        typer.Option(
-            "-k", "--k", help="One or more K: 3,5,7. Default: the pair's.", show_default=False
-        ),
-    ] = None,
+    pair: PairName = DEFAULT_PAIR,
+    sets: SetNames = DEFAULT_SETS,
+    k: DraftLengths = None,
     tree: Tree = 0,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", help="Only the first N tasks of each set.", show_default=False),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            help="The folder with NAME.jsonl (or .jsonl.gz). Default: PEAGLE_DATA, else data in PEAGLE_HOME.",
-            show_default=False,
-        ),
-    ] = None,
+    limit: TaskLimit = None,
+    data: DataFolder = None,
     method: Method = None,
     drafter: Drafter = None,
-    temperature: Annotated[
-        str, typer.Option("--temperature", help="One or more: 0 is greedy, 0,1 is both.")
-    ] = "0",
+    temperature: Temperatures = "0",
     max_tokens: MaxTokens = 256,
     target: Target = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exact: Exact = None,
     int8: Int8 = False,
-    fast: Annotated[
-        bool,
-        typer.Option(
-            "--jump", help="Without decoding: answers in batches, then a walk along the matches."
-        ),
-    ] = False,
-    as_vllm: Annotated[
-        bool,
-        typer.Option(
-            "--as-vllm", help="The drafter as vLLM would run it, without what that cannot serve."
-        ),
-    ] = False,
-    seed: Annotated[
-        int, typer.Option(help="Of the first task; the next have the numbers after it.")
-    ] = 0,
+    jump: Jump = False,
+    as_vllm: AsVllm = False,
+    seed: Seed = 0,
     as_json: Json = False,
-    to: Annotated[
-        Path | None,
-        typer.Option("--out", help="Write the JSON to this file as well.", show_default=False),
-    ] = None,
+    out_file: OutFile = None,
 ) -> None:
-    """Measure the acceptance length of a pair on benchmark sets, by decoding them (--jump: whole sets, faster).
+    """Measure the acceptance length of a pair on benchmark sets, by decoding them (--jump: faster).
 
     Example: peagle evaluate smollm2-135m --set mt_bench,gsm8k -k 3,5,7 --limit 20 --data bench/
     """
     from peagle.data.bench import read_sets
     from peagle.evaluate.evaluate import EvaluateSettings
-
-    ks = tuple(check_k(one) for one in numbers(k, int, "-k 3,5,7")) if k is not None else ()
-    temperatures = numbers(temperature, float, "--temperature 0,1")
-    wanted = parse_method(method or "p-eagle")
-    asked = EvaluateSettings(
-        ks, temperatures, wanted, max_tokens, seed, exact, int8, tree
-    )  # refused before anything is loaded
-    if fast and exact is not None:
-        raise UserError("--jump decodes nothing, so nothing can be exact: leave out one of the two")
-    if fast and int8:
-        raise UserError("--jump runs the target as it is: leave out one of --jump and --int8")
-    if to is not None and to.expanduser().is_dir():
-        raise UserError(f"{to} is a folder: give --out a file")
-    tasks = read_sets([word.strip() for word in sets.split(",") if word.strip()], data, limit, warn)
     from peagle.loaded import load
     from peagle.progress import progress_bars
 
+    ks = () if k is None else tuple(map(check_k, parse_numbers(k, int, "-k 3,5,7")))
+    temperatures = parse_numbers(temperature, float, "--temperature 0,1")
+    chosen = parse_method(method or "p-eagle")
+    settings = EvaluateSettings(ks, temperatures, chosen, max_tokens, seed, exact, int8, tree)
+    refuse_contradictions(jump, exact, int8, out_file)
+    tasks = read_sets(split_words(sets), data, limit, warn)
     with progress_bars(err, quiet=as_json) as progress:
         loaded = load(
             pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
         )
-    used = (
-        loaded.pair.method if method is None else wanted
-    )  # a drafter's folder brings its own method
+    if method is None:
+        chosen = loaded.pair.method  # a drafter's folder brings its own method
     if as_vllm:
-        loaded = plain(loaded, used)
-    settings = replace(asked, ks=ks or (loaded.pair.k,), method=used)
-    found = run(loaded, tasks, settings, fast)
-    if not found.trained:
-        warn(f"the {found.settings.method} drafter of this pair is untrained: its drafts are noise")
-    told = found.as_dict() | ({"as_vllm": True} if as_vllm else {})
-    if as_json:
-        print(json.dumps(told, ensure_ascii=False))
-    else:
-        show(found, out)
-    if to is not None:
-        write_json(to.expanduser(), told)
+        loaded = as_vllm_runs_it(loaded, chosen)
+    settings = replace(settings, ks=ks or (loaded.pair.k,), method=chosen)
+    show_evaluation(run_evaluation(loaded, tasks, settings, jump), as_vllm, as_json, out_file)
 
 
-def plain(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
-    """The pair with its drafter as vLLM would run it."""
+def refuse_contradictions(
+    jump: bool, exact: bool | None, int8: bool, out_file: Path | None
+) -> None:
+    if jump and exact is not None:
+        raise UserError("--jump decodes nothing, so nothing can be exact: leave out one of the two")
+    if jump and int8:
+        raise UserError("--jump runs the target as it is: leave out one of --jump and --int8")
+    if out_file is not None and out_file.expanduser().is_dir():
+        raise UserError(f"{out_file} is a folder: give --out a file")
+
+
+def as_vllm_runs_it(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
+    """The pair with its drafter as vLLM runs it."""
     from peagle.export.vllm_subset import subset_notice, vllm_subset
     from peagle.loaded import LoadedPair
 
@@ -152,67 +140,74 @@ def plain(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
     return LoadedPair(loaded.pair, loaded.target, {method: vllm_subset(drafter)})
 
 
-def numbers(text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:
-    """The numbers of a comma list, each once."""
-    try:
-        found = tuple(dict.fromkeys(kind(word) for word in text.split(",")))
-    except ValueError as error:
-        raise UserError(f"{text!r} is no list of numbers: write it like {example}") from error
-    return found
-
-
-def run(
-    loaded: "LoadedPair", tasks: "dict[str, list[Task]]", settings: "EvaluateSettings", fast: bool
+def run_evaluation(
+    loaded: "LoadedPair", tasks: "dict[str, list[Task]]", settings: "EvaluateSettings", jump: bool
 ) -> "Evaluation":
-    """With a bar on stderr."""
-    from peagle.evaluate.evaluate import evaluate as measure_all
+    """Evaluate with a progress bar on stderr."""
+    from peagle.evaluate.evaluate import evaluate as decode_all
 
-    loaded.drafter(settings.method)  # what cannot be loaded is told before the bar is drawn
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True) as bar:
+    loaded.drafter(settings.method)  # an error in loading comes before the bar is drawn
+    with progress_bar() as bar:
         total = sum(map(len, tasks.values())) * len(settings.ks) * len(settings.temperatures)
-        task = bar.add_task(
-            "decoding", total=2 * len(tasks) * len(settings.temperatures) if fast else total
-        )
+        if jump:
+            total = 2 * len(tasks) * len(settings.temperatures)
+        task = bar.add_task("decoding", total=total)
 
-        def advance(what: str) -> None:
-            bar.update(task, advance=1, description=escape(what))
+        def advance(activity: str) -> None:
+            bar.update(task, advance=1, description=escape(activity))
 
-        if fast:
+        if jump:
             from peagle.evaluate.offline_acceptance import offline_acceptance
 
             return offline_acceptance(loaded, tasks, settings, advance)
-        return measure_all(loaded, tasks, settings, warn, advance)
+        return decode_all(loaded, tasks, settings, warn, advance)
 
 
-def show(found: "Evaluation", console: Console) -> None:
-    """A table for each temperature: a row a set, a column a K; then the accepted share of every position."""
-    how = found.settings
-    trees = f" tree {how.tree}" if how.tree else ""
-    for temperature in how.temperatures:
-        sampled = f"temperature {temperature:g}" if temperature else "greedy"
+def show_evaluation(
+    evaluation: "Evaluation", as_vllm: bool, as_json: bool, out_file: Path | None
+) -> None:
+    if not evaluation.trained:
+        method = evaluation.settings.method
+        warn(f"the {method} drafter of this pair is untrained: its drafts are noise")
+    content = evaluation.as_dict() | ({"as_vllm": True} if as_vllm else {})
+    if as_json:
+        print(json.dumps(content, ensure_ascii=False))
+    else:
+        print_tables(evaluation, out)
+    if out_file is not None:
+        write_json(out_file.expanduser(), content)
+
+
+def print_tables(evaluation: "Evaluation", console: Console) -> None:
+    """For each temperature a table of sets and K, then the acceptance by position."""
+    settings = evaluation.settings
+    trees = f" tree {settings.tree}" if settings.tree else ""
+    for temperature in settings.temperatures:
+        sampling = f"temperature {temperature:g}" if temperature else "greedy"
         console.print(
-            f"acceptance length, {how.method}{trees}, {sampled}, {found.dtype}:", highlight=False
+            f"acceptance length, {settings.method}{trees}, {sampling}, {evaluation.dtype}:",
+            highlight=False,
         )
-        table = Table("set", *(f"K={k}" for k in how.ks))
-        rows = {result.set: [""] * len(how.ks) for result in found.results}
-        for column, k in enumerate(how.ks):
-            for result in found.of(k, temperature):
-                rows[result.set][column] = f"{result.acceptance_length:.2f}"
-        for name, cells in rows.items():
-            table.add_row(escape(name), *cells, end_section=name == list(rows)[-1])
-        table.add_row("mean", *(f"{found.mean(k, temperature):.2f}" for k in how.ks))
-        console.print(table)
-        for result in (result for k in how.ks for result in found.of(k, temperature)):
-            shares = " ".join(f"{share:.2f}" for share in result.accepted_per_position)
-            line = f"{result.set} K={result.k}, accepted by position: {shares}"
+        console.print(length_table(evaluation, temperature))
+        for result in (result for k in settings.ks for result in evaluation.of(k, temperature)):
+            rates = " ".join(f"{rate:.2f}" for rate in result.accepted_per_position)
+            line = f"{result.set} K={result.k}, accepted by position: {rates}"
             console.print(
                 f"{escape(line)} ({result.drafts} drafts, {result.tokens} tokens)",
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+def length_table(evaluation: "Evaluation", temperature: float) -> Table:
+    """Acceptance lengths: a row for each set and for the mean, a column for each K."""
+    ks = evaluation.settings.ks
+    table = Table("set", *(f"K={k}" for k in ks))
+    rows = {result.set: [""] * len(ks) for result in evaluation.results}
+    for column, k in enumerate(ks):
+        for result in evaluation.of(k, temperature):
+            rows[result.set][column] = f"{result.acceptance_length:.2f}"
+    for name, cells in rows.items():
+        table.add_row(escape(name), *cells, end_section=name == list(rows)[-1])
+    table.add_row("mean", *(f"{evaluation.mean(k, temperature):.2f}" for k in ks))
+    return table

@@ -1,0 +1,43 @@
+"""Programs in answers to humaneval: the code, completed by the prompt and followed by the test."""
+
+import re
+
+CODE_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+CODE_START = re.compile(r"^(?:from |import |def |class |@|async def )", re.MULTILINE)
+BODY_END = re.compile(r"\n(?:def |class |if __name__|print\(|assert |#|```)")
+PYTHON_FENCES = ("", "python", "py", "python3")
+
+
+def build_test_program(answer: str, prompt: str, test: str, entry_point: str) -> str:
+    """The program to run.
+
+    A whole function replaces the prompt's, whose imports and helpers stay. A body is appended to
+    the prompt.
+    """
+    code = extract_code(answer, entry_point)
+    if defines(code, entry_point):
+        start = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
+        code = (prompt[: start.start()] if start else "") + "\n" + code
+    else:
+        body = BODY_END.split("\n" + code, maxsplit=1)[0].strip("\n")
+        code = prompt + (body if body[:1] in (" ", "\t") else indent(body)) + "\n"
+    return f"{code}\n{test}\ncheck({entry_point})\n"
+
+
+def extract_code(answer: str, entry_point: str) -> str:
+    """The block that defines the function, else the first block, else the unfenced code."""
+    blocks = [
+        body for language, body in CODE_FENCE.findall(answer) if language.lower() in PYTHON_FENCES
+    ]
+    if blocks:
+        return next((block for block in blocks if defines(block, entry_point)), blocks[0])
+    start = CODE_START.search(answer)
+    return answer[start.start() :] if start and defines(answer, entry_point) else answer
+
+
+def defines(code: str, name: str) -> bool:
+    return re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE) is not None
+
+
+def indent(body: str) -> str:
+    return "\n".join("    " + line if line.strip() else line for line in body.splitlines())
