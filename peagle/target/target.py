@@ -1,7 +1,8 @@
 """The target: any transformers causal LM, with taps on the residual stream.
 
-Tap `l` is the un-normed residual stream *entering* decoder layer `l` (transformers' `hidden_states[l]`, vLLM's aux
-layer id `l`), taken by a hook in the forward pass that computes the logits: no second pass, no other layer kept.
+Tap `l` is the un-normed residual stream *entering* decoder layer `l` (transformers'
+`hidden_states[l]`, vLLM's aux layer id `l`), taken by a hook in the forward pass that computes the
+logits: no second pass, no other layer kept.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,14 @@ NO_LIMIT = 1 << 20  # the context of a target that does not say
 class TargetOutput:
     logits: Tensor  # [kept rows, vocabulary]
     hidden: Tensor  # [rows, taps * d]: g, the taps side by side; [rows, 0] without taps
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFeatures:
+    """What training reads of a forward pass of the target."""
+
+    taps: Tensor  # [B, L, taps * d]: g, the residual streams entering the tapped layers, side by side
+    last_hidden: Tensor  # [B, L, d]: the input of lm_head
 
 
 class Target:
@@ -94,7 +103,9 @@ class Target:
         return frozenset(ids)
 
     def tap(self, aux_layer_ids: Sequence[int]) -> None:
-        """From now on `forward` also delivers the residual stream entering these layers, in this order."""
+        """From now on `forward` also delivers the residual stream entering these layers, in this
+        order.
+        """
         check_aux_layer_ids(aux_layer_ids, len(self.layers))
         for hook in self._hooks:
             hook.remove()
@@ -124,15 +135,15 @@ class Target:
         return TargetOutput(out.logits[0], hidden)
 
     @torch.no_grad()
-    def features(self, ids: Tensor, **more: Any) -> TargetOutput:
-        """ids [B, L] without a cache -> g [B, L, taps * d] and, in place of logits, lm_head's input [B, L, d].
+    def features(self, ids: Tensor, **more: Any) -> TargetFeatures:
+        """Run ids [B, L] without a KV cache and without lm_head: training computes logits itself.
 
-        For training, which computes logits itself. Documents padded on the right need no mask: attention is causal.
+        Documents padded on the right need no mask, because attention is causal.
         """
         last = self.model.get_decoder()(input_ids=ids, use_cache=False, **more).last_hidden_state
-        hidden = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)
+        taps = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)
         self._taps.clear()
-        return TargetOutput(last, hidden)
+        return TargetFeatures(taps, last)
 
     def _keep(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,7 +152,9 @@ class Target:
         return hook
 
     def require_rollback(self) -> None:
-        """Refuses a target with a state that a rollback does not undo, as recurrent layers have: tried, not guessed."""
+        """Refuses a target with a state that a rollback does not undo, as recurrent layers have:
+        tried, not guessed.
+        """
         ids = torch.arange(8, device=self.device) % self.vocab_size
         try:
             cache = self.new_cache()
@@ -210,7 +223,9 @@ def load_target(
 def load_quantized(
     folder: Path, dtype: torch.dtype, **how: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model in `dtype` whose weights were multiplied out, and the codes of those that may be read in 8 bits."""
+    """A model in `dtype` whose weights were multiplied out, and the codes of those that may be read
+    in 8 bits.
+    """
     format_name(quantization_of(folder) or {})  # a layout that we do not read
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     del config.quantization_config

@@ -162,7 +162,7 @@ def test_what_does_not_fit_the_context_is_skipped(loaded: LoadedPair) -> None:
     [
         ({"ks": (3, 0)}, "at least one token"),
         ({"method": "none"}, "nothing is drafted"),
-        ({"max_tokens": 1}, "--max-tokens 2"),
+        ({"max_tokens": 1}, "below 2 tokens"),
         ({"temperatures": (0.0, float("nan"))}, "temperature must be"),
         ({"seed": -1}, "seed must be"),
     ],

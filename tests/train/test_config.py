@@ -1,4 +1,6 @@
-"""One flat config: read from YAML, TOML and --set, refused where it is wrong, written with every key."""
+"""One flat config: read from YAML, TOML and --set, refused where it is wrong, written with every
+key.
+"""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -7,7 +9,7 @@ import pytest
 import yaml
 
 from peagle.errors import UserError
-from peagle.train.config import TrainConfig, as_yaml, read_config
+from peagle.train.config import TrainConfig, read_config, to_yaml
 
 YAML = "method: eagle3\nk: 6\nlr: 8e-4\naux_layer_ids: [2, 15, 27]\ntrain_embeddings: true\ndata: a, b\nsteps: 1_000\n"
 TOML = 'method = "eagle3"\nk = 6\nlr = 8e-4\naux_layer_ids = [2, 15, 27]\ntrain_embeddings = true\ndata = "a, b"\n'
@@ -169,11 +171,11 @@ def test_as_yaml_comes_back(tmp_path, data: str):
     config = TrainConfig(
         data=data, aux_layer_ids=(2, 5, 9), remember=False, lr=1.5e-5, target="~/models/x"
     )
-    assert read_config(written(tmp_path / "a.yaml", as_yaml(config))) == config
+    assert read_config(written(tmp_path / "a.yaml", to_yaml(config))) == config
 
 
 def test_as_yaml_shows_every_key():
-    text = as_yaml(TrainConfig())
+    text = to_yaml(TrainConfig())
     assert list(yaml.safe_load(text)) == [f.name for f in fields(TrainConfig)]
     for f in fields(TrainConfig):
         assert f.metadata["doc"] in text

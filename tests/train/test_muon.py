@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.train.config import TrainConfig
-from peagle.train.optim.muon import Muon, orthogonal
+from peagle.train.optim.muon import Muon, orthogonalize
 from peagle.train.optim.optimizer import Optimizers
 from tests.support.tiny_models import make_drafter, make_target
 
@@ -82,8 +82,8 @@ def test_the_update_is_orthogonal():
     """Singular values near 1, whatever the gradient's."""
     x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1)) * 100
     for y in (
-        orthogonal(x, (3.4445, -4.775, 2.0315), 5, 1e-7),
-        orthogonal(x.mT, (3.4445, -4.775, 2.0315), 5, 1e-7),
+        orthogonalize(x, (3.4445, -4.775, 2.0315), 5, 1e-7),
+        orthogonalize(x.mT, (3.4445, -4.775, 2.0315), 5, 1e-7),
     ):
         values = torch.linalg.svdvals(y.float())
         assert float(values.min()) > 0.6 and float(values.max()) < 1.3
@@ -131,5 +131,5 @@ SHARES: dict[str, list[Tensor | float]] = {
 def test_schedules(schedule: str):
     config = TrainConfig(schedule=schedule, warmup=0.2, final_lr=0.1)
     optimizers = Optimizers(nn.Linear(2, 2), config, 10)
-    assert [optimizers.share(i) for i in range(2)] == [0.5, 1.0]
-    assert [optimizers.share(i) for i in range(2, 11)] == pytest.approx(SHARES[schedule])
+    assert [optimizers.lr_fraction(i) for i in range(2)] == [0.5, 1.0]
+    assert [optimizers.lr_fraction(i) for i in range(2, 11)] == pytest.approx(SHARES[schedule])
