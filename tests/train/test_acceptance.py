@@ -33,11 +33,11 @@ Turns = list[tuple[list[int], list[int]]]  # prompt and answer, alternating
 
 
 def loop(
-    one: Trained, prompt: list[int], k: int, sampling: Sampling = GREEDY, tokens: int = TOKENS
+    pair: Trained, prompt: list[int], k: int, sampling: Sampling = GREEDY, tokens: int = TOKENS
 ) -> list[Step]:
-    one.target.tap(AUX)
-    stop = one.target.stop_ids
-    return list(decode(one.target, proposer_for(one.drafter), prompt, k, tokens, sampling, stop))
+    pair.target.tap(AUX)
+    stop = pair.target.stop_ids
+    return list(decode(pair.target, proposer_for(pair.drafter), prompt, k, tokens, sampling, stop))
 
 
 def tokens_of(steps: Sequence[Step]) -> list[int]:
@@ -57,13 +57,13 @@ def packed_of(conversations: list[Turns]) -> PackedDocuments:
     return pack_sequences(parts)
 
 
-def replay_of(one: Trained, pack_tokens: int = 4096, **sizes: int) -> DraftReplay:
-    passes, features = DrafterPasses(one.drafter), FeatureExtractor(one.target, AUX)
+def replay_of(pair: Trained, pack_tokens: int = 4096, **sizes: int) -> DraftReplay:
+    passes, features = DrafterPasses(pair.drafter), FeatureExtractor(pair.target, AUX)
     return DraftReplay(passes, features, pack_tokens, **sizes)
 
 
-def replayed(one: Trained, packed: PackedDocuments, k: int, max_k: int = 0) -> list[Step]:
-    anchors, drafts = replay_of(one).draft(packed, max(k, max_k))
+def replayed(pair: Trained, packed: PackedDocuments, k: int, max_k: int = 0) -> list[Step]:
+    anchors, drafts = replay_of(pair).draft(packed, max(k, max_k))
     return replay_steps(packed, anchors, chain_matches(packed, anchors, drafts, k), k)
 
 
@@ -90,13 +90,13 @@ KINDS = [("p-eagle", 0, ""), ("eagle3", 0, ""), *(("p-eagle", 48, rung) for rung
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
 def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str, k: int):
-    one = trained(method, draft_vocab, rung)
-    loops = [loop(one, prompt, k) for prompt in prompts(8)]
+    pair = trained(method, draft_vocab, rung)
+    loops = [loop(pair, prompt, k) for prompt in prompts(8)]
     packed = packed_of(
         [[(p, tokens_of(steps))] for p, steps in zip(prompts(8), loops, strict=True)]
     )
-    max_k = 0 if one.drafter.config.bidirectional else 5  # One pass at the largest K serves all.
-    assert_equal_steps(replayed(one, packed, k, max_k), loops)
+    max_k = 0 if pair.drafter.config.bidirectional else 5  # One pass at the largest K serves all.
+    assert_equal_steps(replayed(pair, packed, k, max_k), loops)
     if k > 1:
         assert acceptance_length(s for steps in loops for s in steps) > 1.5, (
             "too little is accepted for this to say much"
@@ -105,9 +105,9 @@ def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str
 
 @pytest.mark.parametrize("rung", ["", "dependency", "bidirectional"])
 def test_the_walk_along_trees_is_what_the_engine_does(rung: str):
-    one, shape = trained("p-eagle", 48, rung), DraftShape(4, 14)
-    pair = LoadedPair(Pair("tiny", TargetSource(()), {}), one.target, {"p-eagle": one.drafter})
-    loops = [pair.generate(p, 4, "p-eagle", TOKENS, tree=14).steps for p in prompts(8)]
+    pair, shape = trained("p-eagle", 48, rung), DraftShape(4, 14)
+    loaded = LoadedPair(Pair("tiny", TargetSource(()), {}), pair.target, {"p-eagle": pair.drafter})
+    loops = [loaded.generate(p, 4, "p-eagle", TOKENS, tree=14).steps for p in prompts(8)]
     packed = packed_of(
         [[(p, tokens_of(steps))] for p, steps in zip(prompts(8), loops, strict=True)]
     )
@@ -117,17 +117,17 @@ def test_the_walk_along_trees_is_what_the_engine_does(rung: str):
             for i in range(8)
         ]
     )
-    steps = replay_of(one, 512).tree_steps(documents, [shape])[shape]
+    steps = replay_of(pair, 512).tree_steps(documents, [shape])[shape]
     assert_equal_steps(steps, loops)
     assert acceptance_length(steps) > 1.5
 
 
 def test_a_dependency_changes_drafts():
     """Or the walks above would say nothing of it. The first draft of a block is never changed."""
-    one = trained("p-eagle", 48, "dependency")
-    packed = packed_of([[(p, tokens_of(loop(one, p, 5)))] for p in prompts(8)])
-    _, normed, drafts = next(iter(replay_of(one).anchor_drafts(packed, 5)))
-    plain = one.drafter.best(normed.flatten(0, 1)).view_as(drafts)
+    pair = trained("p-eagle", 48, "dependency")
+    packed = packed_of([[(p, tokens_of(loop(pair, p, 5)))] for p in prompts(8)])
+    _, normed, drafts = next(iter(replay_of(pair).anchor_drafts(packed, 5)))
+    plain = pair.drafter.best(normed.flatten(0, 1)).view_as(drafts)
     assert (
         torch.equal(plain[:, 0], drafts[:, 0])
         and (plain[:, 1:] != drafts[:, 1:]).float().mean() > 0.02
@@ -136,14 +136,14 @@ def test_a_dependency_changes_drafts():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_walk_along_a_sampled_answer(method: Method):
-    one, loops = trained(method), []
+    pair, loops = trained(method), []
     for seed, prompt in enumerate(prompts(8)):
-        loops.append(loop(one, prompt, 4, Sampling(temperature=1.0, seed=seed)))
+        loops.append(loop(pair, prompt, 4, Sampling(temperature=1.0, seed=seed)))
     packed = packed_of(
         [[(p, tokens_of(steps))] for p, steps in zip(prompts(8), loops, strict=True)]
     )
-    assert_equal_steps(replayed(one, packed, 4), loops)
-    greedy = [tokens_of(loop(one, p, 4)) for p in prompts(8)]
+    assert_equal_steps(replayed(pair, packed, 4), loops)
+    greedy = [tokens_of(loop(pair, p, 4)) for p in prompts(8)]
     assert greedy != [tokens_of(steps) for steps in loops]
     assert any(step.accepted for steps in loops for step in steps[1:])
 
@@ -151,26 +151,26 @@ def test_the_walk_along_a_sampled_answer(method: Method):
 @pytest.mark.parametrize("method", METHODS)
 def test_several_turns(method: Method):
     """Each answer is walked by itself; drafts never run into the next turn's prompt."""
-    one, loops, conversations = trained(method), [], []
+    pair, loops, conversations = trained(method), [], []
     for first, second in zip(prompts(4), prompts(8)[4:], strict=True):
         turns: Turns = []
         for prompt in (first, second):
             before = [token for turn in turns for part in turn for token in part]
-            loops.append(loop(one, before + prompt, 4, tokens=20))
+            loops.append(loop(pair, before + prompt, 4, tokens=20))
             turns.append((prompt, tokens_of(loops[-1])))
         conversations.append(turns)
-    assert_equal_steps(replayed(one, packed_of(conversations), 4), loops)
+    assert_equal_steps(replayed(pair, packed_of(conversations), 4), loops)
 
 
 def test_one_token_answers_and_answers_without_a_prompt():
     """Nothing is drafted for either: the first token is the prefill's, and without a prompt
     there is none.
     """
-    one = trained("p-eagle")
-    steps = loop(one, prompts(1)[0], 4)
+    pair = trained("p-eagle")
+    steps = loop(pair, prompts(1)[0], 4)
     whole = (prompts(1)[0], tokens_of(steps))
     packed = packed_of([[([7, 8], [9])], [([], [5, 6, 7, 8])], [whole], [([7], [8])], [([], [3])]])
-    assert_equal_steps(replayed(one, packed, 4), [steps])
+    assert_equal_steps(replayed(pair, packed, 4), [steps])
 
 
 def test_the_walk_by_hand():
@@ -200,18 +200,18 @@ def test_answers_end_with_their_document():
 @pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
 def test_groups_of_anchors_and_packs_do_not_matter(method: Method, draft_vocab: int, rung: str):
     """Neither does the set of K of one call."""
-    one = trained(method, draft_vocab, rung)
+    pair = trained(method, draft_vocab, rung)
     parts = []
     for i, prompt in enumerate(prompts(6)):
-        ids = np.array(prompt + tokens_of(loop(one, prompt, 4, tokens=20)))
+        ids = np.array(prompt + tokens_of(loop(pair, prompt, 4, tokens=20)))
         parts.append(Document(ids, np.arange(len(ids)) >= 4, str(i)))
     documents = join_documents(parts)
-    whole = replay_of(one).chain_steps(documents, [2, 4])
-    assert replay_of(one, 128, group_size=13).chain_steps(documents, [2, 4]) == whole
+    whole = replay_of(pair).chain_steps(documents, [2, 4])
+    assert replay_of(pair, 128, group_size=13).chain_steps(documents, [2, 4]) == whole
     assert len(whole[2]) > len(whole[4]) > 0
-    assert replay_of(one, group_size=13).chain_steps(documents, [2])[2] == whole[2]
-    small = replay_of(one, group_size=13, logit_rows=7)
+    assert replay_of(pair, group_size=13).chain_steps(documents, [2])[2] == whole[2]
+    small = replay_of(pair, group_size=13, logit_rows=7)
     assert small.chain_steps(documents, [4])[4] == whole[4]
     with torch.no_grad():
         nothing = documents.subset(np.arange(0))
-        assert replay_of(one, 128).chain_steps(nothing, [3]) == {3: []}
+        assert replay_of(pair, 128).chain_steps(nothing, [3]) == {3: []}

@@ -28,8 +28,8 @@ from tests.support.tiny_models import AUX
 from tests.support.training import RUNGS, Trained, some_config, trained
 
 
-def replay_of(one: Trained) -> DraftReplay:
-    passes, features = DrafterPasses(one.drafter), FeatureExtractor(one.target, AUX)
+def replay_of(pair: Trained) -> DraftReplay:
+    passes, features = DrafterPasses(pair.drafter), FeatureExtractor(pair.target, AUX)
     return DraftReplay(passes, features, 512)
 
 
@@ -75,9 +75,9 @@ def test_on_answers(rung: str, tmp_path: Path) -> None:
     """DepthRows of depth k are those whose k drafts before were right; probabilities become
     truer.
     """
-    one = trained("p-eagle", 48, rung)
-    documents = read_documents([one.data], one.target, 256)
-    factors, reliability = calibrate(replay_of(one), documents, 5, logit_rows=100)
+    pair = trained("p-eagle", 48, rung)
+    documents = read_documents([pair.data], pair.target, 256)
+    factors, reliability = calibrate(replay_of(pair), documents, 5, logit_rows=100)
     assert len(factors) == 5 and all(0.3 < factor < 3 for factor in factors)
     counts, right = (
         np.bincount(reliability.depth),
@@ -101,9 +101,9 @@ def test_on_answers(rung: str, tmp_path: Path) -> None:
 
 
 def test_few_rows_take_the_factor_before() -> None:
-    one = trained("p-eagle", 48)
-    documents = read_documents([one.data], one.target, 256).subset(np.arange(3))
-    factors, reliability = calibrate(replay_of(one), documents, 5)
+    pair = trained("p-eagle", 48)
+    documents = read_documents([pair.data], pair.target, 256).subset(np.arange(3))
+    factors, reliability = calibrate(replay_of(pair), documents, 5)
     counts = np.bincount(reliability.depth, minlength=5)
     few = int((counts < MIN_ROWS_PER_DEPTH).argmax())
     assert 0 < few < 5 and len(set(factors[few - 1 :])) == 1
@@ -124,15 +124,15 @@ def test_errors_by_hand() -> None:
 
 @pytest.mark.parametrize("cost", [1.0, -1.0], ids=["int8", "bfloat16"])
 def test_what_is_published_is_calibrated(cost: float, tmp_path: Path, monkeypatch) -> None:
-    one = trained("p-eagle")
-    monkeypatch.setattr("peagle.train.run.load_teacher", lambda config, device: one.target)
-    config = some_config(one.data, tmp_path / "run", steps=3, device="cpu", **RUNGS["all"])
+    pair = trained("p-eagle")
+    monkeypatch.setattr("peagle.train.run.load_teacher", lambda config, device: pair.target)
+    config = some_config(pair.data, tmp_path / "run", steps=3, device="cpu", **RUNGS["all"])
     run = TrainRun(config)
     run.train(lambda *_: None, lambda line: None)
     folder, length = publish(run, ["peagle train"], max_int8_loss=cost)
-    drafter = checkpoint.load(folder, one.target, torch.float32)
+    drafter = checkpoint.load(folder, pair.target, torch.float32)
     assert len(drafter.config.calibration) == 5 and length is not None
-    source = checkpoint.load(tmp_path / "run" / "drafter", one.target, torch.float32)
+    source = checkpoint.load(tmp_path / "run" / "drafter", pair.target, torch.float32)
     assert (
         replace(drafter.config, calibration=()) == source.config and source.config.calibration == ()
     )

@@ -79,9 +79,9 @@ def test_the_size_is_told_before(
     target: Target, documents: Documents, tmp_path: Path, settings: CaptureSettings
 ) -> None:
     job = Capture(target, documents, tmp_path, settings)
-    told = job.size
+    reported = job.size
     job.run()
-    assert told == pytest.approx(size_of(tmp_path), rel=0.02)
+    assert reported == pytest.approx(size_of(tmp_path), rel=0.02)
     assert len(job.parts) > 1
     again = Capture(target, documents, tmp_path, settings)
     assert again.size == 0 and not again.missing
@@ -328,8 +328,8 @@ def test_topk_loss_equals_the_whole(target: Target, mix: float) -> None:
     to_draft[own] = torch.arange(48)
     logits, tokens = top_k_log_probs(last, target.lm_head, 96, 5.0, torch.float32)
     got = top_k_loss(normed, TopKLogits(logits, to_draft[tokens]), weight, target.lm_head[own], mix)
-    wanted = hidden_state_loss(normed, last, weight, target.lm_head[own], mix, 5.0)
-    for a, b in zip(got, wanted, strict=True):
+    expected = hidden_state_loss(normed, last, weight, target.lm_head[own], mix, 5.0)
+    for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a.float(), b.float(), atol=1e-4)
     nothing = TopKLogits(logits, -torch.ones_like(tokens))
     loss, match, _, gradient = top_k_loss(normed, nothing, weight, target.lm_head[own], mix)
@@ -355,15 +355,15 @@ def test_topk_gradient_is_the_losses(target: Target) -> None:
 def test_held_out_documents_keep_their_numbers(
     target: Target, documents: Documents, small: Path
 ) -> None:
-    _, held = split_held_out(documents, 6, 0)
-    assert [documents.keys[i] for i in held.indices] == list(held.keys)
-    batch = build_batch(pack_documents(held, np.array([3, 1]), 128), NO_CHAINS)
+    _, held_out = split_held_out(documents, 6, 0)
+    assert [documents.keys[i] for i in held_out.indices] == list(held_out.keys)
+    batch = build_batch(pack_documents(held_out, np.array([3, 1]), 128), NO_CHAINS)
     stored = StoredFeatures(StoredTarget(small, torch.float32, "cpu"), None)
     g, teacher = stored(batch)
-    wanted, last = FeatureExtractor(target, AUX)(batch)
+    expected, last = FeatureExtractor(target, AUX)(batch)
     total = sum(batch.lengths)
-    assert g.dtype == torch.float32 and len(g) == len(wanted)
-    assert torch.allclose(g[:total], wanted[:total], rtol=0.01, atol=0.01)
+    assert g.dtype == torch.float32 and len(g) == len(expected)
+    assert torch.allclose(g[:total], expected[:total], rtol=0.01, atol=0.01)
     assert torch.equal(teacher.ids[:total, 0], (last @ target.lm_head.T)[:total].argmax(-1).int())
 
 
@@ -379,8 +379,12 @@ def test_the_command(target: Target, data: Path, tmp_path: Path, monkeypatch) ->
         str(tmp_path / "out"),
     ]
     words += ["--aux-layers", "1,3,6", "--top-k", "8", "--dtype", "float32", "--device", "cpu"]
-    told = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout)
-    assert told["documents"] == 60 and told["gigabytes"] > 0 and told["kept_shards"] == 0
+    reported = json.loads(
+        CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout
+    )
+    assert (
+        reported["documents"] == 60 and reported["gigabytes"] > 0 and reported["kept_shards"] == 0
+    )
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 0 and "1 of 1 shards are there already" in again.stderr
     other = CliRunner().invoke(app, [*words, "--top-k", "9"])

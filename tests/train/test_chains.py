@@ -96,8 +96,10 @@ def test_capped_anchors_are_random_ones():
 @pytest.mark.parametrize("seed", range(3))
 def test_sampling_repeats_by_its_seed(seed: int):
     room = packed_of([span(60, (5, 60))]).max_chain_lengths
-    one, two = (pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed))) for _ in range(2))
-    assert one == two != pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed + 10)))
+    first, second = (
+        pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed))) for _ in range(2)
+    )
+    assert first == second != pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed + 10)))
 
 
 EDGES = {

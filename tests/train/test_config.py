@@ -11,9 +11,24 @@ import yaml
 from peagle.errors import UserError
 from peagle.train.config import TrainConfig, read_config, to_yaml
 
-YAML = "method: eagle3\nk: 6\nlr: 8e-4\naux_layer_ids: [2, 15, 27]\ntrain_embeddings: true\ndata: a, b\nsteps: 1_000\n"
-TOML = 'method = "eagle3"\nk = 6\nlr = 8e-4\naux_layer_ids = [2, 15, 27]\ntrain_embeddings = true\ndata = "a, b"\n'
-SAID = {
+YAML = """
+method: eagle3
+k: 6
+lr: 8e-4
+aux_layer_ids: [2, 15, 27]
+train_embeddings: true
+data: a, b
+steps: 1_000
+"""
+TOML = """
+method = "eagle3"
+k = 6
+lr = 8e-4
+aux_layer_ids = [2, 15, 27]
+train_embeddings = true
+data = "a, b"
+"""
+EXPECTED = {
     "method": "eagle3",
     "k": 6,
     "lr": 8e-4,
@@ -34,8 +49,8 @@ def written(path: Path, text: str) -> Path:
 )
 def test_yaml_and_toml(tmp_path, name: str, text: str):
     config = read_config(written(tmp_path / name, text))
-    assert asdict(config) == asdict(TrainConfig()) | SAID
-    assert all(type(getattr(config, key)) is type(value) for key, value in SAID.items())
+    assert asdict(config) == asdict(TrainConfig()) | EXPECTED
+    assert all(type(getattr(config, key)) is type(value) for key, value in EXPECTED.items())
 
 
 def test_nothing_given_is_the_defaults(tmp_path):

@@ -154,31 +154,31 @@ def documents_of(keys: list[str], seed: int = 0) -> Documents:
 
 def test_the_split_keeps_a_prompt_together():
     keys = [f"{i % 30}@{i // 30}" for i in range(90)]  # three answers to each of thirty prompts
-    train, held = split_held_out(documents_of(keys), 4, seed=3)
-    prompts = [{key.split("@")[0] for key in part.keys} for part in (train, held)]
+    train, held_docs = split_held_out(documents_of(keys), 4, seed=3)
+    prompts = [{key.split("@")[0] for key in part.keys} for part in (train, held_docs)]
     assert (
         len(prompts[1]) == 4
         and not prompts[0] & prompts[1]
-        and len(held) == 12
+        and len(held_docs) == 12
         and len(train) == 78
     )
     again = split_held_out(documents_of(keys), 4, seed=3)[1]
-    assert again.keys == held.keys and again.ids.tolist() == held.ids.tolist()
-    assert split_held_out(documents_of(keys), 4, seed=4)[1].keys != held.keys
+    assert again.keys == held_docs.keys and again.ids.tolist() == held_docs.ids.tolist()
+    assert split_held_out(documents_of(keys), 4, seed=4)[1].keys != held_docs.keys
 
 
 def test_the_split_does_not_depend_on_the_order():
     keys = [f"{i}@0" for i in range(40)]
-    held = [
+    held_docs = [
         set(split_held_out(documents_of(order), 5, seed=0)[1].keys) for order in (keys, keys[::-1])
     ]
-    assert held[0] == held[1]
+    assert held_docs[0] == held_docs[1]
 
 
 @pytest.mark.parametrize(("held_out", "expected"), [(0, 0), (2, 2), (1000, 4)])
 def test_at_most_a_fifth_is_held_out(held_out: int, expected: int):
-    train, held = split_held_out(documents_of([str(i) for i in range(20)]), held_out, seed=0)
-    assert len(held) == expected and len(train) == 20 - expected
+    train, held_docs = split_held_out(documents_of([str(i) for i in range(20)]), held_out, seed=0)
+    assert len(held_docs) == expected and len(train) == 20 - expected
 
 
 @given(st.integers(1, 60), st.integers(20, 200), st.integers(0, 5))
@@ -212,13 +212,13 @@ def test_steps_go_on_from_epoch_to_epoch():
 
 def test_a_pack_knows_where_its_tokens_come_from():
     documents = documents_of([str(i) for i in range(5)])
-    one = pack_documents(documents, np.array([3, 0]), 200)
-    total = int(one.lengths.sum())
-    assert one.ids[:total].tolist() == documents.ids[one.token_indices[:total]].tolist()
-    assert one.ids[:total].tolist() == [
+    pack = pack_documents(documents, np.array([3, 0]), 200)
+    total = int(pack.lengths.sum())
+    assert pack.ids[:total].tolist() == documents.ids[pack.token_indices[:total]].tolist()
+    assert pack.ids[:total].tolist() == [
         *documents[3][0],
         *documents[0][0],
-    ] and one.document_indices.tolist() == [3, 0]
+    ] and pack.document_indices.tolist() == [3, 0]
 
 
 def test_the_draft_vocabulary():

@@ -45,7 +45,7 @@ WAYS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}]
     ("method", "more"),
     [
         *((method, way) for method in ("p-eagle", "eagle3") for way in WAYS),
-        *(("p-eagle", one) for one in RUNGS.values()),
+        *(("p-eagle", rung) for rung in RUNGS.values()),
     ],
     ids=str,
 )

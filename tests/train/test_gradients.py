@@ -119,14 +119,16 @@ def reference(
         losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
         objective = (losses * weight ** torch.from_numpy(depth)).sum()
     if drafter.confidence is not None:
-        best, wanted = (
+        best, expected = (
             linear(x.detach(), drafter.lm_head).argmax(-1)
             for x in (normed, last[anchor + depth + 1])
         )
         sure = linear(normed.detach(), drafter.lm_head).log_softmax(-1).amax(-1)
-        said = drafter.confidence(normed.detach())[:, 0] + (sure.exp() / (1 - sure.exp())).log()
+        confidence = (
+            drafter.confidence(normed.detach())[:, 0] + (sure.exp() / (1 - sure.exp())).log()
+        )
         binary_cross_entropy_with_logits(
-            said, (best == wanted).float(), right_before(anchor, depth, best == wanted)
+            confidence, (best == expected).float(), right_before(anchor, depth, best == expected)
         ).backward()
     objective.div(len(depth)).backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}
@@ -184,12 +186,12 @@ def unrolled_rows(
     tokens.
     """
     out: dict[tuple[int, int], Tensor] = {}
-    wanted = set(zip(anchor.tolist(), depth.tolist(), strict=True))
+    expected = set(zip(anchor.tolist(), depth.tolist(), strict=True))
     ids = torch.from_numpy(packed.ids)
-    for a in sorted({a for a, _ in wanted}):
+    for a in sorted({a for a, _ in expected}):
         start = int(packed.doc_start[a])
         hidden, d = drafter.fuse(g[start : a + 1]), 0
-        while (a, d) in wanted:
+        while (a, d) in expected:
             rows = drafter.embed(ids[start + 1 : a + 2 + d])
             normed, feedback = drafter(rows, hidden, torch.arange(len(rows)), causal_attend)
             out[a, d] = normed[-1]

@@ -60,8 +60,8 @@ def make(folder: Path, out: Path, *more: str) -> str:
 
 
 def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
-    told = make(folder, tmp_path / "out", "--set", "held_out=4")
-    assert "acceptance length" in told
+    text = make(folder, tmp_path / "out", "--set", "held_out=4")
+    assert "acceptance length" in text
     published = tmp_path / "out" / "p-eagle" / "published"
     pictures = {"curves.png", "calibration.png"}
     assert {f.name for f in published.iterdir()} == {
@@ -121,7 +121,7 @@ def test_the_card_tells_what_differs() -> None:
         }
     ]
     mean = [{"k": 3, "temperature": 0.0, "acceptance_length": 2.5}]
-    told = model_card(
+    text = model_card(
         replace(drafter, target="T"),
         TrainConfig(lr=0.5, aux_layer_ids=AUX),
         {"steps": 1234},
@@ -135,5 +135,5 @@ def test_the_card_tells_what_differs() -> None:
         "lr: 0.5",
         "peagle train",
     ):
-        assert part in told
-    assert "optimizer" not in told
+        assert part in text
+    assert "optimizer" not in text

@@ -13,7 +13,7 @@ from peagle.train.optim.optimizer import Optimizers
 from tests.support.tiny_models import make_drafter, make_target
 
 SHAPES = [(8, 8), (8, 24), (24, 8), (8, 8), (5, 7)]
-HOW = {"lr": 0.02, "weight_decay": 0.1}
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 
 
 def matrices() -> list[nn.Parameter]:
@@ -31,8 +31,8 @@ def step(
     optimizer.step()
 
 
-def theirs(parameters: list[nn.Parameter], **how: object) -> torch.optim.Optimizer:
-    return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **(HOW | how))
+def theirs(parameters: list[nn.Parameter], **options: object) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **(OPTIONS | options))
 
 
 def assert_close(mine: list[nn.Parameter], others: list[nn.Parameter], moved_by: float) -> None:
@@ -42,11 +42,11 @@ def assert_close(mine: list[nn.Parameter], others: list[nn.Parameter], moved_by:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"weight_decay": 0.0}, {"nesterov": False}, {"momentum": 0.5}], ids=str
+    "options", [{}, {"weight_decay": 0.0}, {"nesterov": False}, {"momentum": 0.5}], ids=str
 )
-def test_equals_torch(how: dict):
+def test_equals_torch(options: dict):
     mine, others = matrices(), matrices()
-    ours, plain = Muon(mine, **(HOW | how)), theirs(others, **how)
+    ours, plain = Muon(mine, **(OPTIONS | options)), theirs(others, **options)
     for seed in range(5):
         step(ours, mine, seed, leave_out=2 if seed == 3 else -1)
         step(plain, others, seed, leave_out=2 if seed == 3 else -1)
@@ -59,7 +59,7 @@ def test_equals_torch(how: dict):
 def test_states_are_interchangeable(back: bool):
     """Three steps with one, two more with the other, from its state dict: as five with torch's."""
     mine, others = matrices(), matrices()
-    ours, plain = Muon(mine, **HOW), theirs(others)
+    ours, plain = Muon(mine, **OPTIONS), theirs(others)
     straight = matrices()
     reference = theirs(straight)
     for seed in range(3):

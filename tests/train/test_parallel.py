@@ -24,7 +24,7 @@ from tests.support.training import RUNGS, make_run, some_config, train, write_an
 KINDS = ("ddp", "fsdp")
 METHODS = ("p-eagle", "eagle3")
 # 16 documents of 24 tokens, 5 in a pack: 4 packs an epoch, so every second step has one pack only
-HOW = {
+SETTINGS = {
     "pack_tokens": 128,
     "k": 3,
     "steps": 5,
@@ -37,9 +37,9 @@ HOW = {
 
 def run(folder: Path, kind: str, method: str, world: World = World(), **more: float) -> Trainer:  # noqa: B008
     """Trains in folder/`kind method`, from its newest state if there is one."""
-    more_of_it = RUNGS["all"] if method == "p-eagle" else {"train_embeddings": True}
-    how = HOW | {"parallel": kind, "method": method} | more_of_it
-    config = some_config(folder / "answers.jsonl", folder / f"{kind} {method}", **how)
+    extensions = RUNGS["all"] if method == "p-eagle" else {"train_embeddings": True}
+    settings = SETTINGS | {"parallel": kind, "method": method} | extensions
+    config = some_config(folder / "answers.jsonl", folder / f"{kind} {method}", **settings)
     trainer = make_run(make_target(), config, world)
     trainer.resume()
     train(trainer, **more)
@@ -139,7 +139,7 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, kind: str, method: 
 
 def test_some_steps_leave_a_process_without_a_pack(folder: Path):
     """What the above must cover: two packs and one, then one and none."""
-    config = some_config(folder / "answers.jsonl", folder / "nothing", **HOW)
+    config = some_config(folder / "answers.jsonl", folder / "nothing", **SETTINGS)
     counts = []
     for rank in range(2):
         dataset = make_run(make_target(), config).dataset

@@ -122,10 +122,10 @@ def test_folders_of_before_still_load(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 2)
     compact.save(drafter, tmp_path / "d", target)
     file = tmp_path / "d" / "config.json"
-    told = json.loads(file.read_text())
+    config = json.loads(file.read_text())
     for key in ("inject", "bidirectional", "dependency", "confidence", "calibration"):
-        del told[key]
-    file.write_text(json.dumps(told))
+        del config[key]
+    file.write_text(json.dumps(config))
     assert checkpoint.load(tmp_path / "d", target).config == drafter.config
 
 
@@ -260,14 +260,14 @@ def test_matrices_go_to_muon_and_the_confidence_to_adamw(target: Target) -> None
         for part in Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts
     )
     for name, parameter in drafter.named_parameters():
-        wanted = (
+        expected = (
             muon
             if name.startswith(("dependency", "inject"))
             else adamw
             if "confidence" in name
             else adamw | muon
         )
-        assert id(parameter) in wanted, name
+        assert id(parameter) in expected, name
     drafter.requires_grad_(False)
     drafter.dependency.requires_grad_(True)
     assert len(Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts) == 1, (
@@ -312,7 +312,7 @@ def bigrams(path: Path) -> Path:
 def learned(folder: Path, name: str, **changes: Any) -> tuple[Trainer, np.ndarray, float]:
     """(the run, its last losses per depth, its acceptance length)"""
     target = make_target()
-    how = {
+    settings = {
         "steps": 60,
         "lr": 1e-2,
         "save_every": 0,
@@ -321,7 +321,7 @@ def learned(folder: Path, name: str, **changes: Any) -> tuple[Trainer, np.ndarra
         "eval_k": 5,
         "dependency_drop": 0.2,
     }
-    config = some_config(bigrams(folder / "data.jsonl"), folder / name, **how | changes)
+    config = some_config(bigrams(folder / "data.jsonl"), folder / name, **settings | changes)
     trainer = make_run(target, config)
     trainer.features = Bigrams(target)  # type: ignore[assignment]
     entries = train(trainer)
@@ -335,8 +335,8 @@ def test_a_dependency_learns_what_rows_cannot_know(tmp_path: Path) -> None:
     _, with_it, longer = learned(tmp_path, "together", dependency=8)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
     folder = shutil.copytree(plain.out / "drafter", tmp_path / "finished")
-    how = {"init": str(folder), "freeze": True, "dependency": 8, "confidence": True}
-    on_top, with_it, longer = learned(tmp_path, "on top", **how)
+    settings = {"init": str(folder), "freeze": True, "dependency": 8, "confidence": True}
+    on_top, with_it, longer = learned(tmp_path, "on top", **settings)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
     kept, saved = (checkpoint.read(path).tensors for path in (folder, on_top.out / "drafter"))
     assert all(torch.equal(saved.pop(name), tensor) for name, tensor in kept.items())
@@ -377,11 +377,11 @@ def test_dropped_rows_are_the_same_however_often_it_starts(tmp_path: Path) -> No
     data = folder / "answers.jsonl"
     runs = []
     for name, segments in (("a", 1), ("b", 1), ("c", 4)):
-        how = {"dependency": 8, "segments": segments, "steps": 3}
+        settings = {"dependency": 8, "segments": segments, "steps": 3}
         runs.append(
             [
                 e["loss"]
-                for e in train(make_run(target, some_config(data, tmp_path / name, **how)))
+                for e in train(make_run(target, some_config(data, tmp_path / name, **settings)))
                 if "loss" in e
             ]
         )

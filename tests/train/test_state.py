@@ -82,7 +82,7 @@ def test_log_curves_and_events(tmp_path):
     seen: list[tuple[int, int]] = []
     trainer = start(config_in(tmp_path, eval_every=4, log_every=2))
     journal = Journal(trainer.out)
-    assert trainer.train(journal, lambda done, total, measured: seen.append((done, total)))
+    assert trainer.train(journal, lambda done, total, record: seen.append((done, total)))
     lines = [json.loads(line) for line in (trainer.out / "log.jsonl").read_text().splitlines()]
     logs, evaluations = (
         [line for line in lines if key in line] for key in ("loss", "acceptance_length")

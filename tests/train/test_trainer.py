@@ -76,10 +76,10 @@ def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
     """Stopped after every step of the first three, then killed at the sixth: as if nothing had
     happened.
     """
-    how = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
-    whole = start(config_in(tmp_path / "whole", **how))
+    settings = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
+    whole = start(config_in(tmp_path / "whole", **settings))
     straight = train(whole)
-    config = config_in(tmp_path / "parts", **how)
+    config = config_in(tmp_path / "parts", **settings)
     for step in range(3):
         trainer = start(config)
         assert trainer.resume() == (step > 0) and trainer.step == step
