@@ -93,9 +93,7 @@ class StepDataset(Dataset[list[FlatBatch]]):
 
 
 def level_sizes(config: TrainConfig) -> tuple[int, ...] | None:
-    """Fixed sizes of the chain levels, if the number of anchors is limited and there is one
-    segment.
-    """
+    """Fixed sizes of the chain levels, for a limited number of anchors and one segment."""
     if not config.max_anchors or config.segments > 1:
         return None
     rows = [max_chain_rows(config.max_anchors, k, config.keep) for k in range(1, config.k + 1)]

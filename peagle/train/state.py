@@ -74,8 +74,9 @@ def _write(values: dict[str, Any], path: Path) -> None:
 def load_state(
     folder: Path, passes: nn.Module, optimizers: Optimizers, check: Callable[[RunState], None]
 ) -> RunState | None:
-    """Restore model and optimizers from the newest state, unless `check` raises; None if there is
-    none.
+    """Restore model and optimizers from the newest state; None if there is none.
+
+    `check` may refuse the state by raising an error.
     """
     paths = list_states(folder)
     if not paths:

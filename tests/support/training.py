@@ -1,6 +1,4 @@
-"""Helpers of the training tests: documents of a tiny target's own answers, packs, features,
-runs.
-"""
+"""Helpers of the training tests: answers of a tiny target, packs, features, runs."""
 
 import json
 import tempfile
@@ -137,9 +135,7 @@ RUNGS: dict[str, dict[str, int | bool]] = {
 
 
 def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
-    """A tiny drafter that drafts well enough for its acceptance to mean something; once per
-    process.
-    """
+    """A tiny drafter with a meaningful acceptance length; trained once per process."""
     return _trained(method, draft_vocab, rung)
 
 

@@ -46,8 +46,7 @@ def make_drafter(
     ] = None,
     device: Device = "auto",
 ) -> None:
-    """Make a drafter for a target: the target answers the prompts, a drafter is trained on the
-    answers and measured.
+    """Make a drafter for a target: generate answers, train on them, measure the result.
 
     Every stage resumes. Example: peagle make-drafter smollm2-135m --prompts prompts.jsonl
     """

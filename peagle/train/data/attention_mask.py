@@ -1,5 +1,4 @@
-"""The attention rule of training: which row sees which, as a dense mask and as flex attention's
-block mask.
+"""The attention rule of training, as a dense mask and as the block mask of flex attention.
 
 A row has a document, an anchor a and a depth d. Depth 0 is a position with real inputs; depth d >=
 1 is the d-th mask row (P-EAGLE) or the d-th own step (EAGLE-3) after anchor a. Within a document,
@@ -33,8 +32,9 @@ BLOCK_SIZE = 128  # rows of flex attention's blocks; a key block is all depth 0 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Rows side by side, [R] int32 each. Anchors are indices into the pack, so they rise with the
-    documents.
+    """Rows side by side, [R] int32 each.
+
+    Anchors are indices into the pack, so they rise with the documents.
     """
 
     doc: Tensor
@@ -99,8 +99,7 @@ def build_block_lists(q: RowSet, k: RowSet) -> BlockLists:
 
 
 def block_mask(q: RowSet, k: RowSet, lists: BlockLists | None = None) -> BlockMask:
-    """The rule for flex attention with few loads: a key has one number, a query two intervals of
-    numbers.
+    """The rule for flex attention with few loads: a key is a number, a query two intervals.
 
     Key j of depth 0 (its index is its anchor) has the number j, a deeper key -1 - (64 a + d). A
     query sees the numbers doc_start..a_q and those of its own chain, -1 - (64 a_q + v_q)..-1 - 64
@@ -205,7 +204,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None =
 
 @cache
 def compiled_flex_attention() -> Any:
-    """Outside compiled code, flex attention must be compiled by itself: otherwise it keeps every
-    score.
-    """
+    """Flex attention for eager code, which would otherwise keep every score."""
     return torch.compile(flex_attention)

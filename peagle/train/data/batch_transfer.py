@@ -1,6 +1,4 @@
-"""One transfer for a whole batch: nested small integer tensors are moved to the device as one
-buffer.
-"""
+"""One transfer for a whole batch: its small integer tensors move to the device as one buffer."""
 
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any

@@ -1,5 +1,4 @@
-"""COD sampling (conditional drop-token): which positions get a chain of deeper rows, and how long
-it is.
+"""COD sampling (conditional drop-token): which positions get chains, and of which length.
 
 Row layout. A row has an anchor a and a depth k, its RoPE position is a + k, and p = a + k. At depth
 0 its inputs are real: the embedding of token p + 1 and the taps g_p. At depth k >= 1 they are the

@@ -1,6 +1,4 @@
-"""Documents to train on: token ids and which of them the target wrote; and the order in which they
-are packed.
-"""
+"""Documents to train on, with the mask of the target's answers, and their order in packs."""
 
 import hashlib
 import json
@@ -65,9 +63,7 @@ class Documents:
 def join_documents(
     documents: Sequence[Document], skipped: int = 0, indices: np.ndarray | None = None
 ) -> Documents:
-    """Concatenate documents; `indices` are their indices among all documents, by default 0, 1, 2,
-    ...
-    """
+    """Concatenate documents; `indices`, among all documents, are 0, 1, 2, ... by default."""
     ids = [np.zeros(0, np.int32), *(document.ids for document in documents)]
     masks = [np.zeros(0, bool), *(document.answer_mask for document in documents)]
     lengths = [len(document.ids) for document in documents]

@@ -1,5 +1,4 @@
-"""A pack: documents side by side in one sequence of tokens, and the batch on which the drafter
-trains.
+"""A pack of documents in one sequence of tokens, and the batch on which the drafter trains.
 
 Everything is flat and padded to lengths that repeat, so that compiled code sees few shapes. Padding
 is a document of its own at the end: no other row sees it, and it has no loss.
@@ -73,8 +72,9 @@ def pack_sequences(
 
 @dataclass(frozen=True, slots=True)
 class ChainLevel:
-    """Chain rows that run in one pass: all depths for P-EAGLE, one depth for EAGLE-3. Padding is
-    last.
+    """Chain rows that run in one pass: all depths for P-EAGLE, one depth for EAGLE-3.
+
+    Padding rows are last.
     """
 
     rows: RowSet  # [R]
@@ -82,9 +82,8 @@ class ChainLevel:
     # [R] the token before the one that the row drafts: EAGLE-3 embeds it, the dependency head
     # corrects the row by it; -1 leaves the row uncorrected.
     previous_ids: Tensor
-    parent: (
-        Tensor  # [R] index of the previous row of the chain, in the previous level or the context
-    )
+    # [R] index of the previous row of the chain, in the previous level or in the context
+    parent: Tensor
     num_unpadded: int  # rows before the padding
     block_lists: BlockLists | None = None  # of its attention, for flex attention
 

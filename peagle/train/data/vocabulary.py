@@ -1,6 +1,4 @@
-"""The draft vocabulary: the tokens that the target really writes, and the fraction of its text they
-cover.
-"""
+"""The draft vocabulary: the tokens that the target writes most often."""
 
 from typing import NamedTuple
 
@@ -19,9 +17,7 @@ class DraftVocabulary(NamedTuple):
 def choose_draft_vocabulary(
     documents: Documents, vocab_size: int, size: int, always: frozenset[int] = frozenset()
 ) -> DraftVocabulary:
-    """The `size` most frequent tokens of the answers; `always` are stop tokens, which must be
-    draftable.
-    """
+    """The `size` most frequent tokens of the answers; the stop tokens `always` are among them."""
     if not size or size >= vocab_size:
         return DraftVocabulary(None, 1.0)
     counts = np.bincount(documents.ids[documents.answer_mask], minlength=vocab_size)

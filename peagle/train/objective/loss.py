@@ -1,5 +1,4 @@
-"""Losses over rows, in chunks: [rows, vocabulary] never exists as a whole, and its gradient is not
-kept.
+"""Losses over rows, in chunks: logits of [rows, vocabulary] never exist as a whole.
 
 For a row with weight w, teacher distribution p (the target's, over the draft vocabulary) and draft
 distribution q:
@@ -85,9 +84,7 @@ def hidden_state_loss(
     softcap: float,
     tv: bool = False,
 ) -> ChunkLoss:
-    """The loss of normed [C, d] by the last hidden states `teacher` [C, d]; weight [C], lm_head [V,
-    d].
-    """
+    """The loss of normed [C, d] by last hidden states [C, d]; weight [C], lm_head [V, d]."""
     teacher_logits = soft_cap(linear(teacher, lm_head).float(), softcap)
     logits = linear(normed.to(lm_head.dtype), lm_head).float()
     log_q, log_p = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
