@@ -5,7 +5,7 @@
 
 Each run leaves OUT/NAME-SEED (the drafter, int8) and OUT/NAME-SEED.json (its record); a run with a
 record is not repeated. Acceptance lengths are replayed on the target's own greedy answers
-(train/evaluation/acceptance.py).
+(train/evaluation/replay.py).
 """
 
 import argparse

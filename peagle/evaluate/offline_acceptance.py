@@ -1,6 +1,6 @@
 """The acceptance length of whole sets in minutes: the target answers in batches, then a replay.
 
-The result equals that of decoding (train/evaluation/acceptance.py explains why), with two
+The result equals that of decoding (train/evaluation/replay.py explains why), with two
 exceptions: drafts behind the end of an answer do not count as accepted, and below float32 a near
 tie may fall differently.
 """

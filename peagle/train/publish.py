@@ -16,8 +16,8 @@ from peagle.drafter.formats import checkpoint, compact
 from peagle.paths import publish_folder
 from peagle.train.card import CardRows, model_card
 from peagle.train.curves import draw_reliability
-from peagle.train.evaluation.acceptance import acceptance_length
 from peagle.train.evaluation.calibration import Reliability, calibrate
+from peagle.train.evaluation.replay import acceptance_length
 from peagle.train.objective.passes import DrafterPasses
 from peagle.train.run import TrainRun
 

@@ -17,8 +17,7 @@ from peagle.target import Target
 from peagle.target.precision import choose_dtype
 from peagle.train.config import TrainConfig, to_yaml
 from peagle.train.drafter_init import new_drafter
-from peagle.train.features.features import StoredFeatures
-from peagle.train.features.stored import StoredTarget
+from peagle.train.features.stored import StoredFeatures, StoredTarget
 from peagle.train.journal import Journal
 from peagle.train.optim.parallel import join_processes
 from peagle.train.plan import Plan, estimate_plan

@@ -18,7 +18,8 @@ from peagle.target import Target
 from peagle.train.config import TrainConfig
 from peagle.train.data.pack import Batch
 from peagle.train.drafter_init import new_drafter, trained_copy
-from peagle.train.evaluation.acceptance import DraftReplay, acceptance_length
+from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.evaluation.replay import acceptance_length
 from peagle.train.features.features import (
     CachedFeatures,
     FeatureExtractor,

@@ -14,8 +14,8 @@ from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
 from peagle.train.data.documents import Document, join_documents
 from peagle.train.data.pack import PackedDocuments, pack_sequences
-from peagle.train.evaluation.acceptance import (
-    DraftReplay,
+from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.evaluation.replay import (
     acceptance_length,
     answer_spans,
     chain_matches,

@@ -22,6 +22,7 @@ from peagle.reference.proposer import proposer_for
 from peagle.target import Target
 from peagle.train import run
 from peagle.train.config import TrainConfig
+from peagle.train.data.chains import NO_CHAINS
 from peagle.train.data.documents import (
     Document,
     Documents,
@@ -31,12 +32,14 @@ from peagle.train.data.documents import (
     split_held_out,
 )
 from peagle.train.data.pack import build_batch
-from peagle.train.features.capture import NO_CHAINS, Capture, CaptureSettings, top_k_log_probs
-from peagle.train.features.features import FeatureExtractor, StoredFeatures
+from peagle.train.features.capture import Capture
+from peagle.train.features.features import FeatureExtractor
+from peagle.train.features.shard_writer import CaptureSettings, top_k_log_probs
 from peagle.train.features.shards import Shards, read_shard
-from peagle.train.features.stored import StoredTarget
+from peagle.train.features.stored import StoredFeatures, StoredTarget
 from peagle.train.features.teacher import TopKLogits
-from peagle.train.objective.loss import Loss, hidden_state_loss, top_k_loss
+from peagle.train.objective.chunk_loss import hidden_state_loss, top_k_loss
+from peagle.train.objective.loss import Loss
 from peagle.train.setup import apply_capture
 from tests.support.tiny_models import AUX, CONFIGS, make_target
 from tests.support.training import some_config, write_answers

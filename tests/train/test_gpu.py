@@ -9,8 +9,8 @@ import torch
 
 from peagle.core import Method
 from peagle.train.data.batch_transfer import flatten
+from peagle.train.data.chains import NO_CHAINS
 from peagle.train.data.pack import BatchLayout, build_batch
-from peagle.train.features.capture import NO_CHAINS
 from peagle.train.features.features import CachedFeatures, FeatureExtractor
 from peagle.train.journal import Journal
 from peagle.train.optim.parallel import World

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from peagle.train.features.teacher import TopKLogits
-from peagle.train.objective import loss as module
+from peagle.train.objective import chunk_loss as module
 from peagle.train.objective.loss import Loss
 from tests.support.training import row_losses
 

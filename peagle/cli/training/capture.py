@@ -75,7 +75,8 @@ def capture(
     """
     from peagle.loaded import load
     from peagle.train.data.documents import read_documents
-    from peagle.train.features.capture import Capture, CaptureSettings
+    from peagle.train.features.capture import Capture
+    from peagle.train.features.shard_writer import CaptureSettings
 
     taps = parse_layers(aux_layers)
     if max_length < 3:

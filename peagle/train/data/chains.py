@@ -44,6 +44,9 @@ class Chains:
         return Chains(self.anchor, self.depth, rng.random(len(self)) >= fraction)
 
 
+NO_CHAINS = Chains(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
 def max_chain_lengths(doc: IntArray, answer_mask: np.ndarray) -> IntArray:
     """The number of consecutive supervised rows from each position on, [T]; 0 is not supervised."""
     positions = np.arange(len(doc))

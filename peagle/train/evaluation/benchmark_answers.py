@@ -1,4 +1,4 @@
-"""The target's own answers to benchmark tasks, generated in batches (replayed by acceptance.py)."""
+"""The target's own answers to benchmark tasks, generated in batches (replay.py replays them)."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -20,7 +20,8 @@ from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter import Drafter
 from peagle.train.data.documents import Documents
 from peagle.train.data.pack import PackedDocuments
-from peagle.train.evaluation.acceptance import AnchorDrafts, DraftReplay, expected_tokens
+from peagle.train.evaluation.acceptance import AnchorDrafts, DraftReplay
+from peagle.train.evaluation.replay import expected_tokens
 
 MAX_ROWS_PER_DEPTH = 4096
 MIN_ROWS_PER_DEPTH = 50  # With fewer rows, a depth uses the factor of the depth before.

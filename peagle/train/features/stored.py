@@ -1,4 +1,4 @@
-"""The target of a capture: training reads its head and config and never runs it."""
+"""The target of a capture, which never runs, and the features of its documents."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,8 @@ from transformers import AutoConfig
 from peagle.catalog import find
 from peagle.errors import UserError
 from peagle.target import Target
+from peagle.train.data.pack import Batch
+from peagle.train.features.features import FeatureSource
 from peagle.train.features.shards import (
     HEAD_FILE,
     Shards,
@@ -19,6 +21,7 @@ from peagle.train.features.shards import (
     read_shard,
     read_target_record,
 )
+from peagle.train.features.teacher import PackFeatures, TopKLogits
 
 STORED_BLOCKS = 4  # of the target's last decoder layers, for `init = target`
 
@@ -96,6 +99,49 @@ class StoredModel(nn.Module):
 
     def get_decoder(self) -> nn.Module:
         return self._decoder[0]
+
+
+class StoredFeatures:
+    """The features of a capture, for any of its documents; the teacher holds `TopKLogits`."""
+
+    softcap = 0.0  # Captured logits are soft-capped already.
+
+    def __init__(self, target: StoredTarget, target_ids: Tensor | None) -> None:
+        """`target_ids` is the draft vocabulary; None is the whole vocabulary."""
+        self.target = target
+        self.shards = target.shards
+        self.aux_layer_ids = target.aux_layer_ids
+        # [vocabulary] the draft id of each target id; -1 is outside
+        self.draft_ids = torch.arange(target.vocab_size, dtype=torch.int32, device=target.device)
+        if target_ids is not None:
+            self.draft_ids.fill_(-1)
+            own = target_ids.to(target.device)
+            self.draft_ids[own] = torch.arange(len(own), dtype=torch.int32, device=target.device)
+
+    def uncached(self) -> FeatureSource:
+        return self
+
+    def __call__(self, batch: Batch) -> PackFeatures:
+        assert batch.document_indices is not None
+        documents = zip(batch.document_indices.tolist(), batch.lengths, strict=True)
+        rows = [self.shards.rows(index, length) for index, length in documents]
+        size = len(batch.ids)
+        taps = self._concatenate([part.taps for part in rows], size)
+        logits = self._concatenate([part.logits for part in rows], size)
+        tokens = self._concatenate([part.tokens for part in rows], size)
+        teacher = TopKLogits(logits, self.draft_ids[tokens])
+        return PackFeatures(taps.to(self.target.dtype), teacher)
+
+    def _concatenate(self, parts: list[Tensor], size: int) -> Tensor:
+        """[size, ...] on the device, padded with zeros."""
+        device = self.target.device
+        out = torch.empty(
+            size, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=device.type == "cuda"
+        )
+        total = sum(len(part) for part in parts)
+        torch.cat(parts, out=out[:total])
+        out[total:] = 0
+        return out.to(device, non_blocking=True)
 
 
 def head_tensors(target: Target) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The loss of the confidence output.
 
-It predicts whether a row's draft is the teacher's most likely token, given that the drafts before it
-were.
+It predicts whether a row's draft is the teacher's most likely token, given that the drafts before
+it were.
 
 Rows behind a wrong draft tell nothing about that and do not count. The gradient ends at the
 confidence output: the drafter itself does not learn to be predictable.
