@@ -8,7 +8,7 @@ target's distribution at index p + 1.
 
 COD rule. A chain of length l at anchor a is the rows (a, 0)..(a, l - 1), all of them supervised and
 inside the document. Depth k keeps about n * r^k of the n supervised rows, nested: a kept row has
-its whole chain.
+its whole chain. With n = 100 and r = 0.8, depths 1, 2 and 3 keep 80, 64 and 51 rows.
 
     document of 6 tokens, answer = tokens 2..5:  supervised rows 0 1 2 3, longest chains 4 3 2 1
 """

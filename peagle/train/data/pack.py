@@ -90,7 +90,11 @@ class ChainLevel:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Chains that run together; the segments of a pack run one after the other to save memory."""
+    """Chains that run together; the segments of a pack run one after the other to save memory.
+
+    S segments split the T positions at T * s // S. The chain of anchor a, all its depths, belongs
+    to the segment that holds a + 1; it sees the context rows up to the right edge of that segment.
+    """
 
     levels: tuple[ChainLevel, ...]
     context_length: int  # number of context rows that its chains may see
@@ -135,7 +139,7 @@ def build_batch(
     chains: Chains,
     layout: BatchLayout = BatchLayout(),  # noqa: B008
 ) -> Batch:
-    """Lay out the rows of a pack. A chain belongs to the segment of anchor + 1."""
+    """Lay out the rows of a pack."""
     size = len(packed.ids)
     context = _row_set(
         packed.doc, packed.doc_start, np.arange(size), np.zeros(size), np.zeros(size)
