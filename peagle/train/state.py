@@ -19,9 +19,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from peagle.errors import UserError
+from peagle.train.config import TrainConfig
 from peagle.train.optim.optimizer import Optimizers
 from peagle.train.optim.parallel import World
 
+# Config keys that a resumed run may change, because the result does not depend on them.
+CHANGEABLE_KEYS = (
+    "out",
+    "data",
+    "device",
+    "compile",
+    "remember",
+    "log_every",
+    "save_every",
+    "eval_every",
+    "eval_k",
+    "checkpointing",
+    "segments",
+)
 KEPT_STATES = 2
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False)
 
@@ -95,6 +110,23 @@ def load_state(
     for optimizer, saved in zip(optimizers.parts, values["optimizers"], strict=True):
         set_optimizer_state_dict(passes, optimizer, saved, options=options)
     return state
+
+
+def check_same_run(state: RunState, config: TrainConfig, digest: str, out: Path) -> None:
+    """Refuse a state of other documents or another config; missing keys have their defaults."""
+    current = asdict(config)
+    for key, value in (asdict(TrainConfig()) | state.config).items():
+        value = tuple(value) if isinstance(value, list) else value
+        if key not in CHANGEABLE_KEYS and current.get(key) != value:
+            raise UserError(
+                f"the run in {out} was started with {key} = {value!r}, now it is"
+                f" {current.get(key)!r}: restore it, or give another `out`"
+            )
+    if state.data != digest:
+        raise UserError(
+            f"the run in {out} was started with other documents: give another `out`,"
+            f" or remove {out / 'state'} to begin again with these"
+        )
 
 
 def list_states(folder: Path) -> list[Path]:

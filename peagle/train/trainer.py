@@ -38,22 +38,8 @@ from peagle.train.optim.parallel import GradientSync, World
 from peagle.train.plan import estimate_training_bytes
 from peagle.train.records import StepRecord
 from peagle.train.setup import TrainingData
-from peagle.train.state import FULL_STATE, RunState, load_state, save_state
+from peagle.train.state import FULL_STATE, RunState, check_same_run, load_state, save_state
 
-# Config keys that a resumed run may change, because the result does not depend on them.
-CHANGEABLE_KEYS = (
-    "out",
-    "data",
-    "device",
-    "compile",
-    "remember",
-    "log_every",
-    "save_every",
-    "eval_every",
-    "eval_k",
-    "checkpointing",
-    "segments",
-)
 MEMORY_MARGIN = 1.2  # factor on the estimated memory of training
 
 Progress = Callable[[int, int, StepRecord], None]  # steps done, steps in all, the last record
@@ -146,20 +132,7 @@ class Trainer:
         return True
 
     def _check_same_run(self, state: RunState) -> None:
-        """Refuse a state of other documents or another config; missing keys have their defaults."""
-        current = asdict(self.config)
-        for key, value in (asdict(TrainConfig()) | state.config).items():
-            value = tuple(value) if isinstance(value, list) else value
-            if key not in CHANGEABLE_KEYS and current.get(key) != value:
-                raise UserError(
-                    f"the run in {self.out} was started with {key} = {value!r}, now it is"
-                    f" {current.get(key)!r}: restore it, or give another `out`"
-                )
-        if state.data != self.digest:
-            raise UserError(
-                f"the run in {self.out} was started with other documents: give another `out`,"
-                f" or remove {self.out / 'state'} to begin again with these"
-            )
+        check_same_run(state, self.config, self.digest, self.out)
 
     def train(self, journal: Journal, progress: Progress, stop_after: float = math.inf) -> bool:
         """Train to the last step, for `stop_after` seconds, or until `stopping`.
