@@ -52,7 +52,7 @@ def find_capture(data: str) -> Path | None:
     if captures and len(paths) > 1:
         raise UserError(
             f"{captures[0]} is a capture, which is trained from alone: give it as the only `data`,"
-            " or capture all data folders into one (`peagle capture --data A,B`)"
+            " or run `peagle capture` once over all data folders"
         )
     return captures[0] if captures else None
 
