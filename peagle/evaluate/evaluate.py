@@ -1,9 +1,9 @@
-"""Acceptance length as it really is: every task of a set decoded, every step counted.
+"""The acceptance length by decoding: every task of a set is decoded and every step counted.
 
-The acceptance length of a set is 1 + accepted / drafts over all its steps, not a mean of the tasks' own: a long answer
-weighs more than a short one. The mean over sets gives every set the same weight.
+The acceptance length of a set is 1 + accepted / drafts over all its steps, not a mean over tasks: a
+long answer has more weight than a short one. The mean over sets gives every set the same weight.
 
-Whoever gets steps in another way than by decoding (`Step`s with `drafted` and `accepted`) needs only `summarize`.
+Steps that do not come from decoding (`Step`s with `drafted` and `accepted`) need only `summarize`.
 """
 
 import time
@@ -20,7 +20,7 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
 
-Advance = Callable[[str], None]  # called with what was decoded, after every task
+Advance = Callable[[str], None]  # called after every task with a description of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class EvaluateSettings:
     seed: int = 0
     exact: bool | None = None
     int8: bool = False
-    tree: int = 0  # nodes; 0: chains
+    tree: int = 0  # nodes of a tree; 0: chains
 
     def __post_init__(self) -> None:
         for k in self.ks:
@@ -40,28 +40,27 @@ class EvaluateSettings:
         for temperature in self.temperatures:
             Sampling(temperature, seed=self.seed)
         if parse_method(self.method) == "none":
-            raise UserError("nothing is drafted with --method none: evaluate p-eagle or eagle3")
+            raise UserError("nothing is drafted with `method` none: evaluate p-eagle or eagle3")
         check_tree_nodes(self.tree, self.ks, self.method, self.exact)
-        if self.max_tokens < 2:  # the first token is the prefill's: nothing is drafted for it
-            raise UserError(
-                f"max_tokens is {self.max_tokens}: nothing is drafted below --max-tokens 2"
-            )
+        if self.max_tokens < 2:  # The prefill gives the first token: no draft is made for it.
+            raise UserError(f"`max_tokens` is {self.max_tokens}: nothing is drafted below 2 tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """One set at one K and temperature. Position i (from 0): the share of passes that accepted draft i + 1."""
+    """One set at one K and temperature."""
 
     k: int
-    drafts: int  # passes that drafted anything
+    drafts: int  # passes that drafted any token
     draft_tokens: int
     accepted: int
-    tokens: int  # of the answers, each one's first included
+    tokens: int  # of the answers, with the first token of each
+    # Position i (from 0): the fraction of passes that accepted draft i + 1.
     accepted_per_position: tuple[float, ...]
     set: str = ""
     temperature: float = 0.0
     tasks: int = 0
-    skipped: int = 0  # turns that did not fit the context
+    skipped: int = 0  # turns that do not fit the context
     exact: bool = False
     seconds: float = 0.0
 
@@ -70,10 +69,17 @@ class SetResult:
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        shares = [round(share, 4) for share in self.accepted_per_position]
-        first = {"set": self.set, "k": self.k, "temperature": self.temperature}
-        told = first | {"acceptance_length": round(self.acceptance_length, 4)} | asdict(self)
-        return told | {"accepted_per_position": shares, "seconds": round(self.seconds, 2)}
+        first = {
+            "set": self.set,
+            "k": self.k,
+            "temperature": self.temperature,
+            "acceptance_length": round(self.acceptance_length, 4),
+        }
+        rounded = {
+            "accepted_per_position": [round(share, 4) for share in self.accepted_per_position],
+            "seconds": round(self.seconds, 2),
+        }
+        return first | asdict(self) | rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,48 +92,53 @@ class Evaluation:
     results: tuple[SetResult, ...]
 
     def of(self, k: int, temperature: float) -> list[SetResult]:
-        """Every set's result at that K and temperature."""
+        """The result of every set at that K and temperature."""
         return [
             result for result in self.results if (result.k, result.temperature) == (k, temperature)
         ]
 
     def mean(self, k: int, temperature: float) -> float:
-        found = self.of(k, temperature)
-        return sum(result.acceptance_length for result in found) / len(found)
+        """The mean acceptance length over the sets."""
+        results = self.of(k, temperature)
+        return sum(result.acceptance_length for result in results) / len(results)
 
     def as_dict(self) -> dict[str, Any]:
-        how = self.settings
+        settings = self.settings
         return {
             "pair": self.pair,
             "target": self.target,
-            "method": how.method,
+            "method": settings.method,
             "trained": self.trained,
             "dtype": self.dtype,
-            "int8": how.int8,
-            "tree": how.tree,
-            "max_tokens": how.max_tokens,
-            "seed": how.seed,
+            "int8": settings.int8,
+            "tree": settings.tree,
+            "max_tokens": settings.max_tokens,
+            "seed": settings.seed,
             "results": [result.as_dict() for result in self.results],
             "mean": [
                 {"k": k, "temperature": t, "acceptance_length": round(self.mean(k, t), 4)}
-                for t in how.temperatures
-                for k in how.ks
+                for t in settings.temperatures
+                for k in settings.ks
             ],
         }
 
 
 def summarize(steps: Iterable[Step], k: int) -> SetResult:
-    """The counts over all steps. A pass near the end of the context may draft fewer than k."""
-    tried, kept = [0] * k, [0] * k
-    drafts = tokens = 0
+    """Count all steps. A pass near the end of the context may draft fewer than k tokens."""
+    drafted = [0] * k
+    accepted = [0] * k
+    drafts = 0
+    tokens = 0
     for step in steps:
         tokens += len(step.tokens)
         drafts += step.drafted > 0
         for i in range(step.drafted):
-            tried[i] += 1
-            kept[i] += step.accepted > i
-    shares = tuple(good / of if of else 0.0 for good, of in zip(kept, tried, strict=True))
-    return SetResult(k, drafts, sum(tried), sum(kept), tokens, shares)
+            drafted[i] += 1
+            accepted[i] += step.accepted > i
+    shares = tuple(
+        hits / count if count else 0.0 for hits, count in zip(accepted, drafted, strict=True)
+    )
+    return SetResult(k, drafts, sum(drafted), sum(accepted), tokens, shares)
 
 
 def evaluate(
@@ -137,19 +148,22 @@ def evaluate(
     report: Report = ignore,
     advance: Advance = ignore,
 ) -> Evaluation:
-    """Decodes every set at every temperature and K. `report` receives a line for each turn that had to be skipped."""
-    drafter = loaded.drafter(
-        settings.method
-    )  # what cannot be loaded is told before anything is decoded
+    """Decode every set at every temperature and K; `report` gets a line for each skipped turn."""
+    # A drafter that cannot be loaded is an error before anything is decoded.
+    drafter = loaded.drafter(settings.method)
     results = [
         measure(loaded, name, tasks, k, temperature, settings, report, advance)
         for name, tasks in sets.items()
         for temperature in settings.temperatures
         for k in settings.ks
     ]
-    name, dtype = loaded.target.name or "", str(loaded.target.dtype).removeprefix("torch.")
     return Evaluation(
-        loaded.pair.name, name, dtype, drafter.config.trained, settings, tuple(results)
+        pair=loaded.pair.name,
+        target=loaded.target.name or "",
+        dtype=str(loaded.target.dtype).removeprefix("torch."),
+        trained=drafter.config.trained,
+        settings=settings,
+        results=tuple(results),
     )
 
 
@@ -163,25 +177,28 @@ def measure(
     report: Report = ignore,
     advance: Advance = ignore,
 ) -> SetResult:
-    """One set at one K and temperature."""
-    start, answers, skipped = time.perf_counter(), list[Generation](), 0
+    """Decode one set at one K and temperature."""
+    started = time.perf_counter()
+    answers: list[Generation] = []
+    skipped = 0
     for number, task in enumerate(tasks):
-        got = answer(loaded, task, k, temperature, settings.seed + number, settings)
-        answers += got
-        if left := len(task.turns) - len(got):
-            skipped += left
+        turns = answer(loaded, task, k, temperature, settings.seed + number, settings)
+        answers += turns
+        if missing := len(task.turns) - len(turns):
+            skipped += missing
             report(
-                f"{name}, task {task.id}: turn {len(got) + 1} does not fit the context, {left} skipped"
+                f"{name}, task {task.id}: turn {len(turns) + 1} does not fit the context,"
+                f" {missing} skipped"
             )
         advance(f"{name} K={k} T={temperature:g}")
     return replace(
-        summarize((step for one in answers for step in one.steps), k),
+        summarize((step for generation in answers for step in generation.steps), k),
         set=name,
         temperature=temperature,
         tasks=len(tasks),
         skipped=skipped,
-        exact=bool(answers) and all(one.exact for one in answers),
-        seconds=time.perf_counter() - start,
+        exact=bool(answers) and all(generation.exact for generation in answers),
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -193,15 +210,15 @@ def answer(
     seed: int,
     settings: EvaluateSettings,
 ) -> list[Generation]:
-    """The target's answer to each turn, earlier turns and answers before it. Ends where the context does."""
+    """The target's answer to each turn of a task, until a turn does not fit the context."""
     messages = [{"role": "system", "content": task.system}] if task.system is not None else []
     answers: list[Generation] = []
     for turn in task.turns:
         messages.append({"role": "user", "content": turn})
         ids = loaded.encode(messages)
-        if len(ids) + 1 >= loaded.target.context:  # no room for a token that was drafted
+        if len(ids) + 1 >= loaded.target.context:  # There is no room for a drafted token.
             break
-        got = loaded.generate(
+        generation = loaded.generate(
             ids,
             k,
             settings.method,
@@ -212,6 +229,6 @@ def answer(
             temperature=temperature,
             seed=seed + TURN_SEEDS * len(answers),
         )
-        messages.append({"role": "assistant", "content": got.text})
-        answers.append(got)
+        messages.append({"role": "assistant", "content": generation.text})
+        answers.append(generation)
     return answers

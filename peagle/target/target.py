@@ -42,6 +42,16 @@ class TargetOutput:
     hidden: Tensor  # [rows, taps * d] g, the taps side by side; [rows, 0] without taps
 
 
+@dataclass(frozen=True, slots=True)
+class TargetFeatures:
+    """What training reads of a forward pass of the target."""
+
+    taps: (
+        Tensor  # [B, L, taps * d]: g, the residual streams entering the tapped layers, side by side
+    )
+    last_hidden: Tensor  # [B, L, d]: the input of lm_head
+
+
 class Target:
     def __init__(
         self,
@@ -133,15 +143,15 @@ class Target:
         return TargetOutput(out.logits[0], hidden)
 
     @torch.no_grad()
-    def features(self, ids: Tensor, **more: Any) -> TargetOutput:
-        """ids [B, L] without a cache -> g [B, L, taps * d] and, in place of logits, lm_head's input [B, L, d].
+    def features(self, ids: Tensor, **more: Any) -> TargetFeatures:
+        """Run ids [B, L] without a KV cache and without lm_head: training computes logits itself.
 
-        For training, which computes logits itself. Documents padded on the right need no mask: attention is causal.
+        Documents padded on the right need no mask, because attention is causal.
         """
         last = self.model.get_decoder()(input_ids=ids, use_cache=False, **more).last_hidden_state
-        hidden = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)
+        taps = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)
         self._taps.clear()
-        return TargetOutput(last, hidden)
+        return TargetFeatures(taps, last)
 
     def _capture_hook(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

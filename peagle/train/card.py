@@ -1,44 +1,49 @@
-"""The card of a trained drafter: what it learned from, for how long, and what it is worth."""
+"""The model card of a trained drafter: its data, its training and its acceptance length."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from peagle.drafter.config import DrafterConfig
 from peagle.train.config import TrainConfig
 
-NAMES = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3"}
+METHOD_NAMES = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3"}
+LOCAL_KEYS = ("data", "out", "device")  # They have no meaning on another machine.
+
+CardRows = dict[str, str | float | None]  # label -> value of the card's table
 
 
-def card(
+def model_card(
     drafter: DrafterConfig,
     config: TrainConfig,
-    measured: dict[str, Any],
-    evaluations: Sequence[dict[str, Any]] = (),
+    rows: CardRows,
+    evaluations: Sequence[Mapping[str, Any]] = (),
     commands: Sequence[str] = (),
 ) -> str:
-    """Markdown. `measured`: label -> figure; `evaluations`: from Evaluation.as_dict; `commands`: as they were run."""
-    kind = f"{NAMES[drafter.method]} drafter, {drafter.num_layers} layer{'s' * (drafter.num_layers > 1)}"
+    """The card in Markdown; `evaluations` are the JSON of `peagle evaluate`."""
+    plural = "s" if drafter.num_layers > 1 else ""
+    kind = f"{METHOD_NAMES[drafter.method]} drafter, {drafter.num_layers} layer{plural}"
     lines = [
         f"# {kind}, for {drafter.target}",
         "",
-        f"Target revision `{drafter.target_revision}`. Taps {list(drafter.aux_layer_ids or ())}, trained for"
-        f" K up to {drafter.k_trained}, draft vocabulary {drafter.draft_vocab_size:,} of {drafter.vocab_size:,}.",
+        f"Target revision `{drafter.target_revision}`. Taps {list(drafter.aux_layer_ids or ())},"
+        f" trained for K up to {drafter.k_trained},"
+        f" draft vocabulary {drafter.draft_vocab_size:,} of {drafter.vocab_size:,}.",
         "",
         "| | |",
         "|---|---|",
-        *(f"| {label} | {figure(value)} |" for label, value in measured.items()),
+        *(f"| {label} | {format_value(value)} |" for label, value in rows.items()),
         "",
     ]
     for evaluation in evaluations:
-        lines += [*table(evaluation), ""]
+        lines += [*evaluation_table(evaluation), ""]
     if commands:
         lines += ["Commands:", "", "```", *commands, "```", ""]
     lines += [
         "Settings that differ from `peagle train --print-config`:",
         "",
         "```yaml",
-        *differing(config),
+        *changed_settings(config),
         "```",
         "",
     ]
@@ -46,7 +51,7 @@ def card(
     if drafter.calibration:
         factors = " ".join(f"{factor:.2f}" for factor in drafter.calibration)
         lines += [
-            f"Probabilities are of logits times, by depth: {factors}.",
+            f"Probabilities are those of the logits times these factors, by depth: {factors}.",
             "",
             "![reliability](calibration.png)",
             "",
@@ -54,50 +59,50 @@ def card(
     return "\n".join(lines)
 
 
-def figure(value: Any) -> str:
+def format_value(value: str | float | None) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
 
 
-def table(evaluation: dict[str, Any]) -> list[str]:
-    """A row a set, a column a K, for each temperature."""
+def evaluation_table(evaluation: Mapping[str, Any]) -> list[str]:
+    """For each temperature a table with a row for each set and a column for each K."""
+    results = evaluation["results"]
     lines: list[str] = []
-    for temperature in dict.fromkeys(result["temperature"] for result in evaluation["results"]):
-        own = [result for result in evaluation["results"] if result["temperature"] == temperature]
+    for temperature in dict.fromkeys(result["temperature"] for result in results):
+        own = [result for result in results if result["temperature"] == temperature]
         ks = list(dict.fromkeys(result["k"] for result in own))
-        how = "greedy" if not temperature else f"temperature {temperature:g}"
+        mode = "greedy" if not temperature else f"temperature {temperature:g}"
         lines += [
-            f"Acceptance length, {how}, at most {evaluation['max_tokens']} tokens an answer:",
+            f"Acceptance length, {mode}, at most {evaluation['max_tokens']} tokens an answer:",
             "",
-        ]
-        lines += [
             "| set | tasks | " + " | ".join(f"K={k}" for k in ks) + " |",
             "|---|---|" + "---|" * len(ks),
         ]
         for name in dict.fromkeys(result["set"] for result in own):
-            cells = {r["k"]: r for r in own if r["set"] == name}
-            shown = " | ".join(f"{cells[k]['acceptance_length']:.2f}" for k in ks)
-            lines.append(f"| {name} | {cells[ks[0]]['tasks']} | {shown} |")
+            cells = {result["k"]: result for result in own if result["set"] == name}
+            lengths = " | ".join(f"{cells[k]['acceptance_length']:.2f}" for k in ks)
+            lines.append(f"| {name} | {cells[ks[0]]['tasks']} | {lengths} |")
         means = {m["k"]: m for m in evaluation["mean"] if m["temperature"] == temperature}
         mean = " | ".join(f"{means[k]['acceptance_length']:.2f}" for k in ks)
         lines += [f"| mean | | {mean} |", ""]
-        for result in own:
-            if result["k"] == max(ks):
-                shares = " ".join(f"{share:.2f}" for share in result["accepted_per_position"])
-                lines.append(f"Accepted by position, {result['set']}, K={result['k']}: {shares}.  ")
+        lines += [position_line(result) for result in own if result["k"] == max(ks)]
         lines.append("")
     return lines
 
 
-def differing(config: TrainConfig) -> list[str]:
-    """Keys whose value is not the default; folders are not told, they mean nothing elsewhere."""
-    default = TrainConfig()
-    skip = ("data", "out", "device")
-    names = [f.name for f in fields(config) if f.name not in skip]
-    own, usual = asdict(config), asdict(default)
+def position_line(result: Mapping[str, Any]) -> str:
+    shares = " ".join(f"{share:.2f}" for share in result["accepted_per_position"])
+    return f"Accepted by position, {result['set']}, K={result['k']}: {shares}.  "
+
+
+def changed_settings(config: TrainConfig) -> list[str]:
+    """The keys whose value is not the default, without those of the local machine."""
+    values = asdict(config)
+    defaults = asdict(TrainConfig())
+    names = [f.name for f in fields(config) if f.name not in LOCAL_KEYS]
     return [
-        f"{name}: {own[name]!r}".replace("(", "[").replace(")", "]")
+        f"{name}: {values[name]!r}".replace("(", "[").replace(")", "]")
         for name in names
-        if own[name] != usual[name]
+        if values[name] != defaults[name]
     ]

@@ -1,4 +1,4 @@
-"""What a training run is: one flat config, read from YAML or TOML, every default visible."""
+"""The config of a training run: flat, read from YAML or TOML, with visible defaults."""
 
 import math
 import tomllib
@@ -10,14 +10,19 @@ import yaml
 
 from peagle.core import Method
 from peagle.errors import UserError, did_you_mean
+from peagle.train.data.chains import MAX_DEPTHS
 
 
 def doc(default: Any, text: str) -> Any:
+    """A field with its description in `peagle train --print-config`."""
     return field(default=default, metadata={"doc": text})
 
 
 LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "length")
-NOT_NEGATIVE = (
+SCHEDULES = ("cosine", "linear", "constant")
+# Keys of what a plain drafter does not have; only p-eagle drafters do.
+P_EAGLE_KEYS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
+NON_NEGATIVE_KEYS = (
     "draft_vocab",
     "max_anchors",
     "held_out",
@@ -27,98 +32,115 @@ NOT_NEGATIVE = (
     "final_lr",
     "weight_decay",
 )
-RUNGS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    target: str = doc("smollm2-135m", "a pair's name, a folder or a hub id")
+    target: str = doc("smollm2-135m", "name of a pair, a folder or a hub id")
     data: str = doc(
         "",
-        "folders of `peagle regenerate` or JSONL files of conversations, with commas; or a capture",
+        "folders of `peagle regenerate` or JSONL files of conversations, separated by commas;"
+        " or a capture",
     )
-    out: str = doc("run", "where the run lives: checkpoints, curves, the drafter")
+    out: str = doc("run", "folder of the run: states, log, curves, the drafter")
     method: Method = doc("p-eagle", "p-eagle, or eagle3 (training-time test)")
     layers: int = doc(0, "decoder layers of the drafter; 0: 4 for p-eagle, 1 for eagle3")
-    k: int = doc(10, "depths trained: row k drafts token k + 1")
-    aux_layer_ids: tuple[int, ...] = doc((), "taps; empty: (2, L // 2, L - 3)")
+    k: int = doc(10, "number of trained depths: the row of depth k drafts token k + 1")
+    aux_layer_ids: tuple[int, ...] = doc((), "tapped layers; empty: (2, L // 2, L - 3)")
     mask_token_id: int = doc(
         -1, "an unused vocabulary row for p-eagle; -1: the pair's, or the last row"
     )
-    draft_vocab: int = doc(0, "the most frequent tokens of the answers; 0: the whole vocabulary")
-    norm_before_fc: bool = doc(False, "a norm over all taps before fc")
-    fc_norm: bool = doc(False, "a norm of each tap before fc")
+    draft_vocab: int = doc(
+        0, "size of the draft vocabulary, the most frequent tokens of the answers; 0: all tokens"
+    )
+    norm_before_fc: bool = doc(False, "one norm over all taps before fc")
+    fc_norm: bool = doc(False, "a norm for each tap before fc")
     train_embeddings: bool = doc(
         False, "train the embedding table too; it is then stored with the drafter"
     )
     init: str = doc(
         "target",
-        "target: blocks start as the target's last ones; random; or the folder of a drafter to go on from",
+        "target (copy the target's last blocks), random, or the folder of a drafter to continue",
     )
-    # what a plain drafter has not (p-eagle only)
-    inject: bool = doc(False, "the fused taps enter every layer, not the first alone")
-    bidirectional: bool = doc(False, "mask rows of a block see each other, later ones too")
-    dependency: int = doc(0, "rank of the correction of a row by the draft before it; 0: none")
+    # Extensions of the plain drafter (p-eagle only).
+    inject: bool = doc(False, "add the fused taps to the input of every layer, not only the first")
+    bidirectional: bool = doc(False, "mask rows of a block see all rows of the block")
+    dependency: int = doc(
+        0, "rank of the dependency head, which corrects a row by the draft before it; 0: none"
+    )
     dependency_drop: float = doc(
-        0.3, "share of the rows that are not corrected, so that plain logits stay good"
+        0.3, "fraction of the rows that are not corrected, so that plain logits stay good"
     )
-    confidence: bool = doc(False, "an output that predicts whether a row's draft is accepted")
-    freeze: bool = doc(False, "train only dependency and confidence, of the drafter named by init")
-    # what is seen
-    max_length: int = doc(2048, "longer documents are cut")
-    pack_tokens: int = doc(4096, "documents are packed into rows of so many tokens")
+    confidence: bool = doc(False, "an output that predicts whether the draft of a row is accepted")
+    freeze: bool = doc(False, "train only dependency and confidence, on top of the drafter in init")
+    # Data.
+    max_length: int = doc(2048, "tokens of a document; longer documents are cut")
+    pack_tokens: int = doc(4096, "tokens of a pack, into which documents are packed")
     packs_per_step: int = doc(1, "packs of one optimizer step, over all processes")
-    keep: float = doc(0.8, "COD: depth k keeps this to the k-th of the rows")
-    max_anchors: int = doc(0, "at most so many random anchors of a pack get chains; 0: all")
+    keep: float = doc(0.8, "COD rate r: depth k keeps about r^k of the rows")
+    max_anchors: int = doc(0, "limit on the anchors of a pack that get chains, at random; 0: all")
     segments: int = doc(
-        1, "chains of a pack run in so many segments: less memory, the same gradients"
+        1, "segments in which the chains of a pack run: less memory, the same gradients"
     )
-    held_out: int = doc(200, "prompts kept for evaluation (a fifth at most)")
-    # what is minimized, and how
+    held_out: int = doc(200, "prompts held out for evaluation, at most a fifth")
+    # Objective and optimizer.
     loss: str = doc(
-        "mix", "kl (to the target's distribution), ce (its likeliest token), mix; tv, tvmix; length"
+        "mix",
+        "kl (to the target's distribution), ce (its most likely token), mix, tv (total variation),"
+        " tvmix, length",
     )
     mix: float = doc(
         0.5,
-        "share of kl in mix, of tv in tvmix, of the acceptance length in length; ce is the rest",
+        "fraction of kl in mix, of tv in tvmix, of the acceptance length in length; the rest is ce",
     )
-    depth_weight: float = doc(1.0, "the loss of depth k counts this to the k-th")
+    depth_weight: float = doc(1.0, "w: the loss of depth k has the weight w^k")
     optimizer: str = doc("muon", "muon (for matrices, adamw for the rest), or adamw")
     lr: float = doc(3e-3, "peak learning rate; with adamw use about 1e-3")
     schedule: str = doc("cosine", "cosine, linear, or constant, after the warm-up")
-    warmup: float = doc(0.01, "share of the steps")
-    final_lr: float = doc(0.02, "the last learning rate, as a share of the peak")
+    warmup: float = doc(0.01, "fraction of the steps")
+    final_lr: float = doc(0.02, "last learning rate, as a fraction of the peak")
     weight_decay: float = doc(0.0, "")
     beta1: float = doc(0.9, "")
     beta2: float = doc(0.95, "")
     clip: float = doc(1.0, "largest norm of the gradient; 0: no limit")
     epochs: float = doc(4.0, "passes over the data")
-    steps: int = doc(0, "optimizer steps; 0: as many as the epochs take")
-    seed: int = doc(0, "of the data's order, the chains and the first weights")
-    # how it runs
+    steps: int = doc(0, "optimizer steps; 0: as many as the epochs need")
+    seed: int = doc(0, "seed of the data order, the chains and the initial weights")
+    # Execution.
     dtype: str = doc(
         "auto", "auto (bfloat16 on a GPU), bfloat16 or float32; weights and optimizer stay float32"
     )
     device: str = doc("auto", "auto, cpu or cuda")
     remember: bool = doc(
-        True, "keep the target's features on the GPU after the first epoch, if they fit"
+        True, "cache the target's features on the GPU after the first epoch, if they fit"
     )
     compile: bool = doc(True, "torch.compile on a GPU")
-    checkpointing: bool = doc(False, "run blocks twice instead of keeping their activations")
+    checkpointing: bool = doc(False, "recompute activations in the backward pass to save memory")
     parallel: str = doc(
         "ddp", "under torchrun: ddp, or fsdp (with adamw; no acceptance length while training)"
     )
     log_every: int = doc(20, "steps")
     save_every: int = doc(500, "steps")
     eval_every: int = doc(500, "steps; 0: at the end only")
-    eval_k: int = doc(7, "K of the acceptance length shown while training")
+    eval_k: int = doc(7, "K of the acceptance length that is logged")
 
     def __post_init__(self) -> None:
-        rules = {
+        for name, (valid, expected) in self._rules().items():
+            if not valid:
+                raise UserError(f"{name} is {getattr(self, name)!r}: it must be {expected}")
+        self._check_combinations()
+
+    def _rules(self) -> dict[str, tuple[bool, str]]:
+        """Whether the value of each key is valid, and what is expected."""
+        depth_keys = ("k", "eval_k")
+        count_keys = ("packs_per_step", "segments", "log_every")
+        positive_keys = ("lr", "epochs", "depth_weight")
+        return {
             "method": (self.method in ("p-eagle", "eagle3"), "p-eagle or eagle3"),
             **{
-                name: (1 <= getattr(self, name) <= 64, "in 1..64") for name in ("k", "eval_k")
-            },  # rule.py: MOST_DEPTHS
+                name: (1 <= getattr(self, name) <= MAX_DEPTHS, f"in 1..{MAX_DEPTHS}")
+                for name in depth_keys
+            },
             "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in LOSSES, "one of " + ", ".join(LOSSES)),
@@ -126,45 +148,38 @@ class TrainConfig:
             "dependency_drop": (0 <= self.dependency_drop <= 1, "in [0, 1]"),
             "mix": (0 <= self.mix <= 1, "in [0, 1]"),
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
-            "schedule": (
-                self.schedule in ("cosine", "linear", "constant"),
-                "cosine, linear or constant",
-            ),
+            "schedule": (self.schedule in SCHEDULES, "cosine, linear or constant"),
             **{name: (0 <= getattr(self, name) < 1, "in [0, 1)") for name in ("beta1", "beta2")},
             "warmup": (0 <= self.warmup < 1, "in [0, 1)"),
             "dtype": (self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
             "parallel": (self.parallel in ("ddp", "fsdp"), "ddp or fsdp"),
             "max_length": (self.max_length >= 3, "3 or more"),
             "pack_tokens": (self.pack_tokens >= 128, "128 or more"),
-            **{
-                name: (getattr(self, name) >= 1, "1 or more")
-                for name in ("packs_per_step", "segments", "log_every")
-            },
-            **{
-                name: (0 < getattr(self, name) < math.inf, "above 0")
-                for name in ("lr", "epochs", "depth_weight")
-            },
-            **{name: (getattr(self, name) >= 0, "0 or more") for name in NOT_NEGATIVE},
+            **{name: (getattr(self, name) >= 1, "1 or more") for name in count_keys},
+            **{name: (0 < getattr(self, name) < math.inf, "above 0") for name in positive_keys},
+            **{name: (getattr(self, name) >= 0, "0 or more") for name in NON_NEGATIVE_KEYS},
         }
-        for name, (holds, wanted) in rules.items():
-            if not holds:
-                raise UserError(f"{name} is {getattr(self, name)!r}: it must be {wanted}")
-        if self.method == "eagle3" and (odd := [name for name in RUNGS if getattr(self, name)]):
-            raise UserError(
-                f"{odd[0]} is of p-eagle drafters: leave it out, or use method = 'p-eagle'"
-            )
-        if self.freeze and (
-            not (self.dependency or self.confidence) or self.init in ("target", "random")
-        ):
-            raise UserError(
-                "freeze trains a dependency or a confidence output of a finished drafter:"
-                " set one of the two, and init to that drafter's folder"
-            )
-        if self.freeze and self.train_embeddings:
-            raise UserError("freeze leaves the embeddings as they are: leave out train_embeddings")
+
+    def _check_combinations(self) -> None:
+        if self.method == "eagle3":
+            for name in P_EAGLE_KEYS:
+                if getattr(self, name):
+                    raise UserError(
+                        f"{name} needs a p-eagle drafter: leave it out, or use method = 'p-eagle'"
+                    )
+        if self.freeze:
+            has_head = self.dependency or self.confidence
+            if not has_head or self.init in ("target", "random"):
+                raise UserError(
+                    "freeze trains a dependency or a confidence output of a finished drafter:"
+                    " set one of the two, and init to that drafter's folder"
+                )
+            if self.train_embeddings:
+                raise UserError("freeze keeps the embeddings unchanged: leave out train_embeddings")
         if self.optimizer == "muon" and self.parallel == "fsdp":
             raise UserError(
-                "muon needs whole matrices, which fsdp splits: use parallel = 'ddp' or optimizer = 'adamw'"
+                "muon needs whole matrices, which fsdp splits:"
+                " use parallel = 'ddp' or optimizer = 'adamw'"
             )
 
     @property
@@ -173,35 +188,35 @@ class TrainConfig:
 
 
 def read_config(path: Path | None, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    """A YAML or TOML file, then `overrides` (from the command line)."""
-    given: Any = _read(Path(path).expanduser()) if path else {}
-    if not isinstance(given, dict):
+    """Read a YAML or TOML file; `overrides` (from the command line) replace its values."""
+    values: Any = _read_file(Path(path).expanduser()) if path else {}
+    if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values: see `peagle train --print-config`")
     known = {f.name: f for f in fields(TrainConfig)}
-    values = {}
-    for key, value in (given | (overrides or {})).items():
+    typed = {}
+    for key, value in (values | (overrides or {})).items():
         if key not in known:
             raise UserError(
                 f"unknown key {key!r} in {path or 'the options'}.{did_you_mean(str(key), list(known))}"
             )
-        values[key] = _typed(key, value, known[key].default)
-    return TrainConfig(**values)
+        typed[key] = _convert(key, value, known[key].default)
+    return TrainConfig(**typed)
 
 
-def _read(path: Path) -> Any:
+def _read_file(path: Path) -> Any:
     try:
         text = path.read_text()
         return tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
     except FileNotFoundError as error:
         raise UserError(
-            f"no config {path}: write one with `peagle train --print-config > {path}`"
+            f"there is no config {path}: write one with `peagle train --print-config > {path}`"
         ) from error
     except (OSError, tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _typed(key: str, value: Any, default: Any) -> Any:
-    """The value as the type of its default; text is understood as `--set key=value` gives it."""
+def _convert(key: str, value: Any, default: Any) -> Any:
+    """Convert a value to the type of its default; text may come from `--set key=value`."""
     kind = type(default)
     try:
         if kind is bool and isinstance(value, str):
@@ -222,15 +237,16 @@ def _typed(key: str, value: Any, default: Any) -> Any:
         ) from error
 
 
-def as_yaml(config: TrainConfig) -> str:
-    """Every key with its value and what it means."""
+def to_yaml(config: TrainConfig) -> str:
+    """Every key with its value and its description."""
+    values = asdict(config)
     lines = []
     for f in fields(config):
-        value = asdict(config)[f.name]
-        shown = yaml.safe_dump(
+        value = values[f.name]
+        text = yaml.safe_dump(
             list(value) if isinstance(value, tuple) else value, default_flow_style=True
         )
-        shown = shown.replace("\n...", "").strip()
-        about = f.metadata.get("doc", "")
-        lines.append(f"{f.name}: {shown}" + (f"  # {about}" if about else ""))
+        text = text.replace("\n...", "").strip()
+        description = f.metadata.get("doc", "")
+        lines.append(f"{f.name}: {text}" + (f"  # {description}" if description else ""))
     return "\n".join(lines) + "\n"

@@ -1,100 +1,87 @@
-"""What a run tells: a line of JSON per log, TensorBoard events, and a picture of loss and acceptance."""
+"""The log of a run: a line of JSON per record, TensorBoard events, and a figure of the curves."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peagle.core import Step
-from peagle.train.objective.loss import Sums
-
-if TYPE_CHECKING:
-    from peagle.train.trainer import Trainer
+from peagle.train.curves import draw_curves
+from peagle.train.records import EvaluationRecord, Record, StepRecord
 
 
 class Journal:
-    """Only the first process writes. On resume, lines of steps that are run again are dropped."""
+    """The records of a run in log.jsonl. Only the main process writes (`active`).
+
+    A resumed run drops the records of steps that it runs again.
+    """
 
     def __init__(self, folder: Path, step: int = 0, active: bool = True) -> None:
-        self.folder, self.active = folder, active
+        self.folder = folder
+        self.active = active
         self.file = folder / "log.jsonl"
-        self.entries: list[dict[str, Any]] = []
+        self.records: list[Record] = []
         self.events: Any = None
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
-            self.entries = [
-                entry for entry in map(_parse, self.file.read_text().splitlines()) if entry
-            ]
-            self.entries = [entry for entry in self.entries if entry["step"] <= step]
-            self.file.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
+            records = map(parse_record, self.file.read_text().splitlines())
+            self.records = [record for record in records if record and record.step <= step]
+            self.file.write_text("".join(map(to_json_line, self.records)))
         try:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(str(folder / "events"), purge_step=step)
-        except ImportError:  # peagle[train] brings it; the log is complete without
+        except ImportError:  # peagle[train] installs it; the log is complete without it.
             pass
 
-    def log(
-        self, step: int, sums: Sums, steps: int, seconds: float, trainer: "Trainer"
-    ) -> dict[str, float]:
-        total = Sums(
-            *(trainer.world.total(x.clone()) for x in (sums.loss, sums.matches, sums.rows))
-        )
-        rows = total.rows.clamp(min=1)
-        entry: dict[str, Any] = {
-            "step": step,
-            "loss": float(total.loss.sum() / rows.sum()),
-            "match": [round(x, 4) for x in (total.matches / rows).tolist()],
-            "loss_per_depth": [round(x, 4) for x in (total.loss / rows).tolist()],
-            "lr": trainer.config.lr * trainer.share,
-            "norm": float(trainer.norm),
-            "rows": int(total.rows.sum()),
-            "tokens": trainer.tokens,
-            "seconds": round(trainer.seconds, 2),
-            "seconds_per_step": round(seconds / max(steps, 1), 5),
+    def log_step(self, record: StepRecord) -> None:
+        self._write(record)
+        scalars = {
+            "loss": record.loss,
+            "lr": record.lr,
+            "norm": record.norm,
+            "seconds_per_step": record.seconds_per_step,
         }
-        self._write(entry)
-        scalars = {key: entry[key] for key in ("loss", "lr", "norm", "seconds_per_step")}
-        self._events(step, scalars | {f"match/depth_{i}": x for i, x in enumerate(entry["match"])})
-        return scalars
+        matches = {f"match/depth_{i}": share for i, share in enumerate(record.match)}
+        self._add_events(record.step, scalars | matches)
 
-    def evaluation(self, step: int, k: int, length: float, steps: Sequence[Step]) -> None:
+    def log_evaluation(self, step: int, k: int, length: float, steps: Sequence[Step]) -> None:
+        """Log the acceptance length on held-out answers and the fraction accepted by position."""
         drafts = max(len(steps), 1)
         shares = [sum(s.accepted > i for s in steps) / drafts for i in range(k)]
-        entry = {
-            "step": step,
-            "k": k,
-            "acceptance_length": length,
-            "accepted": [round(x, 4) for x in shares],
-        }
-        self._write(entry)
-        self._events(
-            step,
-            {"acceptance_length": length} | {f"accepted/{i + 1}": x for i, x in enumerate(shares)},
-        )
+        self._write(EvaluationRecord(step, k, length, [round(share, 4) for share in shares]))
+        accepted = {f"accepted/{i + 1}": share for i, share in enumerate(shares)}
+        self._add_events(step, {"acceptance_length": length} | accepted)
         if self.active:
-            from peagle.train.curves import draw
+            draw_curves(self.records, self.folder / "curves.png")
 
-            draw(self.entries, self.folder / "curves.png")
-
-    def _write(self, entry: dict[str, Any]) -> None:
+    def _write(self, record: Record) -> None:
         if not self.active:
             return
-        self.entries.append(entry)
+        self.records.append(record)
         with self.file.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(to_json_line(record))
 
-    def _events(self, step: int, scalars: dict[str, float]) -> None:
+    def _add_events(self, step: int, scalars: dict[str, float]) -> None:
         if self.events is not None:
             for name, value in scalars.items():
                 self.events.add_scalar(name, value, step)
             self.events.flush()
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def to_json_line(record: Record) -> str:
+    return json.dumps(asdict(record)) + "\n"
+
+
+def parse_record(line: str) -> Record | None:
+    """The record of a line; None for the torn last line of a killed process."""
     try:
-        return json.loads(line)
-    except ValueError:  # the torn last line of a killed process
+        values = json.loads(line)
+    except ValueError:
         return None
+    kind: Any = EvaluationRecord if "acceptance_length" in values else StepRecord
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in known})

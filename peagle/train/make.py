@@ -1,4 +1,4 @@
-"""All stages for one target, with settings that fit the hardware found."""
+"""The recipe of `peagle make-drafter`: settings that fit the target and the hardware."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,31 +9,34 @@ from peagle.core import Method
 from peagle.target import Target
 from peagle.train.config import TrainConfig
 
-FULL_VOCABULARY = 32768  # a smaller one is not pruned
-TOKENS_PER_GB = 256  # of a pack, for a target 576 wide
+MAX_FULL_VOCABULARY = 32768  # tokens; only larger vocabularies are pruned
+REFERENCE_HIDDEN_SIZE = 576
+PACK_TOKENS_PER_GB = 256  # for a target of the reference hidden size
+MIN_PACK_TOKENS = 1024
+MAX_PACK_TOKENS = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What `make-drafter` chooses: how long answers are, and the training config."""
+    """The settings that `make-drafter` chooses."""
 
-    max_tokens: int
+    max_tokens: int  # of an answer
     config: TrainConfig
 
 
-def recipe(
+def choose_recipe(
     target: Target, name: str, method: Method, out: Path, epochs: float, cuda_bytes: int | None
 ) -> Recipe:
-    """`cuda_bytes`: free memory of the GPU; None: there is none, and less is asked for."""
-    vocabulary = 0 if target.vocab_size <= FULL_VOCABULARY else FULL_VOCABULARY // 2
-    tokens = pack_tokens(target, cuda_bytes)
+    """`cuda_bytes` is the free memory of the GPU; None, for no GPU, gives smaller settings."""
+    pruned = target.vocab_size > MAX_FULL_VOCABULARY
+    tokens = choose_pack_tokens(target, cuda_bytes)
     config = TrainConfig(
         target=name,
         data=str(out / "answers"),
         out=str(out / method),
         method=method,
         k=10 if method == "p-eagle" else 7,
-        draft_vocab=vocabulary,
+        draft_vocab=MAX_FULL_VOCABULARY // 2 if pruned else 0,
         max_length=min(2048, target.context, tokens),
         pack_tokens=tokens,
         max_anchors=tokens // 2,
@@ -46,16 +49,18 @@ def recipe(
     return Recipe(512 if cuda_bytes else 128, config)
 
 
-def pack_tokens(target: Target, cuda_bytes: int | None) -> int:
-    """A power of 2 from 1,024 to 16,384: the more memory and the narrower the target, the larger."""
+def choose_pack_tokens(target: Target, cuda_bytes: int | None) -> int:
+    """A power of 2 that grows with the memory and falls with the target's hidden size."""
     if cuda_bytes is None:
-        return 1024
-    most = TOKENS_PER_GB * cuda_bytes / 1e9 * 576 / target.hidden_size
-    size = 1024
-    while size < 16384 and 2 * size <= most:
+        return MIN_PACK_TOKENS
+    gigabytes = cuda_bytes / 1e9
+    limit = PACK_TOKENS_PER_GB * gigabytes * REFERENCE_HIDDEN_SIZE / target.hidden_size
+    size = MIN_PACK_TOKENS
+    while size < MAX_PACK_TOKENS and 2 * size <= limit:
         size *= 2
     return size
 
 
 def free_cuda_bytes(target: Target) -> int | None:
+    """The free memory of the target's GPU; None if it is not on a GPU."""
     return torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else None

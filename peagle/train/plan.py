@@ -1,4 +1,4 @@
-"""What a run will take, told before it starts: rows, floating-point operations, memory, time."""
+"""The estimated cost of a run before it starts: rows, floating-point operations, memory, time."""
 
 import os
 import time
@@ -9,14 +9,14 @@ import torch
 from peagle.drafter import Drafter
 from peagle.target import Target
 from peagle.train.config import TrainConfig
-from peagle.train.data.chains import most_rows
+from peagle.train.data.chains import max_chain_rows
 from peagle.train.data.documents import Documents
-from peagle.train.objective.loss import CHUNK
+from peagle.train.objective.loss import CHUNK_ROWS
+from peagle.train.setup import TrainingData
 
-EFFICIENCY = {
-    "cuda": 0.35,
-    "cpu": 0.6,
-}  # of the speed of one large matrix product, seen in whole steps
+# Speed of whole steps as a fraction of the speed of one large matrix product.
+EFFICIENCY = {"cuda": 0.35, "cpu": 0.6}
+DEFAULT_EFFICIENCY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,83 +38,93 @@ class Plan:
 
     def lines(self) -> list[str]:
         return [
-            f"{self.parameters / 1e6:.1f} M parameters; the draft vocabulary covers {self.coverage:.2%} of the answers",
-            f"{self.documents:,} documents, {self.tokens:,} tokens, {self.answer_tokens:,} of them answers",
+            f"{self.parameters / 1e6:.1f} M parameters;"
+            f" the draft vocabulary covers {self.coverage:.2%} of the answers",
+            f"{self.documents:,} documents, {self.tokens:,} tokens,"
+            f" {self.answer_tokens:,} of them answers",
             f"{self.steps:,} steps of about {self.rows_per_step:,} rows",
-            f"about {self.gigabytes:.1f} GB of memory beside the target, of {self.free_gigabytes:.1f} free;"
-            f" {duration(self.hours)}",
+            f"about {self.gigabytes:.1f} GB of memory beside the target,"
+            f" of {self.free_gigabytes:.1f} free; {format_duration(self.hours)}",
         ]
 
 
-def plan_of(
-    config: TrainConfig,
-    target: Target,
-    drafter: Drafter,
-    documents: Documents,
-    steps: int,
-    coverage: float,
+def estimate_plan(
+    config: TrainConfig, target: Target, drafter: Drafter, data: TrainingData, steps: int
 ) -> Plan:
-    tokens, answers = len(documents.ids), documents.answer_tokens
-    anchors, chain_rows = rows_of_pack(config, documents)
-    parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    flops = config.packs_per_step * _flops(config, target, drafter, anchors, chain_rows)
-    device = target.device.type
+    documents = data.documents
+    anchors, chain_rows = estimate_pack_rows(config, documents)
+    flops = config.packs_per_step * _pack_flops(config, target, drafter, anchors, chain_rows)
+    efficiency = EFFICIENCY.get(target.device.type, DEFAULT_EFFICIENCY)
+    seconds = steps * flops / (efficiency * measure_matrix_flops(target))
     return Plan(
-        parameters=parameters,
+        parameters=_trainable_parameters(drafter),
         documents=len(documents),
-        tokens=tokens,
-        answer_tokens=answers,
-        coverage=coverage,
+        tokens=len(documents.ids),
+        answer_tokens=documents.answer_tokens,
+        coverage=data.coverage,
         steps=steps,
         rows_per_step=config.packs_per_step * (config.pack_tokens + chain_rows),
-        gigabytes=training_bytes(config, drafter, documents) / 1e9,
-        free_gigabytes=_free(target.device) / 1e9,
-        hours=steps * flops / (EFFICIENCY.get(device, 0.5) * matrix_speed(target)) / 3600,
+        gigabytes=estimate_training_bytes(config, drafter, documents) / 1e9,
+        free_gigabytes=_free_bytes(target.device) / 1e9,
+        hours=seconds / 3600,
     )
 
 
-def duration(hours: float) -> str:
+def format_duration(hours: float) -> str:
     return f"{hours:.1f} hours" if hours >= 1 else f"{max(1, round(60 * hours))} minutes"
 
 
-def rows_of_pack(config: TrainConfig, documents: Documents) -> tuple[int, int]:
-    """(anchors, chain rows) of a pack, about."""
+def estimate_pack_rows(config: TrainConfig, documents: Documents) -> tuple[int, int]:
+    """The approximate numbers of anchors and chain rows of a pack."""
     filled = min(config.pack_tokens, len(documents.ids))
     anchors = round(filled * documents.answer_tokens / max(len(documents.ids), 1))
     if config.max_anchors:
         anchors = min(anchors, config.max_anchors)
-    return anchors, most_rows(anchors, config.k, config.keep)
+    return anchors, max_chain_rows(anchors, config.k, config.keep)
 
 
-def _flops(
+def _trainable_parameters(drafter: Drafter) -> int:
+    return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+
+
+def _pack_flops(
     config: TrainConfig, target: Target, drafter: Drafter, anchors: int, chain_rows: int
 ) -> float:
-    """Of one pack: the target's forward, the drafter's forward and backward, three products with lm_head a row."""
-    body = sum(p.numel() for p in target.model.parameters()) - target.embedding.numel()
-    own = sum(p.numel() for p in drafter.layers.parameters()) + drafter.fc.weight.numel()
+    """Operations of one pack.
+
+    The target's forward pass, the drafter's forward and backward pass, and three products with
+    lm_head for each supervised row.
+    """
+    target_size = sum(p.numel() for p in target.model.parameters()) - target.embedding.numel()
+    drafter_size = sum(p.numel() for p in drafter.layers.parameters()) + drafter.fc.weight.numel()
     rows = config.pack_tokens + chain_rows
     return (
-        2 * body * config.pack_tokens
-        + 6 * own * rows
+        2 * target_size * config.pack_tokens
+        + 6 * drafter_size * rows
         + 6 * drafter.lm_head.numel() * (anchors + chain_rows)
     )
 
 
-def training_bytes(config: TrainConfig, drafter: Drafter, documents: Documents) -> float:
-    """Weights, gradients, optimizer (float32); activations of depth 0 and one segment; a pass of the target."""
-    _, chain_rows = rows_of_pack(config, documents)
-    parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    size, c = drafter.lm_head.element_size(), drafter.config
-    per_row = size * (14 * c.hidden_size + 4 * c.intermediate_size + 4 * c.num_heads * c.head_dim)
+def estimate_training_bytes(config: TrainConfig, drafter: Drafter, documents: Documents) -> float:
+    """Memory beside the target.
+
+    Weights, gradients and optimizer in float32; activations of depth 0 and of one segment; a chunk
+    of logits; the features of a pack.
+    """
+    _, chain_rows = estimate_pack_rows(config, documents)
+    size = drafter.lm_head.element_size()
+    c = drafter.config
+    row_bytes = size * (14 * c.hidden_size + 4 * c.intermediate_size + 4 * c.num_heads * c.head_dim)
     if config.checkpointing:
-        per_row = size * 3 * c.hidden_size
+        row_bytes = size * 3 * c.hidden_size
     rows = config.pack_tokens + chain_rows / config.segments
-    chunk = CHUNK * c.draft_vocab_size * 16
-    g = config.pack_tokens * (c.num_taps + 8) * c.target_hidden_size * size
-    return 16 * parameters + rows * per_row * c.num_layers + chunk + g
+    logits_bytes = CHUNK_ROWS * c.draft_vocab_size * 16
+    feature_bytes = config.pack_tokens * (c.num_taps + 8) * c.target_hidden_size * size
+    weight_bytes = 16 * _trainable_parameters(drafter)
+    return weight_bytes + rows * row_bytes * c.num_layers + logits_bytes + feature_bytes
 
 
-def _free(device: torch.device) -> float:
+def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:
@@ -123,16 +133,16 @@ def _free(device: torch.device) -> float:
         return float("inf")
 
 
-def matrix_speed(target: Target, size: int = 2048) -> float:
-    """Floating-point operations a second of one matrix product here, measured."""
+def measure_matrix_flops(target: Target, size: int = 2048) -> float:
+    """Measure the floating-point operations per second of a matrix product on this device."""
     size = size if target.device.type == "cuda" else 768
     x = torch.randn(size, size, device=target.device, dtype=target.dtype)
-    spent = []
+    durations = []
     for _ in range(4):
-        start = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(4):
             x @ x
         if x.is_cuda:
             torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
-    return 4 * 2 * size**3 / min(spent)
+        durations.append(time.perf_counter() - started)
+    return 4 * 2 * size**3 / min(durations)

@@ -1,95 +1,107 @@
-"""From a finished run to a folder one can ship: calibrated, int8 where that costs nothing, with its card and curves."""
+"""From a finished run to a folder that can be shipped.
+
+The drafter is calibrated and stored as int8 where that costs little; the folder has a model card
+and the curves.
+"""
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
 from peagle.paths import publish_folder
-from peagle.train.card import card
+from peagle.train.card import CardRows, model_card
 from peagle.train.curves import draw_reliability
-from peagle.train.evaluation.acceptance import length_of
-from peagle.train.evaluation.calibration import Reliability, calibrated
-from peagle.train.features.features import online
-from peagle.train.objective.passes import Passes
+from peagle.train.evaluation.calibration import Reliability, calibrate
+from peagle.train.evaluation.replay import acceptance_length
+from peagle.train.objective.passes import DrafterPasses
 from peagle.train.run import TrainRun
 
-COST = 0.01  # int8 may cost this share of the acceptance length
+MAX_INT8_LOSS = 0.01  # fraction of the acceptance length that int8 may cost
 
 
-def publish(run: TrainRun, commands: list[str]) -> tuple[Path, float | None]:
-    """OUT/published, and the acceptance length of what lies in it, on the held-out answers (None: there are none)."""
-    trainer, target = run.trainer, run.target
-    source, folder = trainer.out / "drafter", trainer.out / "published"
-    whole = checkpoint.load(source, target, torch.float32)
-    passes = passes_of(run, whole)
-    before, reliability = held_out_length(run, passes), calibrate(run, passes)
+class Published(NamedTuple):
+    folder: Path
+    acceptance_length: float | None  # on held-out answers; None if there are none
+
+
+def publish(run: TrainRun, commands: list[str], max_int8_loss: float = MAX_INT8_LOSS) -> Published:
+    """Write OUT/published; `commands` are the commands of the run, for its card."""
+    trainer = run.trainer
+    target = run.target
+    drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
+    passes = new_passes(run, drafter)
+    length = held_out_length(run, passes)
+    reliability = calibrate_drafter(run, passes)
+    folder = trainer.out / "published"
     with publish_folder(folder) as staging:
-        compact.save(whole, staging, target, torch.bfloat16, int8=True)
-        after = held_out_length(
-            run, passes_of(run, checkpoint.load(staging, target, torch.float32))
-        )
-        cheap = before is not None and after is not None and after >= (1 - COST) * before
-        if not cheap:
-            compact.save(whole, staging, target, torch.bfloat16)
-        length = after if cheap else before
-        told = (
-            measured(run)
-            | stored_as(cheap, before, after)
-            | {f"acceptance length, K={run.config.eval_k}": length}
-        )
+        compact.save(drafter, staging, target, torch.bfloat16, int8=True)
+        stored = checkpoint.load(staging, target, torch.float32)
+        int8_length = held_out_length(run, new_passes(run, stored))
+        rows = run_rows(run)
+        if length is None or int8_length is None:
+            rows |= {"stored as": "bfloat16", "held-out answers": "none: nothing was measured"}
+            use_int8 = False
+        else:
+            use_int8 = int8_length >= (1 - max_int8_loss) * length
+            kind = "int8 rows" if use_int8 else "bfloat16"
+            lengths = f"held-out: bfloat16 {length:.3f}, int8 {int8_length:.3f}"
+            rows |= {"stored as": f"{kind} ({lengths})"}
+        if use_int8:
+            length = int8_length
+        else:
+            compact.save(drafter, staging, target, torch.bfloat16)
+        rows |= {f"acceptance length, K={run.config.eval_k}": length}
         if reliability is not None:
-            told |= reliability.told()
+            rows |= reliability.card_rows()
             draw_reliability(reliability, staging / "calibration.png")
-        (staging / "README.md").write_text(card(whole.config, run.config, told, commands=commands))
+        card = model_card(drafter.config, run.config, rows, commands=commands)
+        (staging / "README.md").write_text(card)
         if (trainer.out / "curves.png").is_file():
             shutil.copy(trainer.out / "curves.png", staging)
-    return folder, length
+    return Published(folder, length)
 
 
-def stored_as(cheap: bool, before: float | None, after: float | None) -> dict[str, str]:
-    if before is None or after is None:
-        return {"stored as": "bfloat16", "held-out answers": "none: nothing was measured"}
-    return {
-        "stored as": f"{'int8 rows' if cheap else 'bfloat16'} (held-out: bfloat16 {before:.3f}, int8 {after:.3f})"
-    }
-
-
-def held_out_length(run: TrainRun, passes: Passes) -> float | None:
-    if not len(run.material.held_out):
+def held_out_length(run: TrainRun, passes: DrafterPasses) -> float | None:
+    """The acceptance length on held-out answers; None if there are none."""
+    if not len(run.data.held_out):
         return None
-    return length_of(run.trainer.held_out_steps(passes))
+    return acceptance_length(run.trainer.held_out_steps(passes))
 
 
-def calibrate(run: TrainRun, passes: Passes) -> Reliability | None:
-    """Puts the factors into the drafter's config; None: nothing was held out, or it is no parallel drafter."""
-    trainer, held_out, drafter = run.trainer, run.material.held_out, passes.drafter
+def calibrate_drafter(run: TrainRun, passes: DrafterPasses) -> Reliability | None:
+    """Put the calibration factors into the drafter's config.
+
+    None: no answers were held out, or the drafter is not parallel.
+    """
+    held_out = run.data.held_out
+    drafter = passes.drafter
     if not len(held_out) or drafter.config.method != "p-eagle":
         return None
-    features, tokens = online(trainer.features), run.config.pack_tokens
-    factors, found = calibrated(passes, features, held_out, run.config.k, tokens, trainer.flex)
-    drafter.config = replace(drafter.config, calibration=factors)
-    return found
+    calibration = calibrate(run.trainer.replay(passes), held_out, run.config.k)
+    drafter.config = replace(drafter.config, calibration=calibration.factors)
+    return calibration.reliability
 
 
-def passes_of(run: TrainRun, drafter: Drafter) -> Passes:
-    passes = Passes(drafter, run.trainer.passes.dtype)
+def new_passes(run: TrainRun, drafter: Drafter) -> DrafterPasses:
+    passes = DrafterPasses(drafter, run.trainer.passes.dtype)
     if run.trainer.flex:
         passes.compile()
     return passes
 
 
-def measured(run: TrainRun) -> dict[str, Any]:
-    """What the card tells of the run."""
-    documents, trainer = run.material.documents, run.trainer
+def run_rows(run: TrainRun) -> CardRows:
+    """The rows of the card about the run."""
+    documents = run.data.documents
+    trainer = run.trainer
     return {
         "documents": len(documents),
         "answer tokens": documents.answer_tokens,
-        "draft vocabulary covers": f"{run.material.coverage:.2%} of them",
+        "draft vocabulary covers": f"{run.data.coverage:.2%} of them",
         "steps": trainer.step,
         "tokens the target has seen": trainer.tokens,
         "minutes of training": trainer.seconds / 60,

@@ -1,4 +1,4 @@
-"""A run from its config: target or capture, documents, plan, training. What `peagle train` and `make-drafter` call."""
+"""A run from its config: target or capture, documents, plan, training."""
 
 import math
 import signal
@@ -15,95 +15,103 @@ from peagle.loaded import load
 from peagle.model_pair import choose_device
 from peagle.target import Target
 from peagle.target.precision import choose_dtype
-from peagle.train.config import TrainConfig, as_yaml
-from peagle.train.features.features import StoredFeatures
-from peagle.train.features.stored import StoredTarget
+from peagle.train.config import TrainConfig, to_yaml
+from peagle.train.drafter_init import new_drafter
+from peagle.train.features.stored import StoredFeatures, StoredTarget
 from peagle.train.journal import Journal
-from peagle.train.optim.parallel import start
-from peagle.train.plan import Plan, plan_of
-from peagle.train.setup import Material, capture_in, fitted, material_of, new_drafter
+from peagle.train.optim.parallel import join_processes
+from peagle.train.plan import Plan, estimate_plan
+from peagle.train.setup import (
+    TrainingData,
+    apply_capture,
+    find_capture,
+    load_training_data,
+)
 from peagle.train.trainer import Progress, Trainer
 
 
 class TrainRun:
-    """The parts of a training run, put together: `plan` tells what it takes, `train` does it."""
+    """The parts of a training run: `plan` estimates its cost, `train` runs it."""
 
     def __init__(
-        self, config: TrainConfig, report: Report = ignore, like: "TrainRun | None" = None
+        self, config: TrainConfig, report: Report = ignore, shared: "TrainRun | None" = None
     ) -> None:
-        """`like`: a run over the same data, whose target, documents and features serve this one too."""
-        self.config = config = fitted(config)
+        """`shared` is a run over the same data, whose target, documents and features are reused."""
+        self.config = config = apply_capture(config)
         self.target: Target
-        self.material: Material
+        self.data: TrainingData
         self.trainer: Trainer
-        self.world, device = start(choose_device(config.device))
-        self.target = like.target if like else load_teacher(config, device)
-        self.material = like.material if like else material_of(config, self.target, report)
-        features = like.trainer.features if like else None
+        self.world, device = join_processes(choose_device(config.device))
+        self.target = shared.target if shared else load_teacher(config, device)
+        self.data = shared.data if shared else load_training_data(config, self.target, report)
+        features = shared.trainer.features if shared else None
         if isinstance(self.target, StoredTarget):
-            features = features or StoredFeatures(self.target, self.material.target_ids)
-        self.trainer = Trainer(config, self.target, self.material, self.world, features)
+            features = features or StoredFeatures(self.target, self.data.target_ids)
+        self.trainer = Trainer(config, self.target, self.data, self.world, features)
 
     def plan(self) -> Plan:
-        material = self.material
-        return plan_of(
-            self.config,
-            self.target,
-            self.trainer.drafter,
-            material.documents,
-            self.trainer.total,
-            material.coverage,
+        return estimate_plan(
+            self.config, self.target, self.trainer.drafter, self.data, self.trainer.total_steps
         )
 
     def train(
-        self, progress: Progress, say: Callable[[str], None], stop_after: float = math.inf
+        self, progress: Progress, report: Callable[[str], None], stop_after: float = math.inf
     ) -> bool:
-        """Starts or resumes; True when the last step is done. The first Ctrl-C ends it after the step under way."""
-        trainer, out = self.trainer, self.trainer.out
+        """Start or resume; True when the last step is done.
+
+        The first Ctrl-C ends the run after the current step.
+        """
+        trainer = self.trainer
+        out = trainer.out
         if trainer.resume():
-            say(f"resuming {out} after step {trainer.step} of {trainer.total}")
-        journal = Journal(out, trainer.step, self.world.first)
-        if self.world.first:
+            report(f"resuming {out} after step {trainer.step} of {trainer.total_steps}")
+        journal = Journal(out, trainer.step, self.world.is_main)
+        if self.world.is_main:
             out.mkdir(parents=True, exist_ok=True)
-            (out / "config.yaml").write_text(as_yaml(self.config))
-        with ended_by_interrupt(trainer):
+            (out / "config.yaml").write_text(to_yaml(self.config))
+        with stop_on_interrupt(trainer):
             return trainer.train(journal, progress, stop_after)
 
 
 @contextmanager
-def ended_by_interrupt(trainer: Trainer) -> Iterator[None]:
-    """The first Ctrl-C lets the step finish and its state be saved; the second is one as ever."""
-    before = signal.getsignal(signal.SIGINT)
+def stop_on_interrupt(trainer: Trainer) -> Iterator[None]:
+    """At the first Ctrl-C, finish the step and save; the second one interrupts as usual."""
+    previous = signal.getsignal(signal.SIGINT)
 
     def stop(*args: Any) -> None:
         trainer.stopping = True
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
-    own = threading.current_thread() is threading.main_thread()
-    if own:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:
         signal.signal(signal.SIGINT, stop)
     try:
         yield
     finally:
-        if own:
-            signal.signal(signal.SIGINT, before)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, previous)
 
 
 def load_teacher(config: TrainConfig, device: str) -> Target:
-    """bfloat16 on a GPU; on a CPU float32, which is as fast there and exact. From a capture, what it kept."""
+    """Load the target, or the parts of it in a capture.
+
+    The automatic dtype is bfloat16 on a GPU and float32 on a CPU, where it is as fast, and exact.
+    """
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    if folder := capture_in(config.data):
+    if folder := find_capture(config.data):
         return StoredTarget(folder, choose_dtype(dtype, device), device)
     return load(config.target, device=device, dtype=dtype).target
 
 
 def dry_run(config: TrainConfig) -> Path:
-    """An untrained checkpoint of the sizes a run would have; no data is needed for a whole vocabulary."""
-    config = fitted(config)
+    """Write an untrained checkpoint of the run's sizes; a whole vocabulary needs no data."""
+    config = apply_capture(config)
     target = load_teacher(config, choose_device(config.device))
-    ids = material_of(config, target).target_ids if config.draft_vocab and config.data else None
+    ids = None
+    if config.draft_vocab and config.data:
+        ids = load_training_data(config, target).target_ids
     if config.draft_vocab and ids is None:
         raise UserError(
             "a draft vocabulary is chosen from the data: give `data`, or draft_vocab = 0"

@@ -1,6 +1,10 @@
-"""The state of a run: written beside and renamed, the last two kept. A killed process loses its last steps, no more."""
+"""The state of a run, written atomically; the last two are kept.
+
+A killed process loses only the steps after its last state.
+"""
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +19,120 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from peagle.errors import UserError
+from peagle.train.config import TrainConfig
 from peagle.train.optim.optimizer import Optimizers
 from peagle.train.optim.parallel import World
 
-KEPT = 2
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False)
+# Config keys that a resumed run may change, because the result does not depend on them.
+CHANGEABLE_KEYS = (
+    "out",
+    "data",
+    "device",
+    "compile",
+    "remember",
+    "log_every",
+    "save_every",
+    "eval_every",
+    "eval_k",
+    "checkpointing",
+    "segments",
+)
+KEPT_STATES = 2
+FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a state holds beside the weights and the optimizers."""
+
+    step: int  # steps done
+    config: dict[str, Any]  # keys and values of the TrainConfig
+    data: str  # digest of the documents
+    seconds: float  # of training
+    tokens: int  # of documents, seen by the target
 
 
 def save_state(
-    folder: Path, step: int, passes: nn.Module, optimizers: Optimizers, world: World, more: dict
+    folder: Path, state: RunState, passes: nn.Module, optimizers: Optimizers, world: World
 ) -> None:
-    """`step`: how many are done. Every process takes part; the first one writes."""
-    state = {
-        "step": step,
-        "model": get_model_state_dict(passes, options=WHOLE),
+    """Save a state. Every process takes part; the main process writes."""
+    values = {
+        "step": state.step,
+        "model": get_model_state_dict(passes, options=FULL_STATE),
         "optimizers": [
-            get_optimizer_state_dict(passes, one, options=WHOLE) for one in optimizers.parts
+            get_optimizer_state_dict(passes, part, options=FULL_STATE) for part in optimizers.parts
         ],
-        **more,
+        **asdict(state),
     }
-    if world.first:
-        _write(state, folder / f"step-{step:08d}.pt")
-        for old in states(folder)[:-KEPT]:
+    if world.is_main:
+        _write(values, folder / f"step-{state.step:08d}.pt")
+        for old in list_states(folder)[:-KEPT_STATES]:
             old.unlink()
     world.barrier()
 
 
-def _write(state: dict[str, Any], final: Path) -> None:
-    final.parent.mkdir(parents=True, exist_ok=True)
-    before = [path.name for path in states(final.parent)][-1:]
-    partial = final.with_name(f".{final.name}")
+def _write(values: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    previous = [state.name for state in list_states(path.parent)][-1:]
+    partial = path.with_name(f".{path.name}")
     try:
-        torch.save(state, partial)
-        partial.replace(final)
-    except (OSError, RuntimeError) as error:  # a full disk is either
+        torch.save(values, partial)
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # A full disk raises either.
         partial.unlink(missing_ok=True)
-        kept = f"the state before it, {before[0]}, is kept" if before else "there is none before it"
+        kept = f"the previous state, {previous[0]}, is kept" if previous else "no state is kept"
         raise UserError(
-            f"cannot write {final}: {first_line(error)}. Free some space and resume; {kept}"
+            f"cannot write {path}: {_first_line(error)}. Free some space and resume; {kept}"
         ) from error
 
 
 def load_state(
-    folder: Path, passes: nn.Module, optimizers: Optimizers, check: Callable[[dict[str, Any]], None]
-) -> dict[str, Any] | None:
-    """The newest state, put back into model and optimizers if `check` lets it pass; None: there is none."""
-    if not (found := states(folder)):
+    folder: Path, passes: nn.Module, optimizers: Optimizers, check: Callable[[RunState], None]
+) -> RunState | None:
+    """Restore model and optimizers from the newest state; None if there is none.
+
+    `check` may refuse the state by raising an error.
+    """
+    paths = list_states(folder)
+    if not paths:
         return None
+    newest = paths[-1]
     try:
-        state = torch.load(found[-1], map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever the broken file brings up
+        values = torch.load(newest, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many types for a broken file.
         raise UserError(
-            f"cannot read {found[-1]}: {first_line(error)}. Remove it: the state before it is used then"
+            f"cannot read {newest}: {_first_line(error)}. Remove it to use the previous state"
         ) from error
+    state = RunState(**{field.name: values[field.name] for field in fields(RunState)})
     check(state)
-    whole = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(passes, state.pop("model"), options=whole)
-    for optimizer, kept in zip(optimizers.parts, state.pop("optimizers"), strict=True):
-        set_optimizer_state_dict(passes, optimizer, kept, options=whole)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(passes, values["model"], options=options)
+    for optimizer, saved in zip(optimizers.parts, values["optimizers"], strict=True):
+        set_optimizer_state_dict(passes, optimizer, saved, options=options)
     return state
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def check_same_run(state: RunState, config: TrainConfig, digest: str, out: Path) -> None:
+    """Refuse a state of other documents or another config; missing keys have their defaults."""
+    current = asdict(config)
+    for key, value in (asdict(TrainConfig()) | state.config).items():
+        value = tuple(value) if isinstance(value, list) else value
+        if key not in CHANGEABLE_KEYS and current.get(key) != value:
+            raise UserError(
+                f"the run in {out} was started with {key} = {value!r}, now it is"
+                f" {current.get(key)!r}: restore it, or give another `out`"
+            )
+    if state.data != digest:
+        raise UserError(
+            f"the run in {out} was started with other documents: give another `out`,"
+            f" or remove {out / 'state'} to begin again with these"
+        )
 
 
-def states(folder: Path) -> list[Path]:
+def list_states(folder: Path) -> list[Path]:
+    """The states in a folder, the newest last."""
     return sorted(folder.glob("step-*.pt"))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,14 +1,14 @@
-"""The training loop: features -> gradients -> optimizer, with logs, evaluations and states on the way."""
+"""The training loop: features -> gradients -> optimizer, with logs, evaluations and states."""
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from peagle.core import Step
@@ -16,44 +16,42 @@ from peagle.drafter.formats import compact
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.config import TrainConfig
-from peagle.train.evaluation.acceptance import acceptance, length_of
+from peagle.train.data.pack import Batch
+from peagle.train.drafter_init import new_drafter, trained_copy
+from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.evaluation.replay import acceptance_length
 from peagle.train.features.features import (
-    AnyFeatures,
-    Features,
-    Remembered,
-    memorable,
-    online,
-    packable,
-    with_taps,
+    CachedFeatures,
+    FeatureExtractor,
+    FeatureSource,
+    cache_fits,
+    select_taps,
 )
-from peagle.train.feed import Feed
+from peagle.train.features.packed_attention import supports_packed_attention
+from peagle.train.feed import StepDataset
 from peagle.train.journal import Journal
 from peagle.train.objective.gradients import pack_gradients
-from peagle.train.objective.loss import Loss, Sums
-from peagle.train.objective.passes import Passes
+from peagle.train.objective.loss import Loss, LossSums
+from peagle.train.objective.passes import DrafterPasses
 from peagle.train.optim.optimizer import Optimizers
-from peagle.train.optim.parallel import Joined, World
-from peagle.train.plan import training_bytes
-from peagle.train.setup import Material, new_drafter, trained_copy
-from peagle.train.state import WHOLE, load_state, save_state
+from peagle.train.optim.parallel import GradientSync, World
+from peagle.train.plan import estimate_training_bytes
+from peagle.train.records import StepRecord
+from peagle.train.setup import TrainingData
+from peagle.train.state import FULL_STATE, RunState, check_same_run, load_state, save_state
 
-FREE = (
-    "out",
-    "data",
-    "device",
-    "compile",
-    "remember",
-    "log_every",
-    "save_every",
-    "eval_every",
-    "eval_k",
-    "checkpointing",
-    "segments",
-)
+MEMORY_MARGIN = 1.2  # factor on the estimated memory of training
 
-Progress = Callable[
-    [int, int, dict[str, float]], None
-]  # steps done, steps in all, what is measured
+Progress = Callable[[int, int, StepRecord], None]  # steps done, steps in all, the last record
+
+
+@dataclass(slots=True)
+class LogInterval:
+    """The steps since the last log."""
+
+    started: float
+    sums: LossSums
+    losses: list[Tensor] = field(default_factory=list)  # of each step
 
 
 class Trainer:
@@ -61,20 +59,23 @@ class Trainer:
         self,
         config: TrainConfig,
         target: Target,
-        material: Material,
+        data: TrainingData,
         world: World,
-        features: AnyFeatures | None = None,
+        features: FeatureSource | None = None,
     ) -> None:
-        """`features`: those of another run over the same documents, with these taps among theirs."""
-        self.config, self.target, self.material, self.world = config, target, material, world
+        """`features` may come from another run over the same documents, with more taps."""
+        self.config = config
+        self.target = target
+        self.data = data
+        self.world = world
         self.out = Path(config.out).expanduser()
         self.flex = target.device.type == "cuda"
-        self.drafter = new_drafter(config, target, material.target_ids)
+        self.drafter = new_drafter(config, target, data.target_ids)
         self.drafter.gradient_checkpointing = config.checkpointing
         dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
-        self.passes = Passes(self.drafter, dtype)
-        self.features = with_taps(
-            features or self._features(), self.drafter.config.aux_layer_ids or ()
+        self.passes = DrafterPasses(self.drafter, dtype)
+        self.features = select_taps(
+            features or self._new_features(), self.drafter.config.aux_layer_ids or ()
         )
         self.loss = Loss(
             self.drafter.lm_head,
@@ -84,167 +85,178 @@ class Trainer:
             config.depth_weight,
             self.features.softcap,
         )
-        self.feed = Feed(material.documents, config, world, str(target.device))
-        self.total = config.steps or math.ceil(config.epochs * self.feed.steps_per_epoch())
-        self.joined = Joined(self.passes, world, config.parallel)
-        self.optimizers = Optimizers(self.passes, config, self.total)
-        if self.flex and config.compile and not self.joined.sharded:
+        self.dataset = StepDataset(data.documents, config, world, str(target.device))
+        epoch_steps = config.epochs * self.dataset.steps_per_epoch()
+        self.total_steps = config.steps or math.ceil(epoch_steps)
+        self.gradient_sync = GradientSync(self.passes, world, config.parallel)
+        self.optimizers = Optimizers(self.passes, config, self.total_steps)
+        if self.flex and config.compile and not self.gradient_sync.sharded:
             self.passes.compile()
             self.loss.compile()
-        self.stopping = False  # set from outside: save after this step and return
+        self.stopping = False  # Set it to save after the current step and return.
         self.step = 0
         self.seconds = 0.0  # of training, over all resumed parts
         self.tokens = 0  # of documents, seen by the target
+        self.grad_norm: Tensor  # of the last step
+        self.lr_fraction: float  # of the peak learning rate, in the last step
 
     @cached_property
     def digest(self) -> str:
-        """Of the documents: a run is resumed only with the same."""
-        return self.material.documents.digest
+        """The digest of the documents: a run is resumed only with the same documents."""
+        return self.data.documents.digest
 
-    def _features(self) -> Features | Remembered:
-        aux = self.drafter.config.aux_layer_ids or ()
-        features = Features(
-            self.target, aux, packed=self.flex and self.config.compile and packable(self.target)
-        )
-        documents = self.material.documents
-        needed = 1.2 * training_bytes(self.config, self.drafter, self.material.documents)
-        fits = self.config.remember and memorable(features, documents, needed)
-        return Remembered(features, documents) if fits else features
+    def _new_features(self) -> FeatureSource:
+        packed = self.flex and self.config.compile and supports_packed_attention(self.target)
+        aux_layer_ids = self.drafter.config.aux_layer_ids or ()
+        features = FeatureExtractor(self.target, aux_layer_ids, packed)
+        documents = self.data.documents
+        needed = MEMORY_MARGIN * estimate_training_bytes(self.config, self.drafter, documents)
+        if self.config.remember and cache_fits(features, documents, needed):
+            return CachedFeatures(features, documents)
+        return features
 
     def resume(self) -> bool:
-        """Goes on where the newest state ends, if there is one."""
-        state = load_state(self.out / "state", self.passes, self.optimizers, self._require_same)
-        step = state["step"] if state else 0
-        if self.world.number(float(step), self.target.device) != self.world.size * step:
+        """Continue from the newest state; False if there is none."""
+        state = load_state(self.out / "state", self.passes, self.optimizers, self._check_same_run)
+        step = state.step if state else 0
+        if self.world.sum_number(float(step), self.target.device) != self.world.size * step:
             raise UserError(
-                f"not all processes find the state of step {step}: {self.out} must be a shared folder"
+                f"not all processes find the state of step {step}: {self.out} must be a shared"
+                " folder"
             )
         if state is None:
             return False
-        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        self.step = state.step
+        self.seconds = state.seconds
+        self.tokens = state.tokens
         return True
 
-    def _require_same(self, state: dict[str, Any]) -> None:
-        mine = asdict(self.config)
-        for key, value in (
-            asdict(TrainConfig()) | state["config"]
-        ).items():  # a key that it did not know yet: none set
-            value = tuple(value) if isinstance(value, list) else value
-            if key not in FREE and mine.get(key) != value:
-                raise UserError(
-                    f"the run in {self.out} was started with {key} = {value!r}, now it is {mine.get(key)!r}:"
-                    " put it back, or give another `out`"
-                )
-        if state["data"] != self.digest:
-            raise UserError(
-                f"the run in {self.out} was started with other documents: give another `out`,"
-                f" or remove {self.out / 'state'} to begin again with these"
-            )
+    def _check_same_run(self, state: RunState) -> None:
+        check_same_run(state, self.config, self.digest, self.out)
 
     def train(self, journal: Journal, progress: Progress, stop_after: float = math.inf) -> bool:
-        """Until the last step, for `stop_after` seconds, or until `stopping`; tells whether it came to the end."""
-        begin = time.perf_counter()
-        since, sums, losses = begin, self._no_sums(), []
-        for batches in self.feed(self.step, self.total):
-            part = self._step(batches)
-            sums += part
-            losses.append(
-                part.loss.sum() + 0 * self.norm
-            )  # a gradient that is no number counts too
+        """Train to the last step, for `stop_after` seconds, or until `stopping`.
+
+        Returns whether the last step is done.
+        """
+        started = time.perf_counter()
+        interval = LogInterval(started, self._zero_sums())
+        for batches in self.dataset.load(self.step, self.total_steps):
+            sums = self._train_step(batches)
+            interval.sums += sums
+            # A gradient that is not finite counts as a loss that is not.
+            interval.losses.append(sums.loss.sum() + 0 * self.grad_norm)
             self.step += 1
-            late = self._late(begin + stop_after)
-            last = self.step == self.total
-            save = last or late or self._due(self.config.save_every)
-            if save or self._due(self.config.log_every):
-                self._check(losses)
+            late = self._is_late(started + stop_after)
+            last = self.step == self.total_steps
+            save = last or late or self._is_due(self.config.save_every)
+            if save or self._is_due(self.config.log_every):
+                self._check_finite(interval.losses)
                 now = time.perf_counter()
-                self.seconds += now - since
-                progress(
-                    self.step,
-                    self.total,
-                    journal.log(self.step, sums, len(losses), now - since, self),
-                )
-                since, sums, losses = now, self._no_sums(), []
+                self.seconds += now - interval.started
+                record = self._log_record(interval, now)
+                journal.log_step(record)
+                progress(self.step, self.total_steps, record)
+                interval = LogInterval(now, self._zero_sums())
             if save:
                 self.save()
-            if last or self._due(self.config.eval_every):
+            if last or self._is_due(self.config.eval_every):
                 self.evaluate(journal)
-                since = time.perf_counter()
+                interval.started = time.perf_counter()
             if late and not last:
                 return False
         self.save_drafter()
         return True
 
-    def _late(self, deadline: float) -> bool:
-        """All processes stop together, or those that go on would wait for ever."""
+    def _is_late(self, deadline: float) -> bool:
+        """Whether any process is late: all of them must stop together, or the others would hang."""
         late = self.stopping or time.perf_counter() > deadline
-        return self.world.number(float(late), self.target.device) > 0
+        return self.world.sum_number(float(late), self.target.device) > 0
 
-    def _step(self, batches: list[Any]) -> Sums:
-        """Gradients of all packs, the optimizer's step; the loss of each row counts alike wherever it is computed."""
-        rows = self.world.number(float(sum(batch.rows for batch in batches)), self.target.device)
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+    def _zero_sums(self) -> LossSums:
+        return LossSums.zeros(self.config.k, self.target.device)
+
+    def _train_step(self, batches: list[Batch]) -> LossSums:
+        """One optimizer step. All rows have the same weight, whichever process computes them."""
+        device = self.target.device
+        rows = self.world.sum_number(float(sum(b.num_supervised for b in batches)), device)
         scale = self.world.size / max(rows, 1.0)
-        sums = self._no_sums()
+        sums = self._zero_sums()
         for batch in batches:
-            g, last = self.features(batch)
-            sums += pack_gradients(self.passes, batch, g, last, self.loss, scale, self.flex)
-        self.joined.sync()
-        self.norm = self.joined.clip(self.config.clip)
-        self.share = self.optimizers.step(self.step)
-        seen = float(sum(sum(batch.lengths) for batch in batches))
-        self.tokens += int(self.world.number(seen, self.target.device))
+            features = self.features(batch)
+            sums += pack_gradients(self.passes, batch, features, self.loss, scale, self.flex)
+        self.gradient_sync.average()
+        self.grad_norm = self.gradient_sync.clip(self.config.clip)
+        self.lr_fraction = self.optimizers.step(self.step)
+        tokens = float(sum(sum(batch.lengths) for batch in batches))
+        self.tokens += int(self.world.sum_number(tokens, device))
         return sums
 
-    def _check(self, losses: list[torch.Tensor]) -> None:
-        """A loss (or a gradient) that is no number ends the run; the last state is older than it."""
-        values = self.world.total(torch.stack(losses).clone()).tolist() if losses else []
+    def _check_finite(self, losses: list[Tensor]) -> None:
+        """Stop at a loss or a gradient that is not finite; the last state is older."""
+        values = self.world.all_reduce(torch.stack(losses).clone()).tolist() if losses else []
         for i, value in enumerate(values):
             if not math.isfinite(value):
                 step = self.step - len(values) + i
-                keys = ", ".join(self.feed.keys(step)[:8])
+                keys = ", ".join(self.dataset.document_keys(step)[:8])
                 raise UserError(
-                    f"the loss of step {step} is {value}: stopped. Good states are kept in {self.out / 'state'};"
-                    f" look at the documents of that batch ({keys}, ...), lower lr, or use dtype = 'float32'"
+                    f"the loss of step {step} is {value}: stopped. Good states are kept in"
+                    f" {self.out / 'state'}; examine the documents of that batch ({keys}, ...),"
+                    " lower lr, or use dtype = 'float32'"
                 )
 
+    def _log_record(self, interval: LogInterval, now: float) -> StepRecord:
+        sums = interval.sums
+        total = LossSums(
+            *(self.world.all_reduce(x.clone()) for x in (sums.loss, sums.matches, sums.rows))
+        )
+        seconds_per_step = (now - interval.started) / max(len(interval.losses), 1)
+        rows = total.rows.clamp(min=1)
+        return StepRecord(
+            step=self.step,
+            loss=float(total.loss.sum() / rows.sum()),
+            match=[round(x, 4) for x in (total.matches / rows).tolist()],
+            loss_per_depth=[round(x, 4) for x in (total.loss / rows).tolist()],
+            lr=self.config.lr * self.lr_fraction,
+            norm=float(self.grad_norm),
+            rows=int(total.rows.sum()),
+            tokens=self.tokens,
+            seconds=round(self.seconds, 2),
+            seconds_per_step=round(seconds_per_step, 5),
+        )
+
     def evaluate(self, journal: Journal) -> None:
-        """The acceptance length on held-out answers, the one that is served (acceptance.py)."""
-        if not len(self.material.held_out) or not self.world.first or self.joined.sharded:
+        """Log the acceptance length on held-out answers."""
+        if not len(self.data.held_out) or not self.world.is_main or self.gradient_sync.sharded:
             return
         self.drafter.eval()
         steps = self.held_out_steps(self.passes)
         self.drafter.train()
-        journal.evaluation(self.step, self.config.eval_k, length_of(steps), steps)
+        journal.log_evaluation(self.step, self.config.eval_k, acceptance_length(steps), steps)
 
-    def held_out_steps(self, passes: Passes) -> list[Step]:
-        """Of decoding the held-out answers with the drafter of these passes."""
-        k, features = self.config.eval_k, online(self.features)
-        return acceptance(
-            passes, features, self.material.held_out, [k], self.config.pack_tokens, self.flex
-        )[k]
+    def held_out_steps(self, passes: DrafterPasses) -> list[Step]:
+        """The steps of decoding the held-out answers with the drafter of these passes."""
+        replay = self.replay(passes)
+        k = self.config.eval_k
+        return replay.chain_steps(self.data.held_out, [k])[k]
+
+    def replay(self, passes: DrafterPasses) -> DraftReplay:
+        """Drafting along any answers with the drafter of these passes."""
+        return DraftReplay(passes, self.features.uncached(), self.config.pack_tokens, self.flex)
 
     def save(self) -> None:
-        more = {
-            "config": asdict(self.config),
-            "data": self.digest,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-        }
-        save_state(self.out / "state", self.step, self.passes, self.optimizers, self.world, more)
+        state = RunState(self.step, asdict(self.config), self.digest, self.seconds, self.tokens)
+        save_state(self.out / "state", state, self.passes, self.optimizers, self.world)
 
     def save_drafter(self) -> Path:
-        """The drafter as it is now, in our compact format."""
-        state = get_model_state_dict(self.passes, options=WHOLE)
+        """Write the current drafter in the compact format."""
+        state = get_model_state_dict(self.passes, options=FULL_STATE)
         folder = self.out / "drafter"
-        if self.world.first:
-            compact.save(
-                trained_copy(self.drafter, state, self.target), folder, self.target, torch.bfloat16
-            )
+        if self.world.is_main:
+            drafter = trained_copy(self.drafter, state, self.target)
+            compact.save(drafter, folder, self.target, torch.bfloat16)
         self.world.barrier()
         return folder
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
-
-    def _no_sums(self) -> Sums:
-        return Sums.zeros(self.config.k, self.target.device)

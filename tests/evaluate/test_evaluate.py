@@ -1,4 +1,6 @@
-"""Evaluation: the counts by hand, several turns, seeds, the context's end, and the command line on a tiny pair."""
+"""Evaluation: the counts by hand, several turns, seeds, the context's end, and the command line
+on a tiny pair.
+"""
 
 import json
 from dataclasses import replace
@@ -38,7 +40,9 @@ def loaded(tiny: Path) -> LoadedPair:
 
 
 def test_counts_by_hand() -> None:
-    """Two answers' steps in one list: 4 drafts, 6 accepted, so 1 + 6/4, whatever each answer's own length is."""
+    """Two answers' steps in one list: 4 drafts, 6 accepted, so 1 + 6/4, whatever each answer's
+    own length is.
+    """
     prefill = Step((7,))
     steps = [
         prefill,
@@ -73,7 +77,9 @@ def test_counts_equal_those_of_one_generation(loaded: LoadedPair) -> None:
 
 
 def test_trees_by_depth(loaded: LoadedPair) -> None:
-    """The same answers in fewer or as many steps; positions are depths, however many nodes there are."""
+    """The same answers in fewer or as many steps; positions are depths, however many nodes there
+    are.
+    """
     chains, trees = (
         evaluate(loaded, {"x": TASKS}, EvaluateSettings((3,), max_tokens=12, tree=tree))
         for tree in (0, 12)
@@ -165,7 +171,7 @@ def test_what_does_not_fit_the_context_is_skipped(loaded: LoadedPair) -> None:
     [
         ({"ks": (3, 0)}, "at least one token"),
         ({"method": "none"}, "nothing is drafted"),
-        ({"max_tokens": 1}, "--max-tokens 2"),
+        ({"max_tokens": 1}, "below 2 tokens"),
         ({"temperatures": (0.0, float("nan"))}, "temperature must be"),
         ({"seed": -1}, "seed must be"),
     ],

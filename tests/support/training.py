@@ -1,8 +1,8 @@
-"""What the tests of training share: documents of a tiny target's own answers, packs, random features, runs."""
+"""Helpers of the training tests: answers of a tiny target, packs, features, runs."""
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -19,47 +19,43 @@ from peagle.target import Target
 from peagle.train.config import TrainConfig
 from peagle.train.data.batch_transfer import flatten
 from peagle.train.data.chains import sample_chains
-from peagle.train.data.pack import Batch, Pack, batch_of, pack
+from peagle.train.data.pack import Batch, BatchLayout, PackedDocuments, build_batch, pack_sequences
+from peagle.train.features.teacher import PackFeatures
 from peagle.train.journal import Journal
 from peagle.train.optim.parallel import World
-from peagle.train.setup import material_of
+from peagle.train.setup import load_training_data
 from peagle.train.trainer import Trainer
 from tests.support.tiny_models import AUX, MASK, make_target
 
-LENGTHS = (
-    (40, 5),
-    (1, 0),
-    (2, 0),
-    (70, 20),
-    (5, 3),
-    (3, 0),
-)  # tokens of a document, first token of its answer
+# tokens of a document, first token of its answer
+LENGTHS = ((40, 5), (1, 0), (2, 0), (70, 20), (5, 3), (3, 0))
 
 
-def some_pack(lengths: tuple[tuple[int, int], ...] = LENGTHS, seed: int = 0) -> Pack:
+def some_pack(lengths: tuple[tuple[int, int], ...] = LENGTHS, seed: int = 0) -> PackedDocuments:
     rng = np.random.default_rng(seed)
-    return pack([(rng.integers(6, 96, n), np.arange(n) >= start) for n, start in lengths])
+    documents = [(rng.integers(6, 96, n), np.arange(n) >= start) for n, start in lengths]
+    return pack_sequences(documents)
 
 
 def some_batch(
-    packed: Pack,
+    packed: PackedDocuments,
     k: int,
     by_depth: bool = False,
     segments: int = 1,
     keep: float = 0.8,
     device: str = "cpu",
-    **more: bool,
+    bidirectional: bool = False,
 ) -> Batch:
-    chains = sample_chains(packed.room, k, keep, np.random.default_rng(1))
-    return flatten(batch_of(packed, chains, by_depth, segments, **more)).to(device)
+    chains = sample_chains(packed.max_chain_lengths, k, keep, np.random.default_rng(1))
+    layout = BatchLayout(by_depth, segments, bidirectional=bidirectional)
+    return flatten(build_batch(packed, chains, layout)).to(device)
 
 
-def some_features(packed: Pack, d: int = 32, taps: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def some_features(packed: PackedDocuments, d: int = 32, taps: int = 3) -> PackFeatures:
     generator = torch.Generator().manual_seed(3)
     size = len(packed.ids)
-    return torch.randn(size, taps * d, generator=generator), torch.randn(
-        size, d, generator=generator
-    )
+    taps_values = torch.randn(size, taps * d, generator=generator)
+    return PackFeatures(taps_values, torch.randn(size, d, generator=generator))
 
 
 def write_answers(target: Target, path: Path, count: int = 60, tokens: int = 40) -> Path:
@@ -103,14 +99,14 @@ def some_config(data: Path, out: Path, **changes: object) -> TrainConfig:
 
 
 def make_run(target: Target, config: TrainConfig, world: World = World()) -> Trainer:  # noqa: B008
-    return Trainer(config, target, material_of(config, target), world)
+    return Trainer(config, target, load_training_data(config, target), world)
 
 
 def train(trainer: Trainer, **more: float) -> list[dict]:
-    """To the end, or where `stop_after` ends it; what the journal holds then."""
-    journal = Journal(trainer.out, trainer.step, trainer.world.first)
+    """Train to the end or for `stop_after` seconds; return the records of the journal."""
+    journal = Journal(trainer.out, trainer.step, trainer.world.is_main)
     trainer.train(journal, lambda *_: None, **more)
-    return journal.entries
+    return [asdict(record) for record in journal.records]
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,8 @@ def some_answers() -> tuple[Target, Path]:
     return target, folder
 
 
-RUNGS: dict[str, dict[str, int | bool]] = {  # what a plain drafter has not
+# Extensions of a plain drafter.
+RUNGS: dict[str, dict[str, int | bool]] = {
     "inject": {"inject": True},
     "bidirectional": {"bidirectional": True},
     "dependency": {"dependency": 8},
@@ -138,7 +135,7 @@ RUNGS: dict[str, dict[str, int | bool]] = {  # what a plain drafter has not
 
 
 def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
-    """A tiny drafter that drafts well enough for its acceptance to mean something; once per process."""
+    """A tiny drafter with a meaningful acceptance length; trained once per process."""
     return _trained(method, draft_vocab, rung)
 
 
@@ -146,14 +143,13 @@ def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
 def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
     target, folder = some_answers()
     data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab} {rung}"
-    how = {"method": method, "draft_vocab": draft_vocab, "layers": 2, "steps": 30, "save_every": 0}
-    trainer = make_run(
-        target, some_config(data, out, init="target", **how | (RUNGS[rung] if rung else {}))
-    )
+    settings = {"method": method, "draft_vocab": draft_vocab, "layers": 2, "steps": 30}
+    settings |= {"init": "target", "save_every": 0} | (RUNGS[rung] if rung else {})
+    trainer = make_run(target, some_config(data, out, **settings))
     entries = train(trainer)
     drafter = checkpoint.load(out / "drafter", target, torch.float32)
     for parameter in drafter.dependency.parameters() if drafter.dependency else ():
-        parameter.data.mul_(5)  # so short a training corrects little
+        parameter.data.mul_(5)  # A short training corrects little.
     return Trained(target, drafter, data, entries)
 
 
@@ -165,12 +161,13 @@ def row_losses(
     normed: Tensor, teacher: Tensor, head: Tensor, kind: str, mix: float, softcap: float = 0.0
 ) -> Tensor:
     """[R], by PyTorch's own losses over whole logits."""
-    wanted = teacher @ head.T
-    wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
+    teacher_logits = teacher @ head.T
+    if softcap:
+        teacher_logits = softcap * torch.tanh(teacher_logits / softcap)
     log_q = (normed @ head.T).log_softmax(-1)
-    kl = kl_div(log_q, wanted.softmax(-1), reduction="none").sum(-1)
-    ce = cross_entropy(normed @ head.T, wanted.argmax(-1), reduction="none")
-    tv = (log_q.exp() - wanted.softmax(-1)).abs().sum(-1) / 2
+    kl = kl_div(log_q, teacher_logits.softmax(-1), reduction="none").sum(-1)
+    ce = cross_entropy(normed @ head.T, teacher_logits.argmax(-1), reduction="none")
+    tv = (log_q.exp() - teacher_logits.softmax(-1)).abs().sum(-1) / 2
     share = {"kl": 1.0, "ce": 0.0, "tv": 1.0}.get(kind, mix)
     return share * (tv if kind.startswith("tv") else kl) + (1 - share) * ce
 

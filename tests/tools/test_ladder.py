@@ -1,4 +1,4 @@
-"""The ladder: runs that share a target, trained, measured and resumed; their speeds; what is made of the records."""
+"""The ladder: runs that share a target are trained, measured and resumed; so are their speeds."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ import torch
 from peagle.catalog import find_pair
 from peagle.drafter.formats import checkpoint
 from peagle.target import load_target
-from peagle.train.data.documents import join
+from peagle.train.data.documents import Document, join_documents
 from tests.support.benching import tiny_folder, write_set
 from tests.support.tiny_models import MASK
 from tests.support.training import some_answers
@@ -161,10 +161,13 @@ def test_no_run_begins_that_would_not_end_in_time(
 
 def test_answers_are_evenly_chosen(place: Path, climbed: Path):
     whole = pickle.loads((place / "answers.pkl").read_bytes())["mt_bench", 0.0]
-    assert len(ladder.some(whole, 1)) == 2 and len(ladder.some(whole, 9)) == len(whole) == 6
-    ids, answer = whole[0]
-    many = join([(ids, answer, f"{i:03}#0") for i in range(100)])
-    assert ladder.some(many, 4).keys == ("000#0", "025#0", "050#0", "075#0")
+    assert (
+        len(ladder.select_tasks(whole, 1)) == 2
+        and len(ladder.select_tasks(whole, 9)) == len(whole) == 6
+    )
+    ids, answer_mask, _ = whole[0]
+    many = join_documents([Document(ids, answer_mask, f"{i:03}#0") for i in range(100)])
+    assert ladder.select_tasks(many, 4).keys == ("000#0", "025#0", "050#0", "075#0")
 
 
 def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: Path):
@@ -211,10 +214,10 @@ def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: P
 
 def test_the_second_target_is_trained_like_the_first():
     """But for what the target decides, which is the catalog's."""
-    file = ladder.FILE.parent / "qwen2.5-coder-0.5b" / "ladder.toml"
+    file = ladder.LADDER_FILE.parent / "qwen2.5-coder-0.5b" / "ladder.toml"
     first, second = (
         ladder.read_ladder(path, {}, {"loss": "tvmix", "mix": 0.95}, [])
-        for path in (ladder.FILE, file)
+        for path in (ladder.LADDER_FILE, file)
     )
     source = find_pair(second.base["target"]).drafters["p-eagle"]
     assert (

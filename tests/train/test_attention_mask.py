@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from peagle.train.data.attention_mask import (
-    BLOCK,
+    BLOCK_SIZE,
     RowSet,
-    _blocks,
     attention,
     block_mask,
+    classify_blocks,
     context_mask,
     dense_mask,
 )
@@ -43,7 +43,9 @@ def test_worked_example():
 
 
 def test_a_bidirectional_block():
-    """Mask rows see the later ones of their own chain too; real rows, and other chains, stay as they are."""
+    """Mask rows see the later ones of their own chain too; real rows, and other chains, stay as
+    they are.
+    """
     q, k = rows_of()
     both, _ = rows_of(bidirectional=True)
     more = dense_mask(both, k) & ~dense_mask(q, k)
@@ -62,8 +64,10 @@ def test_a_bidirectional_block():
 def test_blocks_never_lose_a_pair(seed: int, bidirectional: bool):
     q, k = rows_of(seed, bidirectional)
     dense = dense_mask(q, k)
-    blocks = dense.view(len(q) // BLOCK, BLOCK, len(k) // BLOCK, BLOCK).transpose(1, 2)
-    some, full = _blocks(q, k)
+    blocks = dense.view(
+        len(q) // BLOCK_SIZE, BLOCK_SIZE, len(k) // BLOCK_SIZE, BLOCK_SIZE
+    ).transpose(1, 2)
+    some, full = classify_blocks(q, k)
     assert not (blocks.any(-1).any(-1) & ~some).any(), (
         "a pair that sees each other lies in a block left out"
     )

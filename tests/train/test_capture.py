@@ -22,13 +22,25 @@ from peagle.reference.proposer import proposer_for
 from peagle.target import Target
 from peagle.train import run
 from peagle.train.config import TrainConfig
-from peagle.train.data.documents import Documents, join, packed, read_documents, split
-from peagle.train.data.pack import batch_of
-from peagle.train.features.capture import NO_CHAINS, Capture, CaptureSettings
-from peagle.train.features.features import Features, StoredFeatures, top_k
-from peagle.train.features.stored import Shards, StoredTarget, read_shard
-from peagle.train.objective.loss import Loss, TopK, chunk_loss, topk_loss
-from peagle.train.setup import fitted
+from peagle.train.data.chains import NO_CHAINS
+from peagle.train.data.documents import (
+    Document,
+    Documents,
+    join_documents,
+    pack_documents,
+    read_documents,
+    split_held_out,
+)
+from peagle.train.data.pack import build_batch
+from peagle.train.features.capture import Capture
+from peagle.train.features.features import FeatureExtractor
+from peagle.train.features.shard_writer import CaptureSettings, top_k_log_probs
+from peagle.train.features.shards import Shards, read_shard
+from peagle.train.features.stored import StoredFeatures, StoredTarget
+from peagle.train.features.teacher import TopKLogits
+from peagle.train.objective.chunk_loss import hidden_state_loss, top_k_loss
+from peagle.train.objective.loss import Loss
+from peagle.train.setup import apply_capture
 from tests.support.tiny_models import AUX, CONFIGS, make_target
 from tests.support.training import some_config, write_answers
 
@@ -70,9 +82,9 @@ def test_the_size_is_told_before(
     target: Target, documents: Documents, tmp_path: Path, settings: CaptureSettings
 ) -> None:
     job = Capture(target, documents, tmp_path, settings)
-    told = job.size
+    reported = job.size
     job.run()
-    assert told == pytest.approx(size_of(tmp_path), rel=0.02)
+    assert reported == pytest.approx(size_of(tmp_path), rel=0.02)
     assert len(job.parts) > 1
     again = Capture(target, documents, tmp_path, settings)
     assert again.size == 0 and not again.missing
@@ -155,7 +167,7 @@ def test_what_a_shard_holds(target: Target, documents: Documents, small: Path) -
     shards = Shards(small)
     read = shards.documents(256)
     assert read.keys == documents.keys
-    for name in ("ids", "answer", "starts", "numbers"):
+    for name in ("ids", "answer_mask", "starts", "indices"):
         assert np.array_equal(getattr(read, name), getattr(documents, name))
     number = len(documents) - 2
     ids = torch.from_numpy(documents[number][0]).long()
@@ -187,7 +199,7 @@ def test_stored_target_stands_for_any(name: str, tied: bool, tmp_path: Path) -> 
     assert torch.equal(stored.embedding, target.embedding) and torch.equal(
         stored.lm_head, target.lm_head
     )
-    assert ("lm_head.weight" in read_shard(folder / "head.safetensors")[0]) != tied
+    assert ("lm_head.weight" in read_shard(folder / "head.safetensors").tensors) != tied
     for name in ("stop_ids", "context", "vocab_size", "hidden_size", "name", "dtype"):
         assert getattr(stored, name) == getattr(target, name)
     assert len(stored.layers) == len(target.layers)
@@ -197,7 +209,7 @@ def test_stored_target_stands_for_any(name: str, tied: bool, tmp_path: Path) -> 
 
 def test_the_last_blocks_keep_their_order(tmp_path: Path) -> None:
     target = make_target(num_hidden_layers=12)
-    documents = join([(np.arange(6, 20), np.arange(14) > 3, "a@0")])
+    documents = join_documents([Document(np.arange(6, 20), np.arange(14) > 3, "a@0")])
     stored = StoredTarget(captured(target, documents, tmp_path, SMALL), torch.float32, "cpu")
     for mine, theirs in zip(stored.layers[-4:], target.layers[-4:], strict=True):
         own = dict(mine.named_parameters())
@@ -301,55 +313,60 @@ def test_what_a_capture_cannot_be_used_for(small: Path, data: Path, tmp_path: Pa
     }
     for message, changes in wrong.items():
         with pytest.raises(UserError, match=message):
-            fitted(replace(some_config(small, tmp_path, target="tiny llama"), **changes))
-    assert fitted(some_config(small, tmp_path, target="smollm2-135m")).target == "tiny llama"
+            apply_capture(replace(some_config(small, tmp_path, target="tiny llama"), **changes))
+    assert apply_capture(some_config(small, tmp_path, target="smollm2-135m")).target == "tiny llama"
     online = some_config(data, tmp_path)
-    assert fitted(online) is online
+    assert apply_capture(online) is online
 
 
 @pytest.mark.parametrize("mix", [1.0, 0.0, 0.3])
 def test_topk_loss_equals_the_whole(target: Target, mix: float) -> None:
-    """With all tokens known; with few, the renormalized distribution of those; with none, nothing."""
+    """With all tokens known; with few, the renormalized distribution of those; with none,
+    nothing.
+    """
     torch.manual_seed(0)
     normed, last, weight = torch.randn(7, 32), torch.randn(7, 32), torch.rand(7)
     own = torch.arange(0, 96, 2)
     to_draft = torch.full((96,), -1)
     to_draft[own] = torch.arange(48)
-    logits, tokens = top_k(last, target.lm_head, 96, 5.0, torch.float32)
-    got = topk_loss(normed, TopK(logits, to_draft[tokens]), weight, target.lm_head[own], mix)
-    wanted = chunk_loss(normed, last, weight, target.lm_head[own], mix, 5.0)
-    for a, b in zip(got, wanted, strict=True):
+    logits, tokens = top_k_log_probs(last, target.lm_head, 96, 5.0, torch.float32)
+    got = top_k_loss(normed, TopKLogits(logits, to_draft[tokens]), weight, target.lm_head[own], mix)
+    expected = hidden_state_loss(normed, last, weight, target.lm_head[own], mix, 5.0)
+    for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a.float(), b.float(), atol=1e-4)
-    nothing = TopK(logits, -torch.ones_like(tokens))
-    loss, match, _, gradient = topk_loss(normed, nothing, weight, target.lm_head[own], mix)
+    nothing = TopKLogits(logits, -torch.ones_like(tokens))
+    loss, match, _, gradient = top_k_loss(normed, nothing, weight, target.lm_head[own], mix)
     assert not loss.any() and not match.any() and not gradient.any()
 
 
 def test_topk_gradient_is_the_losses(target: Target) -> None:
     torch.manual_seed(0)
     normed, last = torch.randn(5, 32, requires_grad=True), torch.randn(5, 32)
-    logits, tokens = top_k(last, target.lm_head, 6, 0.0, torch.float32)
-    loss, *_, gradient = topk_loss(normed, TopK(logits, tokens), torch.ones(5), target.lm_head, 0.4)
+    logits, tokens = top_k_log_probs(last, target.lm_head, 6, 0.0, torch.float32)
+    loss, *_, gradient = top_k_loss(
+        normed, TopKLogits(logits, tokens), torch.ones(5), target.lm_head, 0.4
+    )
     loss.sum().backward()
     assert torch.allclose(normed.grad, gradient, atol=1e-5)
     compiled = Loss(target.lm_head, 3, "mix", 0.4, 1.0, 0.0)
-    compiled.chunk = torch.compile(compiled.chunk, backend="eager", fullgraph=True)
-    out, _ = compiled(normed.detach(), TopK(logits, tokens), torch.zeros(5, dtype=torch.int32), 1.0)
-    assert torch.allclose(out, gradient, atol=1e-5)
+    compiled.chunk_loss = torch.compile(compiled.chunk_loss, backend="eager", fullgraph=True)
+    depth = torch.zeros(5, dtype=torch.int32)
+    out = compiled(normed.detach(), TopKLogits(logits, tokens), depth, 1.0)
+    assert torch.allclose(out.gradient, gradient, atol=1e-5)
 
 
 def test_held_out_documents_keep_their_numbers(
     target: Target, documents: Documents, small: Path
 ) -> None:
-    _, held = split(documents, 6, 0)
-    assert [documents.keys[i] for i in held.numbers] == list(held.keys)
-    batch = batch_of(packed(held, np.array([3, 1]), 128), NO_CHAINS)
+    _, held_out = split_held_out(documents, 6, 0)
+    assert [documents.keys[i] for i in held_out.indices] == list(held_out.keys)
+    batch = build_batch(pack_documents(held_out, np.array([3, 1]), 128), NO_CHAINS)
     stored = StoredFeatures(StoredTarget(small, torch.float32, "cpu"), None)
     g, teacher = stored(batch)
-    wanted, last = Features(target, AUX)(batch)
+    expected, last = FeatureExtractor(target, AUX)(batch)
     total = sum(batch.lengths)
-    assert g.dtype == torch.float32 and len(g) == len(wanted)
-    assert torch.allclose(g[:total], wanted[:total], rtol=0.01, atol=0.01)
+    assert g.dtype == torch.float32 and len(g) == len(expected)
+    assert torch.allclose(g[:total], expected[:total], rtol=0.01, atol=0.01)
     assert torch.equal(teacher.ids[:total, 0], (last @ target.lm_head.T)[:total].argmax(-1).int())
 
 
@@ -365,8 +382,12 @@ def test_the_command(target: Target, data: Path, tmp_path: Path, monkeypatch) ->
         str(tmp_path / "out"),
     ]
     words += ["--aux-layers", "1,3,6", "--top-k", "8", "--dtype", "float32", "--device", "cpu"]
-    told = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout)
-    assert told["documents"] == 60 and told["gigabytes"] > 0 and told["kept_shards"] == 0
+    reported = json.loads(
+        CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout
+    )
+    assert (
+        reported["documents"] == 60 and reported["gigabytes"] > 0 and reported["kept_shards"] == 0
+    )
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 0 and "1 of 1 shards are there already" in again.stderr
     other = CliRunner().invoke(app, [*words, "--top-k", "9"])

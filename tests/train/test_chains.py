@@ -5,18 +5,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.train.data.attention_mask import BLOCK, dense_mask
-from peagle.train.data.chains import Chains, full_chains, most_rows, room_of, sample_chains
-from peagle.train.data.pack import Batch, Pack, batch_of, pack
+from peagle.train.data.attention_mask import BLOCK_SIZE, dense_mask
+from peagle.train.data.chains import (
+    Chains,
+    full_chains,
+    max_chain_lengths,
+    max_chain_rows,
+    sample_chains,
+)
+from peagle.train.data.pack import Batch, BatchLayout, PackedDocuments, build_batch, pack_sequences
 
 masks = st.lists(
     st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=6
 )  # a document each
 
 
-def packed_of(answers: list[list[bool]], tokens: int = 0) -> Pack:
+def packed_of(answers: list[list[bool]], tokens: int = 0) -> PackedDocuments:
     rng = np.random.default_rng(0)
-    return pack(
+    return pack_sequences(
         [(rng.integers(6, 96, len(answer)), np.array(answer)) for answer in answers], tokens
     )
 
@@ -25,10 +31,12 @@ def span(length: int, *spans: tuple[int, int]) -> list[bool]:
     return [any(start <= i < end for start, end in spans) for i in range(length)]
 
 
-def naive_room(packed: Pack, p: int) -> int:
+def naive_length(packed: PackedDocuments, p: int) -> int:
     """Row by row: token p + 2 is of this document, and of an answer."""
     count = 0
-    while p + 2 < len(packed.ids) and packed.doc[p + 2] == packed.doc[p] and packed.answer[p + 2]:
+    while (
+        p + 2 < len(packed.ids) and packed.doc[p + 2] == packed.doc[p] and packed.answer_mask[p + 2]
+    ):
         count, p = count + 1, p + 1
     return count
 
@@ -40,14 +48,16 @@ def pairs(chains: Chains) -> list[tuple[int, int]]:
 @given(masks)
 def test_room_counts_supervised_rows(answers):
     packed = packed_of(answers)
-    assert packed.room.tolist() == [naive_room(packed, p) for p in range(len(packed.ids))]
+    assert packed.max_chain_lengths.tolist() == [
+        naive_length(packed, p) for p in range(len(packed.ids))
+    ]
 
 
 @settings(max_examples=150)
 @given(masks, st.integers(1, 9), st.floats(0.2, 1.0), st.integers(0, 20), st.integers(0, 99))
 def test_chains_are_nested_and_inside_their_answer(answers, k, keep, cap, seed):
     packed = packed_of(answers)
-    chains = sample_chains(packed.room, k, keep, np.random.default_rng(seed), cap)
+    chains = sample_chains(packed.max_chain_lengths, k, keep, np.random.default_rng(seed), cap)
     kept = set(pairs(chains))
     assert len(kept) == len(chains) and pairs(chains) == sorted(kept), (
         "by anchor, then depth, none twice"
@@ -56,10 +66,10 @@ def test_chains_are_nested_and_inside_their_answer(answers, k, keep, cap, seed):
         assert anchor >= 0 and 1 <= depth < k
         assert depth == 1 or (anchor, depth - 1) in kept, "a row without its parent"
         tokens = range(anchor + 2, anchor + depth + 3)  # those the chain predicts, depth 0 included
-        assert all(packed.answer[i] and packed.doc[i] == packed.doc[anchor] for i in tokens)
+        assert all(packed.answer_mask[i] and packed.doc[i] == packed.doc[anchor] for i in tokens)
         assert packed.doc[anchor] < len(answers), "padding has a chain"
-    anchors = np.count_nonzero(packed.room)
-    assert len(chains) <= most_rows(min(cap, anchors) if cap else anchors, k, keep)
+    anchors = np.count_nonzero(packed.max_chain_lengths)
+    assert len(chains) <= max_chain_rows(min(cap, anchors) if cap else anchors, k, keep)
     if cap:
         assert len(np.unique(chains.anchor)) <= cap
 
@@ -69,7 +79,7 @@ def test_depth_k_keeps_n_r_to_the_k(n, k, keep, seed):
     chains = sample_chains(np.full(n, k), k, keep, np.random.default_rng(seed))
     for depth in range(1, k):
         assert abs((chains.depth == depth).sum() - n * keep**depth) <= 1
-    assert len(chains) == most_rows(n, k, keep)
+    assert len(chains) == max_chain_rows(n, k, keep)
 
 
 def test_capped_anchors_are_random_ones():
@@ -85,9 +95,11 @@ def test_capped_anchors_are_random_ones():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sampling_repeats_by_its_seed(seed: int):
-    room = packed_of([span(60, (5, 60))]).room
-    one, two = (pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed))) for _ in range(2))
-    assert one == two != pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed + 10)))
+    room = packed_of([span(60, (5, 60))]).max_chain_lengths
+    first, second = (
+        pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed))) for _ in range(2)
+    )
+    assert first == second != pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed + 10)))
 
 
 EDGES = {
@@ -105,20 +117,29 @@ EDGES = {
 def test_edges_by_hand(name: str):
     answers, room = EDGES[name]
     packed = packed_of(answers)
-    assert packed.room[: len(room)].tolist() == room and not packed.room[len(room) :].any()
-    chains = sample_chains(packed.room, 8, 1.0, np.random.default_rng(0))
+    assert (
+        packed.max_chain_lengths[: len(room)].tolist() == room
+        and not packed.max_chain_lengths[len(room) :].any()
+    )
+    chains = sample_chains(packed.max_chain_lengths, 8, 1.0, np.random.default_rng(0))
     assert pairs(chains) == [(a, d) for a, count in enumerate(room) for d in range(1, count)]
 
 
 def test_a_pack_without_padding():
-    packed = packed_of([span(BLOCK, (0, BLOCK))])
-    assert len(packed.ids) == BLOCK and packed.room[:3].tolist() == [126, 125, 124]
-    assert room_of(packed.doc, packed.answer)[-2:].tolist() == [0, 0]
+    packed = packed_of([span(BLOCK_SIZE, (0, BLOCK_SIZE))])
+    assert len(packed.ids) == BLOCK_SIZE and packed.max_chain_lengths[:3].tolist() == [
+        126,
+        125,
+        124,
+    ]
+    assert max_chain_lengths(packed.doc, packed.answer_mask)[-2:].tolist() == [0, 0]
 
 
 def rows(batch: Batch) -> list[tuple[int, int]]:
     """(anchor, depth) of every live row, segment by segment, level by level."""
-    levels = [level.rows[: level.live] for segment in batch.segments for level in segment.levels]
+    levels = [
+        level.rows[: level.num_unpadded] for segment in batch.segments for level in segment.levels
+    ]
     return [pair for r in levels for pair in zip(r.anchor.tolist(), r.depth.tolist(), strict=True)]
 
 
@@ -126,20 +147,20 @@ def rows(batch: Batch) -> list[tuple[int, int]]:
 @given(masks, st.integers(1, 7), st.booleans(), st.sampled_from([1, 2, 3, 8]), st.integers(0, 99))
 def test_segments_partition_the_chains(answers, k, by_depth, segments, seed):
     packed = packed_of(answers * 8)  # several blocks long
-    chains = sample_chains(packed.room, k, 0.8, np.random.default_rng(seed))
-    batch = batch_of(packed, chains, by_depth, segments)
-    assert sorted(rows(batch)) == pairs(chains) and batch.rows == len(chains) + np.count_nonzero(
-        packed.room
-    )
+    chains = sample_chains(packed.max_chain_lengths, k, 0.8, np.random.default_rng(seed))
+    batch = build_batch(packed, chains, BatchLayout(by_depth, segments))
+    assert sorted(rows(batch)) == pairs(chains) and batch.num_supervised == len(
+        chains
+    ) + np.count_nonzero(packed.max_chain_lengths)
     size, seen = len(packed.ids), set()
     bounds = [size * s // segments for s in range(segments)]
     for segment in batch.segments:
         anchors = np.concatenate(
-            [level.rows.anchor[: level.live].numpy() for level in segment.levels]
+            [level.rows.anchor[: level.num_unpadded].numpy() for level in segment.levels]
         )
         (bucket,) = set(np.searchsorted(bounds, anchors + 1, "right").tolist())
-        assert bucket not in seen and segment.edge > anchors.max()
-        assert segment.edge % BLOCK == 0 or segment.edge == size
+        assert bucket not in seen and segment.context_length > anchors.max()
+        assert segment.context_length % BLOCK_SIZE == 0 or segment.context_length == size
         seen.add(bucket)
 
 
@@ -147,38 +168,49 @@ def test_segments_partition_the_chains(answers, k, by_depth, segments, seed):
 @given(
     masks, st.integers(2, 7), st.booleans(), st.sampled_from([1, 4]), st.sampled_from([0, 40, 300])
 )
-def test_what_a_level_holds(answers, k, by_depth, segments, room):
+def test_what_a_level_holds(answers, k, by_depth, segments, min_size):
     packed = packed_of(answers, tokens=200)
-    chains = sample_chains(packed.room, k, 0.9, np.random.default_rng(0))
-    batch = batch_of(packed, chains, by_depth, segments, capacity=[room] * k)
+    chains = sample_chains(packed.max_chain_lengths, k, 0.9, np.random.default_rng(0))
+    layout = BatchLayout(by_depth, segments, level_sizes=(min_size,) * k)
+    batch = build_batch(packed, chains, layout)
     for segment in batch.segments:
         before = [(i, 0) for i in range(len(packed.ids))]
         for level in segment.levels:
-            anchor, depth = (x[: level.live].numpy() for x in (level.rows.anchor, level.rows.depth))
-            assert len(level.rows) % BLOCK == 0 and len(level.rows) >= max(room, level.live)
-            assert (
-                level.positions[: level.live].tolist() == (packed.position[anchor] + depth).tolist()
+            anchor, depth = (
+                x[: level.num_unpadded].numpy() for x in (level.rows.anchor, level.rows.depth)
             )
-            assert level.ids[: level.live].tolist() == packed.ids[anchor + depth + 1].tolist()
+            assert len(level.rows) % BLOCK_SIZE == 0 and len(level.rows) >= max(
+                min_size, level.num_unpadded
+            )
+            assert (
+                level.positions[: level.num_unpadded].tolist()
+                == (packed.position[anchor] + depth).tolist()
+            )
+            assert (
+                level.previous_ids[: level.num_unpadded].tolist()
+                == packed.ids[anchor + depth + 1].tolist()
+            )
             own = list(zip(anchor.tolist(), depth.tolist(), strict=True))
             if by_depth:
-                assert [before[i] for i in level.parent[: level.live]] == [
+                assert [before[i] for i in level.parent[: level.num_unpadded]] == [
                     (a, d - 1) for a, d in own
                 ]
                 before = own
-            sees = dense_mask(level.rows, batch.context + level.rows)[level.live :, :]
+            sees = dense_mask(level.rows, batch.context + level.rows)[level.num_unpadded :, :]
             assert sees.sum(1).eq(1).all(), "a row of padding sees itself alone"
-            assert (level.rows.start > level.rows.anchor)[level.live :].all(), (
+            assert (level.rows.doc_start > level.rows.anchor)[level.num_unpadded :].all(), (
                 "for flex attention, too"
             )
 
 
 def test_the_batch_shifts_ids_by_one():
     packed = packed_of([span(7, (2, 7)), span(4, (2, 4))])
-    batch = batch_of(packed, full_chains(np.array([0, 3]), 4))
+    batch = build_batch(packed, full_chains(np.array([0, 3]), 4))
     assert batch.next_ids[:-1].tolist() == packed.ids[1:].tolist() and batch.next_ids[-1] == 0
-    assert batch.position[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 0]
+    assert batch.positions[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 0]
     assert (
-        batch.supervised.tolist() == np.flatnonzero(packed.room).tolist() == [0, 1, 2, 3, 4, 7, 8]
+        batch.supervised.tolist()
+        == np.flatnonzero(packed.max_chain_lengths).tolist()
+        == [0, 1, 2, 3, 4, 7, 8]
     )
     assert rows(batch) == [(0, 1), (0, 2), (0, 3), (3, 1), (3, 2), (3, 3)]

@@ -1,4 +1,6 @@
-"""One flat config: read from YAML, TOML and --set, refused where it is wrong, written with every key."""
+"""One flat config: read from YAML, TOML and --set, refused where it is wrong, written with every
+key.
+"""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -7,11 +9,26 @@ import pytest
 import yaml
 
 from peagle.errors import UserError
-from peagle.train.config import TrainConfig, as_yaml, read_config
+from peagle.train.config import TrainConfig, read_config, to_yaml
 
-YAML = "method: eagle3\nk: 6\nlr: 8e-4\naux_layer_ids: [2, 15, 27]\ntrain_embeddings: true\ndata: a, b\nsteps: 1_000\n"
-TOML = 'method = "eagle3"\nk = 6\nlr = 8e-4\naux_layer_ids = [2, 15, 27]\ntrain_embeddings = true\ndata = "a, b"\n'
-SAID = {
+YAML = """
+method: eagle3
+k: 6
+lr: 8e-4
+aux_layer_ids: [2, 15, 27]
+train_embeddings: true
+data: a, b
+steps: 1_000
+"""
+TOML = """
+method = "eagle3"
+k = 6
+lr = 8e-4
+aux_layer_ids = [2, 15, 27]
+train_embeddings = true
+data = "a, b"
+"""
+EXPECTED = {
     "method": "eagle3",
     "k": 6,
     "lr": 8e-4,
@@ -32,8 +49,8 @@ def written(path: Path, text: str) -> Path:
 )
 def test_yaml_and_toml(tmp_path, name: str, text: str):
     config = read_config(written(tmp_path / name, text))
-    assert asdict(config) == asdict(TrainConfig()) | SAID
-    assert all(type(getattr(config, key)) is type(value) for key, value in SAID.items())
+    assert asdict(config) == asdict(TrainConfig()) | EXPECTED
+    assert all(type(getattr(config, key)) is type(value) for key, value in EXPECTED.items())
 
 
 def test_nothing_given_is_the_defaults(tmp_path):
@@ -169,11 +186,11 @@ def test_as_yaml_comes_back(tmp_path, data: str):
     config = TrainConfig(
         data=data, aux_layer_ids=(2, 5, 9), remember=False, lr=1.5e-5, target="~/models/x"
     )
-    assert read_config(written(tmp_path / "a.yaml", as_yaml(config))) == config
+    assert read_config(written(tmp_path / "a.yaml", to_yaml(config))) == config
 
 
 def test_as_yaml_shows_every_key():
-    text = as_yaml(TrainConfig())
+    text = to_yaml(TrainConfig())
     assert list(yaml.safe_load(text)) == [f.name for f in fields(TrainConfig)]
     for f in fields(TrainConfig):
         assert f.metadata["doc"] in text

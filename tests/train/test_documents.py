@@ -1,4 +1,6 @@
-"""What is trained on: records read or skipped with a word, held-out prompts, the order of an epoch, the vocabulary."""
+"""What is trained on: records read or skipped with a word, held-out prompts, the order of an
+epoch, the vocabulary.
+"""
 
 import gzip
 import json
@@ -12,15 +14,16 @@ from hypothesis import strategies as st
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.data.documents import (
+    Document,
     Documents,
-    epoch_order,
-    join,
-    packed,
+    epoch_packs,
+    iterate_steps,
+    join_documents,
+    pack_documents,
     read_documents,
-    split,
-    steps,
+    split_held_out,
 )
-from peagle.train.data.vocabulary import draft_vocabulary
+from peagle.train.data.vocabulary import choose_draft_vocabulary
 from tests.support.chat_targets import make_chat_target
 from tests.support.tiny_models import make_target
 
@@ -61,7 +64,7 @@ def test_messages_under_the_template(tmp_path, chat):
     turns = [("user", "w5 w6"), ("assistant", "w7 w8"), ("user", "w9"), ("assistant", "w30")]
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
     documents, lines = read(write(tmp_path / "a.jsonl", record), chat)
-    ids, answer = documents[0]
+    ids, answer, _ = documents[0]
     assert lines == [] and ids.tolist() == [93, 5, 6, 94, 95, 7, 8, 1, 93, 9, 94, 95, 30, 1]
     assert np.flatnonzero(answer).tolist() == [5, 6, 7, 12, 13], "each answer with its stop token"
     assert documents.keys == ("1",), "a record without a key goes by its line"
@@ -145,41 +148,43 @@ def documents_of(keys: list[str], seed: int = 0) -> Documents:
     parts = []
     for key in keys:
         length = int(rng.integers(3, 60))
-        parts.append((rng.integers(0, 96, length), np.arange(length) > 1, key))
-    return join(parts)
+        parts.append(Document(rng.integers(0, 96, length), np.arange(length) > 1, key))
+    return join_documents(parts)
 
 
 def test_the_split_keeps_a_prompt_together():
     keys = [f"{i % 30}@{i // 30}" for i in range(90)]  # three answers to each of thirty prompts
-    train, held = split(documents_of(keys), 4, seed=3)
-    prompts = [{key.split("@")[0] for key in part.keys} for part in (train, held)]
+    train, held_docs = split_held_out(documents_of(keys), 4, seed=3)
+    prompts = [{key.split("@")[0] for key in part.keys} for part in (train, held_docs)]
     assert (
         len(prompts[1]) == 4
         and not prompts[0] & prompts[1]
-        and len(held) == 12
+        and len(held_docs) == 12
         and len(train) == 78
     )
-    again = split(documents_of(keys), 4, seed=3)[1]
-    assert again.keys == held.keys and again.ids.tolist() == held.ids.tolist()
-    assert split(documents_of(keys), 4, seed=4)[1].keys != held.keys
+    again = split_held_out(documents_of(keys), 4, seed=3)[1]
+    assert again.keys == held_docs.keys and again.ids.tolist() == held_docs.ids.tolist()
+    assert split_held_out(documents_of(keys), 4, seed=4)[1].keys != held_docs.keys
 
 
 def test_the_split_does_not_depend_on_the_order():
     keys = [f"{i}@0" for i in range(40)]
-    held = [set(split(documents_of(order), 5, seed=0)[1].keys) for order in (keys, keys[::-1])]
-    assert held[0] == held[1]
+    held_docs = [
+        set(split_held_out(documents_of(order), 5, seed=0)[1].keys) for order in (keys, keys[::-1])
+    ]
+    assert held_docs[0] == held_docs[1]
 
 
 @pytest.mark.parametrize(("held_out", "expected"), [(0, 0), (2, 2), (1000, 4)])
 def test_at_most_a_fifth_is_held_out(held_out: int, expected: int):
-    train, held = split(documents_of([str(i) for i in range(20)]), held_out, seed=0)
-    assert len(held) == expected and len(train) == 20 - expected
+    train, held_docs = split_held_out(documents_of([str(i) for i in range(20)]), held_out, seed=0)
+    assert len(held_docs) == expected and len(train) == 20 - expected
 
 
 @given(st.integers(1, 60), st.integers(20, 200), st.integers(0, 5))
 def test_an_epoch_shows_every_document_once(count, tokens, epoch):
     documents = documents_of([str(i) for i in range(count)])
-    order = epoch_order(documents, tokens, 7, epoch)
+    order = epoch_packs(documents, tokens, 7, epoch)
     assert sorted(i for chosen in order for i in chosen.tolist()) == list(range(count))
     lengths = np.diff(documents.starts)
     assert all(lengths[chosen].sum() <= tokens or len(chosen) == 1 for chosen in order)
@@ -189,39 +194,39 @@ def test_an_epoch_shows_every_document_once(count, tokens, epoch):
 def test_epochs_differ_and_seeds_repeat():
     documents = documents_of([str(i) for i in range(30)])
     first, second, again = (
-        np.concatenate(epoch_order(documents, 100, 7, e)).tolist() for e in (0, 1, 0)
+        np.concatenate(epoch_packs(documents, 100, 7, e)).tolist() for e in (0, 1, 0)
     )
     assert first == again != second
 
 
 def test_steps_go_on_from_epoch_to_epoch():
     documents = documents_of([str(i) for i in range(9)])
-    per_epoch = len(epoch_order(documents, 60, 7, 0))
-    stream = steps(documents, 60, 2, 7)
+    per_epoch = len(epoch_packs(documents, 60, 7, 0))
+    stream = iterate_steps(documents, 60, 2, 7)
     seen: list[int] = []
     for _ in range((per_epoch + 1) // 2):
         seen += [i for chosen in next(stream) for i in chosen.tolist()]
     assert sorted(seen) == list(range(9))
-    assert next(stream)[0].tolist() == epoch_order(documents, 60, 7, 1)[0].tolist()
+    assert next(stream)[0].tolist() == epoch_packs(documents, 60, 7, 1)[0].tolist()
 
 
 def test_a_pack_knows_where_its_tokens_come_from():
     documents = documents_of([str(i) for i in range(5)])
-    one = packed(documents, np.array([3, 0]), 200)
-    total = int(one.lengths.sum())
-    assert one.ids[:total].tolist() == documents.ids[one.source[:total]].tolist()
-    assert one.ids[:total].tolist() == [
+    pack = pack_documents(documents, np.array([3, 0]), 200)
+    total = int(pack.lengths.sum())
+    assert pack.ids[:total].tolist() == documents.ids[pack.token_indices[:total]].tolist()
+    assert pack.ids[:total].tolist() == [
         *documents[3][0],
         *documents[0][0],
-    ] and one.chosen.tolist() == [3, 0]
+    ] and pack.document_indices.tolist() == [3, 0]
 
 
 def test_the_draft_vocabulary():
     ids = np.array([50, 50, 50, 40, 40, 30, 20, 10, 10])
-    documents = join([(ids, np.arange(9) < 7, "a")])  # the tens are no answer
-    chosen, coverage = draft_vocabulary(documents, 96, 3, frozenset({1}))
+    documents = join_documents([Document(ids, np.arange(9) < 7, "a")])  # the tens are no answer
+    chosen, coverage = choose_draft_vocabulary(documents, 96, 3, frozenset({1}))
     assert chosen.tolist() == [1, 40, 50] and coverage == 5 / 7
-    everything, share = draft_vocabulary(documents, 96, 6, frozenset({1, 2}))
+    everything, share = choose_draft_vocabulary(documents, 96, 6, frozenset({1, 2}))
     assert everything.tolist() == [1, 2, 20, 30, 40, 50] and share == 1.0
     for size in (0, 96, 200):
-        assert draft_vocabulary(documents, 96, size) == (None, 1.0)
+        assert choose_draft_vocabulary(documents, 96, size) == (None, 1.0)

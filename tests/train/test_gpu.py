@@ -1,4 +1,6 @@
-"""Training on a GPU against training on a CPU: compiled, flex attention, packed and remembered features."""
+"""Training on a GPU against training on a CPU: compiled, flex attention, packed and remembered
+features.
+"""
 
 from pathlib import Path
 
@@ -7,12 +9,13 @@ import torch
 
 from peagle.core import Method
 from peagle.train.data.batch_transfer import flatten
-from peagle.train.data.pack import batch_of
-from peagle.train.features.capture import NO_CHAINS
-from peagle.train.features.features import Features, Remembered
+from peagle.train.data.chains import NO_CHAINS
+from peagle.train.data.pack import BatchLayout, build_batch
+from peagle.train.features.features import CachedFeatures, FeatureExtractor
 from peagle.train.journal import Journal
 from peagle.train.optim.parallel import World
-from peagle.train.setup import material_of
+from peagle.train.records import StepRecord
+from peagle.train.setup import load_training_data
 from peagle.train.trainer import Trainer
 from tests.support.tiny_models import AUX, make_target
 from tests.support.training import RUNGS, some_config, some_pack, write_answers
@@ -29,10 +32,10 @@ def losses(
     config = some_config(
         answers, tmp_path / device, method=method, max_anchors=64, steps=10, **more
     )
-    trainer = Trainer(config, target, material_of(config, target), World())
+    trainer = Trainer(config, target, load_training_data(config, target), World())
     journal = Journal(trainer.out)
     assert trainer.train(journal, lambda *_: None)
-    return [entry["loss"] for entry in journal.entries if "loss" in entry], trainer
+    return [record.loss for record in journal.records if isinstance(record, StepRecord)], trainer
 
 
 WAYS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}]
@@ -42,7 +45,7 @@ WAYS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}]
     ("method", "more"),
     [
         *((method, way) for method in ("p-eagle", "eagle3") for way in WAYS),
-        *(("p-eagle", one) for one in RUNGS.values()),
+        *(("p-eagle", rung) for rung in RUNGS.values()),
     ],
     ids=str,
 )
@@ -50,7 +53,7 @@ def test_gpu_equals_cpu(method: Method, more: dict, tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     cpu, _ = losses(tmp_path, "cpu", method, **more)
     gpu, trainer = losses(tmp_path, "cuda", method, **more)
-    assert isinstance(trainer.features, Remembered) and trainer.features.known.any()
+    assert isinstance(trainer.features, CachedFeatures) and trainer.features.cached.any()
     torch.testing.assert_close(torch.tensor(gpu), torch.tensor(cpu), rtol=5e-3, atol=1e-4)
 
 
@@ -58,11 +61,11 @@ def test_packed_features_equal_padded_ones() -> None:
     target = make_target()
     target.model.to("cuda")
     packed = some_pack(((300, 40), (1, 0), (200, 100), (131, 3), (2, 0)))
-    batch = flatten(batch_of(packed, NO_CHAINS, flex=True)).to("cuda")
+    batch = flatten(build_batch(packed, NO_CHAINS, BatchLayout(flex=True))).to("cuda")
     total = int(packed.lengths.sum())
-    padded = Features(target, AUX)(batch)
-    features = Features(target, AUX, packed=True)
+    padded = FeatureExtractor(target, AUX)(batch)
+    features = FeatureExtractor(target, AUX, packed=True)
     for mine, theirs in zip(features(batch), padded, strict=True):
         torch.testing.assert_close(mine[:total], theirs[:total], rtol=1e-3, atol=1e-3)
     features.release()
-    assert torch.equal(Features(target, AUX)(batch)[0][:total], padded[0][:total])
+    assert torch.equal(FeatureExtractor(target, AUX)(batch).taps[:total], padded[0][:total])

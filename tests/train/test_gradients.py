@@ -1,4 +1,6 @@
-"""The gradients of a pack: the same however its chains are split, and those of a plain dense computation."""
+"""The gradients of a pack: the same however its chains are split, and those of a plain dense
+computation.
+"""
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.model import causal_attend
 from peagle.train.data.chains import Chains, sample_chains
-from peagle.train.data.pack import Pack, batch_of, pack
+from peagle.train.data.pack import BatchLayout, PackedDocuments, build_batch, pack_sequences
+from peagle.train.features.teacher import PackFeatures
 from peagle.train.objective.gradients import pack_gradients
 from peagle.train.objective.loss import Loss
-from peagle.train.objective.passes import Passes
+from peagle.train.objective.passes import DrafterPasses
 from tests.support.tiny_models import make_drafter, make_target
 from tests.support.training import RUNGS, row_losses, some_features, some_pack
 
@@ -52,34 +55,37 @@ def ready(
 
 def gradients(
     drafter: Drafter,
-    packed: Pack,
-    g: Tensor,
-    last: Tensor,
+    packed: PackedDocuments,
+    features: PackFeatures,
     segments: int = 1,
     options: str = "kl",
-    capacity: list[int] | None = None,
-    passes: Passes | None = None,
+    level_sizes: tuple[int, ...] | None = None,
+    passes: DrafterPasses | None = None,
 ) -> Gradients:
     drafter.zero_grad()
-    by_depth, block = drafter.config.method != "p-eagle", drafter.config.bidirectional
-    batch = batch_of(
-        packed,
-        some_chains(packed, drafter),
-        by_depth,
-        segments,
-        capacity=capacity,
-        bidirectional=block,
+    by_depth = drafter.config.method != "p-eagle"
+    layout = BatchLayout(
+        by_depth, segments, level_sizes, bidirectional=drafter.config.bidirectional
     )
+    batch = build_batch(packed, some_chains(packed, drafter), layout)
     loss = Loss(drafter.lm_head, K, *OPTIONS[options])
-    pack_gradients(passes or Passes(drafter), batch, g, last, loss, 1 / batch.rows)
+    pack_gradients(
+        passes or DrafterPasses(drafter), batch, features, loss, 1 / batch.num_supervised
+    )
     return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.requires_grad}
 
 
-def some_chains(packed: Pack, drafter: Drafter) -> Chains:
+def some_chains(packed: PackedDocuments, drafter: Drafter) -> Chains:
     """Not every anchor has one."""
     rng = np.random.default_rng(1)
-    chains = sample_chains(packed.room, K, 0.8, rng, max_anchors=int(0.8 * (packed.room > 0).sum()))
-    return chains.dropped(0.3, rng) if drafter.config.dependency else chains
+    chains = sample_chains(
+        packed.max_chain_lengths,
+        K,
+        0.8,
+        rng,
+        max_anchors=int(0.8 * (packed.max_chain_lengths > 0).sum()),
+    )
+    return chains.drop_corrections(0.3, rng) if drafter.config.dependency else chains
 
 
 def right_before(anchor: np.ndarray, depth: np.ndarray, right: Tensor) -> Tensor:
@@ -89,20 +95,22 @@ def right_before(anchor: np.ndarray, depth: np.ndarray, right: Tensor) -> Tensor
     return torch.tensor([float(all(known[a, before] for before in range(d))) for a, d in rows])
 
 
-def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: str) -> Gradients:
+def reference(
+    drafter: Drafter, packed: PackedDocuments, features: PackFeatures, options: str
+) -> Gradients:
     """Autograd through whole logits of every row; no segments, no chunks, no kept keys."""
     drafter.zero_grad()
-    chains, supervised = some_chains(packed, drafter), np.flatnonzero(packed.room)
+    g, last = features
+    chains, supervised = some_chains(packed, drafter), np.flatnonzero(packed.max_chain_lengths)
     anchor = np.concatenate([supervised, chains.anchor])
     depth = np.concatenate([np.zeros_like(supervised), chains.depth])
     run = dense_rows if drafter.config.method == "p-eagle" else unrolled_rows
     normed = run(drafter, packed, g, anchor, depth)
     if drafter.dependency is not None:
-        told = np.concatenate([np.zeros_like(supervised), chains.told]).nonzero()[0]
-        before = torch.from_numpy(packed.ids[(anchor + depth + 1)[told]])
-        normed = normed.index_copy(
-            0, torch.from_numpy(told), drafter.dependency(normed[told], drafter.embed(before))
-        )
+        corrected = np.concatenate([np.zeros_like(supervised), chains.corrected]).nonzero()[0]
+        previous = torch.from_numpy(packed.ids[(anchor + depth + 1)[corrected]])
+        rows = drafter.dependency(normed[corrected], drafter.embed(previous))
+        normed = normed.index_copy(0, torch.from_numpy(corrected), rows)
     kind, mix, weight, softcap = OPTIONS[options]
     if kind == "length":
         ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
@@ -111,14 +119,16 @@ def reference(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor, options: 
         losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
         objective = (losses * weight ** torch.from_numpy(depth)).sum()
     if drafter.confidence is not None:
-        best, wanted = (
+        best, expected = (
             linear(x.detach(), drafter.lm_head).argmax(-1)
             for x in (normed, last[anchor + depth + 1])
         )
         sure = linear(normed.detach(), drafter.lm_head).log_softmax(-1).amax(-1)
-        said = drafter.confidence(normed.detach())[:, 0] + (sure.exp() / (1 - sure.exp())).log()
+        confidence = (
+            drafter.confidence(normed.detach())[:, 0] + (sure.exp() / (1 - sure.exp())).log()
+        )
         binary_cross_entropy_with_logits(
-            said, (best == wanted).float(), right_before(anchor, depth, best == wanted)
+            confidence, (best == expected).float(), right_before(anchor, depth, best == expected)
         ).backward()
     objective.div(len(depth)).backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}
@@ -137,9 +147,11 @@ def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor
 
 
 def dense_rows(
-    drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, depth: np.ndarray
+    drafter: Drafter, packed: PackedDocuments, g: Tensor, anchor: np.ndarray, depth: np.ndarray
 ) -> Tensor:
-    """P-EAGLE: all rows in one pass under one mask. Depth 0 first, at every position; then the deeper rows."""
+    """P-EAGLE: all rows in one pass under one mask. Depth 0 first, at every position; then the
+    deeper rows.
+    """
     size, deeper = len(packed.ids), depth > 0
     a = torch.from_numpy(np.concatenate([np.arange(size), anchor[deeper]]))
     d = torch.from_numpy(np.concatenate([np.zeros(size, dtype=np.int64), depth[deeper]]))
@@ -168,16 +180,18 @@ def mask_rows(drafter: Drafter, rows: int) -> Tensor:
 
 
 def unrolled_rows(
-    drafter: Drafter, packed: Pack, g: Tensor, anchor: np.ndarray, depth: np.ndarray
+    drafter: Drafter, packed: PackedDocuments, g: Tensor, anchor: np.ndarray, depth: np.ndarray
 ) -> Tensor:
-    """EAGLE-3: every chain by itself, as the decoding loop would run it, but fed the real next tokens."""
+    """EAGLE-3: every chain by itself, as the decoding loop would run it, but fed the real next
+    tokens.
+    """
     out: dict[tuple[int, int], Tensor] = {}
-    wanted = set(zip(anchor.tolist(), depth.tolist(), strict=True))
+    expected = set(zip(anchor.tolist(), depth.tolist(), strict=True))
     ids = torch.from_numpy(packed.ids)
-    for a in sorted({a for a, _ in wanted}):
-        start = int(packed.start[a])
+    for a in sorted({a for a, _ in expected}):
+        start = int(packed.doc_start[a])
         hidden, d = drafter.combine_hidden_states(g[start : a + 1]), 0
-        while (a, d) in wanted:
+        while (a, d) in expected:
             rows = drafter.embed(ids[start + 1 : a + 2 + d])
             normed, feedback = drafter(rows, hidden, torch.arange(len(rows)), causal_attend)
             out[a, d] = normed[-1]
@@ -200,31 +214,31 @@ def assert_same(mine: Gradients, theirs: Gradients, tolerance: float = 1e-5) -> 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_any_number_of_segments(method: Method, checkpointing: bool):
     drafter, packed = ready(method), some_pack()
-    g, last = some_features(packed)
-    single = gradients(drafter, packed, g, last)
+    features = some_features(packed)
+    single = gradients(drafter, packed, features)
     drafter.gradient_checkpointing = checkpointing
     for segments in (1, 2, 4, 8):
-        assert_same(gradients(drafter, packed, g, last, segments), single)
+        assert_same(gradients(drafter, packed, features, segments), single)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_rungs_equal_a_plain_computation(rung: str):
     drafter, packed = ready("p-eagle", draft_vocab=40, **RUNGS[rung]), some_pack(SHORT)
-    g, last = some_features(packed)
-    naive = reference(drafter, packed, g, last, "kl")
+    features = some_features(packed)
+    naive = reference(drafter, packed, features, "kl")
     for segments in (1, 4):
-        assert_same(gradients(drafter, packed, g, last, segments), naive)
+        assert_same(gradients(drafter, packed, features, segments), naive)
 
 
 def test_a_frozen_drafter_has_no_gradients():
     """What corrects and judges its rows has those it would have anyway."""
     drafter, packed = ready("p-eagle", **RUNGS["all"]), some_pack(SHORT)
-    g, last = some_features(packed)
-    whole = gradients(drafter, packed, g, last)
+    features = some_features(packed)
+    whole = gradients(drafter, packed, features)
     drafter.requires_grad_(False)
     drafter.dependency.requires_grad_(True)
     drafter.confidence.requires_grad_(True)
-    parts = gradients(drafter, packed, g, last, 2)
+    parts = gradients(drafter, packed, features, 2)
     assert {name.split(".")[0] for name in parts} == {"dependency", "confidence"}
     assert_same(parts, {name: whole[name] for name in parts})
 
@@ -234,10 +248,10 @@ def test_a_frozen_drafter_has_no_gradients():
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_a_plain_computation(method: Method, draft_vocab: int | None, options: str):
     drafter, packed = ready(method, draft_vocab=draft_vocab), some_pack(SHORT)
-    g, last = some_features(packed)
-    naive = reference(drafter, packed, g, last, options)
+    features = some_features(packed)
+    naive = reference(drafter, packed, features, options)
     for segments in (1, 4):
-        assert_same(gradients(drafter, packed, g, last, segments, options), naive)
+        assert_same(gradients(drafter, packed, features, segments, options), naive)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -245,20 +259,20 @@ def test_trained_embeddings(method: Method):
     """The table's gradient too, over depth 0 and (EAGLE-3) the chains."""
     drafter, packed = ready(method, layers=1), some_pack(SHORT)
     drafter.make_embeddings_trainable()
-    g, last = some_features(packed)
-    naive = reference(drafter, packed, g, last, "kl")
+    features = some_features(packed)
+    naive = reference(drafter, packed, features, "kl")
     assert "embed_tokens" in naive
-    assert_same(gradients(drafter, packed, g, last, 2), naive)
+    assert_same(gradients(drafter, packed, features, 2), naive)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("segments", [1, 2, 4, 8])
 def test_depth_0_runs_once(method: Method, segments: int):
     drafter, packed = ready(method, layers=1), some_pack()
-    passes, seen = Passes(drafter), []
+    passes, seen = DrafterPasses(drafter), []
     plain = passes.context
     passes.context = lambda ids, *rest: seen.append(len(ids)) or plain(ids, *rest)  # type: ignore[method-assign]
-    gradients(drafter, packed, *some_features(packed), segments, passes=passes)
+    gradients(drafter, packed, some_features(packed), segments, passes=passes)
     assert seen == [len(packed.ids)]
 
 
@@ -266,36 +280,44 @@ def test_depth_0_runs_once(method: Method, segments: int):
 def test_padding_has_no_gradient(method: Method):
     """What stands in padding, of the pack or of a level, changes nothing."""
     drafter, packed = ready(method), some_pack()
-    g, last = some_features(packed)
+    features = some_features(packed)
+    g, last = features
     total = int(packed.lengths.sum())
     assert total < len(packed.ids)
     g.requires_grad_()
-    first = gradients(drafter, packed, g, last)
+    first = gradients(drafter, packed, features)
     assert g.grad[:total].abs().max() > 0 and not g.grad[total:].any()
     other, elsewhere = g.detach().clone(), last.clone()
     other[total:], elsewhere[total:] = 7.0, -7.0
-    assert_same(gradients(drafter, packed, other, elsewhere), first, 1e-7)
-    assert_same(gradients(drafter, packed, other, last, capacity=[700] * K), first)
+    changed = PackFeatures(other, elsewhere)
+    assert_same(gradients(drafter, packed, changed), first, 1e-7)
+    padded = PackFeatures(other, last)
+    assert_same(gradients(drafter, packed, padded, level_sizes=(700,) * K), first)
 
 
 def test_no_gradient_crosses_documents():
-    """Alone in a pack or with others, a document gives the same: gradients of parts add up to those of the whole."""
+    """Alone in a pack or with others, a document gives the same: gradients of parts add up to
+    those of the whole.
+    """
     drafter, (left, right) = ready("p-eagle"), (some_pack(((40, 5),), 1), some_pack(((30, 9),), 2))
-    documents = [(p.ids[:n], p.answer[:n]) for p, n in ((left, 40), (right, 30))]
-    both = pack(documents)
+    documents = [(p.ids[:n], p.answer_mask[:n]) for p, n in ((left, 40), (right, 30))]
+    both = pack_sequences(documents)
     g, last = some_features(both)
-    whole = _full(drafter, both, g, last)
-    cuts = [(g, last), (g.roll(-40, 0), last.roll(-40, 0))]
+    whole = _full(drafter, both, PackFeatures(g, last))
+    cuts = [PackFeatures(g, last), PackFeatures(g.roll(-40, 0), last.roll(-40, 0))]
     parts = [
-        _full(drafter, pack([document]), *cut)
+        _full(drafter, pack_sequences([document]), cut)
         for document, cut in zip(documents, cuts, strict=True)
     ]
     assert_same({name: parts[0][name] + parts[1][name] for name in whole}, whole)
 
 
-def _full(drafter: Drafter, packed: Pack, g: Tensor, last: Tensor) -> Gradients:
+def _full(drafter: Drafter, packed: PackedDocuments, features: PackFeatures) -> Gradients:
     """Every chain as long as there is room, the losses summed."""
     drafter.zero_grad()
-    batch = batch_of(packed, sample_chains(packed.room, K, 1.0, np.random.default_rng(0)))
-    pack_gradients(Passes(drafter), batch, g, last, Loss(drafter.lm_head, K, *OPTIONS["kl"]), 1.0)
+    batch = build_batch(
+        packed, sample_chains(packed.max_chain_lengths, K, 1.0, np.random.default_rng(0))
+    )
+    loss = Loss(drafter.lm_head, K, *OPTIONS["kl"])
+    pack_gradients(DrafterPasses(drafter), batch, features, loss, 1.0)
     return {name: p.grad.clone() for name, p in drafter.named_parameters()}

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from peagle.train.objective import loss as module
-from peagle.train.objective.loss import Loss, TopK
+from peagle.train.features.teacher import TopKLogits
+from peagle.train.objective import chunk_loss as module
+from peagle.train.objective.loss import Loss
 from tests.support.training import row_losses
 
 ROWS, D, V, K = 50, 16, 40, 5
@@ -32,10 +33,11 @@ def make(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor, Tenso
 @pytest.mark.parametrize("chunk", [7, 25, 49, 50, 51, 4096])
 @pytest.mark.parametrize(("kind", "mix"), KINDS)
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_equals_autograd(monkeypatch, chunk: int, kind: str, mix: float, softcap: float):
-    monkeypatch.setattr(module, "CHUNK", chunk)
+def test_equals_autograd(chunk: int, kind: str, mix: float, softcap: float):
     normed, teacher, depth, head = make()
-    gradient, sums = Loss(head, K, kind, mix, 0.7, softcap)(normed, teacher, depth, 0.01)
+    loss = Loss(head, K, kind, mix, 0.7, softcap, chunk_rows=chunk)
+    output = loss(normed, teacher, depth, 0.01)
+    gradient, sums = output.gradient, output.sums
     leaf = normed.clone().requires_grad_()
     losses = row_losses(leaf, teacher, head, kind, mix, softcap)
     (0.01 * (0.7**depth) * losses).sum().backward()
@@ -45,21 +47,23 @@ def test_equals_autograd(monkeypatch, chunk: int, kind: str, mix: float, softcap
     assert sums.rows.tolist() == depth.bincount(minlength=K).tolist()
     right = (normed @ head.T).argmax(-1) == (teacher @ head.T).argmax(-1)
     assert sums.matches.tolist() == depth[right].bincount(minlength=K).tolist()
+    assert output.matches.bool().tolist() == right.tolist()
+    torch.testing.assert_close(output.log_probs, (normed @ head.T).log_softmax(-1).amax(-1))
 
 
 @pytest.mark.parametrize(("kind", "mix"), KINDS)
 def test_a_captured_teacher_that_knows_every_token_is_the_whole_one(kind: str, mix: float):
     """Its likeliest first, some outside the draft vocabulary."""
     normed, teacher, depth, head = make()
-    whole, sums = Loss(head, K, kind, mix, 0.7, 0.0)(normed, teacher, depth, 0.01)
+    whole = Loss(head, K, kind, mix, 0.7, 0.0)(normed, teacher, depth, 0.01)
     logits, ids = (teacher @ head.T).sort(-1, descending=True)
     outside = torch.full((ROWS, 3), -1)
-    told = TopK(
+    captured = TopKLogits(
         torch.cat([logits.max() + torch.zeros(ROWS, 3), logits], 1), torch.cat([outside, ids], 1)
     )
-    gradient, same = Loss(head, K, kind, mix, 0.7, 0.0)(normed, told, depth, 0.01)
-    torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(same.loss, sums.loss, rtol=1e-4, atol=1e-5)
+    same = Loss(head, K, kind, mix, 0.7, 0.0)(normed, captured, depth, 0.01)
+    torch.testing.assert_close(same.gradient, whole.gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(same.sums.loss, whole.sums.loss, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["kl", "tv", "tvmix"])
@@ -68,7 +72,7 @@ def test_a_captured_teacher_equals_autograd(kind: str):
     logits, ids = (teacher @ head.T).topk(4)
     ids[::2, 1] = -1
     ids[5] = -1  # nothing known: the row counts nothing
-    gradient, _ = Loss(head, K, kind, 0.9, 1.0, 0.0)(normed, TopK(logits, ids), depth, 1.0)
+    output = Loss(head, K, kind, 0.9, 1.0, 0.0)(normed, TopKLogits(logits, ids), depth, 1.0)
     leaf = normed.clone().requires_grad_()
     known = torch.full((ROWS, V + 1), -torch.inf).scatter(-1, ids % (V + 1), logits)[:, :V]
     p, log_q = known.softmax(-1).nan_to_num(), (leaf @ head.T).log_softmax(-1)
@@ -76,42 +80,42 @@ def test_a_captured_teacher_equals_autograd(kind: str):
     ce = cross_entropy(leaf @ head.T, known.argmax(-1), reduction="none")
     rows = {"kl": kl, "tv": tv, "tvmix": 0.9 * tv + 0.1 * ce}[kind]
     rows[torch.arange(ROWS) != 5].sum().backward()
-    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.gradient, leaf.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_one_minus_total_variation_is_the_acceptance_of_sampling():
     normed, teacher, _, head = make()
-    _, sums = Loss(head, 1, "tv", 0.5, 1.0, 0.0)(
-        normed, teacher, torch.zeros(ROWS, dtype=torch.int32), 1.0
-    )
+    depth = torch.zeros(ROWS, dtype=torch.int32)
+    output = Loss(head, 1, "tv", 0.5, 1.0, 0.0)(normed, teacher, depth, 1.0)
     q, p = (normed @ head.T).softmax(-1), (teacher @ head.T).softmax(-1)
     accepted = torch.minimum(p, q).sum(-1)  # of a draft x from q: min(1, p / q)
-    assert float(sums.loss) == pytest.approx(float((1 - accepted).sum()), rel=1e-5)
+    assert float(output.sums.loss) == pytest.approx(float((1 - accepted).sum()), rel=1e-5)
 
 
-def test_chances_are_those_of_the_teachers_best(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 16)
+def test_probabilities_of_the_teachers_best_tokens():
     normed, teacher, _, head = make()
-    found = Loss(head, K, "length", 0.5, 1.0, 0.0).chances(normed, teacher)
+    loss = Loss(head, K, "length", 0.5, 1.0, 0.0, chunk_rows=16)
+    probs = loss.teacher_token_probs(normed, teacher)
     best = (teacher @ head.T).argmax(-1)
-    torch.testing.assert_close(found, (normed @ head.T).softmax(-1)[torch.arange(ROWS), best])
+    torch.testing.assert_close(probs, (normed @ head.T).softmax(-1)[torch.arange(ROWS), best])
 
 
 def test_depth_weights_and_scale_reach_the_gradient_alone():
     """Logged losses stay those of the rows: runs with other weights can be compared."""
     normed, teacher, _, head = make()
     depth = torch.full((ROWS,), 3, dtype=torch.int32)
-    plain, logged = Loss(head, K, "kl", 1.0, 1.0, 0.0)(normed, teacher, depth, 1.0)
-    light, same = Loss(head, K, "kl", 1.0, 0.5, 0.0)(normed, teacher, depth, 4.0)
-    torch.testing.assert_close(light, plain * 4 * 0.5**3)
-    torch.testing.assert_close(same.loss, logged.loss)
+    plain = Loss(head, K, "kl", 1.0, 1.0, 0.0)(normed, teacher, depth, 1.0)
+    light = Loss(head, K, "kl", 1.0, 0.5, 0.0)(normed, teacher, depth, 4.0)
+    torch.testing.assert_close(light.gradient, plain.gradient * 4 * 0.5**3)
+    torch.testing.assert_close(light.sums.loss, plain.sums.loss)
 
 
 def test_the_gradient_of_a_perfect_row_is_zero():
     _, teacher, depth, head = make()
-    gradient, sums = Loss(head, K, "kl", 1.0, 1.0, 0.0)(teacher, teacher, depth, 1.0)
+    output = Loss(head, K, "kl", 1.0, 1.0, 0.0)(teacher, teacher, depth, 1.0)
+    sums = output.sums
     assert (
-        gradient.abs().max() < 1e-6
+        output.gradient.abs().max() < 1e-6
         and sums.loss.abs().max() < 1e-4
         and sums.matches.equal(sums.rows)
     )
@@ -119,7 +123,6 @@ def test_the_gradient_of_a_perfect_row_is_zero():
 
 def test_no_more_than_a_chunk_of_logits_at_once(monkeypatch):
     """Nothing of [rows, vocabulary] is made: no product with lm_head has more rows than a chunk."""
-    monkeypatch.setattr(module, "CHUNK", 8)
     largest, plain = [], torch.nn.functional.linear
 
     def spy(x: Tensor, weight: Tensor) -> Tensor:
@@ -129,24 +132,24 @@ def test_no_more_than_a_chunk_of_logits_at_once(monkeypatch):
 
     monkeypatch.setattr(module, "linear", spy)
     normed, teacher, depth, head = make()
-    gradient, _ = Loss(head, K, "mix", 0.5, 1.0, 0.0)(normed, teacher, depth, 1.0)
+    loss = Loss(head, K, "mix", 0.5, 1.0, 0.0, chunk_rows=8)
+    gradient = loss(normed, teacher, depth, 1.0).gradient
     assert len(largest) == 3 * 7 and max(largest) == 8 * V < ROWS * V
     assert not gradient.requires_grad
 
 
 def test_no_rows_at_all():
     normed, teacher, depth, head = make(rows=0)
-    gradient, sums = Loss(head, K, "kl", 1.0, 1.0, 0.0)(normed, teacher, depth, 1.0)
-    assert gradient.shape == (0, D) and not sums.rows.any()
+    output = Loss(head, K, "kl", 1.0, 1.0, 0.0)(normed, teacher, depth, 1.0)
+    assert output.gradient.shape == (0, D) and not output.sums.rows.any()
 
 
-def test_one_shape_for_compiled_code(monkeypatch):
-    """From one chunk on, every call has CHUNK rows; fewer rows than a chunk come as they are."""
-    monkeypatch.setattr(module, "CHUNK", 16)
+def test_one_shape_for_compiled_code():
+    """From one chunk on, every call has a full chunk; fewer rows are not padded."""
     normed, teacher, depth, head = make()
-    loss, shapes = Loss(head, K, "kl", 1.0, 1.0, 0.0), []
-    plain = loss.chunk
-    loss.chunk = lambda *args: shapes.append(len(args[0])) or plain(*args)
+    loss, shapes = Loss(head, K, "kl", 1.0, 1.0, 0.0, chunk_rows=16), []
+    plain = loss.chunk_loss
+    loss.chunk_loss = lambda *args: shapes.append(len(args[0])) or plain(*args)
     loss(normed, teacher, depth, 1.0)
     loss(normed[:5], teacher[:5], depth[:5], 1.0)
     assert shapes == [16, 16, 16, 16, 5]

@@ -1,4 +1,6 @@
-"""All stages in one: the recipe fits the hardware, what is published is small, measured and has a card."""
+"""All stages in one: the choose_recipe fits the hardware, what is published is small, measured
+and has a model_card.
+"""
 
 import json
 from dataclasses import replace
@@ -15,9 +17,9 @@ from peagle.evaluate.evaluate import EvaluateSettings, evaluate
 from peagle.evaluate.offline_acceptance import offline_acceptance
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from peagle.train.card import card
+from peagle.train.card import model_card
 from peagle.train.config import TrainConfig
-from peagle.train.make import pack_tokens, recipe
+from peagle.train.make import choose_pack_tokens, choose_recipe
 from tests.support.chat_targets import make_chat_target, save_chat_target
 from tests.support.tiny_models import AUX, make_drafter, make_target
 
@@ -58,8 +60,8 @@ def make(folder: Path, out: Path, *more: str) -> str:
 
 
 def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
-    told = make(folder, tmp_path / "out", "--set", "held_out=4")
-    assert "acceptance length" in told
+    text = make(folder, tmp_path / "out", "--set", "held_out=4")
+    assert "acceptance length" in text
     published = tmp_path / "out" / "p-eagle" / "published"
     pictures = {"curves.png", "calibration.png"}
     assert {f.name for f in published.iterdir()} == {
@@ -76,10 +78,10 @@ def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
 
 def test_the_pack_fits_the_memory() -> None:
     target = make_target()
-    assert pack_tokens(target, None) == 1024
-    sizes = [pack_tokens(target, int(gb * 1e9)) for gb in (0.01, 0.5, 2, 140)]
+    assert choose_pack_tokens(target, None) == 1024
+    sizes = [choose_pack_tokens(target, int(gb * 1e9)) for gb in (0.01, 0.5, 2, 140)]
     assert sizes == sorted(sizes) and sizes[0] == 1024 and sizes[-1] == 16384
-    chosen = recipe(target, "tiny", "eagle3", Path("x"), 2.0, None)
+    chosen = choose_recipe(target, "tiny", "eagle3", Path("x"), 2.0, None)
     assert chosen.config.k == 7 and chosen.config.num_layers == 1 and chosen.config.draft_vocab == 0
 
 
@@ -119,7 +121,7 @@ def test_the_card_tells_what_differs() -> None:
         }
     ]
     mean = [{"k": 3, "temperature": 0.0, "acceptance_length": 2.5}]
-    told = card(
+    text = model_card(
         replace(drafter, target="T"),
         TrainConfig(lr=0.5, aux_layer_ids=AUX),
         {"steps": 1234},
@@ -133,5 +135,5 @@ def test_the_card_tells_what_differs() -> None:
         "lr: 0.5",
         "peagle train",
     ):
-        assert part in told
-    assert "optimizer" not in told
+        assert part in text
+    assert "optimizer" not in text

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from peagle.train.config import TrainConfig
-from peagle.train.optim.muon import Muon, orthogonal
+from peagle.train.optim.muon import Muon, orthogonalize
 from peagle.train.optim.optimizer import Optimizers
 from tests.support.tiny_models import make_drafter, make_target
 
 SHAPES = [(8, 8), (8, 24), (24, 8), (8, 8), (5, 7)]
-HOW = {"lr": 0.02, "weight_decay": 0.1}
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 
 
 def matrices() -> list[nn.Parameter]:
@@ -31,8 +31,8 @@ def step(
     optimizer.step()
 
 
-def theirs(parameters: list[nn.Parameter], **how: object) -> torch.optim.Optimizer:
-    return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **(HOW | how))
+def theirs(parameters: list[nn.Parameter], **options: object) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **(OPTIONS | options))
 
 
 def assert_close(mine: list[nn.Parameter], others: list[nn.Parameter], moved_by: float) -> None:
@@ -42,11 +42,11 @@ def assert_close(mine: list[nn.Parameter], others: list[nn.Parameter], moved_by:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"weight_decay": 0.0}, {"nesterov": False}, {"momentum": 0.5}], ids=str
+    "options", [{}, {"weight_decay": 0.0}, {"nesterov": False}, {"momentum": 0.5}], ids=str
 )
-def test_equals_torch(how: dict):
+def test_equals_torch(options: dict):
     mine, others = matrices(), matrices()
-    ours, plain = Muon(mine, **(HOW | how)), theirs(others, **how)
+    ours, plain = Muon(mine, **(OPTIONS | options)), theirs(others, **options)
     for seed in range(5):
         step(ours, mine, seed, leave_out=2 if seed == 3 else -1)
         step(plain, others, seed, leave_out=2 if seed == 3 else -1)
@@ -59,7 +59,7 @@ def test_equals_torch(how: dict):
 def test_states_are_interchangeable(back: bool):
     """Three steps with one, two more with the other, from its state dict: as five with torch's."""
     mine, others = matrices(), matrices()
-    ours, plain = Muon(mine, **HOW), theirs(others)
+    ours, plain = Muon(mine, **OPTIONS), theirs(others)
     straight = matrices()
     reference = theirs(straight)
     for seed in range(3):
@@ -82,8 +82,8 @@ def test_the_update_is_orthogonal():
     """Singular values near 1, whatever the gradient's."""
     x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1)) * 100
     for y in (
-        orthogonal(x, (3.4445, -4.775, 2.0315), 5, 1e-7),
-        orthogonal(x.mT, (3.4445, -4.775, 2.0315), 5, 1e-7),
+        orthogonalize(x, (3.4445, -4.775, 2.0315), 5, 1e-7),
+        orthogonalize(x.mT, (3.4445, -4.775, 2.0315), 5, 1e-7),
     ):
         values = torch.linalg.svdvals(y.float())
         assert float(values.min()) > 0.6 and float(values.max()) < 1.3
@@ -131,5 +131,5 @@ SHARES: dict[str, list[Tensor | float]] = {
 def test_schedules(schedule: str):
     config = TrainConfig(schedule=schedule, warmup=0.2, final_lr=0.1)
     optimizers = Optimizers(nn.Linear(2, 2), config, 10)
-    assert [optimizers.share(i) for i in range(2)] == [0.5, 1.0]
-    assert [optimizers.share(i) for i in range(2, 11)] == pytest.approx(SHARES[schedule])
+    assert [optimizers.lr_fraction(i) for i in range(2)] == [0.5, 1.0]
+    assert [optimizers.lr_fraction(i) for i in range(2, 11)] == pytest.approx(SHARES[schedule])

@@ -1,4 +1,5 @@
-"""Two processes give what one gives: DDP and FSDP over gloo, steps with a pack for one process only, states of either.
+"""Two processes give what one gives: DDP and FSDP over gloo, steps with a pack for one process
+only, list_states of either.
 
 The processes run this file as a script, with the variables torchrun would set.
 """
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.train.optim.parallel import World, start
-from peagle.train.state import states
+from peagle.train.optim.parallel import World, join_processes
+from peagle.train.state import list_states
 from peagle.train.trainer import Trainer
 from tests.support.tiny_models import make_target
 from tests.support.training import RUNGS, make_run, some_config, train, write_answers
@@ -23,7 +24,7 @@ from tests.support.training import RUNGS, make_run, some_config, train, write_an
 KINDS = ("ddp", "fsdp")
 METHODS = ("p-eagle", "eagle3")
 # 16 documents of 24 tokens, 5 in a pack: 4 packs an epoch, so every second step has one pack only
-HOW = {
+SETTINGS = {
     "pack_tokens": 128,
     "k": 3,
     "steps": 5,
@@ -36,9 +37,9 @@ HOW = {
 
 def run(folder: Path, kind: str, method: str, world: World = World(), **more: float) -> Trainer:  # noqa: B008
     """Trains in folder/`kind method`, from its newest state if there is one."""
-    more_of_it = RUNGS["all"] if method == "p-eagle" else {"train_embeddings": True}
-    how = HOW | {"parallel": kind, "method": method} | more_of_it
-    config = some_config(folder / "answers.jsonl", folder / f"{kind} {method}", **how)
+    extensions = RUNGS["all"] if method == "p-eagle" else {"train_embeddings": True}
+    settings = SETTINGS | {"parallel": kind, "method": method} | extensions
+    config = some_config(folder / "answers.jsonl", folder / f"{kind} {method}", **settings)
     trainer = make_run(make_target(), config, world)
     trainer.resume()
     train(trainer, **more)
@@ -48,11 +49,13 @@ def run(folder: Path, kind: str, method: str, world: World = World(), **more: fl
 def one_of_two(folder: Path) -> None:
     """Each run is stopped after its first step, by one process's clock, and resumed."""
     torch.set_num_threads(1)
-    world, _ = start("cpu")
+    world, _ = join_processes("cpu")
     assert world.size == 2
     for method in METHODS:
         for kind in KINDS:
-            assert run(folder, kind, method, world, stop_after=0 if world.first else 1e9).step == 1
+            assert (
+                run(folder, kind, method, world, stop_after=0 if world.is_main else 1e9).step == 1
+            )
             assert run(folder, kind, method, world).step == 5
 
 
@@ -127,7 +130,7 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, kind: str, method: 
     both = folder / f"{kind} {method}"
     shutil.copy(folder / "answers.jsonl", tmp_path)
     shutil.copytree(both, tmp_path / both.name)
-    states(tmp_path / both.name / "state")[-1].unlink()
+    list_states(tmp_path / both.name / "state")[-1].unlink()
     trainer = run(tmp_path, kind, method)
     assert trainer.step == 5 and len(losses(trainer.out)) == 5
     assert losses(trainer.out) == pytest.approx(losses(both), rel=1e-5)
@@ -136,19 +139,19 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, kind: str, method: 
 
 def test_some_steps_leave_a_process_without_a_pack(folder: Path):
     """What the above must cover: two packs and one, then one and none."""
-    config = some_config(folder / "answers.jsonl", folder / "nothing", **HOW)
+    config = some_config(folder / "answers.jsonl", folder / "nothing", **SETTINGS)
     counts = []
     for rank in range(2):
-        feed = make_run(make_target(), config).feed
-        feed.world = World(rank, 2)
-        counts.append([len(batches) for batches in feed(0, 5)])
+        dataset = make_run(make_target(), config).dataset
+        dataset.world = World(rank, 2)
+        counts.append([len(batches) for batches in dataset.load(0, 5)])
     assert counts == [[2, 1, 2, 1, 2], [1, 0, 1, 0, 1]]
 
 
 def test_one_process_needs_no_group():
-    world, device = start("cpu")
-    assert world == World() and world.first and device == "cpu"
-    assert world.number(3.0, torch.device("cpu")) == 3.0
+    world, device = join_processes("cpu")
+    assert world == World() and world.is_main and device == "cpu"
+    assert world.sum_number(3.0, torch.device("cpu")) == 3.0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A training row equals the inference row: the same logits at every depth, for a drafter that has been trained."""
+"""A training row equals the inference row: the same logits at every depth, for a drafter that
+has been trained.
+"""
 
 import json
 from dataclasses import replace
@@ -11,12 +13,12 @@ from torch import Tensor
 from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.reference.proposer import Verified, proposer_for
-from peagle.train.data.attention_mask import mask_for
+from peagle.train.data.attention_mask import build_mask
 from peagle.train.data.chains import full_chains
-from peagle.train.data.pack import Pack, batch_of, pack
-from peagle.train.features.features import Features
+from peagle.train.data.pack import BatchLayout, PackedDocuments, build_batch, pack_sequences
+from peagle.train.features.features import FeatureExtractor
 from peagle.train.objective.gradients import run_level
-from peagle.train.objective.passes import Passes
+from peagle.train.objective.passes import DrafterPasses
 from tests.support.tiny_models import AUX
 from tests.support.training import RUNGS, Trained, trained
 
@@ -30,7 +32,9 @@ def document(one: Trained, number: int) -> np.ndarray:
 
 
 def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, Tensor]:
-    """(logits [K, V], drafts [K]) of the decoding loop, ids[:n] consumed in two passes, a rejected draft between."""
+    """(logits [K, V], drafts [K]) of the decoding loop, ids[:n] consumed in two passes, a
+    rejected draft between.
+    """
     one.target.tap(AUX)
     seen: list[Tensor] = []
     plain = Drafter.logits
@@ -50,29 +54,30 @@ def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, T
 
 @torch.no_grad()
 def trained_rows(
-    one: Trained, packed: Pack, anchors: np.ndarray, drafts: Tensor, shift: int = 0
+    one: Trained, packed: PackedDocuments, anchors: np.ndarray, drafts: Tensor, shift: int = 0
 ) -> Tensor:
-    """[anchors, K, V]: the training forward over a whole pack. EAGLE-3 is fed `drafts` [anchors, K]."""
+    """[anchors, K, V]: the training forward over a whole pack_sequences. EAGLE-3 is fed `drafts`
+    [anchors, K].
+    """
     by_depth = one.drafter.config.method != "p-eagle"
-    batch = batch_of(
-        packed, full_chains(anchors, K), by_depth, bidirectional=one.drafter.config.bidirectional
-    )
-    passes = Passes(one.drafter)
-    g = Features(one.target, AUX)(batch)[0].roll(shift, 0)
-    mask = mask_for(batch.context, batch.context, flex=False)
-    normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
+    layout = BatchLayout(by_depth, bidirectional=one.drafter.config.bidirectional)
+    batch = build_batch(packed, full_chains(anchors, K), layout)
+    passes = DrafterPasses(one.drafter)
+    g = FeatureExtractor(one.target, AUX)(batch).taps.roll(shift, 0)
+    mask = build_mask(batch.context, batch.context, flex=False)
+    normed, feedback, cache = passes("context", batch.next_ids, g, batch.positions, mask)
     out, seen = [normed[torch.from_numpy(anchors)]], batch.context
     for depth, level in enumerate(batch.segments[0].levels):
         seen = seen + level.rows
         ids = (
-            torch.cat([drafts[:, depth], drafts.new_zeros(len(level.rows) - level.live)])
+            torch.cat([drafts[:, depth], drafts.new_zeros(len(level.rows) - level.num_unpadded)])
             if by_depth
             else None
         )
         normed, feedback, cache = run_level(
-            passes, level, feedback, cache, mask_for(level.rows, seen, False), ids
+            passes, level, feedback, cache, build_mask(level.rows, seen, False), ids
         )
-        live = normed[: level.live]
+        live = normed[: level.num_unpadded]
         out += [live] if by_depth else list(live.view(len(anchors), K - 1, -1).unbind(1))
     return one.drafter.logits(torch.stack(out, 1))
 
@@ -89,8 +94,8 @@ def test_a_training_row_equals_the_inference_row(
 ):
     one = trained(method, draft_vocab, rung)
     ids = document(one, 3)
-    before = document(one, 5)  # another document of the pack: it must not matter
-    packed = pack([(before, before > 0), (ids, ids > 0)])
+    before = document(one, 5)  # another document of the pack_sequences: it must not matter
+    packed = pack_sequences([(before, before > 0), (ids, ids > 0)])
     loops = [looped(one, ids.tolist(), n, monkeypatch) for n in PREFIXES]
     logits, drafts = (torch.stack(part) for part in zip(*loops, strict=True))
     anchors = len(before) + np.array(PREFIXES) - 1
@@ -106,7 +111,9 @@ def test_a_training_row_equals_the_inference_row(
 
 @pytest.mark.parametrize("rung", ["inject", "bidirectional"])
 def test_every_rung_matters(rung: str, monkeypatch):
-    """The same drafter without it says something else; the real row of a bidirectional block does not."""
+    """The same drafter without it says something else; the real row of a bidirectional block
+    does not.
+    """
     one = trained("p-eagle", 48, rung)
     plain = Drafter(replace(one.drafter.config, **{rung: False}))
     plain.load_state_dict(
@@ -122,23 +129,25 @@ def test_every_rung_matters(rung: str, monkeypatch):
 
 
 def test_a_corrected_training_row_equals_the_pair():
-    """What training makes of a row and the token before it is what the chain reads off the pairs of candidates."""
+    """What training makes of a row and the token before it is what the chain reads off the pairs
+    of candidates.
+    """
     drafter = trained("p-eagle", 48, "dependency").drafter
     torch.manual_seed(0)
     normed = torch.randn(3, K, drafter.config.hidden_size)
     ids, pairs = drafter.score_pairs(normed)
     plain = drafter.logits(normed)
     torch.testing.assert_close(pairs[:, 0, 0], plain[:, 0].gather(-1, ids[:, 0]))
-    passes = Passes(drafter)
+    passes = DrafterPasses(drafter)
     for row, before in ((1, 0), (4, 13)):
         told = drafter.target_token_ids(ids[:, row - 1, before])
-        logits = drafter.logits(passes("correct", normed[:, row], told))
+        logits = drafter.logits(passes("apply_dependency", normed[:, row], told))
         torch.testing.assert_close(
             pairs[:, row, before], logits.gather(-1, ids[:, row]), rtol=1e-4, atol=1e-4
         )
         assert (logits - plain[:, row]).abs().amax() > 0.1, "nothing is corrected"
         assert torch.equal(
-            passes("correct", normed[:, row], torch.full_like(told, -1)), normed[:, row]
+            passes("apply_dependency", normed[:, row], torch.full_like(told, -1)), normed[:, row]
         )
 
 
@@ -167,13 +176,13 @@ def test_autocast_keeps_weights():
     """Below float32 only the arithmetic changes."""
     one = trained("p-eagle")
     ids = document(one, 1)
-    packed = pack([(ids, ids > 0)])
-    batch = batch_of(packed, full_chains(np.array([5]), K))
-    g = Features(one.target, AUX)(batch)[0]
-    mask = mask_for(batch.context, batch.context, flex=False)
+    packed = pack_sequences([(ids, ids > 0)])
+    batch = build_batch(packed, full_chains(np.array([5]), K))
+    g = FeatureExtractor(one.target, AUX)(batch).taps
+    mask = build_mask(batch.context, batch.context, flex=False)
     dtypes = (torch.float32, torch.bfloat16)
     exact, low = (
-        Passes(one.drafter, t)("context", batch.next_ids, g, batch.position, mask)[0]
+        DrafterPasses(one.drafter, t)("context", batch.next_ids, g, batch.positions, mask)[0]
         for t in dtypes
     )
     torch.testing.assert_close(low.float(), exact, rtol=0.1, atol=0.1)

@@ -12,11 +12,15 @@ from typer.testing import CliRunner
 from peagle.cli import app
 from peagle.drafter.formats import checkpoint
 from peagle.train.config import read_config
+from peagle.train.records import StepRecord
 from peagle.train.run import TrainRun
 from tests.support.chat_targets import make_chat_target, save_chat_target
 from tests.support.training import write_answers
 
-SMALL = "layers=1 k=4 eval_k=3 aux_layer_ids=1,3,6 mask_token_id=5 pack_tokens=256 held_out=4 log_every=1 steps=6"
+SMALL = (
+    "layers=1 k=4 eval_k=3 aux_layer_ids=1,3,6 mask_token_id=5 pack_tokens=256 held_out=4"
+    " log_every=1 steps=6"
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +82,7 @@ def test_an_interrupt_keeps_the_steps_done(folder: Path, tmp_path: Path) -> None
     )
     before = signal.getsignal(signal.SIGINT)
 
-    def interrupt(step: int, total: int, measured: dict[str, float]) -> None:
+    def interrupt(step: int, total: int, record: StepRecord) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -99,7 +103,7 @@ def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("lerning_rate=1", "unknown key"),
         ("k=0", "k is 0"),
@@ -112,6 +116,6 @@ def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path
         ("epochs=inf", "epochs"),
     ],
 )
-def test_bad_input_is_one_line(folder: Path, tmp_path: Path, word: str, told: str) -> None:
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path, word: str, message: str) -> None:
     done = train(*options(folder, tmp_path / "out", word))
-    assert done.exit_code == 2 and told in done.output and "Traceback" not in done.output
+    assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output

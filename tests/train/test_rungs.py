@@ -1,4 +1,6 @@
-"""What a plain drafter has not (inject, bidirectional, dependency, confidence): begins as nothing, is learned, kept."""
+"""What a plain drafter has not (inject, bidirectional, dependency, confidence): begins as
+nothing, is learned, kept.
+"""
 
 import copy
 import json
@@ -9,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from peagle.core import Sampling
 from peagle.drafter import Drafter
@@ -21,9 +22,17 @@ from peagle.reference.proposer import Verified, proposer_for
 from peagle.target import Target, default_aux_layer_ids
 from peagle.train.config import TrainConfig
 from peagle.train.data.pack import Batch
-from peagle.train.features.features import Chosen, Features, Remembered, online, with_taps
+from peagle.train.drafter_init import init_from_target
+from peagle.train.features.features import (
+    CachedFeatures,
+    FeatureExtractor,
+    FeatureSource,
+    SelectedTaps,
+    select_taps,
+)
+from peagle.train.features.teacher import PackFeatures
 from peagle.train.optim.optimizer import Optimizers
-from peagle.train.setup import begin_as_target, fitted
+from peagle.train.setup import apply_capture
 from peagle.train.trainer import Trainer
 from tests.support.engines import K, engine_of, pair_of, serve
 from tests.support.tiny_models import AUX, make_drafter, make_target
@@ -58,7 +67,9 @@ def shaken(
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_with_and_without_a_cache(rung: str, target: Target, prompt) -> None:
-    """The same drafts: of a prompt at once, and after a step of which the last token was rejected."""
+    """The same drafts: of a prompt at once, and after a step of which the last token was
+    rejected.
+    """
     drafter = shaken(target, **RUNGS[rung])
     target.tap(AUX)
     ids = torch.tensor(prompt(12))
@@ -111,10 +122,10 @@ def test_folders_of_before_still_load(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 2)
     compact.save(drafter, tmp_path / "d", target)
     file = tmp_path / "d" / "config.json"
-    told = json.loads(file.read_text())
+    config = json.loads(file.read_text())
     for key in ("inject", "bidirectional", "dependency", "confidence", "calibration"):
-        del told[key]
-    file.write_text(json.dumps(told))
+        del config[key]
+    file.write_text(json.dumps(config))
     assert checkpoint.load(tmp_path / "d", target).config == drafter.config
 
 
@@ -127,7 +138,9 @@ def test_a_lacking_tensor_is_named(target: Target, tmp_path: Path) -> None:
 
 
 def test_lean_layers_inject(prompt) -> None:
-    """They draft what the plain ones draft, and accept as many; without what is injected they would not."""
+    """They draft what the plain ones draft, and accept as many; without what is injected they
+    would not.
+    """
     one = trained("p-eagle", 48, "inject")
     drafter = copy.deepcopy(one.drafter)
     for linear in drafter.inject:
@@ -155,21 +168,21 @@ def test_lean_layers_inject(prompt) -> None:
 
 def test_some_of_the_taps_at_hand(target: Target) -> None:
     five, batch = (0, 1, 3, 5, 6), some_batch(some_pack(), 4)
-    alone, last = Features(target, AUX)(batch)
-    whole = Features(target, five)
-    some = with_taps(whole, AUX)
+    alone, last = FeatureExtractor(target, AUX)(batch)
+    whole = FeatureExtractor(target, five)
+    some = select_taps(whole, AUX)
     assert (
-        isinstance(some, Chosen)
+        isinstance(some, SelectedTaps)
         and torch.equal(some(batch)[0], alone)
         and torch.equal(some(batch)[1], last)
     )
-    assert with_taps(some, five) is whole and with_taps(whole, five) is whole
+    assert select_taps(some, five) is whole and select_taps(whole, five) is whole
     target.tap(AUX)  # somebody else runs it in between
-    assert whole(batch)[0].shape[1] == 5 * 32 and torch.equal(online(some)(batch)[0], alone)
+    assert whole(batch)[0].shape[1] == 5 * 32 and torch.equal(some.uncached()(batch).taps, alone)
     with pytest.raises(
-        UserError, match=r"taps \[2\] are not among those at hand, \[0, 1, 3, 5, 6\]"
+        UserError, match=r"taps \[2\] are not among the available ones, \[0, 1, 3, 5, 6\]"
     ):
-        with_taps(whole, (1, 2))
+        select_taps(whole, (1, 2))
 
 
 def test_runs_share_a_store_of_more_taps(tmp_path: Path) -> None:
@@ -179,11 +192,13 @@ def test_runs_share_a_store_of_more_taps(tmp_path: Path) -> None:
     first = make_run(
         target, some_config(data, tmp_path / "five", aux_layer_ids=five, steps=2, init="target")
     )
-    first.features = Remembered(first.features, first.material.documents)
+    first.features = CachedFeatures(first.features, first.data.documents)
     train(first)
     config = some_config(data, tmp_path / "three", steps=3)
-    second = Trainer(config, target, first.material, first.world, first.features)
-    assert second.drafter.config.num_taps == 3 and isinstance(online(second.features), Chosen)
+    second = Trainer(config, target, first.data, first.world, first.features)
+    assert second.drafter.config.num_taps == 3 and isinstance(
+        second.features.uncached(), SelectedTaps
+    )
     shared = [entry["loss"] for entry in train(second) if "loss" in entry]
     own = make_run(target, some_config(data, tmp_path / "own", steps=3))
     assert shared == pytest.approx(
@@ -199,10 +214,10 @@ def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Tar
         some_config(some_answers()[1] / "answers.jsonl", Path("x"), aux_layer_ids=aux, layers=2),
     )
     drafter = make_drafter(target, "p-eagle", 2, inject=True)
-    begin_as_target(drafter, target)
+    init_from_target(drafter, target)
     assert not drafter.inject[0].weight.any()
     before = trainer.drafter.fc.weight.detach().clone()
-    begin_as_target(trainer.drafter, target)
+    init_from_target(trainer.drafter, target)
     added = trainer.drafter.fc.weight.detach() - before
     torch.testing.assert_close(added[:, -32:], torch.eye(32))
     assert not added[:, :-32].any() and trainer.drafter.fc.weight.shape[1] == 32 * len(aux)
@@ -218,7 +233,7 @@ def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Tar
         *(
             (
                 {"method": "eagle3", name: 1 if name == "dependency" else True},
-                f"{name} is of p-eagle",
+                f"{name} needs a p-eagle drafter",
             )
             for name in ("inject", "bidirectional", "dependency", "confidence")
         ),
@@ -245,14 +260,14 @@ def test_matrices_go_to_muon_and_the_confidence_to_adamw(target: Target) -> None
         for part in Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts
     )
     for name, parameter in drafter.named_parameters():
-        wanted = (
+        expected = (
             muon
             if name.startswith(("dependency", "inject"))
             else adamw
             if "confidence" in name
             else adamw | muon
         )
-        assert id(parameter) in wanted, name
+        assert id(parameter) in expected, name
     drafter.requires_grad_(False)
     drafter.dependency.requires_grad_(True)
     assert len(Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts) == 1, (
@@ -266,17 +281,22 @@ A, B, C, P, Q, S = 10, 20, 30, 40, 50, 60
 
 
 class Bigrams:
-    """Features of a target for which a token follows from the one before: S is followed by A, B or C, these by P, Q, Q.
+    """FeatureExtractor of a target for which a token follows from the one before: S is followed
+    by A, B or C, these by P, Q, Q.
 
     Two places ahead of S the likeliest token is Q; behind the likeliest draft A, it is P.
     """
 
     def __init__(self, target: Target) -> None:
-        self.target, self.softcap, self.aux = target, 0.0, AUX
+        self.target, self.softcap, self.aux_layer_ids = target, 0.0, AUX
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def uncached(self) -> FeatureSource:
+        return self
+
+    def __call__(self, batch: Batch) -> PackFeatures:
         rows = self.target.lm_head[batch.next_ids]
-        return torch.zeros(len(batch.ids), 3 * 32), 30 * rows / rows.norm(dim=-1, keepdim=True) ** 2
+        last_hidden = 30 * rows / rows.norm(dim=-1, keepdim=True) ** 2
+        return PackFeatures(torch.zeros(len(batch.ids), 3 * 32), last_hidden)
 
 
 def bigrams(path: Path) -> Path:
@@ -292,7 +312,7 @@ def bigrams(path: Path) -> Path:
 def learned(folder: Path, name: str, **changes: Any) -> tuple[Trainer, np.ndarray, float]:
     """(the run, its last losses per depth, its acceptance length)"""
     target = make_target()
-    how = {
+    settings = {
         "steps": 60,
         "lr": 1e-2,
         "save_every": 0,
@@ -301,7 +321,7 @@ def learned(folder: Path, name: str, **changes: Any) -> tuple[Trainer, np.ndarra
         "eval_k": 5,
         "dependency_drop": 0.2,
     }
-    config = some_config(bigrams(folder / "data.jsonl"), folder / name, **how | changes)
+    config = some_config(bigrams(folder / "data.jsonl"), folder / name, **settings | changes)
     trainer = make_run(target, config)
     trainer.features = Bigrams(target)  # type: ignore[assignment]
     entries = train(trainer)
@@ -315,8 +335,8 @@ def test_a_dependency_learns_what_rows_cannot_know(tmp_path: Path) -> None:
     _, with_it, longer = learned(tmp_path, "together", dependency=8)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
     folder = shutil.copytree(plain.out / "drafter", tmp_path / "finished")
-    how = {"init": str(folder), "freeze": True, "dependency": 8, "confidence": True}
-    on_top, with_it, longer = learned(tmp_path, "on top", **how)
+    settings = {"init": str(folder), "freeze": True, "dependency": 8, "confidence": True}
+    on_top, with_it, longer = learned(tmp_path, "on top", **settings)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
     kept, saved = (checkpoint.read(path).tensors for path in (folder, on_top.out / "drafter"))
     assert all(torch.equal(saved.pop(name), tensor) for name, tensor in kept.items())
@@ -340,7 +360,7 @@ def test_what_one_can_go_on_from(tmp_path: Path) -> None:
     )
     assert not more.drafter.dependency.out.weight.any() and not more.drafter.inject[0].weight.any()
     with pytest.raises(
-        UserError, match=r"cannot begin as .*its inject is True, this run's is False"
+        UserError, match=r"cannot initialize from .*its inject is True, this run's is False"
     ):
         make_run(
             target,
@@ -348,7 +368,7 @@ def test_what_one_can_go_on_from(tmp_path: Path) -> None:
                 data, tmp_path / "less", init=str(tmp_path / "first" / "drafter"), layers=2
             ),
         )
-    assert fitted(more.config) is more.config
+    assert apply_capture(more.config) is more.config
 
 
 def test_dropped_rows_are_the_same_however_often_it_starts(tmp_path: Path) -> None:
@@ -357,15 +377,15 @@ def test_dropped_rows_are_the_same_however_often_it_starts(tmp_path: Path) -> No
     data = folder / "answers.jsonl"
     runs = []
     for name, segments in (("a", 1), ("b", 1), ("c", 4)):
-        how = {"dependency": 8, "segments": segments, "steps": 3}
+        settings = {"dependency": 8, "segments": segments, "steps": 3}
         runs.append(
             [
                 e["loss"]
-                for e in train(make_run(target, some_config(data, tmp_path / name, **how)))
+                for e in train(make_run(target, some_config(data, tmp_path / name, **settings)))
                 if "loss" in e
             ]
         )
     assert runs[0] == runs[1] and runs[0] == pytest.approx(runs[2], rel=1e-4)
     trainer = make_run(target, some_config(data, tmp_path / "d", dependency=8, dependency_drop=0.3))
-    level = next(iter(trainer.feed(0, 1)))[0].segments[0].levels[0]
-    assert 0.2 < (level.ids[: level.live] < 0).float().mean() < 0.4
+    level = next(iter(trainer.dataset.load(0, 1)))[0].segments[0].levels[0]
+    assert 0.2 < (level.previous_ids[: level.num_unpadded] < 0).float().mean() < 0.4

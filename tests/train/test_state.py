@@ -1,6 +1,9 @@
-"""What a run leaves behind: states that survive a full disk, a log without lost steps, curves and events."""
+"""What a run leaves behind: list_states that survive a full disk, a log without lost steps,
+curves and events.
+"""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import torch
 
 from peagle.errors import UserError
 from peagle.train.journal import Journal
-from peagle.train.state import states
+from peagle.train.records import EvaluationRecord, StepRecord
+from peagle.train.state import list_states
 from tests.support.training import config_in, start, train
 
 
@@ -26,7 +30,7 @@ def test_two_states_are_kept(tmp_path):
 def test_an_unreadable_state(torn: bytes | None, tmp_path):
     trainer = start(config_in(tmp_path, save_every=2))
     train(trainer)
-    newest = states(trainer.out / "state")[-1]
+    newest = list_states(trainer.out / "state")[-1]
     newest.write_bytes(newest.read_bytes()[:-1000] if torn is None else torn)
     again = start(config_in(tmp_path, save_every=2))
     with pytest.raises(UserError, match=rf"cannot read .*{newest.name}.*Remove it"):
@@ -60,16 +64,16 @@ def test_a_full_disk_leaves_the_old_state(error: Exception, tmp_path, monkeypatc
 
 def test_the_journal_forgets_what_is_run_again(tmp_path):
     lines = [
-        {"step": 1, "loss": 3.0},
-        {"step": 2, "loss": 2.0},
-        {"step": 2, "acceptance_length": 1.5, "k": 2},
+        asdict(StepRecord(1, 3.0)),
+        asdict(StepRecord(2, 2.0)),
+        asdict(EvaluationRecord(2, 2, 1.5)),
     ]
     text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "loss": 1.0}])
     (tmp_path / "log.jsonl").write_text(text + '{"step": 4, "lo')
-    assert Journal(tmp_path, step=2).entries == lines
+    assert [asdict(record) for record in Journal(tmp_path, step=2).records] == lines
     assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()] == lines
     assert (
-        Journal(tmp_path / "other", active=False).entries == []
+        Journal(tmp_path / "other", active=False).records == []
         and not (tmp_path / "other").exists()
     )
 
@@ -78,7 +82,7 @@ def test_log_curves_and_events(tmp_path):
     seen: list[tuple[int, int]] = []
     trainer = start(config_in(tmp_path, eval_every=4, log_every=2))
     journal = Journal(trainer.out)
-    assert trainer.train(journal, lambda done, total, measured: seen.append((done, total)))
+    assert trainer.train(journal, lambda done, total, record: seen.append((done, total)))
     lines = [json.loads(line) for line in (trainer.out / "log.jsonl").read_text().splitlines()]
     logs, evaluations = (
         [line for line in lines if key in line] for key in ("loss", "acceptance_length")

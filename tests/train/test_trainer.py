@@ -1,4 +1,6 @@
-"""A run: it learns, goes on where it was stopped to the bit, and stops with a word where it must."""
+"""A run: it learns, goes on where it was stopped to the bit, and stops with a word where it
+must.
+"""
 
 import itertools
 import shutil
@@ -13,8 +15,9 @@ from torch import Tensor
 from peagle.core import Method
 from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
+from peagle.train.features.teacher import PackFeatures
 from peagle.train.journal import Journal
-from peagle.train.state import states
+from peagle.train.state import list_states
 from peagle.train.trainer import Trainer
 from tests.support.training import (
     config_in,
@@ -41,8 +44,8 @@ def spoil(trainer: Trainer, call: int, do: Callable[[Tensor], Tensor]) -> None:
     plain, calls = trainer.features, itertools.count(1)
 
     def features(batch: Any) -> Any:
-        g, last = plain(batch)
-        return (do(g) if next(calls) == call else g), last
+        taps, teacher = plain(batch)
+        return PackFeatures(do(taps) if next(calls) == call else taps, teacher)
 
     trainer.features = features  # type: ignore[assignment]
 
@@ -53,7 +56,9 @@ def killed(g: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_it_learns(method: Method, tmp_path):
-    """The loss falls, and what is served with it, the acceptance length on prompts never seen, rises."""
+    """The loss falls, and what is served with it, the acceptance length on prompts never seen,
+    rises.
+    """
     config = config_in(
         tmp_path, method=method, pack_tokens=384, k=4, steps=40, lr=1e-2, eval_k=3, held_out=6
     )
@@ -68,11 +73,13 @@ def test_it_learns(method: Method, tmp_path):
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
-    """Stopped after every step of the first three, then killed at the sixth: as if nothing had happened."""
-    how = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
-    whole = start(config_in(tmp_path / "whole", **how))
+    """Stopped after every step of the first three, then killed at the sixth: as if nothing had
+    happened.
+    """
+    settings = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
+    whole = start(config_in(tmp_path / "whole", **settings))
     straight = train(whole)
-    config = config_in(tmp_path / "parts", **how)
+    config = config_in(tmp_path / "parts", **settings)
     for step in range(3):
         trainer = start(config)
         assert trainer.resume() == (step > 0) and trainer.step == step
@@ -127,7 +134,7 @@ def test_another_config_is_refused_by_name(key: str, tmp_path):
 def test_a_state_of_before_an_option_was_there(tmp_path):
     """It goes on without the option, and is refused with it."""
     train(start(config_in(tmp_path, steps=2)))
-    for path in states(tmp_path / "run" / "state"):
+    for path in list_states(tmp_path / "run" / "state"):
         state = torch.load(path, weights_only=True)
         del state["config"]["dependency"]
         torch.save(state, path)
@@ -159,10 +166,10 @@ def test_what_changes_no_result_may_change(tmp_path):
 def test_a_loss_that_is_no_number_stops(log_every: int, tmp_path):
     trainer = start(config_in(tmp_path, log_every=log_every))
     spoil(trainer, 5, lambda g: g * float("nan"))
-    key = trainer.feed.keys(4)[0]
+    key = trainer.dataset.document_keys(4)[0]
     with pytest.raises(UserError, match=rf"the loss of step 4 is nan: stopped.*{key}"):
         train(trainer)
-    assert [path.name for path in states(trainer.out / "state")] == ["step-00000003.pt"]
+    assert [path.name for path in list_states(trainer.out / "state")] == ["step-00000003.pt"]
     again = start(config_in(tmp_path, log_every=log_every))
     assert again.resume() and again.step == 3
     assert all(weight.isfinite().all() for weight in weights(again).values())
@@ -176,7 +183,7 @@ def test_a_gradient_that_is_no_number_is_not_saved(tmp_path):
     )
     with pytest.raises(UserError, match="the loss of step 2 is nan"):
         train(trainer)
-    assert states(trainer.out / "state") == []
+    assert list_states(trainer.out / "state") == []
 
 
 def test_trained_embeddings_are_stored(tmp_path):
@@ -211,7 +218,7 @@ def test_going_on_from_a_drafter(tmp_path):
         torch.testing.assert_close(weight, weights(first)[name].bfloat16().float(), rtol=0, atol=0)
     entries = train(second)
     assert losses(entries)[0] < 1.5 * losses(entries)[1] and second.step == 2
-    with pytest.raises(UserError, match=r"cannot begin as .*num_layers"):
+    with pytest.raises(UserError, match=r"cannot initialize from .*num_layers"):
         start(config_in(tmp_path / "other", init=str(folder), layers=2))
 
 
@@ -227,7 +234,9 @@ def test_other_ways_to_run(more: dict, tmp_path):
 
 @pytest.mark.parametrize("loss", ["tv", "tvmix", "length"])
 def test_other_losses_learn(loss: str, tmp_path):
-    """The acceptance length rises whichever is minimized, also where only some anchors have chains."""
+    """The acceptance length rises whichever is minimized, also where only some anchors have
+    chains.
+    """
     more = {
         "pack_tokens": 384,
         "k": 4,

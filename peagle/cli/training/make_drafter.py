@@ -1,6 +1,6 @@
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -8,6 +8,10 @@ from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
 from peagle.core import parse_method
 from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.core import Method
+    from peagle.train.config import TrainConfig
 
 
 @app.command("make-drafter")
@@ -20,14 +24,14 @@ def make_drafter(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", help="Where everything goes; run again to go on.")
+        Path, typer.Option("--out", help="Folder of all files; run again to resume.")
     ] = Path("drafter"),
     method: Annotated[str, typer.Option("--method", help="p-eagle or eagle3.")] = "p-eagle",
     limit: Annotated[
-        int | None, typer.Option("--limit", help="So many prompts.", show_default=False)
+        int | None, typer.Option("--limit", help="Number of prompts to use.", show_default=False)
     ] = None,
     invent: Annotated[
-        int, typer.Option("--invent", help="So many prompts the target writes itself.")
+        int, typer.Option("--invent", help="Number of prompts that the target writes itself.")
     ] = 0,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the answers.")] = 6.0,
     changes: Annotated[
@@ -37,40 +41,31 @@ def make_drafter(
     stop_after: Annotated[
         float | None,
         typer.Option(
-            "--stop-after", help="Minutes of training; run again to go on.", show_default=False
+            "--stop-after", help="Minutes of training; run again to resume.", show_default=False
         ),
     ] = None,
     device: Device = "auto",
 ) -> None:
-    """Make a drafter for a target: it answers the prompts, a drafter learns from the answers, and is measured.
+    """Make a drafter for a target: generate answers, train on them, measure the result.
 
-    Every stage goes on where it was stopped. Example: peagle make-drafter smollm2-135m --prompts prompts.jsonl
+    Every stage resumes. Example: peagle make-drafter smollm2-135m --prompts prompts.jsonl
     """
-    wanted = parse_method(method)
-    if wanted == "none":
+    parsed_method = parse_method(method)
+    if parsed_method == "none":
         raise UserError("there is no drafter for method none: use p-eagle or eagle3")
     if prompts is None and invent < 1:
-        raise UserError("nothing to learn from: give --prompts FILE, or --invent N")
+        raise UserError("there are no prompts to learn from: give --prompts FILE, or --invent N")
     from peagle.cli.training.regenerate import regenerate
-    from peagle.cli.training.train import measured, parse_change, seconds, shown
-    from peagle.loaded import load
-    from peagle.train.config import read_config
-    from peagle.train.make import free_cuda_bytes, recipe
-    from peagle.train.publish import publish
+    from peagle.cli.training.train import print_plan, publish_run, train_run
     from peagle.train.run import TrainRun
 
-    loaded = load(target, device=device, dtype="auto").target
-    chosen = recipe(loaded, target, wanted, out.expanduser(), epochs, free_cuda_bytes(loaded))
-    config = read_config(
-        None, asdict(chosen.config) | {"device": device} | dict(map(parse_change, changes or []))
-    )
-    del loaded
+    config, max_tokens = choose_config(target, parsed_method, out, epochs, device, changes or [])
     err.print("[bold]1. answers[/]")
     regenerate(
         out=out / "answers",
         prompts=prompts,
         target=target,
-        max_tokens=chosen.max_tokens,
+        max_tokens=max_tokens,
         max_prompt=config.max_length // 2,
         limit=limit,
         invent=invent,
@@ -79,19 +74,31 @@ def make_drafter(
     )
     err.print("[bold]2. training[/]")
     run = TrainRun(config, warn)
-    for line in run.plan().lines():
-        err.print(line, highlight=False)
-    with shown(quiet=False) as progress:
-        done = run.train(progress, warn, seconds(stop_after))
-    if not done:
-        print(f"stopped after step {run.trainer.step} of {run.trainer.total}: run again to go on")
-        raise typer.Exit(130 if run.trainer.stopping else 0)
+    print_plan(run.plan())
+    train_run(run, stop_after)
     err.print("[bold]3. measuring[/]")
-    told = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
-    told += [f"--set {change}" for change in changes or []]
+    options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
+    options += [f"--set {change}" for change in changes or []]
     command = (
-        f"peagle make-drafter {target} --prompts PROMPTS --method {wanted} --epochs {epochs:g}"
+        f"peagle make-drafter {target} --prompts PROMPTS --method {parsed_method}"
+        f" --epochs {epochs:g}"
     )
-    folder, length = publish(run, [" ".join([command, *told])])
-    print(f"{folder}: {measured(length, config.eval_k)}")
+    folder = publish_run(run, " ".join([command, *options]))
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")
+
+
+def choose_config(
+    target: str, method: "Method", out: Path, epochs: float, device: str, changes: list[str]
+) -> tuple["TrainConfig", int]:
+    """The training config and the length of the answers; the target is loaded to choose them."""
+    from peagle.cli.training.train import parse_change
+    from peagle.loaded import load
+    from peagle.train.config import read_config
+    from peagle.train.make import choose_recipe, free_cuda_bytes
+
+    loaded = load(target, device=device, dtype="auto").target
+    recipe = choose_recipe(
+        loaded, target, method, out.expanduser(), epochs, free_cuda_bytes(loaded)
+    )
+    overrides = asdict(recipe.config) | {"device": device} | dict(map(parse_change, changes))
+    return read_config(None, overrides), recipe.max_tokens

@@ -1,41 +1,47 @@
-"""Which rows see which: the closed-form attention rule of training, dense and as flex attention's block mask.
+"""The attention rule of training, as a dense mask and as the block mask of flex attention.
 
-A row has a document, an anchor a and a depth d. Depth 0 is a position with real inputs; depth d >= 1 is the d-th
-mask row (P-EAGLE) or the d-th own step (EAGLE-3) after anchor a. Within a document, query (a_q, d_q) sees key
-(a_k, d_k) iff
+A row has a document, an anchor a and a depth d. Depth 0 is a position with real inputs; depth d >=
+1 is the d-th mask row (P-EAGLE) or the d-th own step (EAGLE-3) after anchor a. Within a document,
+query (a_q, d_q) sees key (a_k, d_k) if and only if
 
-    (d_k == 0 and a_k <= a_q)  or  (a_k == a_q and d_k <= s_q)
+    (d_k == 0 and a_k <= a_q)  or  (a_k == a_q and d_k <= v_q)
 
-Of its own chain it sees the rows up to depth s_q: up to itself, or, in a bidirectional block, all of them. For one
-anchor this is exactly the pattern of inference: all real rows up to the anchor, then its own chain.
+v_q is the deepest row of its own chain that the query sees: d_q, or the whole chain in a
+bidirectional block. For one anchor this is the causal pattern of inference: all real rows up to the
+anchor, then the anchor's own chain.
 
     anchors 0 1 2 real, chain rows 1.1 1.2 (anchor.depth):      0  1  2  1.1  1.2
                                                         row 2   x  x  x   .    .
                                                         row 1.2 x  x  .   x    x
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-MOST_DEPTHS = 64
-BLOCK = 128  # flex attention's block; a block of keys is all depth 0 or all deeper
+from peagle.train.data.chains import MAX_DEPTHS
+
+BLOCK_SIZE = 128  # rows of flex attention's blocks; a key block is all depth 0 or all deeper rows
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Rows side by side, [R] int32 each. Anchors are indices into the pack, so they rise with the documents."""
+    """Rows side by side, [R] int32 each.
+
+    Anchors are indices into the pack, so they rise with the documents.
+    """
 
     doc: Tensor
-    start: Tensor  # the first index of the document
+    doc_start: Tensor  # first index of the document
     anchor: Tensor
     depth: Tensor
-    sees: Tensor  # the deepest row of its own chain that it sees
+    visible_depth: Tensor  # deepest row of its own chain that the row sees
 
     def __len__(self) -> int:
         return len(self.doc)
@@ -43,137 +49,160 @@ class RowSet:
     def __add__(self, other: "RowSet") -> "RowSet":
         return RowSet(*(torch.cat(pair) for pair in zip(self.fields, other.fields, strict=True)))
 
-    def __getitem__(self, at: slice) -> "RowSet":
-        return RowSet(*(x[at] for x in self.fields))
+    def __getitem__(self, rows: slice) -> "RowSet":
+        return RowSet(*(x[rows] for x in self.fields))
 
     @property
     def fields(self) -> tuple[Tensor, ...]:
-        return (self.doc, self.start, self.anchor, self.depth, self.sees)
+        return (self.doc, self.doc_start, self.anchor, self.depth, self.visible_depth)
 
 
 Mask = Tensor | BlockMask
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # flex attention's mask_mod
 
 
 def dense_mask(q: RowSet, k: RowSet) -> Tensor:
-    """[Q, K] bool: the rule as it is written above."""
-    same = q.doc[:, None] == k.doc
+    """The rule as it is written above, [Q, K] bool."""
+    same_doc = q.doc[:, None] == k.doc
     context = (k.depth == 0) & (k.anchor <= q.anchor[:, None])
-    chain = (k.anchor == q.anchor[:, None]) & (k.depth <= q.sees[:, None])
-    return same & (context | chain)
+    chain = (k.anchor == q.anchor[:, None]) & (k.depth <= q.visible_depth[:, None])
+    return same_doc & (context | chain)
+
+
+class BlockList(NamedTuple):
+    """One list of blocks in flex attention's form, int32."""
+
+    counts: Tensor  # [Q blocks] number of key blocks of each query block
+    indices: Tensor  # [Q blocks, K blocks] those key blocks first
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """Which blocks hold pairs that see each other, in flex attention's lists, int32: partly and fully, by query block
-    (for the forward) and by key block (for the backward). [Q blocks] and [Q blocks, K blocks], or turned round."""
+class BlockLists:
+    """Blocks with visible pairs, by query block (forward pass) and by key block (backward pass)."""
 
-    part: tuple[Tensor, Tensor]
-    full: tuple[Tensor, Tensor]
-    part_by_key: tuple[Tensor, Tensor]
-    full_by_key: tuple[Tensor, Tensor]
-
-
-def blocks_of(q: RowSet, k: RowSet) -> Blocks:
-    """Many small operations: done ahead on the host, beside the GPU's work."""
-    some, full = _blocks(q, k)
-    part = some & ~full
-    return Blocks(_listed(part), _listed(full), _listed(part.T), _listed(full.T))
+    partial: BlockList
+    full: BlockList
+    partial_by_key: BlockList
+    full_by_key: BlockList
 
 
-def block_mask(q: RowSet, k: RowSet, blocks: Blocks | None = None) -> BlockMask:
-    """The same rule for flex attention, in few loads: a key has one number, a query two intervals of them.
+def build_block_lists(q: RowSet, k: RowSet) -> BlockLists:
+    """List the blocks with visible pairs. These are many small operations: run them on the host."""
+    visible, full = classify_blocks(q, k)
+    partial = visible & ~full
+    return BlockLists(
+        _to_block_list(partial),
+        _to_block_list(full),
+        _to_block_list(partial.T),
+        _to_block_list(full.T),
+    )
 
-    Key j of depth 0 (it lies at index j, its anchor) has the number j, a deeper one -1 - (64 a + d). A query sees the
-    numbers start..a_q, and those of its own chain, -1 - (64 a_q + s_q)..-1 - 64 a_q.
+
+def block_mask(q: RowSet, k: RowSet, lists: BlockLists | None = None) -> BlockMask:
+    """The rule for flex attention with few loads: a key is a number, a query two intervals.
+
+    Key j of depth 0 (its index is its anchor) has the number j, a deeper key -1 - (64 a + d). A
+    query sees the numbers doc_start..a_q and those of its own chain, -1 - (64 a_q + v_q)..-1 - 64
+    a_q.
     """
     number = torch.where(k.depth == 0, k.anchor, _chain_number(k.anchor, k.depth))
-    first, last = q.start, q.anchor
-    deepest, own = (
-        _chain_number(q.anchor, q.sees),
-        _chain_number(q.anchor, torch.zeros_like(q.depth)),
-    )
+    first_context = q.doc_start
+    last_context = q.anchor
+    deepest_own = _chain_number(q.anchor, q.visible_depth)
+    first_own = _chain_number(q.anchor, torch.zeros_like(q.depth))
 
     def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         n = number[j]
-        return ((n >= first[i]) & (n <= last[i])) | ((n >= deepest[i]) & (n <= own[i]))
+        context = (n >= first_context[i]) & (n <= last_context[i])
+        return context | ((n >= deepest_own[i]) & (n <= first_own[i]))
 
-    return _as_block_mask(blocks or blocks_of(q, k), allowed, len(q), len(k))
+    return _to_block_mask(lists or build_block_lists(q, k), allowed, len(q), len(k))
 
 
-def context_mask(rows: RowSet, blocks: Blocks | None = None) -> BlockMask:
-    """The rule among rows of depth 0, which lie at their anchors: causal within the document."""
-    first = rows.start
+def context_mask(rows: RowSet, lists: BlockLists | None = None) -> BlockMask:
+    """The rule among rows of depth 0, whose index is their anchor: causal within the document."""
+    doc_start = rows.doc_start
 
     def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (j >= first[i])
+        return (j <= i) & (j >= doc_start[i])
 
-    return _as_block_mask(blocks or blocks_of(rows, rows), allowed, len(rows), len(rows))
+    return _to_block_mask(lists or build_block_lists(rows, rows), allowed, len(rows), len(rows))
 
 
-def _as_block_mask(blocks: Blocks, allowed: Any, rows: int, keys: int) -> BlockMask:
-    kv, full, q, full_q = (
-        (count[None, None], which[None, None])  # one batch, one head
-        for count, which in (blocks.part, blocks.full, blocks.part_by_key, blocks.full_by_key)
+def build_mask(q: RowSet, k: RowSet, flex: bool, lists: BlockLists | None = None) -> Mask:
+    """The mask of queries q over keys k; `lists` are the block lists if they were built ahead."""
+    if not flex:
+        return dense_mask(q, k)
+    return context_mask(q, lists) if q is k else block_mask(q, k, lists)
+
+
+def _to_block_mask(
+    lists: BlockLists, allowed: MaskFunction, num_queries: int, num_keys: int
+) -> BlockMask:
+    partial, full, partial_by_key, full_by_key = (
+        (blocks.counts[None, None], blocks.indices[None, None])  # one batch, one head
+        for blocks in (lists.partial, lists.full, lists.partial_by_key, lists.full_by_key)
     )
-    return BlockMask((rows, keys), *kv, *full, *q, *full_q, (BLOCK, BLOCK), allowed)
+    return BlockMask(
+        (num_queries, num_keys),
+        *partial,
+        *full,
+        *partial_by_key,
+        *full_by_key,
+        (BLOCK_SIZE, BLOCK_SIZE),
+        allowed,
+    )
 
 
 def _chain_number(anchor: Tensor, depth: Tensor) -> Tensor:
-    return -1 - (anchor * MOST_DEPTHS + depth)
+    return -1 - (anchor * MAX_DEPTHS + depth)
 
 
-def _blocks(q: RowSet, k: RowSet) -> tuple[Tensor, Tensor]:
-    """[Q blocks, K blocks]: may any pair of rows see each other; do all pairs."""
-    (q_doc, q_anchor), (k_doc, k_anchor) = (
-        (_range(rows.doc), _range(rows.anchor)) for rows in (q, k)
-    )  # ((lowest, highest), ...) with lowest and highest [blocks]
-    k_depth = _range(k.depth)
-    docs = (k_doc[0] <= q_doc[1][:, None]) & (k_doc[1] >= q_doc[0][:, None])
-    behind = k_anchor[0] <= q_anchor[1][:, None]
-    meet = behind & (k_anchor[1] >= q_anchor[0][:, None])
-    context = k_depth[0] == 0
-    some = docs & torch.where(context, behind, meet)
-    one_doc = (
-        (q_doc[0] == q_doc[1])[:, None] & (k_doc[0] == k_doc[1]) & (q_doc[0][:, None] == k_doc[0])
-    )
-    full = one_doc & (k_depth[1] == 0) & (k_anchor[1] <= q_anchor[0][:, None])
-    return some, full
+def classify_blocks(q: RowSet, k: RowSet) -> tuple[Tensor, Tensor]:
+    """Two masks [Q blocks, K blocks]: may any pair of rows see each other, and do all pairs."""
+    q_doc, q_anchor = _block_range(q.doc), _block_range(q.anchor)
+    k_doc, k_anchor, k_depth = _block_range(k.doc), _block_range(k.anchor), _block_range(k.depth)
+    docs_overlap = (k_doc.low <= q_doc.high[:, None]) & (k_doc.high >= q_doc.low[:, None])
+    key_before = k_anchor.low <= q_anchor.high[:, None]
+    anchors_overlap = key_before & (k_anchor.high >= q_anchor.low[:, None])
+    visible = docs_overlap & torch.where(k_depth.low == 0, key_before, anchors_overlap)
+    single_doc = (q_doc.low == q_doc.high)[:, None] & (k_doc.low == k_doc.high)
+    same_doc = single_doc & (q_doc.low[:, None] == k_doc.low)
+    full = same_doc & (k_depth.high == 0) & (k_anchor.high <= q_anchor.low[:, None])
+    return visible, full
 
 
-def _range(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and highest value of each block, [blocks] each; a short last block repeats its last value."""
-    padded = torch.cat([x, x[-1:].expand(-len(x) % BLOCK)]).view(-1, BLOCK)
-    return padded.amin(1), padded.amax(1)
+class BlockRange(NamedTuple):
+    low: Tensor  # [blocks]
+    high: Tensor  # [blocks]
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and which, first: [Q] and [Q, K], int32."""
+def _block_range(x: Tensor) -> BlockRange:
+    """The lowest and highest value of each block; a short last block repeats its last value."""
+    padded = torch.cat([x, x[-1:].expand(-len(x) % BLOCK_SIZE)]).view(-1, BLOCK_SIZE)
+    return BlockRange(padded.amin(1), padded.amax(1))
+
+
+def _to_block_list(blocks: Tensor) -> BlockList:
+    """Convert a mask [Q blocks, K blocks] to flex attention's form."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
-    return blocks.sum(
-        -1, dtype=torch.int32
-    ), order.int().contiguous()  # flex's kernels read rows, whatever the strides
+    # Flex attention's kernels assume contiguous rows, whatever the strides are.
+    return BlockList(blocks.sum(-1, dtype=torch.int32), order.int().contiguous())
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
     """q [Q, heads, head_dim], k and v [K, kv_heads, head_dim] -> [Q, heads, head_dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if isinstance(mask, BlockMask):
-        own = q.is_cuda and not torch.compiler.is_compiling()
-        out = (compiled_flex() if own else flex_attention)(
-            q, k, v, block_mask=mask, scale=scale, enable_gqa=True
-        )
+        eager = q.is_cuda and not torch.compiler.is_compiling()
+        flex = compiled_flex_attention() if eager else flex_attention
+        out = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
     else:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 @cache
-def compiled_flex() -> Any:
-    """Flex attention that is not part of compiled code must be compiled itself, or it keeps every score."""
+def compiled_flex_attention() -> Any:
+    """Flex attention for eager code, which would otherwise keep every score."""
     return torch.compile(flex_attention)
-
-
-def mask_for(q: RowSet, k: RowSet, flex: bool, blocks: Blocks | None = None) -> Mask:
-    if not flex:
-        return dense_mask(q, k)
-    return context_mask(q, blocks) if q is k else block_mask(q, k, blocks)

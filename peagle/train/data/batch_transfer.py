@@ -1,4 +1,4 @@
-"""A tree of small integer tensors (dataclasses and tuples), moved to the device as one buffer in one transfer."""
+"""One transfer for a whole batch: its small integer tensors move to the device as one buffer."""
 
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -8,56 +8,66 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
-    """Where a tensor was."""
+class TensorSpec:
+    """Where a tensor lies in the buffer; it stands for the tensor in the structure."""
 
-    start: int
+    offset: int
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A tree without its tensors, and all their numbers in one: cheap to send to another process or device."""
+    """A structure of dataclasses and tuples whose tensors lie in one buffer.
 
-    tree: Any
-    numbers: Tensor  # int32
+    It is cheap to send to another process or device.
+    """
+
+    structure: Any  # a TensorSpec in place of every tensor
+    buffer: Tensor  # int32
 
     def to(self, device: torch.device | str) -> Any:
-        """The tree again, its tensors views of one buffer on the device."""
-        buffer = self.numbers
+        """Restore the structure; its tensors are views of one buffer on the device."""
+        buffer = self.buffer
         if str(device).startswith("cuda"):
             buffer = buffer.pin_memory()
-        return _filled(self.tree, buffer.to(device, non_blocking=True))
+        return _restore_tensors(self.structure, buffer.to(device, non_blocking=True))
 
 
-def flatten(tree: Any) -> FlatBatch:
-    leaves: list[Tensor] = []
-    hollow = _hollow(tree, leaves, 0)[0]
-    return FlatBatch(hollow, torch.cat([leaf.reshape(-1) for leaf in leaves]))
+def flatten(batch: Any) -> FlatBatch:
+    """Collect the int32 tensors of nested dataclasses and tuples in one buffer."""
+    tensors: list[Tensor] = []
+    structure = _extract_tensors(batch, tensors, 0)[0]
+    return FlatBatch(structure, torch.cat([tensor.reshape(-1) for tensor in tensors]))
 
 
-def _hollow(x: Any, leaves: list[Tensor], start: int) -> tuple[Any, int]:
-    if isinstance(x, Tensor):
-        assert x.dtype == torch.int32, x.dtype
-        leaves.append(x)
-        return Hole(start, tuple(x.shape)), start + x.numel()
-    if isinstance(x, tuple) or is_dataclass(x):
-        parts = []
-        for part in x if isinstance(x, tuple) else [getattr(x, f.name) for f in fields(x)]:
-            part, start = _hollow(part, leaves, start)
-            parts.append(part)
-        kind: Any = type(x)
-        return (tuple(parts) if isinstance(x, tuple) else kind(*parts)), start
-    return x, start
+def _extract_tensors(node: Any, tensors: list[Tensor], offset: int) -> tuple[Any, int]:
+    """Append the tensors of `node` to `tensors`; return `node` with specs and the next offset."""
+    if isinstance(node, Tensor):
+        assert node.dtype == torch.int32, node.dtype
+        tensors.append(node)
+        return TensorSpec(offset, tuple(node.shape)), offset + node.numel()
+    if isinstance(node, tuple) or is_dataclass(node):
+        children = []
+        for child in _children(node):
+            child, offset = _extract_tensors(child, tensors, offset)
+            children.append(child)
+        return _rebuild(node, children), offset
+    return node, offset
 
 
-def _filled(x: Any, buffer: Tensor) -> Any:
-    if isinstance(x, Hole):
-        size = torch.Size(x.shape).numel()
-        return buffer[x.start : x.start + size].view(x.shape)
-    if isinstance(x, tuple):
-        return tuple(_filled(part, buffer) for part in x)
-    if is_dataclass(x):
-        kind: Any = type(x)
-        return kind(*(_filled(getattr(x, f.name), buffer) for f in fields(x)))
-    return x
+def _restore_tensors(node: Any, buffer: Tensor) -> Any:
+    if isinstance(node, TensorSpec):
+        size = torch.Size(node.shape).numel()
+        return buffer[node.offset : node.offset + size].view(node.shape)
+    if isinstance(node, tuple) or is_dataclass(node):
+        return _rebuild(node, [_restore_tensors(child, buffer) for child in _children(node)])
+    return node
+
+
+def _children(node: Any) -> list[Any]:
+    return list(node) if isinstance(node, tuple) else [getattr(node, f.name) for f in fields(node)]
+
+
+def _rebuild(node: Any, children: list[Any]) -> Any:
+    kind: Any = type(node)
+    return tuple(children) if kind is tuple else kind(*children)

@@ -1,10 +1,19 @@
-"""A pack: documents side by side in one row of tokens, and the batch the drafter trains on.
+"""A pack of documents in one sequence of tokens, and the batch on which the drafter trains.
 
-Everything is flat and padded to lengths that repeat, so that compiled code sees few shapes. Padding is its own
-document at the end: nothing sees it, nothing is asked of it.
+Everything is flat and padded to lengths that repeat, so that compiled code sees few shapes. Padding
+is a document of its own at the end: no other row sees it, and it has no loss.
+
+Worked example: a document of 6 tokens, answer = tokens 2..5, P-EAGLE with K = 3 and no row dropped.
+Context rows are 0..5 (depth 0), of which 0..3 are supervised; chain rows are written anchor.depth.
+
+    row        0    1    2    3    4    5  |  0.1  0.2  1.1  1.2  2.1
+    embeds     x1   x2   x3   x4   x5   -  |  mask embedding
+    hidden     g0   g1   g2   g3   g4   g5 |  mask_hidden
+    position   0    1    2    3    4    5  |  1    2    2    3    3
+    predicts   x2   x3   x4   x5   -    -  |  x3   x4   x4   x5   x5
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,68 +21,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.train.data.attention_mask import BLOCK, MOST_DEPTHS, Blocks, RowSet, blocks_of
-from peagle.train.data.chains import Chains, room_of
+from peagle.train.data.attention_mask import (
+    BLOCK_SIZE,
+    BlockLists,
+    RowSet,
+    build_block_lists,
+)
+from peagle.train.data.chains import MAX_DEPTHS, Chains, max_chain_lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class PackedDocuments:
     """T tokens of several documents."""
 
     ids: np.ndarray  # [T]
-    doc: np.ndarray  # [T] number of the document in this pack; padding has the highest
-    start: np.ndarray  # [T] the first index of its document
-    position: np.ndarray  # [T] within its document
-    answer: np.ndarray  # [T] bool: written by the target
+    doc: np.ndarray  # [T] index of the document in this pack; padding has the highest
+    doc_start: np.ndarray  # [T] first index of the token's document
+    position: np.ndarray  # [T] within the document
+    answer_mask: np.ndarray  # [T] bool: written by the target
     lengths: np.ndarray  # [documents]
-    chosen: np.ndarray | None = None  # [documents] their numbers among all documents
-    source: np.ndarray | None = None  # [T] where each token lies among all documents' tokens
+    document_indices: np.ndarray | None = None  # [documents] index among all documents
+    token_indices: np.ndarray | None = None  # [T] index among all documents' tokens
 
     @property
-    def room(self) -> np.ndarray:
-        return room_of(self.doc, self.answer)
+    def max_chain_lengths(self) -> np.ndarray:
+        """[T] the longest chain at each position; 0 where the row is not supervised."""
+        return max_chain_lengths(self.doc, self.answer_mask)
 
 
-def pack(documents: list[tuple[np.ndarray, np.ndarray]], tokens: int = 0) -> Pack:
-    """documents: (ids, answer) each. Padded with zeros to `tokens`, or else to whole blocks."""
-    lengths = np.array([len(ids) for ids, _ in documents])
+def pack_sequences(
+    sequences: Sequence[tuple[np.ndarray, np.ndarray]], tokens: int = 0
+) -> PackedDocuments:
+    """Pack (ids, answer_mask) pairs, padded with zeros to `tokens` and to whole blocks."""
+    lengths = np.array([len(ids) for ids, _ in sequences])
     total = int(lengths.sum())
-    size = max(tokens, total)
-    size += -size % BLOCK
-    more = size - total
-    sizes = np.append(lengths, more)
-    return Pack(
-        ids=np.concatenate([*(ids for ids, _ in documents), np.zeros(more, dtype=np.int64)]).astype(
-            np.int64
-        ),
-        doc=np.repeat(np.arange(len(documents) + 1), sizes),
-        start=np.repeat(np.cumsum(sizes) - sizes, sizes),
-        position=np.concatenate([np.arange(n) for n in [*lengths.tolist(), more]]),
-        answer=np.concatenate(
-            [*(answer for _, answer in documents), np.zeros(more, dtype=bool)]
-        ).astype(bool),
+    size = _round_up(max(tokens, total))
+    padding = size - total
+    sizes = np.append(lengths, padding)
+    ids = [*(ids for ids, _ in sequences), np.zeros(padding, dtype=np.int64)]
+    masks = [*(mask for _, mask in sequences), np.zeros(padding, dtype=bool)]
+    return PackedDocuments(
+        ids=np.concatenate(ids).astype(np.int64),
+        doc=np.repeat(np.arange(len(sequences) + 1), sizes),
+        doc_start=np.repeat(np.cumsum(sizes) - sizes, sizes),
+        position=np.concatenate([np.arange(n) for n in sizes.tolist()]),
+        answer_mask=np.concatenate(masks).astype(bool),
         lengths=lengths,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """Chain rows that run in one pass: all depths for P-EAGLE, one depth for EAGLE-3. Padding lies behind."""
+class ChainLevel:
+    """Chain rows that run in one pass: all depths for P-EAGLE, one depth for EAGLE-3.
+
+    Padding rows are last.
+    """
 
     rows: RowSet  # [R]
-    positions: Tensor  # [R] RoPE
-    ids: Tensor  # [R] the token before the one it drafts: EAGLE-3 embeds it, a dependency corrects by it; -1: not told
-    parent: (
-        Tensor  # [R] the row before in its chain: its place in the level before, or in the context
-    )
-    live: int  # the first so many rows are no padding
-    blocks: Blocks | None = None  # of its attention, for flex
+    positions: Tensor  # [R] for RoPE
+    # [R] the token before the one that the row drafts: EAGLE-3 embeds it, the dependency head
+    # corrects the row by it; -1 leaves the row uncorrected.
+    previous_ids: Tensor
+    # [R] index of the previous row of the chain, in the previous level or in the context
+    parent: Tensor
+    num_unpadded: int  # rows before the padding
+    block_lists: BlockLists | None = None  # of its attention, for flex attention
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    levels: tuple[Level, ...]
-    edge: int  # how many context rows its chains may see
+    """Chains that run together; the segments of a pack run one after the other to save memory.
+
+    S segments split the T positions at T * s // S. The chain of anchor a, all its depths, belongs
+    to the segment that holds a + 1; it sees the context rows up to the right edge of that segment.
+    """
+
+    levels: tuple[ChainLevel, ...]
+    context_length: int  # number of context rows that its chains may see
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,118 +105,134 @@ class Batch:
     """A pack with its sampled chains. Tensors are int32."""
 
     ids: Tensor  # [T]
-    next_ids: Tensor  # [T] ids shifted by one: what row p embeds
-    position: Tensor  # [T]
+    next_ids: Tensor  # [T] ids shifted by one: row p embeds token p + 1
+    positions: Tensor  # [T] for RoPE
     lengths: tuple[int, ...]  # of the documents
-    chosen: np.ndarray | None  # their numbers among all documents
-    source: Tensor | None  # [T] where each token lies among all documents' tokens
+    document_indices: np.ndarray | None  # [documents] index among all documents
+    token_indices: Tensor | None  # [T] index among all documents' tokens
     context: RowSet  # [T] depth 0
     supervised: Tensor  # [n] the context rows that have a loss
     segments: tuple[Segment, ...]
-    blocks: Blocks | None = None  # of the context's attention, for flex
+    block_lists: BlockLists | None = None  # of the context's attention, for flex attention
 
     @property
-    def rows(self) -> int:
-        """Supervised rows of every depth: what the loss is divided by."""
-        return len(self.supervised) + sum(
-            level.live for segment in self.segments for level in segment.levels
-        )
+    def num_supervised(self) -> int:
+        """Supervised rows of every depth: the loss is divided by this number."""
+        levels = (level for segment in self.segments for level in segment.levels)
+        return len(self.supervised) + sum(level.num_unpadded for level in levels)
 
 
-def batch_of(
-    packed: Pack,
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """How the chains of a pack are laid out."""
+
+    by_depth: bool = False  # one level for each depth (EAGLE-3), or one for all (P-EAGLE)
+    segments: int = 1
+    # Rows of each level, so that shapes repeat; without it a level is padded to whole blocks.
+    level_sizes: tuple[int, ...] | None = None
+    flex: bool = False  # build the block lists of flex attention
+    bidirectional: bool = False  # all rows of a chain see each other
+
+
+def build_batch(
+    packed: PackedDocuments,
     chains: Chains,
-    by_depth: bool = False,
-    segments: int = 1,
-    capacity: list[int] | None = None,
-    flex: bool = False,
-    bidirectional: bool = False,
+    layout: BatchLayout = BatchLayout(),  # noqa: B008
 ) -> Batch:
-    """Chains go to the segment of anchor + 1. `by_depth`: a level a depth (EAGLE-3). `bidirectional`: the rows of a
-    chain all see each other.
-
-    `capacity`: rows of each level, so that shapes repeat; without it a level is padded to whole blocks.
-    """
+    """Lay out the rows of a pack."""
     size = len(packed.ids)
-    context = _rows(packed.doc, packed.start, np.arange(size), np.zeros(size), np.zeros(size))
-    parts = []
-    for left, right in pairwise([size * s // segments for s in range(segments + 1)]):
-        inside = (chains.anchor + 1 >= left) & (chains.anchor + 1 < right)
-        own = chains[inside]
-        if len(own):
-            edge = min(size, right + -right % BLOCK)
-            levels = _levels(packed, own, by_depth, capacity, bidirectional)
-            parts.append(
-                Segment(tuple(_with_blocks(levels, context[:edge])) if flex else levels, edge)
-            )
+    context = _row_set(
+        packed.doc, packed.doc_start, np.arange(size), np.zeros(size), np.zeros(size)
+    )
     return Batch(
-        ids=_int(packed.ids),
-        next_ids=_int(np.append(packed.ids[1:], 0)),
-        position=_int(packed.position),
+        ids=_int32(packed.ids),
+        next_ids=_int32(np.append(packed.ids[1:], 0)),
+        positions=_int32(packed.position),
         lengths=tuple(packed.lengths.tolist()),
-        chosen=packed.chosen,
-        source=None if packed.source is None else _int(packed.source),
+        document_indices=packed.document_indices,
+        token_indices=None if packed.token_indices is None else _int32(packed.token_indices),
         context=context,
-        supervised=_int(np.flatnonzero(packed.room)),
-        segments=tuple(parts),
-        blocks=blocks_of(context, context) if flex else None,
+        supervised=_int32(np.flatnonzero(packed.max_chain_lengths)),
+        segments=tuple(_segments(packed, chains, context, layout)),
+        block_lists=build_block_lists(context, context) if layout.flex else None,
     )
 
 
-def _int(x: np.ndarray) -> Tensor:
-    return torch.from_numpy(x.astype(np.int32))
+def _segments(
+    packed: PackedDocuments, chains: Chains, context: RowSet, layout: BatchLayout
+) -> Iterator[Segment]:
+    size = len(packed.ids)
+    bounds = [size * s // layout.segments for s in range(layout.segments + 1)]
+    for left, right in pairwise(bounds):
+        own = chains[(chains.anchor + 1 >= left) & (chains.anchor + 1 < right)]
+        if not len(own):
+            continue
+        context_length = min(size, _round_up(right))
+        levels = _levels(packed, own, layout)
+        if layout.flex:
+            levels = tuple(_with_block_lists(levels, context[:context_length]))
+        yield Segment(levels, context_length)
 
 
-def _rows(*fields: np.ndarray) -> RowSet:
-    return RowSet(*map(_int, fields))
-
-
-def _with_blocks(levels: tuple[Level, ...], seen: RowSet) -> Iterator[Level]:
+def _with_block_lists(levels: tuple[ChainLevel, ...], keys: RowSet) -> Iterator[ChainLevel]:
     for level in levels:
-        seen = seen + level.rows
-        yield replace(level, blocks=blocks_of(level.rows, seen))
+        keys = keys + level.rows
+        yield replace(level, block_lists=build_block_lists(level.rows, keys))
 
 
-def _levels(
-    packed: Pack, chains: Chains, by_depth: bool, capacity: list[int] | None, bidirectional: bool
-) -> tuple[Level, ...]:
-    if not by_depth:
+def _levels(packed: PackedDocuments, chains: Chains, layout: BatchLayout) -> tuple[ChainLevel, ...]:
+    sizes = layout.level_sizes
+    if not layout.by_depth:
         parent = np.zeros_like(chains.anchor)
-        return (_level(packed, chains, parent, capacity[0] if capacity else 0, bidirectional),)
-    levels, before = [], np.arange(len(packed.ids))
+        return (_level(packed, chains, parent, sizes[0] if sizes else 0, layout.bidirectional),)
+    levels = []
+    previous_anchors = np.arange(len(packed.ids))
     for depth in range(1, int(chains.depth.max()) + 1):
         own = chains[chains.depth == depth]
-        parent = np.searchsorted(before, own.anchor)
-        levels.append(
-            _level(packed, own, parent, capacity[depth - 1] if capacity else 0, bidirectional)
-        )
-        before = own.anchor
+        parent = np.searchsorted(previous_anchors, own.anchor)
+        size = sizes[depth - 1] if sizes else 0
+        levels.append(_level(packed, own, parent, size, layout.bidirectional))
+        previous_anchors = own.anchor
     return tuple(levels)
 
 
 def _level(
-    packed: Pack, chains: Chains, parent: np.ndarray, capacity: int, bidirectional: bool
-) -> Level:
-    """Padding has a document of its own and anchors of its own: each such row sees itself alone."""
-    live, size = len(chains), len(packed.ids)
-    more = max(capacity - live, 0)
-    more += -(live + more) % BLOCK
-    after = np.minimum(chains.anchor + chains.depth + 1, size - 1)
-    before = (
-        packed.ids[after] if chains.told is None else np.where(chains.told, packed.ids[after], -1)
+    packed: PackedDocuments, chains: Chains, parent: np.ndarray, min_size: int, bidirectional: bool
+) -> ChainLevel:
+    """Padding rows have a document and anchors of their own: each of them sees itself alone."""
+    count = len(chains)
+    size = len(packed.ids)
+    padding = _round_up(max(min_size, count)) - count
+    previous = packed.ids[np.minimum(chains.anchor + chains.depth + 1, size - 1)]
+    if chains.corrected is not None:
+        previous = np.where(chains.corrected, previous, -1)
+    visible = np.full(count, MAX_DEPTHS - 1) if bidirectional else chains.depth
+    zeros = np.zeros(padding, dtype=np.int64)
+    pad_anchors = size + np.arange(padding)
+    rows = _row_set(
+        np.append(packed.doc[chains.anchor], zeros + int(packed.doc[-1]) + 1),
+        # The document starts behind the anchor: a padding row has no context.
+        np.append(packed.doc_start[chains.anchor], pad_anchors + 1),
+        np.append(chains.anchor, pad_anchors),
+        np.append(chains.depth, zeros + 1),
+        np.append(visible, zeros + 1),
     )
-    sees = np.full(live, MOST_DEPTHS - 1) if bidirectional else chains.depth
-    nothing, own = np.zeros(more, dtype=np.int64), size + np.arange(more)
-    return Level(
-        rows=_rows(
-            np.append(packed.doc[chains.anchor], nothing + int(packed.doc[-1]) + 1),
-            np.append(packed.start[chains.anchor], own + 1),  # behind its anchor: no context
-            np.append(chains.anchor, own),
-            np.append(chains.depth, nothing + 1),
-            np.append(sees, nothing + 1),
-        ),
-        positions=_int(np.append(packed.position[chains.anchor] + chains.depth, nothing)),
-        ids=_int(np.append(before, nothing)),
-        parent=_int(np.append(parent, nothing)),
-        live=live,
+    return ChainLevel(
+        rows=rows,
+        positions=_int32(np.append(packed.position[chains.anchor] + chains.depth, zeros)),
+        previous_ids=_int32(np.append(previous, zeros)),
+        parent=_int32(np.append(parent, zeros)),
+        num_unpadded=count,
     )
+
+
+def _round_up(size: int) -> int:
+    return size + -size % BLOCK_SIZE
+
+
+def _int32(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(x.astype(np.int32))
+
+
+def _row_set(*fields: np.ndarray) -> RowSet:
+    return RowSet(*map(_int32, fields))

@@ -1,4 +1,6 @@
-"""The draft vocabulary: the tokens the target really writes, and how much of its text they cover."""
+"""The draft vocabulary: the tokens that the target writes most often."""
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -7,17 +9,20 @@ from torch import Tensor
 from peagle.train.data.documents import Documents
 
 
-def draft_vocabulary(
-    documents: Documents, vocab_size: int, size: int, always: frozenset[int] = frozenset()
-) -> tuple[Tensor | None, float]:
-    """(target ids in rising order [size], share of the answers' tokens they cover); None: the whole vocabulary.
+class DraftVocabulary(NamedTuple):
+    target_ids: Tensor | None  # [size] target ids in rising order; None is the whole vocabulary
+    coverage: float  # fraction of the answers' tokens in it
 
-    `always`: stop tokens, which must be draftable.
-    """
+
+def choose_draft_vocabulary(
+    documents: Documents, vocab_size: int, size: int, always: frozenset[int] = frozenset()
+) -> DraftVocabulary:
+    """The `size` most frequent tokens of the answers; the stop tokens `always` are among them."""
     if not size or size >= vocab_size:
-        return None, 1.0
-    counts = np.bincount(documents.ids[documents.answer], minlength=vocab_size)
+        return DraftVocabulary(None, 1.0)
+    counts = np.bincount(documents.ids[documents.answer_mask], minlength=vocab_size)
     rank = counts.astype(np.float64)
     rank[list(always)] = np.inf
     ids = np.sort(np.argsort(-rank, kind="stable")[:size])
-    return torch.from_numpy(ids), float(counts[ids].sum() / max(counts.sum(), 1))
+    coverage = float(counts[ids].sum() / max(counts.sum(), 1))
+    return DraftVocabulary(torch.from_numpy(ids), coverage)

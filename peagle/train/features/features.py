@@ -1,256 +1,205 @@
-"""Features of a pack: the target's taps and its last hidden state at every token, computed here or read back."""
+"""The features of a pack: the target's taps and the teacher at every token.
+
+They come from the target (`FeatureExtractor`), from the memory of the GPU (`CachedFeatures`), from
+a capture (`StoredFeatures`), or they are some of the taps of another source (`SelectedTaps`).
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.errors import UserError
 from peagle.target import Target
-from peagle.train.data.attention_mask import BlockMask, attention, context_mask
+from peagle.train.data.attention_mask import context_mask
 from peagle.train.data.documents import Documents
 from peagle.train.data.pack import Batch
-from peagle.train.features.stored import StoredTarget
-from peagle.train.objective.loss import TopK, capped
+from peagle.train.features.packed_attention import PACKED_ATTENTION, register_packed_attention
+from peagle.train.features.teacher import PackFeatures, soft_cap
 
-PACKED = "peagle_packed"
-LOGITS = 1 << 26  # of top_k, that are there at once
+MAX_MEMORY_FRACTION = 0.95  # of the free GPU memory, for the cache and training together
 
 
-class Features:
-    """Documents as a padded batch, which any target takes; or, `packed`, flat with flex attention, compiled."""
+class FeatureSource(Protocol):
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def softcap(self) -> float:
+        """The soft-capping of the target's logits that the teacher still lacks; 0 is none."""
+        ...
+
+    def __call__(self, batch: Batch) -> PackFeatures: ...
+
+    def uncached(self) -> "FeatureSource":
+        """A source of the same taps that accepts documents it has never seen."""
+        ...
+
+
+class FeatureExtractor:
+    """Runs the target.
+
+    Documents are a padded batch, which every target accepts; or, if `packed`, one sequence with
+    flex attention, compiled.
+    """
 
     def __init__(self, target: Target, aux_layer_ids: Sequence[int], packed: bool = False) -> None:
-        self.target, self.packed, self.aux = target, packed, tuple(aux_layer_ids)
+        self.target = target
+        self.packed = packed
+        self.aux_layer_ids = tuple(aux_layer_ids)
         target.tap(aux_layer_ids)
         self.softcap = float(getattr(target.config, "final_logit_softcapping", None) or 0)
-        require_plain_head(target, self.softcap)
-        self.before = target.model.config._attn_implementation if packed else ""
+        check_plain_head(target, self.softcap)
+        self._attention_before = target.model.config._attn_implementation if packed else ""
         if packed:
-            self._pack()
+            self._use_packed_attention()
 
-    def _pack(self) -> None:
+    def _use_packed_attention(self) -> None:
         target = self.target
-        target.model.set_attn_implementation(register_packed())
-        if target.model.config._attn_implementation != PACKED:
+        target.model.set_attn_implementation(register_packed_attention())
+        if target.model.config._attn_implementation != PACKED_ATTENTION:
             raise UserError(
-                f"the attention of target {target.name!r} cannot be exchanged: use compile = false"
+                f"the attention of target {target.name!r} cannot be replaced: use compile = false"
             )
         for layer in target.layers:
-            layer.forward = torch.compile(
-                layer.forward
-            )  # one graph serves all layers; the taps stay outside
+            # One graph serves all layers; the taps stay outside of it.
+            layer.forward = torch.compile(layer.forward)
 
     def release(self) -> None:
-        """The target is as it was, for whoever runs it next."""
+        """Restore the target's own attention."""
         if self.packed:
-            self.target.model.set_attn_implementation(self.before)
+            self.target.model.set_attn_implementation(self._attention_before)
             for layer in self.target.layers:
-                del layer.forward  # the class's own again
+                del layer.forward  # The class's own method is visible again.
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """g [T, taps * d], last hidden state [T, d]; rows of padding hold anything."""
-        if self.target.aux_layer_ids != self.aux:  # somebody else has run it
-            self.target.tap(self.aux)
+    def uncached(self) -> FeatureSource:
+        return self
+
+    def __call__(self, batch: Batch) -> PackFeatures:
+        if self.target.aux_layer_ids != self.aux_layer_ids:  # Another user has changed the taps.
+            self.target.tap(self.aux_layer_ids)
         if self.packed:
-            mask = context_mask(batch.context, batch.blocks)
+            mask = context_mask(batch.context, batch.block_lists)
             out = self.target.features(
-                batch.ids[None], position_ids=batch.position[None], block_mask=mask
+                batch.ids[None], position_ids=batch.positions[None], block_mask=mask
             )
-            return out.hidden[0], out.logits[0]
-        return self._padded(batch)
+            return PackFeatures(out.taps[0], out.last_hidden[0])
+        return self._run_padded(batch)
 
-    def _padded(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        total, width = sum(batch.lengths), max(batch.lengths)
-        ids = batch.ids.new_zeros(len(batch.lengths), width)
-        doc, position = batch.context.doc[:total], batch.position[:total]
+    def _run_padded(self, batch: Batch) -> PackFeatures:
+        size = len(batch.ids)
+        total = sum(batch.lengths)
+        ids = batch.ids.new_zeros(len(batch.lengths), max(batch.lengths))
+        doc = batch.context.doc[:total]
+        position = batch.positions[:total]
         ids[doc, position] = batch.ids[:total]
         out = self.target.features(ids)
-        size = len(batch.ids)
-        g = out.hidden.new_zeros(size, out.hidden.shape[-1])
-        last = out.logits.new_zeros(size, out.logits.shape[-1])
-        g[:total], last[:total] = out.hidden[doc, position], out.logits[doc, position]
-        return g, last
+        taps = out.taps.new_zeros(size, out.taps.shape[-1])
+        last_hidden = out.last_hidden.new_zeros(size, out.last_hidden.shape[-1])
+        taps[:total] = out.taps[doc, position]
+        last_hidden[:total] = out.last_hidden[doc, position]
+        return PackFeatures(taps, last_hidden)
 
 
-class Remembered:
-    """Features computed once per document and kept on the device: later epochs run without the target."""
+class CachedFeatures:
+    """Features computed once per document and kept on the device: later epochs skip the target."""
 
-    def __init__(self, features: Features, documents: Documents) -> None:
-        self.features, self.softcap, self.target, self.aux = (
-            features,
-            features.softcap,
-            features.target,
-            features.aux,
+    def __init__(self, source: FeatureExtractor, documents: Documents) -> None:
+        self.source = source
+        self.softcap = source.softcap
+        self.target = target = source.target
+        self.aux_layer_ids = source.aux_layer_ids
+        tokens = len(documents.ids)
+        self.taps = torch.empty(
+            tokens, taps_width(source), dtype=target.dtype, device=target.device
         )
-        target, tokens = features.target, len(documents.ids)
-        self.g = torch.empty(tokens, width_of(features), dtype=target.dtype, device=target.device)
-        self.last = torch.empty(
+        self.last_hidden = torch.empty(
             tokens, target.hidden_size, dtype=target.dtype, device=target.device
         )
-        self.known = np.zeros(documents.numbers.max(initial=-1) + 1, dtype=bool)
+        self.cached = np.zeros(documents.indices.max(initial=-1) + 1, dtype=bool)  # [documents]
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        assert batch.source is not None and batch.chosen is not None
-        if self.known[batch.chosen].all():
-            return self.g[batch.source], self.last[batch.source]
-        g, last = self.features(batch)
+    def uncached(self) -> FeatureSource:
+        return self.source
+
+    def __call__(self, batch: Batch) -> PackFeatures:
+        tokens = batch.token_indices
+        assert tokens is not None and batch.document_indices is not None
+        if self.cached[batch.document_indices].all():
+            return PackFeatures(self.taps[tokens], self.last_hidden[tokens])
+        features = self.source(batch)
+        assert isinstance(features.teacher, Tensor)
         total = sum(batch.lengths)
-        self.g[batch.source[:total]], self.last[batch.source[:total]] = g[:total], last[:total]
-        self.known[batch.chosen] = True
-        return g, last
+        self.taps[tokens[:total]] = features.taps[:total]
+        self.last_hidden[tokens[:total]] = features.teacher[:total]
+        self.cached[batch.document_indices] = True
+        return features
 
 
-class Chosen:
-    """Some of the taps that another run's features hold."""
+class SelectedTaps:
+    """Some of the taps of another source."""
 
-    def __init__(self, features: "Features | Remembered", aux_layer_ids: Sequence[int]) -> None:
-        self.features, self.softcap, self.target = features, features.softcap, features.target
-        self.aux, held, d = tuple(aux_layer_ids), features.aux, features.target.hidden_size
-        if missing := [i for i in self.aux if i not in held]:
+    def __init__(self, source: FeatureSource, aux_layer_ids: Sequence[int]) -> None:
+        self.source = source
+        self.softcap = source.softcap
+        self.target = source.target
+        self.aux_layer_ids = tuple(aux_layer_ids)
+        available = source.aux_layer_ids
+        if missing := [i for i in self.aux_layer_ids if i not in available]:
             raise UserError(
-                f"taps {missing} are not among those at hand, {list(held)}: set aux_layer_ids to some of them"
+                f"taps {missing} are not among the available ones, {list(available)}:"
+                " set aux_layer_ids to some of those"
             )
-        columns = [range(held.index(i) * d, held.index(i) * d + d) for i in self.aux]
-        self.columns = torch.tensor(
-            [c for part in columns for c in part], device=features.target.device
-        )
+        d = source.target.hidden_size
+        starts = [available.index(i) * d for i in self.aux_layer_ids]
+        columns = [column for start in starts for column in range(start, start + d)]
+        self.columns = torch.tensor(columns, device=source.target.device)
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
-        g, last = self.features(batch)
-        return g[:, self.columns], last
+    def uncached(self) -> FeatureSource:
+        return SelectedTaps(self.source.uncached(), self.aux_layer_ids)
 
-
-class StoredFeatures(Features):
-    """Those of a capture, of any of its documents; the teacher is a TopK."""
-
-    def __init__(self, target: StoredTarget, target_ids: Tensor | None) -> None:
-        """`target_ids`: the draft vocabulary."""
-        self.target, self.softcap, self.shards, self.aux = (
-            target,
-            0.0,
-            target.shards,
-            target.aux_layer_ids,
-        )
-        self.draft_ids = torch.arange(target.vocab_size, dtype=torch.int32, device=target.device)
-        if target_ids is not None:
-            self.draft_ids.fill_(-1)
-            own = target_ids.to(target.device)
-            self.draft_ids[own] = torch.arange(len(own), dtype=torch.int32, device=target.device)
-
-    def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
-        """g [T, taps * d], TopK of T rows; rows of padding hold zeros."""
-        assert batch.chosen is not None
-        wanted = zip(batch.chosen.tolist(), batch.lengths, strict=True)
-        parts = zip(*(self.shards.rows(number, length) for number, length in wanted), strict=True)
-        g, logits, tokens = (self._filled(list(part), len(batch.ids)) for part in parts)
-        return g.to(self.target.dtype), TopK(logits, self.draft_ids[tokens])
-
-    def _filled(self, parts: list[Tensor], size: int) -> Tensor:
-        """[size, ...] on the device, zeros behind."""
-        device = self.target.device
-        out = torch.empty(
-            size, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=device.type == "cuda"
-        )
-        total = sum(len(part) for part in parts)
-        torch.cat(parts, out=out[:total])
-        out[total:] = 0
-        return out.to(device, non_blocking=True)
+    def __call__(self, batch: Batch) -> PackFeatures:
+        features = self.source(batch)
+        return PackFeatures(features.taps[:, self.columns], features.teacher)
 
 
-AnyFeatures = Features | Remembered | Chosen
+def select_taps(source: FeatureSource, aux_layer_ids: Sequence[int]) -> FeatureSource:
+    """A source of exactly these taps, from one that has them, perhaps among others."""
+    base = source.source if isinstance(source, SelectedTaps) else source
+    if tuple(aux_layer_ids) == base.aux_layer_ids:
+        return base
+    return SelectedTaps(base, aux_layer_ids)
 
 
-def online(features: AnyFeatures) -> Features | Chosen:
-    """Those that take documents never seen before."""
-    if isinstance(features, Chosen):
-        whole = features.features
-        return Chosen(whole.features if isinstance(whole, Remembered) else whole, features.aux)
-    return features.features if isinstance(features, Remembered) else features
+def taps_width(source: FeatureSource) -> int:
+    return len(source.aux_layer_ids) * source.target.hidden_size
 
 
-def with_taps(features: AnyFeatures, aux_layer_ids: Sequence[int]) -> AnyFeatures:
-    """The features of these taps, from ones that hold them, perhaps among others."""
-    whole = features.features if isinstance(features, Chosen) else features
-    return whole if tuple(aux_layer_ids) == whole.aux else Chosen(whole, aux_layer_ids)
-
-
-def width_of(features: Features) -> int:
-    return len(features.aux) * features.target.hidden_size
-
-
-def memorable(features: Features, documents: Documents, needed: float) -> bool:
-    """On a GPU with room for them beside the bytes `needed` for training."""
-    target = features.target
+def cache_fits(source: FeatureSource, documents: Documents, training_bytes: float) -> bool:
+    """Whether the features of all documents fit a GPU beside `training_bytes`."""
+    target = source.target
     if target.device.type != "cuda":
         return False
-    size = len(documents.ids) * (width_of(features) + target.hidden_size) * target.dtype.itemsize
-    return size + needed < 0.95 * torch.cuda.mem_get_info(target.device)[0]
-
-
-def packable(target: Target) -> bool:
-    """Plain causal attention in every layer: what the packed road computes."""
-    config = target.config
-    odd = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return (
-        not odd
-        and not getattr(config, "attn_logit_softcapping", None)
-        and config.model_type != "gpt_oss"
-    )
-
-
-def register_packed() -> str:
-    if PACKED not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(PACKED, _packed_attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, lambda *args, **kwargs: None)
-    return PACKED
-
-
-def _packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    block_mask: BlockMask,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """query [1, heads, T, head_dim] -> [1, T, heads, head_dim]"""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention(q, k, v, block_mask, more.get("scaling"))[None], None
+    width = taps_width(source) + target.hidden_size
+    cache_bytes = len(documents.ids) * width * target.dtype.itemsize
+    free_bytes = torch.cuda.mem_get_info(target.device)[0]
+    return cache_bytes + training_bytes < MAX_MEMORY_FRACTION * free_bytes
 
 
 @torch.no_grad()
-def top_k(
-    last: Tensor, lm_head: Tensor, k: int, softcap: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """last [T, d] -> log-probabilities [T, k] of the likeliest tokens and their ids; few rows at a time.
-
-    Log-probabilities, because the likeliest ones are near 0, where 16 bits are fine.
-    """
-    values, ids = [], []
-    for part in last.split(max(1, LOGITS // len(lm_head))):
-        logits = capped(linear(part, lm_head).float(), softcap)
-        best = logits.topk(k)
-        values.append(
-            (best.values - logits.logsumexp(-1, keepdim=True)).clamp(min=-6e4).to(dtype).cpu()
-        )
-        ids.append(best.indices.int().cpu())
-    return torch.cat(values), torch.cat(ids)
-
-
-@torch.no_grad()
-def require_plain_head(target: Target, softcap: float) -> None:
-    """Training reads the teacher as lm_head(last hidden state): tried, for some targets scale it."""
+def check_plain_head(target: Target, softcap: float) -> None:
+    """Refuse a target whose logits are not lm_head(last hidden state), as training assumes."""
     ids = torch.arange(6, device=target.device)[None] % target.vocab_size
     logits = target.model(input_ids=ids, use_cache=False).logits.float()
-    mine = capped(linear(target.features(ids).logits, target.lm_head).float(), softcap)
-    if not torch.allclose(mine, logits, rtol=0.05, atol=0.02 * float(logits.abs().max())):
+    last_hidden = target.features(ids).last_hidden
+    computed = soft_cap(linear(last_hidden, target.lm_head).float(), softcap)
+    if not torch.allclose(computed, logits, rtol=0.05, atol=0.02 * float(logits.abs().max())):
         raise UserError(
-            f"target {target.name!r} does more to its logits than lm_head and soft-capping: it cannot be a teacher here"
+            f"target {target.name!r} computes its logits with more than lm_head and soft-capping:"
+            " it cannot be a teacher here"
         )

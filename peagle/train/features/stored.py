@@ -1,54 +1,48 @@
-"""A capture, read: training without the target. `capture.py` writes it.
-
-capture.json              what it was made with: target, aux layers, top-k, the data's digest, how many shards
-target.json               the target's name, revision, stop ids and config
-head.safetensors          its embeddings, lm_head (where it is another table), final norm and last blocks
-shard-00000.safetensors   whole documents: ids int32 [T], answer bool [T], starts int64 [documents + 1],
-                          g bfloat16 [T, taps * d], logits float16 [T, k] (log-probabilities of the likeliest
-                          tokens, the likeliest first) and tokens int32 [T, k], their ids in the whole vocabulary;
-                          metadata: {"first": number of the first document, "keys": [...]}
-"""
+"""The target of a capture, which never runs, and the features of its documents."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from peagle.catalog import find_pair
 from peagle.errors import UserError
 from peagle.target import Target
-from peagle.train.data.documents import Documents, join
+from peagle.train.data.pack import Batch
+from peagle.train.features.features import FeatureSource
+from peagle.train.features.shards import (
+    HEAD_FILE,
+    Shards,
+    TargetRecord,
+    read_capture_record,
+    read_shard,
+    read_target_record,
+)
+from peagle.train.features.teacher import PackFeatures, TopKLogits
 
-CAPTURE, TARGET, HEAD = "capture.json", "target.json", "head.safetensors"
-VERSION = 1
-BLOCKS = 4  # of the target's last ones, for `init=target`
-AGAIN = "run `peagle capture` again, it goes on where it was"
+STORED_BLOCKS = 4  # of the target's last decoder layers, for `init = target`
 
 
 class StoredTarget(Target):
-    """What training reads of a target: its head, its config, and its last blocks to begin as. It runs no tokens."""
+    """The parts of a target that training reads: head, config, last blocks. It runs no tokens."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
-        self.shards, told = Shards(folder), read_told(folder / TARGET)
-        self.name, self.revision, self.mask_token_id = (
-            told["name"],
-            told["revision"],
-            told["mask_token_id"],
-        )
+        self.shards = Shards(folder)
+        record = read_target_record(folder)
+        self.name = record.name
+        self.revision = record.revision
+        self.mask_token_id = record.mask_token_id
         self.tokenizer = self.folder = None
-        self.aux_layer_ids = tuple(read_told(folder / CAPTURE)["aux_layer_ids"])
-        self._config = AutoConfig.for_model(**told["config"])
-        self._stop_ids = frozenset(told["stop_ids"])
-        head: Any = Head(read_shard(folder / HEAD)[0], dtype, device)
-        self.model = head
-        last = head.last_blocks
-        self.layers = nn.ModuleList(
-            [*(nn.Module() for _ in range(told["layers"] - len(last))), *last]
-        )
+        self.aux_layer_ids = tuple(read_capture_record(folder).aux_layer_ids)
+        self._config = AutoConfig.for_model(**record.config)
+        self._stop_ids = frozenset(record.stop_ids)
+        model: Any = StoredModel(read_shard(folder / HEAD_FILE).tensors, dtype, device)
+        self.model = model
+        missing = record.layers - len(model.last_blocks)
+        self.layers = nn.ModuleList([*(nn.Module() for _ in range(missing)), *model.last_blocks])
 
     @property
     def config(self) -> Any:
@@ -66,31 +60,35 @@ class StoredTarget(Target):
     def stop_ids(self) -> frozenset[int]:
         return self._stop_ids
 
-    def tap(self, *args: Any) -> None:
+    def tap(self, *args: Any) -> NoReturn:
         raise UserError(
-            f"{self.shards.folder} holds what target {self.name!r} computed, not the target: load that one"
+            f"{self.shards.folder} holds the features of target {self.name!r}, not the target:"
+            " load the target itself"
         )
 
-    def forward(self, *args: Any, **more: Any) -> Any:
+    def forward(self, *args: Any, **options: Any) -> NoReturn:
         self.tap()
 
-    def features(self, *args: Any, **more: Any) -> Any:
+    def features(self, *args: Any, **options: Any) -> NoReturn:
         self.tap()
 
 
-class Head(nn.Module):
-    """The part of the target's model that was stored; the blocks stay on the CPU, outside its parameters."""
+class StoredModel(nn.Module):
+    """The stored part of the target's model; its blocks stay on the CPU, outside its parameters."""
 
     def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: str) -> None:
         super().__init__()
-        self.embed = module_of({"weight": tensors.pop("embed_tokens.weight").to(device, dtype)})
-        output = tensors.pop("lm_head.weight", None)
+        embedding = tensors.pop("embed_tokens.weight").to(device, dtype)
+        self.embed = build_module({"weight": embedding})
+        lm_head = tensors.pop("lm_head.weight", None)
         self.output = (
-            self.embed if output is None else module_of({"weight": output.to(device, dtype)})
+            self.embed if lm_head is None else build_module({"weight": lm_head.to(device, dtype)})
         )
-        rest: Any = module_of(tensors)
-        self._decoder = [rest]  # in a list: no parameters of this module
-        blocks = dict(rest.layers.named_children())
+        decoder: Any = build_module(tensors)
+        self._decoder = [
+            decoder
+        ]  # In a list, so that its weights are no parameters of this module.
+        blocks = dict(decoder.layers.named_children())
         self.last_blocks = [blocks[i] for i in sorted(blocks, key=int)]
 
     def get_input_embeddings(self) -> nn.Module:
@@ -103,8 +101,55 @@ class Head(nn.Module):
         return self._decoder[0]
 
 
-def head_of(target: Target) -> dict[str, Tensor]:
-    """Embeddings, lm_head unless it is the same table, and what a drafter may begin as (setup.begin_as_target)."""
+class StoredFeatures:
+    """The features of a capture, for any of its documents; the teacher holds `TopKLogits`."""
+
+    softcap = 0.0  # Captured logits are soft-capped already.
+
+    def __init__(self, target: StoredTarget, target_ids: Tensor | None) -> None:
+        """`target_ids` is the draft vocabulary; None is the whole vocabulary."""
+        self.target = target
+        self.shards = target.shards
+        self.aux_layer_ids = target.aux_layer_ids
+        # [vocabulary] the draft id of each target id; -1 is outside
+        self.draft_ids = torch.arange(target.vocab_size, dtype=torch.int32, device=target.device)
+        if target_ids is not None:
+            self.draft_ids.fill_(-1)
+            own = target_ids.to(target.device)
+            self.draft_ids[own] = torch.arange(len(own), dtype=torch.int32, device=target.device)
+
+    def uncached(self) -> FeatureSource:
+        return self
+
+    def __call__(self, batch: Batch) -> PackFeatures:
+        assert batch.document_indices is not None
+        documents = zip(batch.document_indices.tolist(), batch.lengths, strict=True)
+        rows = [self.shards.rows(index, length) for index, length in documents]
+        size = len(batch.ids)
+        taps = self._concatenate([part.taps for part in rows], size)
+        logits = self._concatenate([part.logits for part in rows], size)
+        tokens = self._concatenate([part.tokens for part in rows], size)
+        teacher = TopKLogits(logits, self.draft_ids[tokens])
+        return PackFeatures(taps.to(self.target.dtype), teacher)
+
+    def _concatenate(self, parts: list[Tensor], size: int) -> Tensor:
+        """[size, ...] on the device, padded with zeros."""
+        device = self.target.device
+        out = torch.empty(
+            size, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=device.type == "cuda"
+        )
+        total = sum(len(part) for part in parts)
+        torch.cat(parts, out=out[:total])
+        out[total:] = 0
+        return out.to(device, non_blocking=True)
+
+
+def head_tensors(target: Target) -> dict[str, Tensor]:
+    """The tensors of head.safetensors.
+
+    They are the embeddings, lm_head unless it is the same table, and what a drafter may be
+    initialized with (drafter_init.init_from_target).
+    """
     tensors = {"embed_tokens.weight": target.embedding}
     if target.lm_head.data_ptr() != target.embedding.data_ptr():
         tensors["lm_head.weight"] = target.lm_head
@@ -112,26 +157,37 @@ def head_of(target: Target) -> dict[str, Tensor]:
     if isinstance(getattr(norm, "weight", None), Tensor):
         tensors["norm.weight"] = norm.weight
     count = len(target.layers)
-    for i in range(max(0, count - BLOCKS), count):
-        own = target.layers[i].named_parameters()
-        tensors |= {f"layers.{i}.{name}": weight for name, weight in own if "expert" not in name}
+    for i in range(max(0, count - STORED_BLOCKS), count):
+        weights = target.layers[i].named_parameters()
+        tensors |= {
+            f"layers.{i}.{name}": weight for name, weight in weights if "expert" not in name
+        }
     return tensors
 
 
-def about_target(target: Target, mask_token_id: int | None) -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "stop_ids": sorted(target.stop_ids),
-        "mask_token_id": mask_token_id,  # the pair's
-        "layers": len(target.layers),
-        "blocks": min(BLOCKS, len(target.layers)),
-        "config": json.loads(target.config.to_json_string(use_diff=False)),
-    }
+def describe_target(target: Target) -> TargetRecord:
+    return TargetRecord(
+        name=target.name or "",
+        revision=target.revision,
+        stop_ids=sorted(target.stop_ids),
+        mask_token_id=pair_mask_token_id(str(target.name)),
+        layers=len(target.layers),
+        blocks=min(STORED_BLOCKS, len(target.layers)),
+        config=json.loads(target.config.to_json_string(use_diff=False)),
+    )
 
 
-def module_of(tensors: dict[str, Tensor]) -> nn.Module:
-    """Nested modules whose named_parameters() are these."""
+def pair_mask_token_id(pair: str) -> int | None:
+    """The mask token id of a pair in the catalog; None if there is no such pair."""
+    try:
+        source = find_pair(pair).drafters.get("p-eagle")
+    except UserError:
+        return None
+    return source.mask_token_id if source else None
+
+
+def build_module(tensors: dict[str, Tensor]) -> nn.Module:
+    """Nested modules whose named_parameters() are these tensors."""
     root = nn.Module()
     for name, tensor in tensors.items():
         *path, leaf = name.split(".")
@@ -142,65 +198,3 @@ def module_of(tensors: dict[str, Tensor]) -> nn.Module:
             node = node.get_submodule(part)
         node.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return root
-
-
-class Shards:
-    """All shards of a finished capture, memory-mapped: a document's rows are read when they are asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, count = folder, read_told(folder / CAPTURE)["shards"]
-        files = [folder / shard_name(i) for i in range(count)]
-        if there := [file for file in files if not file.is_file()]:
-            raise UserError(
-                f"the capture in {folder} lacks {len(there)} of its {count} shards: {AGAIN}"
-            )
-        read = [read_shard(file) for file in files]
-        self.tensors = [tensors for tensors, _ in read]
-        self.keys = [about["keys"] for _, about in read]
-        self.first = np.array([about["first"] for _, about in read])  # [shards]
-
-    def documents(self, max_length: int) -> Documents:
-        """Longer ones are cut: attention is causal, so what was captured of their beginning holds."""
-        parts, numbers = [], []
-        for first, keys, tensors in zip(self.first.tolist(), self.keys, self.tensors, strict=True):
-            ids, answer, starts = (tensors[name].numpy() for name in ("ids", "answer", "starts"))
-            for i, key in enumerate(keys):
-                at = slice(starts[i], min(starts[i] + max_length, starts[i + 1]))
-                if answer[at][2:].any():
-                    parts.append((ids[at], answer[at], key))
-                    numbers.append(first + i)
-        return join(parts, 0, np.array(numbers, dtype=np.int64))
-
-    def rows(self, number: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """g, logits and tokens of a document's first tokens: views of the files."""
-        shard = int(np.searchsorted(self.first, number, side="right")) - 1
-        tensors = self.tensors[shard]
-        start = int(tensors["starts"][number - self.first[shard]])
-        at = slice(start, start + length)
-        return tensors["g"][at], tensors["logits"][at], tensors["tokens"][at]
-
-
-def shard_name(i: int) -> str:
-    return f"shard-{i:05d}.safetensors"
-
-
-def read_shard(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, not yet read from the disk, metadata)"""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            about = json.loads((handle.metadata() or {}).get("about", "{}"))
-            return {name: handle.get_tensor(name) for name in handle.keys()}, about  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}): remove it and {AGAIN}") from error
-
-
-def read_told(path: Path) -> dict[str, Any]:
-    try:
-        told = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): {AGAIN}") from error
-    if path.name == CAPTURE and told.get("version") != VERSION:
-        raise UserError(
-            f"{path.parent} has format version {told.get('version')}, we read {VERSION}: capture again"
-        )
-    return told

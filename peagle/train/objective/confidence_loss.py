@@ -1,41 +1,55 @@
-"""What the confidence output learns from: is a row's draft the teacher's best token, given that those before it were?
+"""The loss of the confidence output.
 
-Rows behind a wrong draft say nothing of that, and do not count. The gradient ends at the output: the drafter does not
-learn to be easily judged.
+It predicts whether a row's draft is the teacher's most likely token, given that the drafts before
+it were.
+
+Rows behind a wrong draft tell nothing about that and do not count. The gradient ends at the
+confidence output: the drafter itself does not learn to be predictable.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from peagle.train.objective.loss import Loss
-from peagle.train.objective.passes import Passes
+from peagle.train.objective.loss import LossOutput
+from peagle.train.objective.passes import DrafterPasses
+
+
+class ConfidenceRows(NamedTuple):
+    normed: Tensor  # [R, d]
+    anchor: Tensor  # [R]
+    depth: Tensor  # [R]
+    log_probs: Tensor  # [R] of the row's own most likely token
+    matches: Tensor  # [R] 1 where that token is the teacher's, else 0
 
 
 class ConfidenceLoss:
-    """The rows of one pack."""
+    """The rows of one pack; without a confidence output nothing is collected."""
 
-    def __init__(self, passes: Passes) -> None:
-        self.passes, self.wanted = passes, passes.drafter.confidence is not None
-        self.rows: list[tuple[Tensor, ...]] = []
+    def __init__(self, passes: DrafterPasses) -> None:
+        self.passes = passes
+        self.enabled = passes.drafter.confidence is not None
+        self.rows: list[ConfidenceRows] = []
 
-    def see(self, normed: Tensor, anchor: Tensor, depth: Tensor, loss: Loss) -> None:
-        """Rows whose loss has just been computed."""
-        if self.wanted:
-            self.rows.append((normed, anchor, depth, loss.sure, loss.matched))
+    def add_rows(self, normed: Tensor, anchor: Tensor, depth: Tensor, output: LossOutput) -> None:
+        """Collect rows with their losses."""
+        if self.enabled:
+            self.rows.append(
+                ConfidenceRows(normed, anchor, depth, output.log_probs, output.matches)
+            )
 
-    def learn(self, tokens: int, k: int, scale: float) -> None:
-        """Adds the gradients of the confidence output; the pack has so many tokens, the chains so many depths."""
-        if not self.wanted:
+    def backward(self, tokens: int, k: int, scale: float) -> None:
+        """Add the gradients of the confidence output; the pack has `tokens` tokens and k depths."""
+        if not self.enabled:
             return
-        normed, anchor, depth, sure, matched = (
-            torch.cat(part) for part in zip(*self.rows, strict=True)
-        )
-        right = torch.zeros(tokens, k + 1, device=normed.device)
-        right[:, 0] = 1
-        right[anchor, depth + 1] = matched
-        reached = right.cumprod(1)[anchor, depth]  # all before it were right
-        said = self.passes("judge", normed, sure)
-        (
-            scale * binary_cross_entropy_with_logits(said, matched, reached, reduction="sum")
-        ).backward()
+        rows = ConfidenceRows(*(torch.cat(part) for part in zip(*self.rows, strict=True)))
+        match = torch.zeros(tokens, k + 1, device=rows.normed.device)
+        match[:, 0] = 1
+        match[rows.anchor, rows.depth + 1] = rows.matches
+        # 1 where all drafts before the row match
+        reached = match.cumprod(1)[rows.anchor, rows.depth]
+        logits = self.passes("confidence_logits", rows.normed, rows.log_probs)
+        loss = binary_cross_entropy_with_logits(logits, rows.matches, reached, reduction="sum")
+        (scale * loss).backward()

@@ -1,134 +1,177 @@
-"""The gradients of one pack: depth 0 once, chains in segments, then the backward of depth 0.
+"""The gradients of one pack: depth 0 once, chains in segments, then the backward pass of depth 0.
 
-A segment reads the depth-0 keys and values up to its right edge as leaves: their gradients add up over the segments
-and enter the context's backward at the end. The sum over segments is the gradient of the single pass, and no depth-0
-row is ever run twice.
+A segment reads the depth-0 keys and values of the context rows it may see as autograd leaves: their
+gradients add up over the segments and enter the context's backward pass at the end. The sum over
+segments is the gradient of the single pass, and no depth-0 row runs twice.
 
-A frozen drafter runs without gradients: only what corrects its rows (dependency) or judges them (confidence) learns.
+A frozen drafter runs without gradients: only its dependency and confidence heads are trained.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from peagle.train.data.attention_mask import mask_for
-from peagle.train.data.pack import Batch, Level, Segment
+from peagle.train.data.attention_mask import Mask, build_mask
+from peagle.train.data.pack import Batch, ChainLevel, Segment
+from peagle.train.features.teacher import PackFeatures, Teacher
 from peagle.train.objective.confidence_loss import ConfidenceLoss
 from peagle.train.objective.length_objective import LengthObjective
-from peagle.train.objective.loss import Loss, Sums
-from peagle.train.objective.passes import KeysValues, Passes
+from peagle.train.objective.loss import Loss, LossSums
+from peagle.train.objective.passes import DrafterPasses, KeysValues
+
+
+@dataclass(frozen=True, slots=True)
+class PackContext:
+    """What all segments of a pack share."""
+
+    passes: DrafterPasses
+    batch: Batch
+    teacher: Teacher  # at every token
+    loss: Loss
+    lengths: LengthObjective
+    confidence: ConfidenceLoss
+    scale: float
+    flex: bool
 
 
 def pack_gradients(
-    passes: Passes,
+    passes: DrafterPasses,
     batch: Batch,
-    g: Tensor,
-    last: Tensor,
+    features: PackFeatures,
     loss: Loss,
     scale: float,
     flex: bool = False,
-) -> Sums:
-    """Adds the gradients of scale * (sum of the rows' losses) to the drafter's parameters.
-
-    g [T, taps * d] and last [T, d]: the target's taps and its last hidden state at every token.
-    """
-    mask = mask_for(batch.context, batch.context, flex, batch.blocks)
-    with torch.set_grad_enabled(passes.learns):
-        normed, feedback, cache = passes("context", batch.next_ids, g, batch.position, mask)
-    own, leaves = leaf(feedback), (tuple(map(leaf, cache[0])), tuple(map(leaf, cache[1])))
-    rows, first = batch.supervised, torch.zeros_like(batch.supervised)
-    out, wanted = normed.detach()[rows], last[rows + 1]
-    lengths, judged = LengthObjective(loss, len(batch.ids), normed.device), ConfidenceLoss(passes)
-    lengths.see(out, wanted, rows, first)
-    sums = Sums.zeros(loss.k, last.device)
-    for segment in batch.segments:
-        sums += segment_gradients(
-            passes, batch, segment, leaves, own, last, loss, lengths, judged, scale, flex
+) -> LossSums:
+    """Add the gradients of scale * (sum of the rows' losses) to the drafter's parameters."""
+    mask = build_mask(batch.context, batch.context, flex, batch.block_lists)
+    with torch.set_grad_enabled(passes.trains_drafter):
+        normed, feedback, cache = passes(
+            "context", batch.next_ids, features.taps, batch.positions, mask
         )
-    gradient, part = loss(out, wanted, first, scale * lengths.weights(rows, first))
-    judged.see(out, rows, first, loss)
-    judged.learn(len(batch.ids), loss.k, scale)
-    sums += part
-    if not passes.learns:
-        return sums
-    outputs, gradients = [normed], [torch.zeros_like(normed).index_copy_(0, rows.long(), gradient)]
-    for x, grown in zip(
-        [feedback, *cache[0], *cache[1]], [own, *leaves[0], *leaves[1]], strict=True
-    ):
-        if grown.grad is not None:
-            outputs.append(x)
-            gradients.append(grown.grad)
-    torch.autograd.backward(outputs, gradients)
+    feedback_leaf = _leaf(feedback)
+    cache_leaves = (tuple(map(_leaf, cache[0])), tuple(map(_leaf, cache[1])))
+    rows = batch.supervised
+    depth = torch.zeros_like(rows)
+    outputs = normed.detach()[rows]
+    teacher = features.teacher[rows + 1]
+    lengths = LengthObjective(loss, len(batch.ids), normed.device)
+    confidence = ConfidenceLoss(passes)
+    lengths.add_rows(outputs, teacher, rows, depth)
+    sums = LossSums.zeros(loss.k, features.teacher.device)
+    context = PackContext(passes, batch, features.teacher, loss, lengths, confidence, scale, flex)
+    for segment in batch.segments:
+        sums += segment_gradients(context, segment, cache_leaves, feedback_leaf)
+    result = loss(outputs, teacher, depth, scale * lengths.weights(rows, depth))
+    confidence.add_rows(outputs, rows, depth, result)
+    confidence.backward(len(batch.ids), loss.k, scale)
+    sums += result.sums
+    if passes.trains_drafter:
+        gradient = torch.zeros_like(normed).index_copy_(0, rows.long(), result.gradient)
+        _context_backward(
+            normed,
+            gradient,
+            [feedback, *cache[0], *cache[1]],
+            [feedback_leaf, *cache_leaves[0], *cache_leaves[1]],
+        )
     return sums
 
 
+def _context_backward(
+    normed: Tensor, gradient: Tensor, tensors: list[Tensor], leaves: list[Tensor]
+) -> None:
+    """The backward pass of depth 0; the leaves hold the gradients that the segments added."""
+    outputs = [normed]
+    gradients = [gradient]
+    for tensor, leaf in zip(tensors, leaves, strict=True):
+        if leaf.grad is not None:
+            outputs.append(tensor)
+            gradients.append(leaf.grad)
+    torch.autograd.backward(outputs, gradients)
+
+
 def segment_gradients(
-    passes: Passes,
-    batch: Batch,
-    segment: Segment,
-    cache: KeysValues,
-    feedback: Tensor,
-    last: Tensor,
-    loss: Loss,
-    lengths: LengthObjective,
-    judged: ConfidenceLoss,
-    scale: float,
-    flex: bool,
-) -> Sums:
-    seen, outputs, wanted, gradients = batch.context[: segment.edge], [], [], []
-    cache = until(cache, segment.edge)
-    for level in segment.levels:
-        seen = seen + level.rows
-        mask = mask_for(level.rows, seen, flex, level.blocks)
-        with torch.set_grad_enabled(passes.learns):
-            normed, feedback, cache = run_level(passes, level, feedback, cache, mask)
-        if passes.drafter.dependency is not None:
-            normed = passes("correct", normed, level.ids)
-        live = level.rows[: level.live]
-        wanted.append(last[live.anchor + live.depth + 1])
-        lengths.see(normed.detach()[: level.live], wanted[-1], live.anchor, live.depth)
-        outputs.append(normed)
-    sums = Sums.zeros(loss.k, last.device)
-    for level, normed, teacher in zip(segment.levels, outputs, wanted, strict=True):
-        live, gradient = level.rows[: level.live], torch.zeros_like(normed)
-        weight = scale * lengths.weights(live.anchor, live.depth)
-        gradient[: level.live], part = loss(
-            normed.detach()[: level.live], teacher, live.depth, weight
-        )
-        judged.see(normed.detach()[: level.live], live.anchor, live.depth, loss)
-        sums += part
+    context: PackContext, segment: Segment, cache: KeysValues, feedback: Tensor
+) -> LossSums:
+    """Add the gradients of the chains of a segment.
+
+    All levels run before the first loss: the length objective weighs a row by its whole chain.
+    """
+    outputs, teachers = _run_segment(context, segment, cache, feedback)
+    loss = context.loss
+    sums = LossSums.zeros(loss.k, context.teacher.device)
+    gradients = []
+    for level, normed, teacher in zip(segment.levels, outputs, teachers, strict=True):
+        count = level.num_unpadded
+        rows = level.rows[:count]
+        gradient = torch.zeros_like(normed)
+        weight = context.scale * context.lengths.weights(rows.anchor, rows.depth)
+        result = loss(normed.detach()[:count], teacher, rows.depth, weight)
+        gradient[:count] = result.gradient
+        context.confidence.add_rows(normed.detach()[:count], rows.anchor, rows.depth, result)
+        sums += result.sums
         gradients.append(gradient)
     if outputs and outputs[0].requires_grad:
         torch.autograd.backward(outputs, gradients)
     return sums
 
 
+def _run_segment(
+    context: PackContext, segment: Segment, cache: KeysValues, feedback: Tensor
+) -> tuple[list[Tensor], list[Teacher]]:
+    """The normed rows [R, d] of each level and the teachers of its rows without padding."""
+    passes = context.passes
+    keys = context.batch.context[: segment.context_length]
+    cache = _first_rows(cache, segment.context_length)
+    outputs = []
+    teachers = []
+    for level in segment.levels:
+        keys = keys + level.rows
+        mask = build_mask(level.rows, keys, context.flex, level.block_lists)
+        with torch.set_grad_enabled(passes.trains_drafter):
+            normed, feedback, cache = run_level(passes, level, feedback, cache, mask)
+        if passes.drafter.dependency is not None:
+            normed = passes("apply_dependency", normed, level.previous_ids)
+        rows = level.rows[: level.num_unpadded]
+        teacher = context.teacher[rows.anchor + rows.depth + 1]
+        context.lengths.add_rows(
+            normed.detach()[: level.num_unpadded], teacher, rows.anchor, rows.depth
+        )
+        outputs.append(normed)
+        teachers.append(teacher)
+    return outputs, teachers
+
+
 def run_level(
-    passes: Passes,
-    level: Level,
+    passes: DrafterPasses,
+    level: ChainLevel,
     feedback: Tensor,
     cache: KeysValues,
-    mask: object,
-    ids: Tensor | None = None,
+    mask: Mask,
+    previous_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, KeysValues]:
-    """(normed, feedback, keys and values with this level's rows added)"""
+    """Run the rows of a level: (normed, feedback, keys and values with this level's rows added).
+
+    `previous_ids` replaces those of the level: in evaluation EAGLE-3 is fed its own drafts.
+    """
     if passes.drafter.config.method == "p-eagle":
         return passes("parallel", level.positions, cache, mask), feedback, cache
-    ids = level.ids if ids is None else ids
+    ids = level.previous_ids if previous_ids is None else previous_ids
     normed, feedback, new = passes(
         "chain", ids, feedback[level.parent], level.positions, cache, mask
     )
-    keys, values = (tuple(map(joined, part, more)) for part, more in zip(cache, new, strict=True))
+    keys, values = (tuple(map(_join, old, more)) for old, more in zip(cache, new, strict=True))
     return normed, feedback, (keys, values)
 
 
-def leaf(x: Tensor) -> Tensor:
+def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-def until(cache: KeysValues, edge: int) -> KeysValues:
-    keys, values = (tuple(x[:edge] for x in part) for part in cache)
+def _first_rows(cache: KeysValues, rows: int) -> KeysValues:
+    keys, values = (tuple(x[:rows] for x in part) for part in cache)
     return keys, values
 
 
-def joined(a: Tensor, b: Tensor) -> Tensor:
+def _join(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a, b])

@@ -1,9 +1,9 @@
-"""The drafter's two passes in training: depth 0 once per pack, then its chains, in segments.
+"""The drafter's two passes in training: depth 0 once for each pack, then its chains, in segments.
 
-The context pass runs every position with real inputs and keeps each layer's keys and values. A chain pass runs deeper
-rows against those: all at once for P-EAGLE (mask embedding, mask_hidden), depth after depth for EAGLE-3 (the real next
-token, the drafter's own output at the row before: training-time test). Whoever splits the chains into segments pays
-for depth 0 once.
+The context pass runs every position with real inputs and keeps the keys and values of each layer. A
+chain pass runs deeper rows against those: all depths at once for P-EAGLE (mask embedding,
+mask_hidden), depth after depth for EAGLE-3 (the real next token and the drafter's own output at the
+previous row: training-time test). Segments share the context pass: depth 0 runs once.
 """
 
 from typing import Any
@@ -18,96 +18,103 @@ from peagle.train.data.attention_mask import Mask, attention
 
 KeysValues = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # per layer [T, kv_heads, head_dim]
 
+COMPILED_PASSES = ("context", "parallel", "chain", "apply_dependency")
+MIN_RECOMPILE_LIMIT = 64
 
-class Passes(nn.Module):
-    """All that touches the drafter's parameters happens in this module's forward: DDP and FSDP watch it."""
+
+class DrafterPasses(nn.Module):
+    """All uses of the drafter's parameters are in this module's forward: DDP and FSDP hook it."""
 
     def __init__(self, drafter: Drafter, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.drafter, self.dtype = drafter, dtype
+        self.drafter = drafter
+        self.dtype = dtype
 
     @property
-    def learns(self) -> bool:
-        """Whether the drafter itself is trained, not only what corrects and judges its rows."""
+    def trains_drafter(self) -> bool:
+        """Whether the drafter itself is trained, not only its dependency and confidence heads."""
         return self.drafter.fc.weight.requires_grad
 
-    def forward(self, which: str, *args: Any) -> Any:
-        """Weights stay as they are (float32); below float32, autocast computes in `dtype`."""
+    def forward(self, name: str, *args: Any) -> Any:
+        """Run the pass `name`. Weights stay float32; autocast computes in a lower `dtype`."""
         device = self.drafter.fc.weight.device.type
         with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
-            return getattr(self, which)(*args)
+            return getattr(self, name)(*args)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The passes, each a graph of its own; EAGLE-3's depths and evaluation bring shapes of their own."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for name in ("context", "parallel", "chain", "correct"):
+        """Compile each pass as a graph of its own.
+
+        EAGLE-3's depths and evaluation have shapes of their own, so the recompile limit is raised.
+        """
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, MIN_RECOMPILE_LIMIT)
+        for name in COMPILED_PASSES:
             setattr(self, name, torch.compile(getattr(self, name), *args, **kwargs))
 
     def context(
-        self, ids: Tensor, g: Tensor, positions: Tensor, mask: Mask
+        self, ids: Tensor, taps: Tensor, positions: Tensor, mask: Mask
     ) -> tuple[Tensor, Tensor, KeysValues]:
-        """Depth 0: (normed [T, d], feedback [T, d], keys and values of every layer)."""
+        """Run depth 0: (normed [T, d], feedback [T, d], keys and values of every layer)."""
         drafter = self.drafter
         keys: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys.setdefault(layer, k)  # a checkpointed block comes by twice
+            keys.setdefault(layer, k)  # A checkpointed block calls this twice.
             values.setdefault(layer, v)
             return attention(q, k, v, mask)
 
         normed, feedback = drafter(
-            drafter.embed(ids), drafter.combine_hidden_states(g), positions, attend
+            drafter.embed(ids), drafter.combine_hidden_states(taps), positions, attend
         )
         return normed, feedback, (tuple(keys.values()), tuple(values.values()))
 
     def parallel(self, positions: Tensor, cache: KeysValues, mask: Mask) -> Tensor:
-        """P-EAGLE's deeper rows, all depths at once: normed [R, d]."""
+        """Run P-EAGLE's deeper rows, all depths at once: normed [R, d]."""
         drafter = self.drafter
         assert drafter.mask_hidden is not None and drafter.mask_embedding is not None
         rows = len(positions)
         hidden = drafter.combine_hidden_states(drafter.mask_hidden[None]).expand(rows, -1)
         embeds = drafter.mask_embedding.expand(rows, -1).to(hidden.dtype)
-        return drafter(embeds, hidden, positions, _with_context(cache, mask))[0]
+        return drafter(embeds, hidden, positions, _attend_with_context(cache, mask))[0]
 
     def chain(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, cache: KeysValues, mask: Mask
-    ) -> Any:
-        """EAGLE-3, one depth: (normed, feedback [R, d], this depth's keys and values)."""
+    ) -> tuple[Tensor, Tensor, KeysValues]:
+        """Run one depth of EAGLE-3: (normed, feedback [R, d], this depth's keys and values)."""
         drafter = self.drafter
         own: dict[int, tuple[Tensor, Tensor]] = {}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             own.setdefault(layer, (k, v))
-            return _with_context(cache, mask)(layer, q, k, v)
+            return _attend_with_context(cache, mask)(layer, q, k, v)
 
         normed, feedback = drafter(drafter.embed(ids), hidden, positions, attend)
-        return (
-            normed,
-            feedback,
-            (tuple(k for k, _ in own.values()), tuple(v for _, v in own.values())),
-        )
+        keys = tuple(k for k, _ in own.values())
+        values = tuple(v for _, v in own.values())
+        return normed, feedback, (keys, values)
 
-    def correct(self, normed: Tensor, ids: Tensor) -> Tensor:
-        """Rows [R, d] that know the draft before them, ids [R]; -1: that one is not told."""
+    def apply_dependency(self, normed: Tensor, previous_ids: Tensor) -> Tensor:
+        """Correct rows [R, d] by the drafts before them, [R]; a row with -1 stays as it is."""
         drafter = self.drafter
         assert drafter.dependency is not None
-        told = drafter.dependency(normed, embedding(ids.clamp(min=0), drafter.embed_tokens))
-        return torch.where(ids[:, None] >= 0, told, normed)
+        embeds = embedding(previous_ids.clamp(min=0), drafter.embed_tokens)
+        corrected = drafter.dependency(normed, embeds)
+        return torch.where(previous_ids[:, None] >= 0, corrected, normed)
 
-    def judge(self, normed: Tensor, sure: Tensor) -> Tensor:
-        """Log-odds that the drafts of rows [R, d] are accepted, [R]; `sure`: their log-probabilities."""
-        return self.drafter.confidence_logits(normed, sure)
+    def confidence_logits(self, normed: Tensor, log_probs: Tensor) -> Tensor:
+        """Log-odds [R] that the drafts of rows [R, d], of these log-probabilities, are accepted."""
+        return self.drafter.confidence_logits(normed, log_probs)
 
-    def touch(self) -> Tensor:
-        """Nothing, but every parameter takes part in it: see parallel.py."""
+    def zero_loss(self) -> Tensor:
+        """A zero on which every parameter has an effect in autograd (optim/parallel.py)."""
         return sum(
             (parameter.sum() * 0 for parameter in self.drafter.parameters()),
             torch.zeros((), device=self.drafter.fc.weight.device),
         )
 
 
-def _with_context(cache: KeysValues, mask: Mask) -> Attend:
+def _attend_with_context(cache: KeysValues, mask: Mask) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = cache
         return attention(q, torch.cat([keys[layer], k]), torch.cat([values[layer], v]), mask)

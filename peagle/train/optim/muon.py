@@ -1,4 +1,7 @@
-"""PyTorch's Muon, with matrices of one shape orthogonalised together: a tenth of the kernels, the same update."""
+"""PyTorch's Muon with batched Newton-Schulz iterations.
+
+Matrices of one shape are orthogonalized together: a tenth of the kernels, the same update.
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -8,7 +11,10 @@ from torch import Tensor
 
 
 class Muon(torch.optim.Muon):
-    """Its state is that of torch.optim.Muon. Learning rates are scaled to AdamW's (0.2 * sqrt of the longer side)."""
+    """Its state is that of torch.optim.Muon.
+
+    Learning rates are scaled to AdamW's (0.2 * square root of the longer side).
+    """
 
     def __init__(self, params: Any, lr: float, **kwargs: Any) -> None:
         super().__init__(params, lr, adjust_lr_fn="match_rms_adamw", **kwargs)
@@ -17,11 +23,11 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    shapes[parameter.shape].append(parameter)
-            for parameters in shapes.values():
+                    by_shape[parameter.shape].append(parameter)
+            for parameters in by_shape.values():
                 self._update(parameters, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -29,23 +35,22 @@ class Muon(torch.optim.Muon):
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momentum = group["momentum"]
         buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        updates = (
-            torch._foreach_lerp(gradients, buffers, group["momentum"])
-            if group["nesterov"]
-            else buffers
-        )
-        flat = orthogonal(
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        nesterov = group["nesterov"]
+        updates = torch._foreach_lerp(gradients, buffers, momentum) if nesterov else buffers
+        orthogonal = orthogonalize(
             torch.stack(updates), group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * max(parameters[0].shape) ** 0.5
-        torch._foreach_add_(parameters, list(flat.to(parameters[0].dtype).unbind(0)), alpha=-rate)
+        deltas = list(orthogonal.to(parameters[0].dtype).unbind(0))
+        torch._foreach_add_(parameters, deltas, alpha=-rate)
 
 
-def orthogonal(
+def orthogonalize(
     x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
     """x [n, rows, columns] -> nearly orthogonal, by Newton-Schulz iterations in bfloat16."""

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate: AdamW, or PyTorch's Muon for the matrices of the layers."""
+"""The optimizer and its learning rate: AdamW, or Muon for the matrices of the layers."""
 
 import math
 
@@ -12,48 +12,53 @@ from peagle.train.optim.muon import Muon
 class Optimizers:
     """One or two optimizers that step together. Learning rates are a pure function of the step."""
 
-    def __init__(self, drafter: nn.Module, config: TrainConfig, total: int) -> None:
-        self.config, self.total = config, total
+    def __init__(self, drafter: nn.Module, config: TrainConfig, total_steps: int) -> None:
+        self.config = config
+        self.total_steps = total_steps
         named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
-        matrices = [
-            p
-            for name, p in named
-            if config.optimizer == "muon" and is_matrix(p) and "embed" not in name
-        ]
+        matrices = []
+        if config.optimizer == "muon":
+            matrices = [p for name, p in named if is_matrix(p) and "embed" not in name]
         others = [p for _, p in named if all(p is not m for m in matrices)]
         fused = all(p.is_cuda for p in others)
-        betas, decay = (config.beta1, config.beta2), config.weight_decay
+        betas = (config.beta1, config.beta2)
+        decay = config.weight_decay
         self.parts: list[torch.optim.Optimizer] = []
         if others:
             self.parts.append(
                 torch.optim.AdamW(others, config.lr, betas, weight_decay=decay, fused=fused)
             )
-        if matrices:  # its updates are scaled to AdamW's size: one learning rate serves both
+        if matrices:  # Muon's updates are scaled to AdamW's size: one learning rate serves both.
             self.parts.append(Muon(matrices, config.lr, weight_decay=decay))
 
     def step(self, step: int) -> float:
-        """Updates the weights after the gradients of `step` (from 0) and forgets them; tells the rate's share."""
-        share = self.share(step)
+        """Update the weights with the gradients of `step` (from 0) and clear the gradients.
+
+        Returns the fraction of the peak learning rate.
+        """
+        fraction = self.lr_fraction(step)
         for optimizer in self.parts:
             for group in optimizer.param_groups:
-                group["lr"] = self.config.lr * share
+                group["lr"] = self.config.lr * fraction
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return share
+        return fraction
 
-    def share(self, step: int) -> float:
-        """Of the peak learning rate: a linear warm-up, then the schedule down to final_lr."""
+    def lr_fraction(self, step: int) -> float:
+        """The fraction of the peak learning rate: linear warm-up, then the schedule to final_lr."""
         config = self.config
-        warm = max(1, round(config.warmup * self.total))
-        if step < warm:
-            return (step + 1) / warm
-        done = (step - warm) / max(1, self.total - warm)
-        fall = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[
-            config.schedule
-        ]
-        return config.final_lr + (1 - config.final_lr) * fall
+        warmup_steps = max(1, round(config.warmup * self.total_steps))
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        done = (step - warmup_steps) / max(1, self.total_steps - warmup_steps)
+        schedules = {
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "linear": 1 - done,
+            "constant": 1.0,
+        }
+        return config.final_lr + (1 - config.final_lr) * schedules[config.schedule]
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """And not a vector with a second dimension, as the confidence output is."""
+    """Whether it is a matrix, not a vector with two dimensions as the confidence output is."""
     return parameter.ndim == 2 and min(parameter.shape) > 1
