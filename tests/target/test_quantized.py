@@ -29,7 +29,7 @@ OFF = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}  # of a random matrix' length, a
 PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22, 41, 5], list(range(10, 40))]
 dots = library()
 needs_dots = pytest.mark.skipif(
-    dots is None or not dots.multiplies, reason="this CPU has no dot products of int8"
+    dots is None or not dots.has_packed_matrices, reason="this CPU has no dot products of int8"
 )
 
 

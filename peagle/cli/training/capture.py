@@ -8,6 +8,7 @@ import typer
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device, Dtype, Json
+from peagle.cli.training.regenerate import progress_bar
 from peagle.errors import UserError
 
 
