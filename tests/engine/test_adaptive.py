@@ -112,11 +112,11 @@ def test_costs_are_read_off_lines() -> None:
         costs.add(16, k, 3 + 0.2 * k)
     assert costs.seconds(1, 3) == pytest.approx(1.3)
     assert costs.seconds(8, 0) == pytest.approx(1 + 2 * 7 / 15)  # between two batch sizes
-    assert costs.seconds(64, 7) == pytest.approx(4.4)  # beyond them: as the did_you_mean
+    assert costs.seconds(64, 7) == pytest.approx(4.4)  # beyond them: as the nearest
     costs.add(64, 0, 6.0)
     costs.add(64, 0, 6.0)
     own = costs.seconds(64, 0)
-    # the slope of the did_you_mean bucket, at its own level
+    # the slope of the nearest bucket, at its own level
     assert costs.seconds(64, 7) == pytest.approx(own * 4.4 / 3)
     batches = (1, 2, 3, 4, 5, 6, 7, 9, 33, 48, 49, 64)
     buckets = (1, 2, 3, 4, 6, 6, 8, 12, 48, 48, 64, 64)

@@ -36,7 +36,7 @@ def card(source: Path, config: dict[str, Any], report: "QuantizationReport") -> 
         [
             f"{TITLE}: {source_name}, {report.format}",
             "",
-            f"{description} Rounded to the did_you_mean.{search} No data was used. Embeddings, lm_head,"
+            f"{description} Rounded to the nearest.{search} No data was used. Embeddings, lm_head,"
             " norms and biases are unchanged.",
             "",
             "| | |",

@@ -2,7 +2,7 @@
 
     W[n, k] is approximately codes[n, k] * scales[n, k // group]
 
-Codes are rounded to the did_you_mean. For integers, the clipping point of each row or group is searched:
+Codes are rounded to the nearest. For integers, the clipping point of each row or group is searched:
 clipping an outlier may reduce the error of the other weights. For fp8 nothing is searched, because
 its relative error does not depend on the scale.
 """
