@@ -115,7 +115,7 @@ class SpeedBench:
 
     def drive(self, engine: Engine, concurrency: int, jobs: Sequence[LoadJob]) -> int:
         """Run the jobs and return the number of generated tokens."""
-        records = EngineLoad(self, engine, concurrency, lambda: None).drive(jobs)  # type: ignore[arg-type]
+        records = EngineLoad(self.loaded, engine, self.prompts, concurrency).drive(jobs)
         if errors := [record.error for record in records if record.error]:
             raise UserError(errors[0])
         return sum(record.tokens for record in records)

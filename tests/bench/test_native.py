@@ -95,7 +95,7 @@ def test_a_prompt_that_does_not_fit_is_counted() -> None:
     jobs[1] = replace(jobs[1], task=Task("long", ("w7 " * 300, "w8")))
     run = native(jobs).run(CellKey("x", "none", 0, 2), jobs, lambda: None)
     assert [record.task for record in run.failed] == ["long"]
-    assert "must fit" in (run.failed[0].error or "")
+    assert "context holds" in (run.failed[0].error or "")
     assert run.metrics().requests == 3
 
 

@@ -59,7 +59,7 @@ def test_drafts_behind_the_profile_are_never_right() -> None:
     pair = random_pair("tiny", "cpu", torch.float32)
     engine = build_engine(pair, "p-eagle", "auto", 2, 64, tree=0)
     engine.force_acceptance(conditional_probabilities(PROFILE[:3]))
-    assert engine.largest.chain
+    assert engine.max_shape.is_chain
     for _ in range(4):
         engine.add([1, 2, 3], max_tokens=48, ignore_eos=True)
     engine.drain()

@@ -151,12 +151,12 @@ def test_a_layer_in_one_call_equals_its_parts(name: str) -> None:
     target.model.to(torch.bfloat16)
     verifier = build_verifier(target, 300)
     assert isinstance(verifier, FusedLlamaTarget)
-    assert all(layer.fused is not None for layer in verifier.layers)
+    assert all(layer.cpu_layer is not None for layer in verifier.layers)
     results = []
     for fused in (True, False):
         if not fused:
             for layer in verifier.layers:
-                object.__setattr__(layer, "fused", None)
+                object.__setattr__(layer, "cpu_layer", None)
         kv_cache = KVCache(target_kv_shapes(target), 6, 16, torch.device("cpu"))
         ids = torch.arange(30) % 90
         positions = torch.cat([torch.arange(20), torch.arange(8), torch.zeros(2, dtype=torch.long)])
