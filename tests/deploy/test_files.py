@@ -20,12 +20,12 @@ from tests.support.deploying import (
     KEYS,
     KINDS,
     PAIRS,
-    container_of,
+    container_spec,
     documents,
     planned,
     rendered,
-    speculative_of,
-    words_of,
+    speculative_config,
+    vllm_arguments,
 )
 from tests.support.serving import front_of
 
@@ -43,8 +43,8 @@ def kinds(*without: str) -> Any:
 @kinds()
 @pytest.mark.parametrize("pair", PAIRS)
 def test_all_four_keys_for_every_pair(kind: str, pair: str) -> None:
-    made = planned(kind, pair, choices={"gpu": "H100"})
-    said = speculative_of(kind, rendered(kind, pair, choices={"gpu": "H100"}))
+    made = planned(kind, pair, gpu="H100")
+    said = speculative_config(kind, rendered(kind, pair, gpu="H100"))
     assert set(said) == KEYS and said["method"] == "eagle3"
     assert said["num_speculative_tokens"] == made.k and said["parallel_drafting"] is (
         made.method == "p-eagle"
@@ -71,12 +71,12 @@ def test_no_secret_is_written_down(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 @kinds()
 def test_rendered_twice_is_the_same(kind: str) -> None:
-    assert rendered(kind, choices=BIG) == rendered(kind, choices=BIG)
+    assert rendered(kind, **BIG) == rendered(kind, **BIG)
 
 
 @kinds("ray")
 def test_ports_agree_and_probes_ask_for_paths_that_there_are(kind: str) -> None:
-    files = rendered(kind, choices={"port": 9000, "gpu": "H100"})
+    files = rendered(kind, port=9000, gpu="H100")
     everything = "\n".join(files.values())
     served = set(
         re.findall(r"(?:port|Port|PORT):?[-= ]+\"?(\d{4,5})\b|:(\d{4,5})[/:\"' ]", everything)
@@ -114,7 +114,7 @@ def test_the_image_is_one_the_pair_can_be_served_by(kind: str) -> None:
 
 
 def test_the_script(tmp_path: Path) -> None:
-    for number, asked in enumerate(({}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"})):
+    for number, asked in enumerate(({}, BIG, LOCAL | {"pair": "smollm2-135m"})):
         script = tmp_path / f"{number}.sh"
         script.write_text(rendered("vllm", **asked)["serve.sh"])
         subprocess.run(["bash", "-n", script], check=True)
@@ -123,7 +123,7 @@ def test_the_script(tmp_path: Path) -> None:
 
 @kinds()
 def test_what_to_run_next_is_shell(kind: str) -> None:
-    for asked in ({"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}):
+    for asked in (BIG, LOCAL | {"pair": "smollm2-135m"}):
         steps = next_steps(kind, planned(kind, **asked), Path("out here"))
         subprocess.run(["bash", "-n"], input=steps, text=True, check=True)
         assert "'out here" in steps
@@ -136,7 +136,7 @@ def test_the_script_starts_vllm(tmp_path: Path) -> None:
         '#!/bin/sh\nfor word; do echo "$word"; done\npwd\necho "$VLLM_USE_V2_MODEL_RUNNER"\n'
     )
     (tmp_path / "bin" / "vllm").chmod(0o755)
-    files = rendered("vllm", choices={"served_name": "it's"})
+    files = rendered("vllm", served_model_name="it's")
     (tmp_path / "serve.sh").write_text(files["serve.sh"])
 
     def start(**variables: str) -> subprocess.CompletedProcess[str]:
@@ -146,7 +146,9 @@ def test_the_script_starts_vllm(tmp_path: Path) -> None:
         )
 
     *words, folder, runner = start().stdout.splitlines()
-    assert words == ["serve", *words_of("vllm", files)] and "--served-model-name=it's" in words
+    assert (
+        words == ["serve", *vllm_arguments("vllm", files)] and "--served-model-name=it's" in words
+    )
     assert (folder, runner) == (str(tmp_path), "0")
     refused = start(HOST="0.0.0.0")
     assert refused.returncode == 2 and "set VLLM_API_KEY" in refused.stderr
@@ -154,7 +156,7 @@ def test_the_script_starts_vllm(tmp_path: Path) -> None:
 
 
 def test_the_config_file_says_what_the_script_says() -> None:
-    files = rendered("vllm", choices=BIG | {"port": 8000})
+    files = rendered("vllm", **(BIG | {"port": 8000}))
     config = documents(files)["config.yaml"]
     words = [
         f"--{key}={value}" for key, value in config.items() if key not in ("model", "host", "port")
@@ -166,11 +168,11 @@ def test_the_config_file_says_what_the_script_says() -> None:
         "--port",
         str(config["port"]),
         *words,
-    ] == words_of("vllm", files)
+    ] == vllm_arguments("vllm", files)
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
+    "asked", [{}, BIG, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
 )
 def test_compose(asked: dict[str, Any]) -> None:
     files = rendered("compose", **asked)
@@ -209,12 +211,12 @@ def test_the_compose_model_knows_its_keys(key: str) -> None:
 
 
 def test_a_dollar_is_no_variable_to_compose() -> None:
-    read = documents(rendered("compose", choices={"served_name": "a$b"}))["compose.yaml"]
+    read = documents(rendered("compose", served_model_name="a$b"))["compose.yaml"]
     assert "--served-model-name=a$$b" in next(iter(read["services"].values()))["command"]
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
+    "asked", [{}, BIG, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
 )
 def test_kubernetes(asked: dict[str, Any]) -> None:
     read, made = documents(rendered("kubernetes", **asked)), planned("kubernetes", **asked)
@@ -247,10 +249,10 @@ def test_the_kubernetes_schema_is_strict() -> None:
 @pytest.mark.parametrize("kind", ["kubernetes", "kserve"])
 def test_a_pod_holds_together(kind: str) -> None:
     """Volumes, ports, secrets and probes of the container name what there is."""
-    read, made = documents(rendered(kind, choices=BIG)), planned(kind, choices=BIG)
+    read, made = documents(rendered(kind, **BIG)), planned(kind, **BIG)
     spec = read["inferenceservice.yaml"]["spec"]["predictor"] if kind == "kserve" else None
     spec = spec or read["deployment.yaml"]["spec"]["template"]["spec"]
-    container = container_of(kind, read)
+    container = container_spec(kind, read)
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
     assert (
@@ -343,7 +345,7 @@ def check_values(values: Any, schema: Any, where: str = "values") -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
+    "asked", [{}, BIG, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
 )
 def test_helm(asked: dict[str, Any]) -> None:
     read, made = documents(rendered("helm", **asked)), planned("helm", **asked)
@@ -368,7 +370,7 @@ def test_ray_and_skypilot_mount_a_local_drafter() -> None:
     assert files["service.yaml"]["file_mounts"] == {"/models/drafter": "./drafter"}
     assert files["service.yaml"]["secrets"] == {"VLLM_API_KEY": None, "HF_TOKEN": None}
     assert files["service.yaml"]["service"]["readiness_probe"]["path"] in routes()
-    said = speculative_of("ray", rendered("ray", "smollm2-135m", **LOCAL))
+    said = speculative_config("ray", rendered("ray", "smollm2-135m", **LOCAL))
     assert said["model"] == "/models/drafter"
 
 
@@ -387,9 +389,9 @@ def test_flags_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         '--compilation-config={"level": 1}',
     ]
     for kind in KINDS:
-        files = rendered(kind, "mine", choices={"gpu": "H100"})
+        files = rendered(kind, "mine", gpu="H100")
         if kind != "ray":
-            assert [word for word in words_of(kind, files) if word in told] == told, kind
+            assert [word for word in vllm_arguments(kind, files) if word in told] == told, kind
     config = documents(rendered("vllm", "mine"))["config.yaml"]
     assert (
         config["no-enable-prefix-caching"] is True

@@ -9,16 +9,24 @@ import pytest
 from botocore.stub import ANY, Stubber
 from moto.sagemaker.models import FakeEndpoint
 
-from peagle.deploy.sagemaker.operate.apply import Apply, Done, covers
+from peagle.deploy.sagemaker.operate.apply import StackUpdate, StepResult, contains
 from peagle.deploy.sagemaker.operate.clients import Clients
-from peagle.deploy.sagemaker.operate.delete import belongings, delete
-from peagle.deploy.sagemaker.operate.delete import weights as prefixes
-from peagle.deploy.sagemaker.operate.status import status
+from peagle.deploy.sagemaker.operate.delete import delete, exclusive_prefixes, find_deletions
+from peagle.deploy.sagemaker.operate.status import endpoint_status
 from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.choices import Autoscale
 from peagle.deploy.sagemaker.resources.stack import Stack
 from peagle.errors import UserError
-from tests.support.aws import NAME, REGION, aws, left, refuse, scaled_stack, sleep, weights
+from tests.support.aws import (
+    NAME,
+    REGION,
+    aws,
+    existing_names,
+    refuse,
+    scaled_stack,
+    sleep,
+    weights,
+)
 
 __all__ = ["aws", "weights"]
 Weights = tuple[Artifact, Artifact]
@@ -33,19 +41,19 @@ KINDS = [
 ]
 
 
-def apply(stack: Stack, aws: Clients, wait: bool = False) -> list[Done]:
-    return Apply(stack, aws, wait, sleep=sleep).run()
+def apply(stack: Stack, aws: Clients, wait: bool = False) -> list[StepResult]:
+    return StackUpdate(stack, aws, wait, sleep=sleep).apply()
 
 
 def test_created_and_then_left_alone(aws: Clients, weights: Weights) -> None:
     first = apply(scaled_stack(weights), aws)
-    assert [one.kind for one in first] == KINDS
-    assert {one.what for one in first} == {"created"}
-    there = left(aws)
+    assert [step.kind for step in first] == KINDS
+    assert {step.outcome for step in first} == {"created"}
+    there = existing_names(aws)
     assert len(there) == len(KINDS)
     again = apply(scaled_stack(weights), aws, wait=True)
-    assert {one.what for one in again} == {"unchanged"}
-    assert left(aws) == there
+    assert {step.outcome for step in again} == {"unchanged"}
+    assert existing_names(aws) == there
 
 
 def test_twice_calls_nothing_that_changes(
@@ -75,10 +83,10 @@ def test_what_the_container_is_told(aws: Clients, weights: Weights) -> None:
 def test_other_limits_of_scaling_change_only_them(aws: Clients, weights: Weights) -> None:
     apply(scaled_stack(weights), aws)
     done = apply(scaled_stack(weights, autoscale=Autoscale(2, 6, 8)), aws)
-    assert {one.kind: one.what for one in done if one.what != "unchanged"} == {
+    assert {step.kind: step.outcome for step in done if step.outcome != "unchanged"} == {
         "scalable target": "changed"
     }
-    assert status(aws, NAME)["autoscale"] == {"min": 2, "max": 6}
+    assert endpoint_status(aws, NAME)["autoscale"] == {"min": 2, "max": 6}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_a_failed_step_leaves_nothing(
     refuse(monkeypatch, operation, mentions)
     with pytest.raises(UserError, match="no quota") as told:
         apply(scaled_stack(weights), aws)
-    assert left(aws) == []
+    assert existing_names(aws) == []
     assert f"/aws/sagemaker/Endpoints/{NAME}" in str(told.value)
     assert "Service Quotas" in str(told.value)
 
@@ -116,15 +124,15 @@ def test_an_endpoint_that_does_not_start(
     monkeypatch.setattr(FakeEndpoint, "__init__", failing)
     with pytest.raises(UserError, match="did not pass /ping") as told:
         apply(scaled_stack(weights, autoscale=None), aws, wait=True)
-    assert left(aws) == []
+    assert existing_names(aws) == []
     assert f"/aws/sagemaker/Endpoints/{NAME}" in str(told.value) and f"endpoint {NAME}" in str(
         told.value
     )
     apply(scaled_stack(weights, autoscale=None), aws)  # nobody waits: nobody sees it yet
-    assert status(aws, NAME)["failure_reason"] == "the container did not pass /ping"
+    assert endpoint_status(aws, NAME)["failure_reason"] == "the container did not pass /ping"
     with pytest.raises(UserError, match=f"peagle sagemaker delete {NAME}"):
         apply(scaled_stack(weights, autoscale=None), aws)
-    assert NAME in left(aws), "what another run made is not taken back by this one"
+    assert NAME in existing_names(aws), "what another run made is not taken back by this one"
 
 
 def test_what_cannot_be_taken_back_is_named(
@@ -132,9 +140,9 @@ def test_what_cannot_be_taken_back_is_named(
 ) -> None:
     refuse(monkeypatch, "CreateEndpoint")
     refuse(monkeypatch, "DeleteModel")
-    with pytest.raises(UserError, match=f"LEFT, remove it by hand: model {NAME}-"):
+    with pytest.raises(UserError, match=f"NOT rolled back, remove it by hand: model {NAME}-"):
         apply(scaled_stack(weights), aws)
-    assert len(left(aws)) == 1
+    assert len(existing_names(aws)) == 1
 
 
 def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) -> None:
@@ -142,27 +150,27 @@ def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) 
     old = scaled_stack(weights, k=3).resources[:2]
     for resource in old:
         aws.call(resource.create)
-    assert prefixes(aws, NAME) == [upload.uri for upload in scaled_stack(weights).uploads]
+    assert exclusive_prefixes(aws, NAME) == [upload.uri for upload in scaled_stack(weights).uploads]
     apply(scaled_stack(weights, name="peagle-tiny-2"), aws)
-    other = [name for name in left(aws) if "peagle-tiny-2" in name]
-    assert prefixes(aws, NAME) == [], "another endpoint reads the same weights"
-    found = belongings(aws, NAME)
+    other = [name for name in existing_names(aws) if "peagle-tiny-2" in name]
+    assert exclusive_prefixes(aws, NAME) == [], "another endpoint reads the same weights"
+    found = find_deletions(aws, NAME)
     assert len(found) == len(KINDS) + len(old)
     delete(aws, NAME, found, lambda line: None, sleep)
-    assert left(aws) == other
-    assert belongings(aws, NAME) == []
+    assert existing_names(aws) == other
+    assert find_deletions(aws, NAME) == []
 
 
 def test_status(aws: Clients, weights: Weights) -> None:
     apply(scaled_stack(weights), aws)
-    found = status(aws, NAME)
+    found = endpoint_status(aws, NAME)
     assert found["status"] == "InService" and found["region"] == REGION
     assert found["instances"] == {"AllTraffic": {"now": 1, "wanted": 1}}
     assert found["autoscale"] == {"min": 1, "max": 4}
     assert set(found["alarms"]) == {f"{NAME}-errors", f"{NAME}-latency"}
     assert '"num_speculative_tokens":5' in found["models"][0]["speculative_config"]
     with pytest.raises(UserError, match="no endpoint 'other'"):
-        status(aws, "other")
+        endpoint_status(aws, "other")
 
 
 def endpoint(config: str, state: str = "InService", **more: Any) -> dict[str, Any]:
@@ -184,8 +192,8 @@ def endpoint(config: str, state: str = "InService", **more: Any) -> dict[str, An
 def updating(aws: Clients, stack: Stack) -> Iterator[Stubber]:
     """An endpoint with the config `old` exists; moto knows no update_endpoint."""
     client = boto3.client("sagemaker", region_name=REGION)
-    aws._made["sagemaker"] = client
-    model, config, update = stack.resources[0], stack.resources[1], stack.resources[4].change
+    aws._clients["sagemaker"] = client
+    model, config, update = stack.resources[0], stack.resources[1], stack.resources[4].update
     assert update is not None
     with Stubber(client) as stub:
         for resource, operation in ((model, "model"), (config, "endpoint_config")):
@@ -213,7 +221,7 @@ def test_an_update(aws: Clients, weights: Weights) -> None:
         stub.add_response("describe_endpoint", endpoint("old", "Updating"))
         stub.add_response("describe_endpoint", endpoint(stack.resources[1].name))
         done = apply(stack, aws, wait=True)
-    assert [one.what for one in done] == ["created", "created", "created", "created", "changed"]
+    assert [step.outcome for step in done] == ["created", "created", "created", "created", "changed"]
 
 
 def test_an_update_that_sagemaker_rolls_back(aws: Clients, weights: Weights) -> None:
@@ -249,7 +257,7 @@ def test_an_update_after_which_something_fails_is_put_back(
         stub.add_response("describe_endpoint", endpoint("old"))
         stub.add_response("delete_endpoint_config", {}, {"EndpointConfigName": new})
         stub.add_response("delete_model", {}, {"ModelName": ANY})
-        with pytest.raises(UserError, match=f"taken back: change of endpoint {NAME}"):
+        with pytest.raises(UserError, match=f"rolled back: change of endpoint {NAME}"):
             apply(stack, aws)
 
 
@@ -269,10 +277,12 @@ def test_a_changed_alarm_is_put_back(
 
 
 def test_covers() -> None:
-    assert covers({"a": 1, "b": [{"c": 2, "d": 3}]}, {"b": [{"c": 2}]})
-    assert not covers({"b": [{"c": 2}, {}]}, {"b": [{"c": 2}]})
+    assert contains({"a": 1, "b": [{"c": 2, "d": 3}]}, {"b": [{"c": 2}]})
+    assert not contains({"b": [{"c": 2}, {}]}, {"b": [{"c": 2}]})
     assert (
-        not covers({}, {"a": None}) and not covers([1], {"a": 1}) and not covers({"a": 1}, {"a": 2})
+        not contains({}, {"a": None})
+        and not contains([1], {"a": 1})
+        and not contains({"a": 1}, {"a": 2})
     )
 
 

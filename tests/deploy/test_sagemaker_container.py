@@ -12,9 +12,9 @@ import pytest
 
 from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.environment import CHANNEL_FOLDER
-from peagle.deploy.sagemaker.resources.stack import stack
+from peagle.deploy.sagemaker.resources.stack import build_stack
 from peagle.export.export import export
-from tests.support.aws import choices, deployment
+from tests.support.aws import deployment, endpoint_settings
 from tests.support.serving import events, word_tokenizer
 from tests.support.tiny_models import make_drafter, make_target
 
@@ -35,7 +35,9 @@ def variables(folders: dict[str, Path], port: int) -> dict[str, str]:
     """The container's, its folders and its port replaced by ours."""
     here = {"SM_VLLM_HOST": "127.0.0.1", "SM_VLLM_PORT": str(port), "SM_VLLM_DTYPE": "float32"}
     asked = deployment(k=3, context=128, flags={"enforce-eager": True})
-    made = stack(choices(variables=here), asked, Artifact("t", "0" * 12), Artifact("d", "1" * 12))
+    made = build_stack(
+        endpoint_settings(variables=here), asked, Artifact("t", "0" * 12), Artifact("d", "1" * 12)
+    )
     given = made.resources[0].create.parameters["PrimaryContainer"]["Environment"]
     assert CHANNEL_FOLDER in given["SM_VLLM_SPECULATIVE_CONFIG"]
     local = {

@@ -16,8 +16,14 @@ from typer.testing import CliRunner
 
 from peagle.cli import app
 from peagle.deploy.sagemaker.operate.clients import Clients
-from peagle.deploy.sagemaker.operate.invoke import chunks, lines, streamed, text_of, whole
-from peagle.deploy.sagemaker.operate.logs import events
+from peagle.deploy.sagemaker.operate.invoke import (
+    invoke,
+    invoke_stream,
+    join_lines,
+    parse_events,
+    response_text,
+)
+from peagle.deploy.sagemaker.operate.logs import log_events
 from peagle.errors import UserError
 from tests.support.aws import CREDENTIALS, NAME, REGION, aws
 
@@ -128,7 +134,7 @@ def client(runtime: Runtime) -> Any:
 @pytest.mark.parametrize("size", [1, 3, 7, 50, 10_000])
 def test_parts_that_do_not_align_with_lines(size: int, runtime: Runtime, client: Any) -> None:
     runtime.frames = [part(WHOLE[i : i + size]) for i in range(0, len(WHOLE), size)]
-    assert [text_of(chunk) for chunk in streamed(client, NAME, {"prompt": "x"})] == WORDS
+    assert [response_text(chunk) for chunk in invoke_stream(client, NAME, {"prompt": "x"})] == WORDS
     assert runtime.asked == [
         (f"/endpoints/{NAME}/invocations-response-stream", {"prompt": "x", "stream": True})
     ]
@@ -138,8 +144,8 @@ def test_an_exception_in_mid_stream(runtime: Runtime, client: Any) -> None:
     runtime.frames = [part(WHOLE[:60]), part(WHOLE[60:130]), broken("the model took too long")]
     heard = []
     with pytest.raises(UserError, match=r"broke off: .*the model took too long"):
-        for chunk in streamed(client, NAME, {"prompt": "x"}):
-            heard.append(text_of(chunk))
+        for chunk in invoke_stream(client, NAME, {"prompt": "x"}):
+            heard.append(response_text(chunk))
     assert heard == WORDS[: len(heard)] and heard
 
 
@@ -148,14 +154,14 @@ def test_an_error_of_the_container_in_mid_stream(runtime: Runtime, client: Any) 
         part(SSE.encode()),
         part(b'data: {"error": {"message": "out of pages"}}\n\ndata: [DONE]\n\n'),
     ]
-    with pytest.raises(UserError, match="the container says: out of pages"):
-        list(streamed(client, NAME, {"prompt": "x"}))
+    with pytest.raises(UserError, match="the container reports: out of pages"):
+        list(invoke_stream(client, NAME, {"prompt": "x"}))
 
 
 def test_a_stream_that_just_ends(runtime: Runtime, client: Any) -> None:
     runtime.frames = [part(SSE.encode())]
     with pytest.raises(UserError, match="before its"):
-        list(streamed(client, NAME, {"prompt": "x"}))
+        list(invoke_stream(client, NAME, {"prompt": "x"}))
 
 
 def test_the_container_refuses(runtime: Runtime, client: Any) -> None:
@@ -163,26 +169,27 @@ def test_the_container_refuses(runtime: Runtime, client: Any) -> None:
     runtime.body = json.dumps(
         {"OriginalStatusCode": 400, "OriginalMessage": "too long", "Message": "m"}
     ).encode()
-    for ask in (lambda: list(streamed(client, NAME, {})), lambda: whole(client, NAME, {})):
+    for ask in (lambda: list(invoke_stream(client, NAME, {})), lambda: invoke(client, NAME, {})):
         with pytest.raises(UserError, match="answered 400: too long"):
             ask()
 
 
 def test_a_whole_answer(runtime: Runtime, client: Any) -> None:
     runtime.body = json.dumps({"choices": [{"message": {"content": "Hallo"}}]}).encode()
-    assert text_of(whole(client, NAME, {"prompt": "x"})) == "Hallo"
+    assert response_text(invoke(client, NAME, {"prompt": "x"})) == "Hallo"
     runtime.body = b"<html>"
-    with pytest.raises(UserError, match="no JSON"):
-        whole(client, NAME, {})
+    with pytest.raises(UserError, match="is not JSON"):
+        invoke(client, NAME, {})
 
 
 def test_lines_and_chunks() -> None:
-    assert list(lines([b"a\n\nb", b"c\nd"])) == [b"a", b"", b"bc", b"d"]
+    assert list(join_lines([b"a\n\nb", b"c\nd"])) == [b"a", b"", b"bc", b"d"]
     assert list(
-        chunks([b": hello", b"event: x", b'data:{"a": 1}\r', b"data: [DONE]", b"data: no"])
+        parse_events([b": hello", b"event: x", b'data:{"a": 1}\r', b"data: [DONE]", b"data: no"])
     ) == [{"a": 1}]
     assert (
-        text_of({"choices": [{"text": "t"}]}) == "t" and text_of({"choices": [], "usage": {}}) == ""
+        response_text({"choices": [{"text": "t"}]}) == "t"
+        and response_text({"choices": [], "usage": {}}) == ""
     )
 
 
@@ -204,7 +211,7 @@ def test_the_command(runtime: Runtime) -> None:
 def test_logs(aws: Clients) -> None:
     client, group = aws["logs"], f"/aws/sagemaker/Endpoints/{NAME}"
     with pytest.raises(UserError, match=f"no log group {group}"):
-        list(events(client, NAME, 0))
+        list(log_events(client, NAME, 0))
     client.create_log_group(logGroupName=group)
     for instance in ("i-1", "i-2"):
         client.create_log_stream(logGroupName=group, logStreamName=instance)
@@ -216,6 +223,8 @@ def test_logs(aws: Clients) -> None:
 
     write("i-1", (-90_000, "old"), (1, "a"), (3, "c"))
     write("i-2", (2, "b"))
-    assert [event["message"] for event in events(client, NAME, now)] == ["a", "b", "c"]
-    following = events(client, NAME, now, follow=True, sleep=lambda seconds: write("i-2", (4, "d")))
+    assert [event["message"] for event in log_events(client, NAME, now)] == ["a", "b", "c"]
+    following = log_events(
+        client, NAME, now, follow=True, sleep=lambda seconds: write("i-2", (4, "d"))
+    )
     assert [next(following)["message"] for _ in range(4)] == ["a", "b", "c", "d"]

@@ -15,19 +15,19 @@ from cfnlint.api import lint
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from peagle.deploy.sagemaker.output.cloudformation import cloudformation
-from peagle.deploy.sagemaker.output.dry_run import steps
-from peagle.deploy.sagemaker.output.terraform import terraform
+from peagle.deploy.sagemaker.output.cloudformation import cloudformation_template
+from peagle.deploy.sagemaker.output.dry_run import dry_run_steps
+from peagle.deploy.sagemaker.output.terraform import terraform_config
 from peagle.deploy.sagemaker.plan import artifact
 from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.choices import Autoscale
-from peagle.deploy.sagemaker.plan.environment import environment
-from peagle.deploy.sagemaker.plan.instances import instances, smallest
+from peagle.deploy.sagemaker.plan.environment import container_environment
+from peagle.deploy.sagemaker.plan.instances import instance_types, smallest_instance
 from peagle.deploy.sagemaker.plan.limits import check_environment, check_memory
 from peagle.deploy.sagemaker.resources.calls import Call
-from peagle.deploy.sagemaker.resources.stack import Stack, stack
+from peagle.deploy.sagemaker.resources.stack import Stack, build_stack
 from peagle.errors import UserError
-from tests.support.aws import NAME, REGION, ROLE, choices, deployment, scaled_stack
+from tests.support.aws import NAME, REGION, ROLE, deployment, endpoint_settings, scaled_stack
 
 WEIGHTS = (
     Artifact("hub org/tiny at main", "0123456789ab"),
@@ -48,7 +48,7 @@ def calls(stack: Stack) -> list[Call]:
     found = [
         call
         for one in stack.resources
-        for call in (one.create, one.read, one.delete, one.change)
+        for call in (one.create, one.read, one.delete, one.update)
         if call
     ]
     return list({str(call): call for call in found}.values())
@@ -81,8 +81,11 @@ def check_words(value: Any, shape: Any) -> None:
 @pytest.mark.parametrize("channel", [True, False])
 def test_every_call_is_one_that_aws_knows(channel: bool) -> None:
     topic = f"arn:aws:sns:{REGION}:123456789012:pager"
-    made = stack(
-        choices(autoscale=Autoscale(1, 4, 8), notify=topic), deployment(), *WEIGHTS, channel=channel
+    made = build_stack(
+        endpoint_settings(autoscale=Autoscale(1, 4, 8), notify=topic),
+        deployment(),
+        *WEIGHTS,
+        channel=channel,
     )
     assert len(calls(made)) == 3 + 3 + 6 + 4 + 6
     for call in calls(made):
@@ -110,7 +113,9 @@ def test_the_environment() -> None:
 
 
 def test_from_the_hub() -> None:
-    made = stack(choices(from_hub=True, isolated=False), deployment(method="eagle3"), *WEIGHTS)
+    made = build_stack(
+        endpoint_settings(from_hub=True, isolated=False), deployment(method="eagle3"), *WEIGHTS
+    )
     assert made.uploads == ()
     parameters = made.resources[0].create.parameters
     told = parameters["PrimaryContainer"]["Environment"]
@@ -127,7 +132,9 @@ def test_vocabularies_of_gpt_oss(tmp_path: Path) -> None:
     (tmp_path / "o200k_base.tiktoken").write_text("x")
     here = Artifact("t", "0123456789ab", tmp_path)
     for channel, place in ((True, "/opt/ml/model"), (False, "/opt/ml/model/target")):
-        (model, *_) = stack(choices(), deployment(), here, WEIGHTS[1], channel=channel).resources
+        (model, *_) = build_stack(
+            endpoint_settings(), deployment(), here, WEIGHTS[1], channel=channel
+        ).resources
         assert (
             model.create.parameters["PrimaryContainer"]["Environment"]["TIKTOKEN_ENCODINGS_BASE"]
             == place
@@ -159,8 +166,10 @@ def test_names_follow_the_content() -> None:
 
 def test_cloudformation() -> None:
     """By the resource schemas in cfn-lint, which are AWS's own."""
-    made = stack(choices(autoscale=Autoscale(1, 4, 8)), deployment(), *WEIGHTS, channel=False)
-    template = cloudformation(made)
+    made = build_stack(
+        endpoint_settings(autoscale=Autoscale(1, 4, 8)), deployment(), *WEIGHTS, channel=False
+    )
+    template = cloudformation_template(made)
     assert [str(one) for one in lint(json.dumps(template), regions=[REGION])] == []
     container = template["Resources"]["Model"]["Properties"]["PrimaryContainer"]
     uri, told = container["ModelDataSource"]["S3DataSource"]["S3Uri"], container["Environment"]
@@ -177,7 +186,7 @@ def test_cloudformation() -> None:
 
 
 def test_terraform() -> None:
-    made = terraform(scaled_stack(WEIGHTS, variables={"A": "${b}"}))
+    made = terraform_config(scaled_stack(WEIGHTS, variables={"A": "${b}"}))
     assert set(made["resource"]) == set(SCHEMA) - {"//"}
     for kind, blocks in made["resource"].items():
         for label, block in blocks.items():
@@ -195,15 +204,19 @@ def test_secrets_are_not_printed() -> None:
         "SM_VLLM_API_KEY": "sk-secret",
         "SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096",
     }
-    made = stack(choices(variables=given), deployment(), *WEIGHTS, channel=False)
+    made = build_stack(endpoint_settings(variables=given), deployment(), *WEIGHTS, channel=False)
     assert (
         made.resources[0].create.parameters["PrimaryContainer"]["Environment"]["HF_TOKEN"]
         == "hf_secret"
     )
-    for printed in map(json.dumps, (steps(made), cloudformation(made), terraform(made))):
+    for printed in map(
+        json.dumps, (dry_run_steps(made), cloudformation_template(made), terraform_config(made))
+    ):
         assert "secret" not in printed and '"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"' in printed
-    assert [str(one) for one in lint(json.dumps(cloudformation(made)), regions=[REGION])] == []
-    spelt = terraform(made)
+    assert [
+        str(one) for one in lint(json.dumps(cloudformation_template(made)), regions=[REGION])
+    ] == []
+    spelt = terraform_config(made)
     assert set(spelt["variable"]) == {"hf_token", "sm_vllm_api_key"}
     environment = spelt["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"][
         "environment"
@@ -228,33 +241,36 @@ def check_block(block: dict[str, Any], schema: dict[str, Any], where: str) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": "a_b"}, "--name"),
+        ({"name": "a_b"}, "`name`"),
         ({"name": "a" * 53}, "at most 52"),
-        ({"name": "-a"}, "--name"),
+        ({"name": "-a"}, "`name`"),
         ({"role": "SageMaker"}, "arn:aws:iam::123456789012:role/NAME"),
-        ({"role": "arn:aws:iam::12:role/x"}, "--role"),
-        ({"role": "arn:aws:iam::123456789012:user/x"}, "--role"),
+        ({"role": "arn:aws:iam::12:role/x"}, "`role`"),
+        ({"role": "arn:aws:iam::123456789012:user/x"}, "`role`"),
         ({"notify": "pager"}, "arn:aws:sns:us-west-2"),
         ({"region": "west"}, "us-west-2"),
         ({"instance": "g5.xlarge"}, "ml.g7e.2xlarge"),
         ({"bucket": "weights"}, "s3://BUCKET/peagle/"),
         ({"bucket": "s3://W/x"}, "s3://BUCKET/peagle/"),
         ({"bucket": "s3://weights//x"}, "s3://BUCKET/peagle/"),
-        ({"count": 0}, "--count"),
+        ({"count": 0}, "`count`"),
         ({"count": 5, "autoscale": Autoscale(1, 4, 8)}, "MAX"),
-        ({"startup": 30}, "60 to 3600"),
-        ({"from_hub": True}, "--from-hub needs the network"),
-        ({"role": ROLE.replace("arn:aws:", "arn:aws-cn:"), "region": "cn-north-1"}, "--image URI"),
+        ({"startup_seconds": 30}, "60 to 3600"),
+        ({"from_hub": True}, "`from_hub` needs the network"),
+        (
+            {"role": ROLE.replace("arn:aws:", "arn:aws-cn:"), "region": "cn-north-1"},
+            "give the URI with `image`",
+        ),
     ],
 )
 def test_choices_that_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        choices(**changes)
+        endpoint_settings(**changes)
 
 
 @pytest.mark.parametrize("given", [(0, 4, 8), (3, 2, 8), (1, 2, 0), (1, 2, float("inf"))])
 def test_scaling_that_is_refused(given: tuple[int, int, float]) -> None:
-    with pytest.raises(UserError, match="--autoscale"):
+    with pytest.raises(UserError, match="`autoscale`"):
         Autoscale(*given)
 
 
@@ -278,15 +294,17 @@ def test_trees_are_the_native_engines_only() -> None:
         "SM_VLLM_SPECULATIVE_CONFIG": '{"parallel_drafting_spec": {"num_branches": 2, "depth": 7}}'
     }
     with pytest.raises(UserError, match="use parallel_drafting"):
-        stack(choices(variables=given), deployment(), *WEIGHTS)
+        build_stack(endpoint_settings(variables=given), deployment(), *WEIGHTS)
     image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:1"
-    assert stack(choices(variables=given, image=image), deployment(), *WEIGHTS).resources
+    assert build_stack(
+        endpoint_settings(variables=given, image=image), deployment(), *WEIGHTS
+    ).resources
 
 
 def test_environments_at_their_limits() -> None:
     check_environment({f"A{i:02}": "x" * 1024 for i in range(31)})
     check_environment({f"A{i}": "x" for i in range(100)})
-    assert check_environment(environment(deployment())) is None
+    assert check_environment(container_environment(deployment())) is None
 
 
 def test_a_name_at_its_limit() -> None:
@@ -299,21 +317,21 @@ def test_memory() -> None:
     assert check_memory("ml.g7e.2xlarge", large) == []
     with pytest.raises(
         UserError,
-        match=r"needs 70.0 GB, vLLM gets 21.6 GB of ml.g6.xlarge's GPUs: use ml.p5.4xlarge",
+        match=r"needs 70.0 GB, but vLLM gets 21.6 GB of the GPUs of ml.g6.xlarge: use ml.p5.4xlarge",
     ):
         check_memory("ml.g6.xlarge", large)
     assert check_memory("ml.g6.12xlarge", deployment(need_gb=70.0, gpus=4)) == []
-    with pytest.raises(UserError, match="shorter --context"):
+    with pytest.raises(UserError, match="shorter `context`"):
         check_memory("ml.g6.12xlarge", deployment(need_gb=70.0, gpus=2))
     with pytest.raises(UserError, match="has 4"):
         check_memory("ml.g6.12xlarge", deployment(gpus=8))
-    assert "not in our table" in check_memory("ml.g9.xlarge", large)[0]
+    assert "not in the table" in check_memory("ml.g9.xlarge", large)[0]
     assert "unknown" in check_memory("ml.g6.xlarge", deployment())[0]
-    assert smallest(1e6) is None
+    assert smallest_instance(1e6) is None
 
 
 def test_instance_types_are_sagemakers() -> None:
-    assert set(instances()) <= set(
+    assert set(instance_types()) <= set(
         service("sagemaker").shape_for("ProductionVariantInstanceType").enum
     )
 
@@ -378,7 +396,7 @@ def test_the_dry_run_needs_nobody(
         (["gpt-oss-20b", "--instance", "ml.g4dn.xlarge", "--context", "131072"], "needs 20.2 GB"),
         (["gpt-oss-20b", "-k", "11"], "depth 10"),
         (["gpt-oss-20b", "--image", "1.dkr.ecr/vllm:0.17.0-gpu"], "vLLM 0.18"),
-        (["smollm2-135m", "--from-hub"], "leave --from-hub out"),
+        (["smollm2-135m", "--from-hub"], "omit --from-hub"),
         (["qwen2.5-coder-0.5b"], "no trained drafter"),
         (["gpt-oss-20b", "--env", "HF_TOKEN"], "NAME=VALUE"),
         (["gpt-oss-20b", "--env", f"A={'x' * 1025}"], "1024"),
@@ -392,8 +410,8 @@ def test_mistakes_on_the_command_line(words: list[str], told: str) -> None:
 
 def test_a_folders_identity_is_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
-    before = artifact.content(tmp_path)
+    before = artifact.hash_folder(tmp_path)
     (tmp_path / "peagle.json").write_text("a receipt")
-    assert artifact.content(tmp_path) == before
+    assert artifact.hash_folder(tmp_path) == before
     (tmp_path / "a").write_text("2")
-    assert artifact.content(tmp_path) != before
+    assert artifact.hash_folder(tmp_path) != before

@@ -53,8 +53,8 @@ def check(kind: str, value: Any, where: str) -> None:
 )
 def test_the_service(pair: str, choices: dict[str, Any]) -> None:
     read, made = (
-        documents(rendered("kserve", pair, choices=choices)),
-        planned("kserve", pair, choices=choices),
+        documents(rendered("kserve", pair, **choices)),
+        planned("kserve", pair, **choices),
     )
     service = read["inferenceservice.yaml"]
     check("V1beta1InferenceService", service, "service")

@@ -30,8 +30,8 @@ def llm_config(pair: str, **asked: Any) -> dict[str, Any]:
 )
 def test_llm_config(pair: str, choices: dict[str, Any]) -> None:
     config, made = (
-        LLMConfig(**llm_config(pair, choices=choices)),
-        planned("ray", pair, choices=choices),
+        LLMConfig(**llm_config(pair, **choices)),
+        planned("ray", pair, **choices),
     )
     assert set(config.engine_kwargs["speculative_config"]) == KEYS
     assert config.engine_kwargs["tensor_parallel_size"] == made.gpus

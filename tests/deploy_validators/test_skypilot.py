@@ -26,8 +26,8 @@ def validate(task: dict[str, Any]) -> None:
     "choices", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
 )
 def test_the_task(pair: str, choices: dict[str, Any]) -> None:
-    task = documents(rendered("skypilot", pair, choices=choices))["service.yaml"]
-    made = planned("skypilot", pair, choices=choices)
+    task = documents(rendered("skypilot", pair, **choices))["service.yaml"]
+    made = planned("skypilot", pair, **choices)
     validate(task)
     service = SkyServiceSpec.from_yaml_config(task["service"])
     assert service.readiness_path == "/health" and service.min_replicas == made.replicas

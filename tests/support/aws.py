@@ -10,10 +10,10 @@ from moto import mock_aws
 from moto.sagemaker.models import FakeEndpointConfig
 
 from peagle.deploy.sagemaker.operate.clients import Clients
-from peagle.deploy.sagemaker.plan.artifact import Artifact, content
-from peagle.deploy.sagemaker.plan.choices import Autoscale, Choices
+from peagle.deploy.sagemaker.plan.artifact import Artifact, hash_folder
+from peagle.deploy.sagemaker.plan.choices import Autoscale, EndpointSettings
 from peagle.deploy.sagemaker.resources.calls import Call
-from peagle.deploy.sagemaker.resources.stack import Stack, stack
+from peagle.deploy.sagemaker.resources.stack import Stack, build_stack
 from peagle.deploy.spec import Deployment
 
 REGION = "us-west-2"
@@ -52,7 +52,7 @@ def weights(tmp_path: Path) -> tuple[Artifact, Artifact]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
     one, other = (tmp_path / kind for kind in made)
-    return Artifact("t", content(one), one), Artifact("d", content(other), other)
+    return Artifact("t", hash_folder(one), one), Artifact("d", hash_folder(other), other)
 
 
 def deployment(**changes: Any) -> Deployment:
@@ -70,7 +70,7 @@ def deployment(**changes: Any) -> Deployment:
     return Deployment(**given | changes)
 
 
-def choices(**changes: Any) -> Choices:
+def endpoint_settings(**changes: Any) -> EndpointSettings:
     given = {
         "name": NAME,
         "role": ROLE,
@@ -78,15 +78,15 @@ def choices(**changes: Any) -> Choices:
         "region": REGION,
         "bucket": "s3://weights/peagle",
     }
-    return Choices(**given | changes)
+    return EndpointSettings(**given | changes)
 
 
 def scaled_stack(weights: tuple[Artifact, Artifact], k: int = 5, **changes: Any) -> Stack:
     given = {"autoscale": Autoscale(1, 4, 8)} | changes
-    return stack(choices(**given), deployment(k=k), *weights)
+    return build_stack(endpoint_settings(**given), deployment(k=k), *weights)
 
 
-def left(aws: Clients) -> list[str]:
+def existing_names(aws: Clients) -> list[str]:
     """Everything that exists, but what lies in S3."""
     sagemaker = aws["sagemaker"]
     found = [one["ModelName"] for one in sagemaker.list_models()["Models"]]
