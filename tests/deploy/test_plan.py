@@ -1,4 +1,4 @@
-"""From a pair and options to a deployment: K, versions, drafters, names; and files that are written once."""
+"""From a pair and options to a deployment: K, versions, drafters, names; and written files."""
 
 import filecmp
 import json
@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("pair", "asked", "k"),
+    ("pair", "options", "k"),
     [
         ("gpt-oss-20b", {}, 7),
         ("gpt-oss-120b", {}, 5),
@@ -51,15 +51,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gemma-4-31b", {}, 3),
     ],
 )
-def test_k(pair: str, asked: dict[str, Any], k: int) -> None:
-    made = planned("vllm", pair, **asked)
-    assert made.k == k
-    unknown = any("the best K at 8 requests is unknown" in note for note in made.notes)
-    assert unknown is (pair == "gpt-oss-20b" and asked != {})
+def test_k(pair: str, options: dict[str, Any], k: int) -> None:
+    deployment = planned("vllm", pair, **options)
+    assert deployment.k == k
+    unknown = any("the best K at 8 requests is unknown" in note for note in deployment.notes)
+    assert unknown is (pair == "gpt-oss-20b" and options != {})
 
 
 @pytest.mark.parametrize(
-    ("pair", "asked", "message"),
+    ("pair", "options", "message"),
     [
         ("gpt-oss-20b", {"k": 11}, "trained to depth 10: lower `k` to 10"),
         ("gpt-oss-20b", {"k": 0}, "at least one token"),
@@ -94,9 +94,9 @@ def test_k(pair: str, asked: dict[str, Any], k: int) -> None:
         ),
     ],
 )
-def test_mistakes_are_named(pair: str, asked: dict[str, Any], message: str) -> None:
+def test_mistakes_are_named(pair: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        planned("kubernetes", pair, **asked)
+        planned("kubernetes", pair, **options)
 
 
 def test_versions() -> None:
@@ -115,8 +115,12 @@ def test_long_contexts_have_their_own_drafter() -> None:
 
 
 def test_a_drafter_of_the_hub_is_passed_through() -> None:
-    made = planned("vllm", "qwen2.5-coder-0.5b", drafter="someone/head")
-    assert made.drafter == "someone/head" and not made.local and made.method == "p-eagle"
+    deployment = planned("vllm", "qwen2.5-coder-0.5b", drafter="someone/head")
+    assert (
+        deployment.drafter == "someone/head"
+        and not deployment.local
+        and deployment.method == "p-eagle"
+    )
     assert (
         planned("vllm", "gemma-4-31b", drafter="someone/head").speculative_config[
             "parallel_drafting"
@@ -132,7 +136,8 @@ def test_a_drafter_of_the_hub_is_passed_through() -> None:
 
 
 def test_resources_follow_the_pair() -> None:
-    small, large = planned("kubernetes", "smollm2-135m"), planned("kubernetes", "gpt-oss-120b")
+    small = planned("kubernetes", "smollm2-135m")
+    large = planned("kubernetes", "gpt-oss-120b")
     assert small.gpu_gb < 2 and 70 < large.gpu_gb < 80 and large.disk_gb > 100
     assert planned("kubernetes", "gpt-oss-120b", gpus=2).gpu_gb < 40
     unknown = Deployment("x", "a/b", "c/d", "p-eagle", 3, TESTED_VLLM)
@@ -150,8 +155,8 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     again = json.loads(run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "--json"))
     assert again["written"] == [] and again["next"] == first["next"]
     before = (out / "deployment.yaml").read_text()
-    told = run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "-k", 3, code=2)
-    assert "holds other versions of deployment.yaml: --force" in told
+    output = run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "-k", 3, code=2)
+    assert "holds other versions of deployment.yaml: --force" in output
     assert (out / "deployment.yaml").read_text() == before
     changed = json.loads(
         run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "-k", 3, "--force", "--json")
@@ -165,10 +170,10 @@ def test_files_are_written_once(tmp_path: Path) -> None:
 
 
 def test_what_to_run_next_is_told(tmp_path: Path) -> None:
-    told = run("deploy", "vllm", "gemma-4-31b", "--out", tmp_path)
-    assert f"{tmp_path}/serve.sh" in told.replace("\n", "")
+    output = run("deploy", "vllm", "gemma-4-31b", "--out", tmp_path)
+    assert f"{tmp_path}/serve.sh" in output.replace("\n", "")
     assert os.access(tmp_path / "serve.sh", os.X_OK)
-    assert "the memory gemma" not in told
+    assert "the memory gemma" not in output
     assert "--out" in CliRunner().invoke(app, ["deploy", "vllm", "gemma-4-31b"]).stderr
 
 
@@ -183,13 +188,13 @@ def test_a_local_pair_is_exported_and_mounted(tiny: Path, tmp_path: Path) -> Non
         tmp_path,
         "--json",
     ]
-    said = json.loads(run(*words))
+    report = json.loads(run(*words))
     assert (
-        said["target"] == "/models/target"
-        and said["drafter"] == "/models/drafter"
-        and said["name"] == "peagle-target"
+        report["target"] == "/models/target"
+        and report["drafter"] == "/models/drafter"
+        and report["name"] == "peagle-target"
     )
-    assert said["notes"][0] == "this drafter is untrained: its drafts are noise"
+    assert report["notes"][0] == "this drafter is untrained: its drafts are noise"
     exported = checkpoint.read(tmp_path / "drafter")
     assert exported.format == "vllm" and not exported.problems()
     text = (tmp_path / "compose.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Streamed answers through the real botocore, from a server that speaks SageMaker's event stream; logs."""
+"""Streamed answers through the real botocore, from a server with SageMaker's event stream; logs."""
 
 import json
 import struct
@@ -37,7 +37,7 @@ WHOLE = SSE.encode() + b"data: [DONE]\n\n"
 
 
 def frame(payload: bytes, **headers: str) -> bytes:
-    """AWS's binary event stream: lengths, CRC of both, headers (7: a text), payload, CRC of all."""
+    """AWS's binary event stream: lengths, their CRC, headers (7: text), payload, CRC of all."""
     coded = b"".join(
         bytes([len(name)])
         + name.encode()
@@ -47,8 +47,8 @@ def frame(payload: bytes, **headers: str) -> bytes:
         for name, value in ((f":{key.replace('_', '-')}", value) for key, value in headers.items())
     )
     lengths = struct.pack(">II", 16 + len(coded) + len(payload), len(coded))
-    told = lengths + struct.pack(">I", zlib.crc32(lengths)) + coded + payload
-    return told + struct.pack(">I", zlib.crc32(told))
+    message = lengths + struct.pack(">I", zlib.crc32(lengths)) + coded + payload
+    return message + struct.pack(">I", zlib.crc32(message))
 
 
 def part(data: bytes) -> bytes:
@@ -71,11 +71,12 @@ def broken(message: str) -> bytes:
 
 
 class Runtime(ThreadingHTTPServer):
-    """Answers every request with the same frames, or as the container that refuses."""
+    """Answers every request with the same frames, or with the error of a container."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
-        self.status, self.body = 200, b""
+        self.status = 200
+        self.body = b""
         self.asked: list[tuple[str, dict[str, Any]]] = []
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -209,7 +210,8 @@ def test_the_command(runtime: Runtime) -> None:
 
 
 def test_logs(aws: Clients) -> None:
-    client, group = aws["logs"], f"/aws/sagemaker/Endpoints/{NAME}"
+    client = aws["logs"]
+    group = f"/aws/sagemaker/Endpoints/{NAME}"
     with pytest.raises(UserError, match=f"no log group {group}"):
         list(log_events(client, NAME, 0))
     client.create_log_group(logGroupName=group)
@@ -217,8 +219,8 @@ def test_logs(aws: Clients) -> None:
         client.create_log_stream(logGroupName=group, logStreamName=instance)
     now = int(time.time() * 1000)
 
-    def write(instance: str, *told: tuple[int, str]) -> None:
-        records = [{"timestamp": now + after, "message": text} for after, text in told]
+    def write(instance: str, *lines: tuple[int, str]) -> None:
+        records = [{"timestamp": now + after, "message": text} for after, text in lines]
         client.put_log_events(logGroupName=group, logStreamName=instance, logEvents=records)
 
     write("i-1", (-90_000, "old"), (1, "a"), (3, "c"))

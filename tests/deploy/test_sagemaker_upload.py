@@ -1,4 +1,4 @@
-"""Weights on their way to a pretended S3."""
+"""Uploads of weights to a fake S3."""
 
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,20 @@ def s3(aws: Clients) -> Any:
 
 def keys(s3: Any) -> dict[str, int]:
     return {
-        one["Key"]: one["Size"] for one in s3.list_objects_v2(Bucket="weights").get("Contents", [])
+        entry["Key"]: entry["Size"]
+        for entry in s3.list_objects_v2(Bucket="weights").get("Contents", [])
     }
 
 
 def test_sent_once(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     target = Upload("target", weights[0], PREFIX)
-    told: list[tuple[str, int, int]] = []
-    assert upload_files(s3, target, lambda what, done, total: told.append((what, done, total))) == 2
+    reported: list[tuple[str, int, int]] = []
+    assert (
+        upload_files(s3, target, lambda what, done, total: reported.append((what, done, total)))
+        == 2
+    )
     assert keys(s3) == {"peagle/tiny/config.json": 2, "peagle/tiny/sub/model.safetensors": 1000}
-    assert ("model.safetensors: sending", 1000, 1000) in told
+    assert ("model.safetensors: sending", 1000, 1000) in reported
     assert upload_files(s3, target) == 0
 
 
@@ -51,14 +55,16 @@ def test_same_size_but_other_bytes_are_sent_again(
     assert s3.get_object(Bucket="weights", Key="peagle/tiny/config.json")["Body"].read() == b"[]"
     s3.put_object(
         Bucket="weights", Key="peagle/tiny/config.json", Body=b"[]"
-    )  # by somebody else, without a digest
+    )  # from another tool, without a digest
     assert upload_files(s3, target) == 1
 
 
 def test_stopped_half_way_it_goes_on(
     s3: Any, weights: tuple[Artifact, Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, real, tried = Upload("target", weights[0], PREFIX), s3.upload_file, list[str]()
+    target = Upload("target", weights[0], PREFIX)
+    real = s3.upload_file
+    tried: list[str] = []
 
     def stopped(path: str, *args: Any, **kwargs: Any) -> None:
         tried.append(Path(path).name)

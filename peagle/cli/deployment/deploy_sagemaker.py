@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from peagle.deploy.sagemaker.operate.clients import Clients
     from peagle.deploy.sagemaker.resources.stack import Stack
 
-HELP = """Create or update a SageMaker endpoint. The same command again changes nothing; with other
-options it updates the endpoint, blue/green.
-
-Example: peagle deploy sagemaker gpt-oss-20b --role ARN --region us-west-2 --autoscale 1 4 8
---dry-run
-"""
+HELP = (
+    "Create or update a SageMaker endpoint.\n\n"
+    "The same command again changes nothing; other options update the endpoint, blue/green.\n\n"
+    "Example: peagle deploy sagemaker gpt-oss-20b --role ARN --region us-west-2"
+    " --autoscale 1 4 8 --dry-run"
+)
 
 
 @deploy_app.command("sagemaker", help=HELP)

@@ -59,14 +59,14 @@ def is_owned_by(name: str, endpoint: str) -> bool:
 def scaling_deletions(clients: Clients, endpoint: str) -> Iterator[Deletion]:
     dimension = scalable_dimension(endpoint)
     namespace = {"ServiceNamespace": "sagemaker"}
-    query = namespace | {"ResourceId": dimension["ResourceId"]}
-    response = clients.call(Call(SCALING_SERVICE, "DescribeScalingPolicies", query))
+    policy_query = namespace | {"ResourceId": dimension["ResourceId"]}
+    response = clients.call(Call(SCALING_SERVICE, "DescribeScalingPolicies", policy_query))
     for policy in response["ScalingPolicies"]:
         name = policy["PolicyName"]
         call = Call(SCALING_SERVICE, "DeleteScalingPolicy", {"PolicyName": name} | dimension)
         yield Deletion(f"scaling policy {name}", call)
-    query = namespace | {"ResourceIds": [dimension["ResourceId"]]}
-    response = clients.call(Call(SCALING_SERVICE, "DescribeScalableTargets", query))
+    target_query = {**namespace, "ResourceIds": [dimension["ResourceId"]]}
+    response = clients.call(Call(SCALING_SERVICE, "DescribeScalableTargets", target_query))
     if response["ScalableTargets"]:
         call = Call(SCALING_SERVICE, "DeregisterScalableTarget", dimension)
         yield Deletion(f"scalable target of {endpoint}", call)
