@@ -92,13 +92,11 @@ def write_deployment(
         served_model_name=served_model_name,
         image=image,
     )
-    written = write_files_of(plan(pair, kind, options), kind, out.expanduser(), force, as_json)
+    written = write_plan(plan(pair, kind, options), kind, out.expanduser(), force, as_json)
     report(written, as_json)
 
 
-def write_files_of(
-    plan: "Plan", kind: str, out: Path, force: bool, quiet: bool
-) -> WrittenDeployment:
+def write_plan(plan: "Plan", kind: str, out: Path, force: bool, quiet: bool) -> WrittenDeployment:
     """Write the files of a kind and export a local drafter beside them."""
     from peagle.deploy.drafter import subset_notices
     from peagle.deploy.render import changed_files, next_steps, render, write_files

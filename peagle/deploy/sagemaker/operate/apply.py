@@ -70,10 +70,10 @@ class StackUpdate:
 
     def _wait_for_endpoint(self, step: str, config: str) -> None:
         wait_until_in_service(
-            self.clients, self.stack.name, config, self._status_of(step), self.sleep
+            self.clients, self.stack.name, config, self._step_status(step), self.sleep
         )
 
-    def _status_of(self, step: str) -> StatusCallback:
+    def _step_status(self, step: str) -> StatusCallback:
         return lambda status: self.on_status(f"{step}: {status}")
 
     def _reconcile(self, resource: Resource) -> None:
@@ -104,7 +104,7 @@ class StackUpdate:
         self.clients.call(resource.delete)
         if resource.kind == "endpoint":
             wait_until_deleted(
-                self.clients, resource.name, self._status_of("rolling back"), self.sleep
+                self.clients, resource.name, self._step_status("rolling back"), self.sleep
             )
 
     def _restore(self, resource: Resource, previous: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ class Clients:
     def session(self) -> Any:
         """A boto3 session that has credentials.
 
-        Outside of AWS machines, which ask their metadata service, this calls no network.
+        The search for credentials uses no network, except the metadata service of an AWS machine.
         """
         import boto3
 
