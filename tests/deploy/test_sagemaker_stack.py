@@ -322,10 +322,8 @@ def test_a_name_at_its_limit() -> None:
 def test_memory() -> None:
     large = deployment(weights_gb=62.0, need_gb=70.0)
     assert check_memory("ml.g7e.2xlarge", large) == []
-    with pytest.raises(
-        UserError,
-        match=r"needs 70.0 GB, but vLLM gets 21.6 GB of the GPUs of ml.g6.xlarge: use ml.p5.4xlarge",
-    ):
+    message = "needs 70.0 GB, but vLLM gets 21.6 GB of the GPUs of ml.g6.xlarge: use ml.p5.4xlarge"
+    with pytest.raises(UserError, match=message):
         check_memory("ml.g6.xlarge", large)
     assert check_memory("ml.g6.12xlarge", deployment(need_gb=70.0, gpus=4)) == []
     with pytest.raises(UserError, match="shorter `context`"):
