@@ -23,6 +23,8 @@ COMMAND_ORDER = (
     *("export", "quantize", "check", "deploy", "sagemaker"),
 )
 
+INVOKED_COMMAND = "peagle.invoked_command"  # key in the meta dictionary of the click context
+
 out = Console()
 err = Console(stderr=True)
 
@@ -31,7 +33,16 @@ def warn(line: str) -> None:
     err.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
+    """A group that records which command was invoked, so that errors can name its options."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        ctx.meta[INVOKED_COMMAND] = command  # shared by nested contexts: the innermost one remains
+        return name, command, rest
+
+
+class Commands(CommandGroup):
     """The group of all commands. A mistake of the user gives one line and exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -65,7 +76,7 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             raise
         except (UserError, OSError) as error:  # OSError: a full disk, a read-only folder
-            message = name_options(str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
+            message = name_options(str(error), ctx.meta.get(INVOKED_COMMAND))
             err.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:

@@ -1,1 +1,1 @@
-"""A pair on its way to production: one spec (`spec.py`), rendered for each place it can run."""
+"""Deployment of a pair: one spec (`spec.py`), rendered for each platform that can serve it."""

@@ -1,4 +1,4 @@
-"""A drafter that lies on this machine, as vLLM reads it, beside the files that mount it."""
+"""Export of a local drafter in the format of vLLM, beside the files that mount it."""
 
 import filecmp
 import tempfile
@@ -10,54 +10,63 @@ from peagle.paths import replace_folder
 
 if TYPE_CHECKING:
     from peagle.catalog.pair import Pair
+    from peagle.drafter import Drafter
     from peagle.progress import Progress
 
 
 def export_drafter(
-    folder: Path, pair: "Pair", k: int, final: Path, force: bool, progress: "Progress"
+    folder: Path, pair: "Pair", k: int, destination: Path, force: bool, progress: "Progress"
 ) -> bool:
-    """Was anything written? The same drafter exported again changes nothing."""
+    """Export the drafter in `folder`; return whether anything was written.
+
+    Nothing is written if `destination` already holds the same drafter.
+    """
     import torch
 
     from peagle.export.export import export
 
-    if final.exists() and not final.is_dir():
-        raise UserError(f"{final} is a file: choose another --out")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as beside:
-        made = Path(beside) / final.name
-        export(load_drafter(folder, pair, progress), made, "vllm", k, None, torch.bfloat16)
-        if final.exists() and same(made, final):
+    if destination.exists() and not destination.is_dir():
+        raise UserError(f"{destination} is a file: choose another `out`")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{destination.name}.", dir=destination.parent
+    ) as parent:
+        exported = Path(parent) / destination.name
+        export(load_drafter(folder, pair, progress), exported, "vllm", k, None, torch.bfloat16)
+        if destination.exists() and same_files(exported, destination):
             return False
-        if final.exists() and not force:
-            raise UserError(f"{final} holds another drafter: --force replaces it")
-        replace_folder(made, final)
+        if destination.exists() and not force:
+            raise UserError(f"{destination} holds another drafter: `force` replaces it")
+        replace_folder(exported, destination)
     return True
 
 
-def lost(folder: Path) -> list[str]:
-    """What vLLM does not serve of the drafter in this folder: a line, or none."""
+def subset_notices(folder: Path) -> list[str]:
+    """At most one line: the parts of the drafter in `folder` that vLLM does not support."""
     from peagle.drafter.formats.checkpoint import read
     from peagle.export.vllm_subset import subset_notice
 
-    line = subset_notice(read(folder).config)
-    return [] if line is None else [line]
+    notice = subset_notice(read(folder).config)
+    return [] if notice is None else [notice]
 
 
-def load_drafter(folder: Path, pair: "Pair", progress: "Progress"):  # type: ignore[no-untyped-def]
-    """In float32, so that nothing is rounded twice. Ours leave embeddings to their target, which is fetched then."""
+def load_drafter(folder: Path, pair: "Pair", progress: "Progress") -> "Drafter":
+    """Load the drafter in float32, so that its weights are rounded only once.
+
+    The checkpoints of peagle omit the embeddings: they come from the target, which is fetched.
+    """
     from peagle.drafter.formats import checkpoint
     from peagle.loaded import load
 
-    found = checkpoint.read(folder)
-    if found.format != "peagle" and found.config.aux_layer_ids is not None:
+    saved = checkpoint.read(folder)
+    if saved.format != "peagle" and saved.config.aux_layer_ids is not None:
         return checkpoint.load(folder, None)
     loaded = load(pair, drafter=folder, dtype="float32", device="cpu", progress=progress)
     return loaded.drafter(loaded.pair.method)
 
 
-def same(one: Path, other: Path) -> bool:
-    names = sorted(path.name for path in one.iterdir())
-    if names != sorted(path.name for path in other.iterdir()):
+def same_files(left: Path, right: Path) -> bool:
+    names = sorted(path.name for path in left.iterdir())
+    if names != sorted(path.name for path in right.iterdir()):
         return False
-    return not any(filecmp.cmpfiles(one, other, names, shallow=False)[1:])
+    return not any(filecmp.cmpfiles(left, right, names, shallow=False)[1:])

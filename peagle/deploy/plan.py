@@ -1,129 +1,150 @@
-"""From a pair and what was asked for to a Deployment, and the drafter's folder where it has to be exported first."""
+"""Plan: the Deployment of a pair under given options, and the drafter folder to export."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peagle.catalog import find_pair
 from peagle.catalog.entry import HUB_ID
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.core import Method, check_k, parse_method
+from peagle.deploy.options import DeployOptions
 from peagle.deploy.spec import DRAFTER_MOUNT, TARGET_MOUNT, Deployment
-from peagle.deploy.version import RAYS, TESTED, choose_version, samples_wrongly
+from peagle.deploy.version import RAY_VLLM, TESTED_VLLM, choose_version, samples_incorrectly
 from peagle.errors import UserError
 
-UNTRAINED = "this drafter is untrained: its drafts are noise"
-LONG = 10_000  # tokens beyond which a drafter for long contexts is taken, where there is one
+UNTRAINED_NOTE = "this drafter is untrained: its drafts are noise"
+LONG_CONTEXT_TOKENS = 10_000  # above this context, the long-context drafter is used if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     pair: Pair
     deployment: Deployment
-    drafter: Path | None  # a folder to export; None: the drafter is on the hub
+    drafter_folder: Path | None  # the folder to export; None: the drafter is on the hub
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class DrafterChoice:
     method: Method
-    place: str | Path  # a hub id, or a folder
-    depth: int | None
+    location: str | Path  # a hub id, or a folder
+    depth: int | None  # K in training; None: unknown
     trained: bool = True
 
 
-def plan(
-    name: str,
-    kind: str,
-    k: int | None = None,
-    concurrency: int | None = None,
-    drafter: str | None = None,
-    method: str | None = None,
-    vllm: str | None = None,
-    context: int | None = None,
-    choices: Mapping[str, Any] | None = None,
-) -> Plan:
-    """`choices`: the other fields of a Deployment."""
+def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
+    """Plan the deployment of the pair `name` to the platform `kind`."""
+    options = options or DeployOptions()
     pair = find_pair(name)
-    told = pair.production
-    context = told.context if context is None else context
-    wanted = parse_method(method) if method else None
-    chosen = given_drafter(pair, drafter, wanted) if drafter else own_drafter(pair, context, wanted)
+    production = pair.production
+    context = production.context if options.context is None else options.context
+    drafter = choose_drafter(pair, options, context)
     version = choose_version(
-        vllm, told.vllm, chosen.method, pair.name, RAYS if kind == "ray" else TESTED
+        options.vllm,
+        production.vllm,
+        drafter.method,
+        pair.name,
+        RAY_VLLM if kind == "ray" else TESTED_VLLM,
     )
-    drafted, notes = choose_k(pair, chosen, k, concurrency)
-    folder = chosen.place if isinstance(chosen.place, Path) else None
-    target, target_folder = target_of(pair)
+    k, k_notes = choose_k(pair, drafter, options.k, options.concurrency)
+    untrained_notes = () if drafter.trained else (UNTRAINED_NOTE,)
+    folder = drafter.location if isinstance(drafter.location, Path) else None
+    target, target_folder = target_location(pair)
     deployment = Deployment(
         pair=Path(pair.name).resolve().name if target_folder else pair.name,
         target=target,
         target_folder=target_folder,
-        drafter=DRAFTER_MOUNT if folder else str(chosen.place),
+        drafter=DRAFTER_MOUNT if folder else str(drafter.location),
         local_drafter=folder is not None,
-        method=chosen.method,
-        k=drafted,
+        method=drafter.method,
+        k=k,
         vllm=version,
         context=context,
-        flags=told.flags,
-        weights_gb=told.memory.weights_gb,
-        need_gb=told.memory.need_gb(context),
-        notes=(*([] if chosen.trained else [UNTRAINED]), *notes, *version_notes(pair, version)),
-        **(choices or {}),
+        gpus=options.gpus,
+        gpu=options.gpu,
+        replicas=options.replicas,
+        port=options.port,
+        name=options.name or "",
+        served_model_name=options.served_model_name or "",
+        custom_image=options.image,
+        flags=production.flags,
+        weights_gb=production.memory.weights_gb,
+        need_gb=production.memory.need_gb(context),
+        notes=(*untrained_notes, *k_notes, *version_notes(pair, version)),
     )
     return Plan(pair, deployment, folder)
 
 
-def target_of(pair: Pair) -> tuple[str, str | None]:
-    """What vLLM finds the target by, and the folder on this machine that is mounted there."""
+def target_location(pair: Pair) -> tuple[str, str | None]:
+    """(name of the target for vLLM, folder of this machine that is mounted there)."""
     if pair.target.folder is not None:
         return TARGET_MOUNT, str(pair.target.folder.resolve())
     if pair.target.hub is None:
         raise UserError(
-            f"the target of {pair.name!r} is not on the hub: `peagle pull` it, and deploy its folder"
+            f"the target of {pair.name!r} is not on the hub:"
+            " fetch it with `peagle pull` and deploy its folder"
         )
     return pair.target.hub, None
 
 
-def own_drafter(pair: Pair, context: int | None, wanted: Method | None) -> Drafter:
-    method = wanted or pair.method
+def choose_drafter(pair: Pair, options: DeployOptions, context: int | None) -> DrafterChoice:
+    method = parse_method(options.method) if options.method else None
+    if options.drafter:
+        return requested_drafter(pair, options.drafter, method)
+    return default_drafter(pair, context, method)
+
+
+def default_drafter(pair: Pair, context: int | None, method: Method | None) -> DrafterChoice:
+    """The pair's own drafter of the requested method, else of the pair's method."""
+    method = method or pair.method
     if method == "none":
-        raise UserError("without a drafter there is no pair: give one with --drafter HUB_ID or DIR")
+        raise UserError(
+            "a deployment needs a drafter: give one with `drafter`, a hub id or a folder"
+        )
     source = pair.drafter(method)
     if not source.trained:
         raise UserError(
-            f"pair {pair.name!r} has no trained drafter yet: give one with --drafter HUB_ID or DIR"
+            f"pair {pair.name!r} has no trained drafter yet:"
+            " give one with `drafter`, a hub id or a folder"
         )
-    return Drafter(method, place_of(source, context), source.depth)
+    return DrafterChoice(method, drafter_location(source, context), source.depth)
 
 
-def place_of(source: DrafterSource, context: int | None) -> str | Path:
-    if source.long_context and context and context > LONG:
+def drafter_location(source: DrafterSource, context: int | None) -> str | Path:
+    if source.long_context and context and context > LONG_CONTEXT_TOKENS:
         return source.long_context
     return source.folder or str(source.hub)
 
 
-def given_drafter(pair: Pair, word: str, wanted: Method | None) -> Drafter:
-    """A folder tells its own method and depth; a hub id is passed through as of the method wanted, or the pair's."""
-    folder = Path(word).expanduser()
+def requested_drafter(pair: Pair, drafter: str, method: Method | None) -> DrafterChoice:
+    """A folder or a hub id in place of the pair's drafter.
+
+    The config in a folder states method and depth. A hub id has the requested method, else that
+    of the pair.
+    """
+    folder = Path(drafter).expanduser()
     if folder.is_dir():
         from peagle.drafter.formats.checkpoint import read
 
         config = read(folder).config
-        if wanted not in (None, config.method):
-            raise UserError(f"{word} holds a {config.method} drafter, not {wanted}: drop --method")
-        return Drafter(config.method, folder.resolve(), config.k_trained, config.trained)
-    if not HUB_ID.fullmatch(word):
-        raise UserError(f"--drafter {word!r} is neither a folder nor a hub id (ORG/NAME)")
-    known = {source.hub: (method, source.depth) for method, source in pair.drafters.items()}
-    method, depth = known.get(word, (wanted or pair.method, None))
-    return Drafter("p-eagle" if method == "none" else method, word, depth)
+        if method not in (None, config.method):
+            raise UserError(
+                f"{drafter} holds a {config.method} drafter, not {method}: omit `method`"
+            )
+        return DrafterChoice(config.method, folder.resolve(), config.k_trained, config.trained)
+    if not HUB_ID.fullmatch(drafter):
+        raise UserError(f"`drafter` {drafter!r} is neither a folder nor a hub id (ORG/NAME)")
+    known = {source.hub: (name, source.depth) for name, source in pair.drafters.items()}
+    hub_method, depth = known.get(drafter, (method or pair.method, None))
+    return DrafterChoice("p-eagle" if hub_method == "none" else hub_method, drafter, depth)
 
 
 def choose_k(
-    pair: Pair, drafter: Drafter, k: int | None, concurrency: int | None
+    pair: Pair, drafter: DrafterChoice, k: int | None, concurrency: int | None
 ) -> tuple[int, list[str]]:
-    """--k, else what was published for that load, else the pair's own; never deeper than the drafter was trained."""
+    """K and notes about it: `k`, else the published K for the load, else the pair's.
+
+    K is never larger than the depth to which the drafter was trained.
+    """
     notes = []
     best = pair.production.best_k(concurrency) if concurrency is not None else None
     if concurrency is not None and best is None and k is None:
@@ -133,7 +154,8 @@ def choose_k(
         return chosen, notes
     if k is not None:
         raise UserError(
-            f"K is {k}, but the drafter was trained to depth {drafter.depth}: use -k {drafter.depth}"
+            f"K is {k}, but the drafter was trained to depth {drafter.depth}:"
+            f" lower `k` to {drafter.depth}"
         )
     return drafter.depth, [*notes, f"K is {drafter.depth}: deeper the drafter was not trained"]
 
@@ -144,8 +166,9 @@ def version_notes(pair: Pair, version: str) -> list[str]:
         notes.append(
             f"the first vLLM that serves this pair is unknown: {version} was not tried with it"
         )
-    if samples_wrongly(version):
+    if samples_incorrectly(version):
         notes.append(
-            f"vLLM {version} verifies drafts wrongly at temperatures above 0: 0.25 or later does it right"
+            f"vLLM {version} verifies drafts wrongly at temperatures above 0:"
+            " 0.25 or later does it right"
         )
     return notes

@@ -1,4 +1,7 @@
-"""Deployment: everything that decides how a pair is served, whatever it runs on. Templates only write it down."""
+"""Deployment: everything that decides how a pair is served, independent of the platform.
+
+The templates only write it down.
+"""
 
 import json
 import math
@@ -10,11 +13,12 @@ from typing import Any
 from peagle.core import Method
 from peagle.errors import UserError
 
-IMAGE = "vllm/vllm-openai"
+DEFAULT_IMAGE = "vllm/vllm-openai"
 DRAFTER_MOUNT = "/models/drafter"
 TARGET_MOUNT = "/models/target"
-LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-USABLE = 0.9  # vLLM's --gpu-memory-utilization
+NAME_PATTERN = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+IMAGE_PATTERN = re.compile(r"[\w.:/@-]+:[\w.-]+")
+GPU_MEMORY_UTILIZATION = 0.9  # the default of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,62 +30,81 @@ class Deployment:
     k: int
     vllm: str
     local_drafter: bool = False  # exported to `drafter/` beside the files, mounted as DRAFTER_MOUNT
-    target_folder: str | None = None  # on this machine, mounted as TARGET_MOUNT
+    target_folder: str | None = None  # folder of this machine, mounted as TARGET_MOUNT
     context: int | None = None
-    gpus: int = 1  # of a replica: tensor parallel
-    gpu: str | None = None  # their type
+    gpus: int = 1  # GPUs of each replica (tensor parallel)
+    gpu: str | None = None  # GPU type
     replicas: int = 1
     port: int = 8000
     name: str = ""
-    served_name: str = ""
-    image_name: str | None = None  # instead of IMAGE at the version
+    served_model_name: str = ""
+    custom_image: str | None = None  # replaces DEFAULT_IMAGE at the version
     flags: Mapping[str, Any] = field(default_factory=dict)
     weights_gb: float | None = None
-    need_gb: float | None = None  # of all GPUs of a replica, for one request of the full context
-    notes: tuple[str, ...] = ()  # what whoever deploys this should know
+    # GPU memory of a replica, over all its GPUs, for one request of the full context.
+    need_gb: float | None = None
+    notes: tuple[str, ...] = ()  # warnings for the user
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or f"peagle-{dns_label(self.pair)}")
-        object.__setattr__(self, "served_name", self.served_name or self.pair)
-        rules = {
-            "--gpus must be 1 or more": self.gpus >= 1,
-            "--replicas must be 1 or more": self.replicas >= 1,
-            "--port must be in 1024..65535": 1024 <= self.port <= 65535,
-            "--context must be 2 or more": self.context is None or self.context >= 2,
-            "--gpu must be the name of a type": re.fullmatch(r"[\w.-]*", self.gpu or ""),
-            "--name must be a-z, 0-9 and dashes, at most 40": LABEL.fullmatch(self.name),
-            # Kubernetes turns a Service `vllm` into VLLM_PORT and the like, which vLLM reads as its own settings
-            "--name must not be or begin with vllm: its settings would clash": not self.name.startswith(
-                "vllm"
-            ),
-        }
-        for rule, holds in rules.items():
-            if not holds:
-                raise UserError(
-                    f"{rule}; it is {getattr(self, rule.split()[0].removeprefix('--'))!r}"
-                )
-        if not re.fullmatch(r"\S+", self.served_name):
+        object.__setattr__(self, "served_model_name", self.served_model_name or self.pair)
+        self._check_fields()
+        if not re.fullmatch(r"\S+", self.served_model_name):
             raise UserError(
-                f"{self.served_name!r} is no name for requests: give --served-model-name without spaces"
+                f"`served_model_name` {self.served_model_name!r} is not valid:"
+                " give one without spaces"
             )
-        if not re.fullmatch(r"[\w.:/@-]+:[\w.-]+", self.image):
-            raise UserError(f"--image {self.image!r} names no version: give NAME:TAG")
-        words = (self.pair, self.served_name, self.target, self.drafter, self.target_folder or "")
-        if strange := [word for word in words if not word.isprintable()]:
-            raise UserError(f"{strange[0]!r} holds control characters: rename it")
+        if not IMAGE_PATTERN.fullmatch(self.image):
+            raise UserError(f"`image` {self.image!r} has no version: give NAME:TAG")
+        self._check_printable()
+
+    def _check_fields(self) -> None:
+        context_valid = self.context is None or self.context >= 2
+        rules = (
+            ("gpus", self.gpus >= 1, "must be 1 or more"),
+            ("replicas", self.replicas >= 1, "must be 1 or more"),
+            ("port", 1024 <= self.port <= 65535, "must be in 1024..65535"),
+            ("context", context_valid, "must be 2 or more"),
+            ("gpu", re.fullmatch(r"[\w.-]*", self.gpu or ""), "must be the name of a GPU type"),
+            (
+                "name",
+                NAME_PATTERN.fullmatch(self.name),
+                "must consist of a-z, 0-9 and dashes, at most 40 characters",
+            ),
+            # Kubernetes sets VLLM_PORT and other variables for a Service named `vllm`; vLLM would
+            # read them as its own settings.
+            (
+                "name",
+                not self.name.startswith("vllm"),
+                "must not be or begin with vllm: Kubernetes would set variables that vLLM reads",
+            ),
+        )
+        for name, valid, rule in rules:
+            if not valid:
+                raise UserError(f"`{name}` {rule}; it is {getattr(self, name)!r}")
+
+    def _check_printable(self) -> None:
+        names = (self.pair, self.served_model_name, self.target, self.drafter)
+        for name in (*names, self.target_folder or ""):
+            if not name.isprintable():
+                raise UserError(f"{name!r} contains control characters: rename it")
 
     @property
     def image(self) -> str:
-        return self.image_name or f"{IMAGE}:v{self.vllm}"
+        return self.custom_image or f"{DEFAULT_IMAGE}:v{self.vllm}"
 
     @property
     def local(self) -> bool:
-        """Is there anything to be mounted?"""
+        """Whether a folder of this machine has to be mounted."""
         return self.local_drafter or self.target_folder is not None
 
     @property
-    def speculative(self) -> dict[str, Any]:
-        """All four keys: without `method` vLLM guesses from the path, without the last it drafts one by one."""
+    def speculative_config(self) -> dict[str, Any]:
+        """vLLM's speculative config, always with all four keys.
+
+        Without `method`, vLLM guesses it from the path; without `parallel_drafting`, it drafts
+        one token after another.
+        """
         return {
             "method": "eagle3",
             "model": self.drafter,
@@ -91,33 +114,37 @@ class Deployment:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `vllm serve TARGET`, without host and port; True is a bare flag."""
-        found: dict[str, Any] = {
-            "served-model-name": self.served_name,
+        """Options of `vllm serve TARGET` without host and port; True is a bare flag."""
+        options: dict[str, Any] = {
+            "served-model-name": self.served_model_name,
             "tensor-parallel-size": self.gpus,
         }
         if self.context is not None:
-            found["max-model-len"] = self.context
-        return {**found, **self.flags, "speculative-config": self.speculative}
+            options["max-model-len"] = self.context
+        return {**options, **self.flags, "speculative-config": self.speculative_config}
 
     @property
     def arguments(self) -> list[str]:
-        """What stands behind `vllm serve`, word by word."""
-        return [self.target, "--host=0.0.0.0", f"--port={self.port}", *self.option_words]
+        """The command line after `vllm serve`."""
+        return [self.target, "--host=0.0.0.0", f"--port={self.port}", *self.option_arguments]
 
     @property
-    def option_words(self) -> list[str]:
-        return [word_of(name, value) for name, value in self.options.items()]
+    def option_arguments(self) -> list[str]:
+        return [option_argument(name, value) for name, value in self.options.items()]
 
     @property
-    def extra_words(self) -> list[str]:
-        """The options for which charts have no field of their own."""
+    def extra_arguments(self) -> list[str]:
+        """The options for which the Helm chart has no field of its own."""
         fields = ("tensor-parallel-size", "max-model-len")
-        return [word_of(name, value) for name, value in self.options.items() if name not in fields]
+        return [
+            option_argument(name, value)
+            for name, value in self.options.items()
+            if name not in fields
+        ]
 
     @property
     def engine_flags(self) -> dict[str, Any]:
-        """The pair's own options as the engine's keywords: `no-x` is x = False."""
+        """The pair's own options as engine keywords: `no-x` becomes x = False."""
         return {
             name.removeprefix("no-").replace("-", "_"): False if name.startswith("no-") else value
             for name, value in self.flags.items()
@@ -125,13 +152,13 @@ class Deployment:
 
     @property
     def environment(self) -> dict[str, str]:
-        """P-EAGLE runs on vLLM's first model runner only."""
+        """Environment variables of vLLM. P-EAGLE runs only on its first model runner."""
         runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if self.method == "p-eagle" else {}
         return runner | {"VLLM_NO_USAGE_STATS": "1"}
 
     @property
     def disk_gb(self) -> int:
-        """Weights, drafter and compiled kernels, with room to spare."""
+        """Disk space for weights, drafter and compiled kernels, with a reserve."""
         return 200 if self.weights_gb is None else 20 + math.ceil(1.5 * self.weights_gb)
 
     @property
@@ -140,16 +167,16 @@ class Deployment:
 
     @property
     def gpu_gb(self) -> int | None:
-        """What each GPU must have at least; None: unknown."""
+        """Minimum memory of each GPU; None: unknown."""
         need = self.need_gb or self.weights_gb
-        return None if need is None else math.ceil(need / USABLE / self.gpus)
+        return None if need is None else math.ceil(need / GPU_MEMORY_UTILIZATION / self.gpus)
 
 
-def word_of(name: str, value: Any) -> str:
+def option_argument(name: str, value: Any) -> str:
     if value is True:
         return f"--{name}"
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def dns_label(word: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-")[:30].strip("-")
+def dns_label(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:30].strip("-")

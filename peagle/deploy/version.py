@@ -1,39 +1,45 @@
-"""vLLM's versions: which one a deployment runs, and whether the pair can be served by it."""
+"""Versions of vLLM: which one a deployment runs, and whether it can serve the pair."""
 
 from peagle.core import Method
 from peagle.errors import UserError
 
-TESTED = "0.32.0"  # every proposal of ours was compared with this one's
-PARALLEL = "0.16"  # the first that drafts in parallel
-RAY, RAYS = "2.60.0", "0.29.0"  # Ray, and the vLLM that this version of it installs
-SAMPLING = "0.25"  # the first whose drafts are verified rightly at temperatures above 0
+TESTED_VLLM = "0.32.0"  # the drafts of peagle were compared with those of this version
+MIN_PARALLEL_VLLM = "0.16"  # the first version with parallel drafting
+MIN_SAMPLING_VLLM = "0.25"  # the first version that verifies drafts correctly above temperature 0
+RAY_VERSION = "2.60.0"
+RAY_VLLM = "0.29.0"  # the vLLM that RAY_VERSION installs
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in version.removeprefix("v").split("."))
     except ValueError as error:
-        raise UserError(f"--vllm {version!r} is no version: give one like {TESTED}") from error
+        raise UserError(
+            f"`vllm` {version!r} is not a version: give one like {TESTED_VLLM}"
+        ) from error
 
 
 def choose_version(
-    wanted: str | None, gate: str | None, method: Method, pair: str, usual: str = TESTED
+    requested: str | None,
+    minimum: str | None,
+    method: Method,
+    pair: str,
+    default: str = TESTED_VLLM,
 ) -> str:
-    """`wanted` if it serves the pair, else the usual one; never below the pair's gate."""
-    version = (wanted or usual).removeprefix("v")
-    first = max(
-        (word for word in (gate, PARALLEL if method == "p-eagle" else None) if word),
-        key=numbers,
-        default="0",
-    )
-    if numbers(version) < numbers(first):
+    """The requested version, else the default one; refused if it cannot serve the pair."""
+    version = (requested or default).removeprefix("v")
+    limits = (minimum, MIN_PARALLEL_VLLM if method == "p-eagle" else None)
+    first = max((limit for limit in limits if limit), key=parse_version, default="0")
+    if parse_version(version) < parse_version(first):
         raise UserError(
-            f"{pair} needs vLLM {first} or later, --vllm is {version}: leave it out for {usual}"
+            f"{pair} needs vLLM {first} or later, but `vllm` is {version}: omit it to use {default}"
         )
     if version.count(".") != 2:
-        raise UserError(f"--vllm {version!r} names no image: give all three numbers, like {TESTED}")
+        raise UserError(
+            f"`vllm` {version!r} does not name an image: give all three numbers, like {TESTED_VLLM}"
+        )
     return version
 
 
-def samples_wrongly(version: str) -> bool:
-    return numbers(version) < numbers(SAMPLING)
+def samples_incorrectly(version: str) -> bool:
+    return parse_version(version) < parse_version(MIN_SAMPLING_VLLM)

@@ -7,7 +7,7 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from peagle.cli.application import Commands, name_options
+from peagle.cli.application import CommandGroup, Commands, name_options
 from peagle.errors import UserError
 
 single = typer.Typer()
@@ -55,3 +55,31 @@ def test_errors_of_a_command_name_its_options() -> None:
     result = CliRunner().invoke(app, ["serve"])
     assert result.exit_code == 2
     assert result.stderr == "error: raise --kv-tokens\n"
+
+
+def test_errors_in_a_nested_group_name_the_options_of_the_invoked_command() -> None:
+    app = typer.Typer(cls=Commands)
+    group = typer.Typer(cls=CommandGroup)
+    app.add_typer(group, name="deploy")
+
+    @group.callback()
+    def deploy() -> None: ...
+
+    @group.command("files")
+    def files(out: Annotated[str, typer.Option("--out")] = "x") -> None:
+        raise UserError("choose another `out` or `startup_seconds`")
+
+    @group.command("endpoint")
+    def endpoint(
+        name: str, startup_seconds: Annotated[int, typer.Option("--startup-seconds")] = 1
+    ) -> None:
+        raise UserError("lower `startup_seconds`, or change `name` or `out`")
+
+    @group.command("last")
+    def last(name: Annotated[str, typer.Option("--name")] = "x") -> None: ...
+
+    result = CliRunner().invoke(app, ["deploy", "files"])
+    assert result.stderr == "error: choose another --out or `startup_seconds`\n"
+    result = CliRunner().invoke(app, ["deploy", "endpoint", "x"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: lower --startup-seconds, or change name or `out`\n"

@@ -1,4 +1,4 @@
-"""The commands, from two folders to an endpoint on a pretended AWS and back."""
+"""The commands, from two folders to an endpoint on a fake AWS and back."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from peagle.cli import app
 from peagle.deploy import sagemaker
 from peagle.deploy.sagemaker.operate import upload as uploading
 from peagle.deploy.sagemaker.operate.clients import Clients
-from tests.support.aws import REGION, ROLE, aws, left, refuse
+from tests.support.aws import REGION, ROLE, aws, existing_names, refuse
 from tests.support.serving import tiny_folder
 
 __all__ = ["aws"]
@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def s3(aws: Clients, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """With SageMaker's own bucket; and a cache folder of our own."""
+    """S3 with SageMaker's default bucket; the cache is in a temporary folder."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     where = {"LocationConstraint": REGION}
     aws["s3"].create_bucket(
@@ -60,8 +60,10 @@ def deploy(tiny: Path, *words: object, code: int = 0) -> Any:
 
 def uploaded(s3: Any) -> list[str]:
     return [
-        one["Key"]
-        for one in s3.list_objects_v2(Bucket=f"sagemaker-{REGION}-123456789012").get("Contents", [])
+        entry["Key"]
+        for entry in s3.list_objects_v2(Bucket=f"sagemaker-{REGION}-123456789012").get(
+            "Contents", []
+        )
     ]
 
 
@@ -69,27 +71,27 @@ def test_from_folders_to_an_endpoint_and_back(
     tiny: Path, aws: Clients, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = json.loads(deploy(tiny, "--dry-run").stdout)
-    assert uploaded(s3) == [] and left(aws) == []
-    told = json.loads(deploy(tiny, "--wait", "--json").stdout)
-    assert {step["what"] for step in told["steps"]} == {"created"}
+    assert uploaded(s3) == [] and existing_names(aws) == []
+    report = json.loads(deploy(tiny, "--wait", "--json").stdout)
+    assert {step["what"] for step in report["steps"]} == {"created"}
     (model,) = [
         step["parameters"]["ModelName"]
         for step in planned
         if step.get("operation") == "CreateModel"
     ]
-    assert model in left(aws), "the dry run named what was made"
+    assert model in existing_names(aws), "the dry run named what was made"
     names = [key.rsplit("/", 2)[-2:] for key in uploaded(s3)]
     assert ["target", "model.safetensors"] in names and ["target", "tokenizer.json"] in names
     assert [name for folder, name in names if folder.startswith("eagle-")] == [
         "config.json",
         "model.safetensors",
     ]
-    monkeypatch.setattr(uploading, "send", None)  # whoever sends again fails
+    monkeypatch.setattr(uploading, "upload_file", None)  # a second upload would fail
     assert "nothing changed" in deploy(tiny, "--wait").stdout
     assert json.loads(run("sagemaker", "status", NAME, "--json").stdout)["status"] == "InService"
     assert "InService" in run("sagemaker", "status", NAME).stdout
     assert run("sagemaker", "delete", NAME, "--weights", "--yes").exit_code == 0
-    assert left(aws) == [] and uploaded(s3) == []
+    assert existing_names(aws) == [] and uploaded(s3) == []
     assert "check --region" in run("sagemaker", "delete", NAME, "--yes", code=2).stderr
 
 
@@ -97,23 +99,25 @@ def test_a_failure_leaves_only_weights(
     tiny: Path, aws: Clients, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, "CreateEndpoint")
-    told = " ".join(deploy(tiny, code=2).stderr.split())
+    message = " ".join(deploy(tiny, code=2).stderr.split())
     assert (
-        "no quota" in told and f"/aws/sagemaker/Endpoints/{NAME}" in told and "weights stay" in told
+        "no quota" in message
+        and f"/aws/sagemaker/Endpoints/{NAME}" in message
+        and "weights stay" in message
     )
-    assert left(aws) == [] and uploaded(s3)
+    assert existing_names(aws) == [] and uploaded(s3)
 
 
 def test_only_the_weights(tiny: Path, aws: Clients, s3: Any) -> None:
     assert "the weights are in s3://" in deploy(tiny, "--upload-only").stdout
-    assert left(aws) == [] and len(uploaded(s3)) >= 4
+    assert existing_names(aws) == [] and len(uploaded(s3)) >= 4
 
 
-def test_who_does_not_confirm_deletes_nothing(tiny: Path, aws: Clients, s3: Any) -> None:
+def test_without_confirmation_nothing_is_deleted(tiny: Path, aws: Clients, s3: Any) -> None:
     deploy(tiny)
-    there = left(aws)
+    before = existing_names(aws)
     run("sagemaker", "delete", NAME, code=1)
-    assert left(aws) == there
+    assert existing_names(aws) == before
 
 
 def test_without_credentials_nothing_is_fetched(
@@ -132,7 +136,10 @@ def test_without_credentials_nothing_is_fetched(
 def test_without_boto3_there_is_still_the_dry_run(
     monkeypatch: pytest.MonkeyPatch, tiny: Path
 ) -> None:
-    hidden = "import sys; sys.modules['boto3'] = sys.modules['botocore'] = None; from peagle.cli import app; app()"
+    hidden = (
+        "import sys; sys.modules['boto3'] = sys.modules['botocore'] = None;"
+        " from peagle.cli import app; app()"
+    )
     words = ["deploy", "sagemaker", "gpt-oss-20b", "--role", ROLE, "--region", REGION, "--dry-run"]
     done = subprocess.run(
         [sys.executable, "-c", hidden, *words], capture_output=True, text=True, check=True
@@ -140,3 +147,18 @@ def test_without_boto3_there_is_still_the_dry_run(
     assert any(step.get("operation") == "CreateEndpoint" for step in json.loads(done.stdout))
     monkeypatch.setattr(sagemaker, "find_spec", lambda name: None)
     assert "pip install 'peagle[deploy]'" in deploy(tiny, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--startup-seconds", 30], "--startup-seconds is 30"),
+        (["--autoscale", 3, 1, 8], "--autoscale is 3 1"),
+        (["--name", "a_b"], "--name 'a_b'"),
+        (["--from-hub", "--isolated"], "--from-hub needs the network: omit --isolated"),
+        (["--count", 0], "--count is 0"),
+        (["--gpus", 9], "--gpus is 9"),
+    ],
+)
+def test_errors_name_the_options(tiny: Path, words: list[object], option: str) -> None:
+    assert option in deploy(tiny, *words, "--dry-run", code=2).stderr

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts ask only for metrics that there are; images and the unit keep what they promise."""
+"""The dashboard and the alerts query existing metrics; images and the systemd unit are sound."""
 
 import configparser
 import json
@@ -55,7 +55,7 @@ LABELS = {"le", "engine", "model_name", "position", "finished_reason", "status",
 
 
 def names(expression: str) -> set[str]:
-    """Every identifier of a PromQL expression: functions, labels, metrics. Strings and durations are none."""
+    """The metrics in a PromQL expression: identifiers without functions and labels."""
     bare = re.sub(r'"[^"]*"|\[[^\]]*\]', "", expression)
     return set(re.findall(r"(?<![\w.])[a-zA-Z_][\w:]*", bare)) - WORDS - LABELS
 
@@ -107,13 +107,13 @@ def test_the_dashboards_rows(dashboard: dict[str, Any]) -> None:
     assert rows == ["Traffic", "Latency", "KV cache and queue", "Speculative decoding"]
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
-        at = panel["gridPos"]
+        position = panel["gridPos"]
         cells = {
             (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
-        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
+        assert not cells & taken and position["x"] + position["w"] <= 24, panel["title"]
         taken |= cells
 
 
@@ -140,16 +140,16 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
 def test_an_image_keeps_sagemakers_contract(kind: str) -> None:
     text = (DEPLOY / "docker" / f"Dockerfile.{kind}").read_text(encoding="utf-8")
     lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", text)).splitlines()
-    said = [tuple(line.split(maxsplit=1)) for line in lines if line]
+    instructions = [tuple(line.split(maxsplit=1)) for line in lines if line]
     last = dict(
-        pair for pair in said if len(pair) == 2
-    )  # the last of each instruction is what holds
+        pair for pair in instructions if len(pair) == 2
+    )  # the last of each instruction counts
     assert last["EXPOSE"] == "8080" and json.loads(last["CMD"]) == ["serve"]
     assert json.loads(last["ENTRYPOINT"])
     assert last["USER"] not in ("root", "0")
     assert "/ping" in last["HEALTHCHECK"]
     assert "--constraint constraints.txt" in text and ":latest" not in text
-    assert sum(word == "FROM" for word, *_ in said) == 2
+    assert sum(word == "FROM" for word, *_ in instructions) == 2
 
 
 def test_the_unit_is_hardened() -> None:
@@ -177,7 +177,7 @@ def test_the_unit_is_hardened() -> None:
 
 def test_the_docs_and_the_unit_agree() -> None:
     unit = (DEPLOY / "systemd" / "peagle.service").read_text(encoding="utf-8")
-    told = re.findall(
+    documented = re.findall(
         r"`((?:Restart|KillMode)=[\w-]+)`", (DEPLOY.parent / "docs" / "serve.md").read_text("utf-8")
     )
-    assert told and all(re.search(f"(?m)^{line}$", unit) for line in told)
+    assert documented and all(re.search(f"(?m)^{line}$", unit) for line in documented)

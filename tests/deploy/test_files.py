@@ -1,6 +1,7 @@
-"""`peagle deploy`: every file is valid by its format's own parser or schema, and the files agree with each other.
+"""`peagle deploy`: every file is valid for its format's own parser, and the files agree.
 
-Ray, SkyPilot and KServe are validate_body in tests/deploy (`make test-deploy`), vLLM's arguments in tests/vllm.
+Ray, SkyPilot and KServe are validated in tests/deploy_validators (`make test-deploy`), vLLM's
+arguments in tests/vllm.
 """
 
 import re
@@ -20,12 +21,12 @@ from tests.support.deploying import (
     KEYS,
     KINDS,
     PAIRS,
-    container_of,
+    container_spec,
     documents,
     planned,
     rendered,
-    speculative_of,
-    words_of,
+    speculative_config,
+    vllm_arguments,
 )
 from tests.support.serving import make_backend
 
@@ -43,13 +44,15 @@ def kinds(*without: str) -> Any:
 @kinds()
 @pytest.mark.parametrize("pair", PAIRS)
 def test_all_four_keys_for_every_pair(kind: str, pair: str) -> None:
-    made = planned(kind, pair, choices={"gpu": "H100"})
-    said = speculative_of(kind, rendered(kind, pair, choices={"gpu": "H100"}))
-    assert set(said) == KEYS and said["method"] == "eagle3"
-    assert said["num_speculative_tokens"] == made.k and said["parallel_drafting"] is (
-        made.method == "p-eagle"
+    deployment = planned(kind, pair, gpu="H100")
+    config = speculative_config(kind, rendered(kind, pair, gpu="H100"))
+    assert set(config) == KEYS and config["method"] == "eagle3"
+    assert config["num_speculative_tokens"] == deployment.k and config["parallel_drafting"] is (
+        deployment.method == "p-eagle"
     )
-    assert said["model"] == ("./drafter" if kind == "vllm" and made.local_drafter else made.drafter)
+    assert config["model"] == (
+        "./drafter" if kind == "vllm" and deployment.local_drafter else deployment.drafter
+    )
 
 
 @kinds()
@@ -59,42 +62,40 @@ def test_no_secret_is_written_down(kind: str, monkeypatch: pytest.MonkeyPatch) -
     files = rendered(kind)
     assert not any("very-secret" in text for text in files.values())
     assert "--api-key" not in " ".join(files.values()), (
-        "arguments can be read by everyone on the machine"
+        "arguments can be parsed by everyone on the machine"
     )
     for text in files.values():
         for line in text.splitlines():
-            if found := re.match(r"\s*(?:- )?(?:HF_TOKEN|VLLM_API_KEY)\s*[:=]\s*(.*)", line):
-                assert found[1].split("#")[0].strip() in ("", "null") or found[1].startswith(
+            if match := re.match(r"\s*(?:- )?(?:HF_TOKEN|VLLM_API_KEY)\s*[:=]\s*(.*)", line):
+                assert match[1].split("#")[0].strip() in ("", "null") or match[1].startswith(
                     "${"
                 ), line
 
 
 @kinds()
 def test_rendered_twice_is_the_same(kind: str) -> None:
-    assert rendered(kind, choices=BIG) == rendered(kind, choices=BIG)
+    assert rendered(kind, **BIG) == rendered(kind, **BIG)
 
 
 @kinds("ray")
 def test_ports_agree_and_probes_ask_for_paths_that_there_are(kind: str) -> None:
-    files = rendered(kind, choices={"port": 9000, "gpu": "H100"})
-    everything = "\n".join(files.values())
-    served = set(
-        re.findall(r"(?:port|Port|PORT):?[-= ]+\"?(\d{4,5})\b|:(\d{4,5})[/:\"' ]", everything)
-    )
+    files = rendered(kind, port=9000, gpu="H100")
+    text = "\n".join(files.values())
+    served = set(re.findall(r"(?:port|Port|PORT):?[-= ]+\"?(\d{4,5})\b|:(\d{4,5})[/:\"' ]", text))
     ports = {number for pair in served for number in pair if number} - {"9090"}  # Prometheus' own
     assert ports == {"9000"}
-    paths = set(re.findall(r"path: (/\S+)|:9000(/\w+)", everything))
-    asked = {path for pair in paths for path in pair if path} - {"/models"}
-    said = {
+    paths = set(re.findall(r"path: (/\S+)|:9000(/\w+)", text))
+    probed = {path for pair in paths for path in pair if path} - {"/models"}
+    expected = {
         "vllm": {"/metrics"},
         "helm": {"/health"},
         "skypilot": {"/health"},
-    }  # others do the rest there
-    assert asked == said.get(kind, {"/health", "/metrics"}) and asked <= routes()
+    }  # other components do the rest
+    assert probed == expected.get(kind, {"/health", "/metrics"}) and probed <= routes()
 
 
 def routes() -> set[str]:
-    """Our server's, which are vLLM's (tests/vllm asks vLLM itself)."""
+    """The routes of our server, which are vLLM's (tests/vllm checks vLLM itself)."""
     from fastapi import FastAPI
 
     app = FastAPI()
@@ -104,39 +105,39 @@ def routes() -> set[str]:
 
 @kinds("vllm", "ray")
 def test_the_image_is_one_the_pair_can_be_served_by(kind: str) -> None:
-    everything = "\n".join(rendered(kind, vllm="0.27.1").values())
+    text = "\n".join(rendered(kind, vllm="0.27.1").values())
     if kind == "helm":
         model = documents(rendered(kind, vllm="0.27.1"))["values.yaml"]["servingEngineSpec"][
             "modelSpec"
         ][0]
-        everything = f"{model['repository']}:{model['tag']}"
-    assert "vllm/vllm-openai:v0.27.1" in everything
+        text = f"{model['repository']}:{model['tag']}"
+    assert "vllm/vllm-openai:v0.27.1" in text
 
 
 def test_the_script(tmp_path: Path) -> None:
-    for number, asked in enumerate(({}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"})):
+    for number, options in enumerate(({}, BIG, LOCAL | {"pair": "smollm2-135m"})):
         script = tmp_path / f"{number}.sh"
-        script.write_text(rendered("vllm", **asked)["serve.sh"])
+        script.write_text(rendered("vllm", **options)["serve.sh"])
         subprocess.run(["bash", "-n", script], check=True)
         subprocess.run([Path(sys.executable).parent / "shellcheck", script], check=True)
 
 
 @kinds()
 def test_what_to_run_next_is_shell(kind: str) -> None:
-    for asked in ({"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}):
-        steps = next_steps(kind, planned(kind, **asked), Path("out here"))
+    for options in (BIG, LOCAL | {"pair": "smollm2-135m"}):
+        steps = next_steps(kind, planned(kind, **options), Path("out here"))
         subprocess.run(["bash", "-n"], input=steps, text=True, check=True)
         assert "'out here" in steps
 
 
 def test_the_script_starts_vllm(tmp_path: Path) -> None:
-    """With a `vllm` that tells what it was called with."""
+    """With a `vllm` that prints its arguments."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "vllm").write_text(
         '#!/bin/sh\nfor word; do echo "$word"; done\npwd\necho "$VLLM_USE_V2_MODEL_RUNNER"\n'
     )
     (tmp_path / "bin" / "vllm").chmod(0o755)
-    files = rendered("vllm", choices={"served_name": "it's"})
+    files = rendered("vllm", served_model_name="it's")
     (tmp_path / "serve.sh").write_text(files["serve.sh"])
 
     def start(**variables: str) -> subprocess.CompletedProcess[str]:
@@ -146,7 +147,9 @@ def test_the_script_starts_vllm(tmp_path: Path) -> None:
         )
 
     *words, folder, runner = start().stdout.splitlines()
-    assert words == ["serve", *words_of("vllm", files)] and "--served-model-name=it's" in words
+    assert (
+        words == ["serve", *vllm_arguments("vllm", files)] and "--served-model-name=it's" in words
+    )
     assert (folder, runner) == (str(tmp_path), "0")
     refused = start(HOST="0.0.0.0")
     assert refused.returncode == 2 and "set VLLM_API_KEY" in refused.stderr
@@ -154,7 +157,7 @@ def test_the_script_starts_vllm(tmp_path: Path) -> None:
 
 
 def test_the_config_file_says_what_the_script_says() -> None:
-    files = rendered("vllm", choices=BIG | {"port": 8000})
+    files = rendered("vllm", **(BIG | {"port": 8000}))
     config = documents(files)["config.yaml"]
     words = [
         f"--{key}={value}" for key, value in config.items() if key not in ("model", "host", "port")
@@ -166,34 +169,38 @@ def test_the_config_file_says_what_the_script_says() -> None:
         "--port",
         str(config["port"]),
         *words,
-    ] == words_of("vllm", files)
+    ] == vllm_arguments("vllm", files)
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
+    "options", [{}, BIG, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
 )
-def test_compose(asked: dict[str, Any]) -> None:
-    files = rendered("compose", **asked)
-    read = documents(files)["compose.yaml"]
-    compose_model(read)
-    made = planned("compose", **asked)
-    servers = {name: service for name, service in read["services"].items() if name != "prometheus"}
-    assert len(servers) == made.replicas
+def test_compose(options: dict[str, Any]) -> None:
+    files = rendered("compose", **options)
+    parsed = documents(files)["compose.yaml"]
+    compose_model(parsed)
+    deployment = planned("compose", **options)
+    servers = {
+        name: service for name, service in parsed["services"].items() if name != "prometheus"
+    }
+    assert len(servers) == deployment.replicas
     ids = [device for s in servers.values() for device in devices(s)]
-    assert ids == [str(i) for i in range(made.replicas * made.gpus)], "no GPU is shared"
+    assert ids == [str(i) for i in range(deployment.replicas * deployment.gpus)], "no GPU is shared"
     published = [service["ports"][0] for service in servers.values()]
-    assert published == [f"127.0.0.1:{made.port + i}:{made.port}" for i in range(made.replicas)]
+    assert published == [
+        f"127.0.0.1:{deployment.port + i}:{deployment.port}" for i in range(deployment.replicas)
+    ]
     scraped = documents(files)["prometheus.yml"]["scrape_configs"][0]["static_configs"][0][
         "targets"
     ]
-    assert scraped == [f"{name}:{made.port}" for name in servers]
+    assert scraped == [f"{name}:{deployment.port}" for name in servers]
     mounts = next(iter(servers.values()))["volumes"]
-    assert (f"./drafter:{made.drafter}:ro" in mounts) is made.local_drafter
+    assert (f"./drafter:{deployment.drafter}:ro" in mounts) is deployment.local_drafter
 
 
-def compose_model(read: dict[str, Any]) -> None:
-    ComposeSpecification.model_validate(read)
-    PyCompose.from_yaml(yaml.safe_dump(read)).validate()  # knows no keys but the specification's
+def compose_model(parsed: dict[str, Any]) -> None:
+    ComposeSpecification.model_validate(parsed)
+    PyCompose.from_yaml(yaml.safe_dump(parsed)).validate()  # knows no keys but the specification's
 
 
 def devices(service: dict[str, Any]) -> list[str]:
@@ -202,78 +209,81 @@ def devices(service: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("key", ["imag", "health_check", "replicas"])
 def test_the_compose_model_knows_its_keys(key: str) -> None:
-    read = documents(rendered("compose"))["compose.yaml"]
-    next(iter(read["services"].values()))[key] = "x"
+    parsed = documents(rendered("compose"))["compose.yaml"]
+    next(iter(parsed["services"].values()))[key] = "x"
     with pytest.raises(Exception, match=key):
-        compose_model(read)
+        compose_model(parsed)
 
 
 def test_a_dollar_is_no_variable_to_compose() -> None:
-    read = documents(rendered("compose", choices={"served_name": "a$b"}))["compose.yaml"]
-    assert "--served-model-name=a$$b" in next(iter(read["services"].values()))["command"]
+    parsed = documents(rendered("compose", served_model_name="a$b"))["compose.yaml"]
+    assert "--served-model-name=a$$b" in next(iter(parsed["services"].values()))["command"]
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
+    "options", [{}, BIG, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
 )
-def test_kubernetes(asked: dict[str, Any]) -> None:
-    read, made = documents(rendered("kubernetes", **asked)), planned("kubernetes", **asked)
-    for name in ("deployment", "service", "storage", *(["loader"] if made.local else [])):
-        kubernetes_validate.validate(read[f"{name}.yaml"], KUBERNETES, strict=True)
-    assert ("loader.yaml" in read) is made.local
-    assert set(read["kustomization.yaml"]["resources"]) <= set(read)
-    pod = read["deployment.yaml"]["spec"]["template"]
+def test_kubernetes(options: dict[str, Any]) -> None:
+    parsed = documents(rendered("kubernetes", **options))
+    deployment = planned("kubernetes", **options)
+    for name in ("deployment", "service", "storage", *(["loader"] if deployment.local else [])):
+        kubernetes_validate.validate(parsed[f"{name}.yaml"], KUBERNETES, strict=True)
+    assert ("loader.yaml" in parsed) is deployment.local
+    assert set(parsed["kustomization.yaml"]["resources"]) <= set(parsed)
+    pod = parsed["deployment.yaml"]["spec"]["template"]
     labels = pod["metadata"]["labels"].items()
-    assert read["service.yaml"]["spec"]["selector"].items() <= labels
-    assert read["deployment.yaml"]["spec"]["selector"]["matchLabels"].items() <= labels
-    assert read["podmonitor.yaml"]["spec"]["selector"]["matchLabels"].items() <= labels
+    assert parsed["service.yaml"]["spec"]["selector"].items() <= labels
+    assert parsed["deployment.yaml"]["spec"]["selector"]["matchLabels"].items() <= labels
+    assert parsed["podmonitor.yaml"]["spec"]["selector"]["matchLabels"].items() <= labels
     assert (
-        not read["service.yaml"]["metadata"]["name"].startswith("vllm")
+        not parsed["service.yaml"]["metadata"]["name"].startswith("vllm")
         and pod["spec"]["enableServiceLinks"] is False
     )
-    assert read["storage.yaml"]["spec"]["accessModes"] == (
-        ["ReadWriteMany"] if made.replicas > 1 else ["ReadWriteOnce"]
+    assert parsed["storage.yaml"]["spec"]["accessModes"] == (
+        ["ReadWriteMany"] if deployment.replicas > 1 else ["ReadWriteOnce"]
     )
-    assert pod["spec"].get("nodeSelector", {}).get("nvidia.com/gpu.product") == made.gpu
+    assert pod["spec"].get("nodeSelector", {}).get("nvidia.com/gpu.product") == deployment.gpu
 
 
 def test_the_kubernetes_schema_is_strict() -> None:
-    read = documents(rendered("kubernetes"))["deployment.yaml"]
-    read["spec"]["template"]["spec"]["containers"][0]["imagePolicy"] = "Always"
+    parsed = documents(rendered("kubernetes"))["deployment.yaml"]
+    parsed["spec"]["template"]["spec"]["containers"][0]["imagePolicy"] = "Always"
     with pytest.raises(kubernetes_validate.ValidationError, match="imagePolicy"):
-        kubernetes_validate.validate(read, KUBERNETES, strict=True)
+        kubernetes_validate.validate(parsed, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "kserve"])
 def test_a_pod_holds_together(kind: str) -> None:
-    """Volumes, ports, secrets and probes of the container name what there is."""
-    read, made = documents(rendered(kind, choices=BIG)), planned(kind, choices=BIG)
-    spec = read["inferenceservice.yaml"]["spec"]["predictor"] if kind == "kserve" else None
-    spec = spec or read["deployment.yaml"]["spec"]["template"]["spec"]
-    container = container_of(kind, read)
+    """Volumes, ports, secrets and probes of the container refer to things that exist."""
+    parsed = documents(rendered(kind, **BIG))
+    deployment = planned(kind, **BIG)
+    spec = parsed["inferenceservice.yaml"]["spec"]["predictor"] if kind == "kserve" else None
+    spec = spec or parsed["deployment.yaml"]["spec"]["template"]["spec"]
+    container = container_spec(kind, parsed)
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
     assert (
         volumes["models"]["persistentVolumeClaim"]["claimName"]
-        == read["storage.yaml"]["metadata"]["name"]
+        == parsed["storage.yaml"]["metadata"]["name"]
     )
     env = {variable["name"]: variable for variable in container["env"]}
     for name, key in (("VLLM_API_KEY", "api-key"), ("HF_TOKEN", "hf-token")):
         reference = env[name]["valueFrom"]["secretKeyRef"]
-        assert (reference["name"], reference["key"]) == (made.name, key) and "value" not in env[
-            name
-        ]
+        assert (reference["name"], reference["key"]) == (
+            deployment.name,
+            key,
+        ) and "value" not in env[name]
     assert env["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"].get("optional") is None
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {
             "path": "/health",
             "port": container["ports"][0]["containerPort"],
         }
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == str(made.gpus)
-    assert container["image"] == made.image
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == str(deployment.gpus)
+    assert container["image"] == deployment.image
 
 
-# The chart's fields, from its values.schema.json (state: autumn 2026): name -> kind, or the fields inside.
+# Fields of the chart, from its values.schema.json of autumn 2026: name -> type, or inner fields.
 PROBE = {
     "initialDelaySeconds": int,
     "periodSeconds": int,
@@ -343,24 +353,25 @@ def check_values(values: Any, schema: Any, where: str = "values") -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"choices": BIG}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
+    "options", [{}, BIG, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
 )
-def test_helm(asked: dict[str, Any]) -> None:
-    read, made = documents(rendered("helm", **asked)), planned("helm", **asked)
-    values = read["values.yaml"]
+def test_helm(options: dict[str, Any]) -> None:
+    parsed = documents(rendered("helm", **options))
+    deployment = planned("helm", **options)
+    values = parsed["values.yaml"]
     check_values(values, CHART)
     engine = values["servingEngineSpec"]
-    assert engine["vllmApiKey"] == {"secretName": made.name, "secretKey": "api-key"}
+    assert engine["vllmApiKey"] == {"secretName": deployment.name, "secretKey": "api-key"}
     model = engine["modelSpec"][0]
     longest = "p" * 40  # a release's name, by which the chart makes a host name
     assert len(f"{longest}-{model['name']}-engine-service") <= 63
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert engine[probe]["httpGet"]["port"] == engine["containerPort"]
     assert all(set(variable) == {"name", "value"} for variable in model["env"])
-    if made.local:
+    if deployment.local:
         claim = model["extraVolumes"][0]["persistentVolumeClaim"]["claimName"]
-        assert claim == read["storage.yaml"]["metadata"]["name"]
-        kubernetes_validate.validate(read["loader.yaml"], KUBERNETES, strict=True)
+        assert claim == parsed["storage.yaml"]["metadata"]["name"]
+        kubernetes_validate.validate(parsed["loader.yaml"], KUBERNETES, strict=True)
 
 
 def test_ray_and_skypilot_mount_a_local_drafter() -> None:
@@ -368,28 +379,33 @@ def test_ray_and_skypilot_mount_a_local_drafter() -> None:
     assert files["service.yaml"]["file_mounts"] == {"/models/drafter": "./drafter"}
     assert files["service.yaml"]["secrets"] == {"VLLM_API_KEY": None, "HF_TOKEN": None}
     assert files["service.yaml"]["service"]["readiness_probe"]["path"] in routes()
-    said = speculative_of("ray", rendered("ray", "smollm2-135m", **LOCAL))
-    assert said["model"] == "/models/drafter"
+    config = speculative_config("ray", rendered("ray", "smollm2-135m", **LOCAL))
+    assert config["model"] == "/models/drafter"
 
 
 def test_flags_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_CONFIG", str(tmp_path))
     (tmp_path / "pairs").mkdir()
-    flags = '{ dtype = "half", no-enable-prefix-caching = true, max-num-seqs = 8, compilation-config = { level = 1 } }'
+    flags = (
+        '{ dtype = "half", no-enable-prefix-caching = true, max-num-seqs = 8,'
+        " compilation-config = { level = 1 } }"
+    )
     entry = (
         f'[target]\nhub = "a/b"\n[drafters.p-eagle]\nhub = "c/d"\n[production]\nflags = {flags}\n'
     )
     (tmp_path / "pairs" / "mine.toml").write_text(entry)
-    told = [
+    expected = [
         "--dtype=half",
         "--no-enable-prefix-caching",
         "--max-num-seqs=8",
         '--compilation-config={"level": 1}',
     ]
     for kind in KINDS:
-        files = rendered(kind, "mine", choices={"gpu": "H100"})
+        files = rendered(kind, "mine", gpu="H100")
         if kind != "ray":
-            assert [word for word in words_of(kind, files) if word in told] == told, kind
+            assert [word for word in vllm_arguments(kind, files) if word in expected] == expected, (
+                kind
+            )
     config = documents(rendered("vllm", "mine"))["config.yaml"]
     assert (
         config["no-enable-prefix-caching"] is True

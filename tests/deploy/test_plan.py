@@ -1,4 +1,4 @@
-"""From a pair and options to a deployment: K, versions, drafters, names; and files that are written once."""
+"""From a pair and options to a deployment: K, versions, drafters, names; and written files."""
 
 import filecmp
 import json
@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from peagle.cli import app
 from peagle.deploy.spec import Deployment
-from peagle.deploy.version import TESTED
+from peagle.deploy.version import TESTED_VLLM
 from peagle.drafter.formats import checkpoint, compact
 from peagle.errors import UserError
-from tests.catalog.test_catalog import run
-from tests.support.deploying import documents, planned, speculative_of
+from tests.support.command_line import run
+from tests.support.deploying import documents, planned, speculative_config
 from tests.support.tiny_models import make_drafter, make_target
 
 SHIPPED = str(Path(__file__).parents[2] / "peagle" / "drafters" / "smollm2-135m" / "p-eagle")
@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("pair", "asked", "k"),
+    ("pair", "options", "k"),
     [
         ("gpt-oss-20b", {}, 7),
         ("gpt-oss-120b", {}, 5),
@@ -51,42 +51,42 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gemma-4-31b", {}, 3),
     ],
 )
-def test_k(pair: str, asked: dict[str, Any], k: int) -> None:
-    made = planned("vllm", pair, **asked)
-    assert made.k == k
-    unknown = any("the best K at 8 requests is unknown" in note for note in made.notes)
-    assert unknown is (pair == "gpt-oss-20b" and asked != {})
+def test_k(pair: str, options: dict[str, Any], k: int) -> None:
+    deployment = planned("vllm", pair, **options)
+    assert deployment.k == k
+    unknown = any("the best K at 8 requests is unknown" in note for note in deployment.notes)
+    assert unknown is (pair == "gpt-oss-20b" and options != {})
 
 
 @pytest.mark.parametrize(
-    ("pair", "asked", "message"),
+    ("pair", "options", "message"),
     [
-        ("gpt-oss-20b", {"k": 11}, "trained to depth 10: use -k 10"),
+        ("gpt-oss-20b", {"k": 11}, "trained to depth 10: lower `k` to 10"),
         ("gpt-oss-20b", {"k": 0}, "at least one token"),
         ("gpt-oss-20b", {"vllm": "0.17.2"}, "needs vLLM 0.18 or later"),
         ("qwen3-8b", {"vllm": "0.21.0"}, "needs vLLM 0.22 or later"),
         ("qwen3-coder-30b", {"vllm": "0.15.0"}, "needs vLLM 0.16 or later"),
-        ("gpt-oss-20b", {"vllm": "latest"}, "is no version"),
-        ("gpt-oss-20b", {"vllm": "0.27"}, "names no image"),
-        ("qwen2.5-coder-0.5b", {}, "no trained drafter yet: give one with --drafter"),
+        ("gpt-oss-20b", {"vllm": "latest"}, "is not a version"),
+        ("gpt-oss-20b", {"vllm": "0.27"}, "does not name an image"),
+        ("qwen2.5-coder-0.5b", {}, "no trained drafter yet: give one with `drafter`"),
         ("gpt-oss-20b", {"drafter": "nowhere"}, "neither a folder nor a hub id"),
         ("gpt-os-20b", {}, "Did you mean 'gpt-oss-20b'"),
-        ("gpt-oss-20b", {"choices": {"name": "vllm"}}, "must not be or begin with vllm"),
-        ("gpt-oss-20b", {"choices": {"name": "Mine_"}}, "--name must be a-z"),
-        ("gpt-oss-20b", {"choices": {"gpus": 0}}, "--gpus must be 1 or more; it is 0"),
-        ("gpt-oss-20b", {"choices": {"port": 80}}, "--port must be in 1024..65535"),
-        ("gpt-oss-20b", {"choices": {"replicas": 0}}, "--replicas must be 1 or more"),
-        ("gpt-oss-20b", {"choices": {"image_name": "mine"}}, "names no version: give NAME:TAG"),
-        ("gpt-oss-20b", {"choices": {"served_name": "a b"}}, "without spaces"),
+        ("gpt-oss-20b", {"name": "vllm"}, "must not be or begin with vllm"),
+        ("gpt-oss-20b", {"name": "Mine_"}, "`name` must consist of a-z"),
+        ("gpt-oss-20b", {"gpus": 0}, "`gpus` must be 1 or more; it is 0"),
+        ("gpt-oss-20b", {"port": 80}, "`port` must be in 1024..65535"),
+        ("gpt-oss-20b", {"replicas": 0}, "`replicas` must be 1 or more"),
+        ("gpt-oss-20b", {"image": "mine"}, "has no version: give NAME:TAG"),
+        ("gpt-oss-20b", {"served_model_name": "a b"}, "without spaces"),
         (
             "gpt-oss-20b",
-            {"choices": {"gpu": "H100\nrun: evil"}},
-            "--gpu must be the name of a type",
+            {"gpu": "H100\nrun: evil"},
+            "`gpu` must be the name of a GPU type",
         ),
-        ("gpt-oss-20b", {"choices": {"served_name": "a\x00b"}}, "control characters"),
-        ("gpt-oss-20b", {"context": 0}, "--context must be 2 or more"),
+        ("gpt-oss-20b", {"served_model_name": "a\x00b"}, "control characters"),
+        ("gpt-oss-20b", {"context": 0}, "`context` must be 2 or more"),
         ("gpt-oss-20b", {"method": "eagle3"}, "has no eagle3 drafter"),
-        ("gpt-oss-20b", {"method": "none"}, "without a drafter there is no pair"),
+        ("gpt-oss-20b", {"method": "none"}, "a deployment needs a drafter"),
         (
             "smollm2-135m",
             {"drafter": SHIPPED, "method": "eagle3"},
@@ -94,19 +94,17 @@ def test_k(pair: str, asked: dict[str, Any], k: int) -> None:
         ),
     ],
 )
-def test_mistakes_are_named(pair: str, asked: dict[str, Any], message: str) -> None:
+def test_mistakes_are_named(pair: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        planned("kubernetes", pair, **asked)
+        planned("kubernetes", pair, **options)
 
 
 def test_versions() -> None:
-    assert planned("compose").image == f"vllm/vllm-openai:v{TESTED}"
-    assert planned("ray").vllm != TESTED, "Ray brings its own"
+    assert planned("compose").image == f"vllm/vllm-openai:v{TESTED_VLLM}"
+    assert planned("ray").vllm != TESTED_VLLM, "Ray brings its own"
     assert any("temperatures above 0" in note for note in planned("vllm", vllm="0.19.0").notes)
     assert any("unknown" in note for note in planned("vllm", "gemma-4-31b").notes)
-    assert planned(
-        "vllm", choices={"image_name": "registry.local:5000/mine@sha256:abc"}
-    ).image.endswith("abc")
+    assert planned("vllm", image="registry.local:5000/mine@sha256:abc").image.endswith("abc")
 
 
 def test_long_contexts_have_their_own_drafter() -> None:
@@ -117,25 +115,32 @@ def test_long_contexts_have_their_own_drafter() -> None:
 
 
 def test_a_drafter_of_the_hub_is_passed_through() -> None:
-    made = planned("vllm", "qwen2.5-coder-0.5b", drafter="someone/head")
-    assert made.drafter == "someone/head" and not made.local and made.method == "p-eagle"
+    deployment = planned("vllm", "qwen2.5-coder-0.5b", drafter="someone/head")
     assert (
-        planned("vllm", "gemma-4-31b", drafter="someone/head").speculative["parallel_drafting"]
+        deployment.drafter == "someone/head"
+        and not deployment.local
+        and deployment.method == "p-eagle"
+    )
+    assert (
+        planned("vllm", "gemma-4-31b", drafter="someone/head").speculative_config[
+            "parallel_drafting"
+        ]
         is False
     )
     given = planned("vllm", "gemma-4-31b", drafter="someone/head", method="p-eagle")
     assert (
-        given.speculative["parallel_drafting"] is True
+        given.speculative_config["parallel_drafting"] is True
         and "VLLM_USE_V2_MODEL_RUNNER" in given.environment
     )
     assert planned("vllm", "smollm2-135m", method="eagle3").method == "eagle3"
 
 
 def test_resources_follow_the_pair() -> None:
-    small, large = planned("kubernetes", "smollm2-135m"), planned("kubernetes", "gpt-oss-120b")
+    small = planned("kubernetes", "smollm2-135m")
+    large = planned("kubernetes", "gpt-oss-120b")
     assert small.gpu_gb < 2 and 70 < large.gpu_gb < 80 and large.disk_gb > 100
-    assert planned("kubernetes", "gpt-oss-120b", choices={"gpus": 2}).gpu_gb < 40
-    unknown = Deployment("x", "a/b", "c/d", "p-eagle", 3, TESTED)
+    assert planned("kubernetes", "gpt-oss-120b", gpus=2).gpu_gb < 40
+    unknown = Deployment("x", "a/b", "c/d", "p-eagle", 3, TESTED_VLLM)
     assert unknown.gpu_gb is None and unknown.disk_gb == 200
 
 
@@ -150,8 +155,8 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     again = json.loads(run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "--json"))
     assert again["written"] == [] and again["next"] == first["next"]
     before = (out / "deployment.yaml").read_text()
-    told = run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "-k", 3, code=2)
-    assert "holds other versions of deployment.yaml: --force" in told
+    output = run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "-k", 3, code=2)
+    assert "holds other versions of deployment.yaml: --force" in output
     assert (out / "deployment.yaml").read_text() == before
     changed = json.loads(
         run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "-k", 3, "--force", "--json")
@@ -159,16 +164,16 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     assert [Path(path).name for path in changed["written"]] == ["deployment.yaml"]
     (out / "service.yaml").unlink()
     (out / "service.yaml").mkdir()
-    assert "is no file" in run(
+    assert "is not a file" in run(
         "deploy", "kubernetes", "gpt-oss-20b", "--out", out, "-k", 3, "--force", code=2
     )
 
 
 def test_what_to_run_next_is_told(tmp_path: Path) -> None:
-    told = run("deploy", "vllm", "gemma-4-31b", "--out", tmp_path)
-    assert f"{tmp_path}/serve.sh" in told.replace("\n", "")
+    output = run("deploy", "vllm", "gemma-4-31b", "--out", tmp_path)
+    assert f"{tmp_path}/serve.sh" in output.replace("\n", "")
     assert os.access(tmp_path / "serve.sh", os.X_OK)
-    assert "the memory gemma" not in told
+    assert "the memory gemma" not in output
     assert "--out" in CliRunner().invoke(app, ["deploy", "vllm", "gemma-4-31b"]).stderr
 
 
@@ -183,13 +188,13 @@ def test_a_local_pair_is_exported_and_mounted(tiny: Path, tmp_path: Path) -> Non
         tmp_path,
         "--json",
     ]
-    said = json.loads(run(*words))
+    report = json.loads(run(*words))
     assert (
-        said["target"] == "/models/target"
-        and said["drafter"] == "/models/drafter"
-        and said["name"] == "peagle-target"
+        report["target"] == "/models/target"
+        and report["drafter"] == "/models/drafter"
+        and report["name"] == "peagle-target"
     )
-    assert said["notes"][0] == "this drafter is untrained: its drafts are noise"
+    assert report["notes"][0] == "this drafter is untrained: its drafts are noise"
     exported = checkpoint.read(tmp_path / "drafter")
     assert exported.format == "vllm" and not exported.problems()
     text = (tmp_path / "compose.yaml").read_text()
@@ -198,7 +203,7 @@ def test_a_local_pair_is_exported_and_mounted(tiny: Path, tmp_path: Path) -> Non
         "./drafter:/models/drafter:ro",
         f"{tiny / 'target'}:/models/target:ro",
     ]
-    assert speculative_of("compose", {"compose.yaml": text})["model"] == "/models/drafter"
+    assert speculative_config("compose", {"compose.yaml": text})["model"] == "/models/drafter"
     assert json.loads(run(*words))["written"] == []
     assert sorted(os.listdir(tmp_path)) == [
         "compose.yaml",

@@ -1,4 +1,4 @@
-"""An endpoint's life on a pretended AWS: created, again, changed, failed at every step, deleted."""
+"""An endpoint on a fake AWS: created, repeated, changed, failing at every step, deleted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,16 +9,24 @@ import pytest
 from botocore.stub import ANY, Stubber
 from moto.sagemaker.models import FakeEndpoint
 
-from peagle.deploy.sagemaker.operate.apply import Apply, Done, covers
+from peagle.deploy.sagemaker.operate.apply import StackUpdate, StepResult, contains
 from peagle.deploy.sagemaker.operate.clients import Clients
-from peagle.deploy.sagemaker.operate.delete import belongings, delete
-from peagle.deploy.sagemaker.operate.delete import weights as prefixes
-from peagle.deploy.sagemaker.operate.status import status
+from peagle.deploy.sagemaker.operate.delete import delete, exclusive_prefixes, find_deletions
+from peagle.deploy.sagemaker.operate.status import endpoint_status
 from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.choices import Autoscale
 from peagle.deploy.sagemaker.resources.stack import Stack
 from peagle.errors import UserError
-from tests.support.aws import NAME, REGION, aws, left, refuse, scaled_stack, sleep, weights
+from tests.support.aws import (
+    NAME,
+    REGION,
+    aws,
+    existing_names,
+    refuse,
+    scaled_stack,
+    sleep,
+    weights,
+)
 
 __all__ = ["aws", "weights"]
 Weights = tuple[Artifact, Artifact]
@@ -33,22 +41,22 @@ KINDS = [
 ]
 
 
-def apply(stack: Stack, aws: Clients, wait: bool = False) -> list[Done]:
-    return Apply(stack, aws, wait, sleep=sleep).run()
+def apply(stack: Stack, aws: Clients, wait: bool = False) -> list[StepResult]:
+    return StackUpdate(stack, aws, wait, sleep=sleep).apply()
 
 
 def test_created_and_then_left_alone(aws: Clients, weights: Weights) -> None:
     first = apply(scaled_stack(weights), aws)
-    assert [one.kind for one in first] == KINDS
-    assert {one.what for one in first} == {"created"}
-    there = left(aws)
-    assert len(there) == len(KINDS)
+    assert [step.kind for step in first] == KINDS
+    assert {step.outcome for step in first} == {"created"}
+    before = existing_names(aws)
+    assert len(before) == len(KINDS)
     again = apply(scaled_stack(weights), aws, wait=True)
-    assert {one.what for one in again} == {"unchanged"}
-    assert left(aws) == there
+    assert {step.outcome for step in again} == {"unchanged"}
+    assert existing_names(aws) == before
 
 
-def test_twice_calls_nothing_that_changes(
+def test_a_second_run_only_reads(
     aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply(scaled_stack(weights), aws)
@@ -61,7 +69,7 @@ def test_twice_calls_nothing_that_changes(
     assert called and all(operation.startswith("Describe") for operation in called)
 
 
-def test_what_the_container_is_told(aws: Clients, weights: Weights) -> None:
+def test_the_container_reads_the_uploads(aws: Clients, weights: Weights) -> None:
     stack = scaled_stack(weights)
     apply(stack, aws)
     model = aws["sagemaker"].describe_model(ModelName=stack.resources[0].name)
@@ -75,10 +83,10 @@ def test_what_the_container_is_told(aws: Clients, weights: Weights) -> None:
 def test_other_limits_of_scaling_change_only_them(aws: Clients, weights: Weights) -> None:
     apply(scaled_stack(weights), aws)
     done = apply(scaled_stack(weights, autoscale=Autoscale(2, 6, 8)), aws)
-    assert {one.kind: one.what for one in done if one.what != "unchanged"} == {
+    assert {step.kind: step.outcome for step in done if step.outcome != "unchanged"} == {
         "scalable target": "changed"
     }
-    assert status(aws, NAME)["autoscale"] == {"min": 2, "max": 6}
+    assert endpoint_status(aws, NAME)["autoscale"] == {"min": 2, "max": 6}
 
 
 @pytest.mark.parametrize(
@@ -97,11 +105,11 @@ def test_a_failed_step_leaves_nothing(
     operation: str, mentions: str, aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, operation, mentions)
-    with pytest.raises(UserError, match="no quota") as told:
+    with pytest.raises(UserError, match="no quota") as error:
         apply(scaled_stack(weights), aws)
-    assert left(aws) == []
-    assert f"/aws/sagemaker/Endpoints/{NAME}" in str(told.value)
-    assert "Service Quotas" in str(told.value)
+    assert existing_names(aws) == []
+    assert f"/aws/sagemaker/Endpoints/{NAME}" in str(error.value)
+    assert "Service Quotas" in str(error.value)
 
 
 def test_an_endpoint_that_does_not_start(
@@ -111,30 +119,33 @@ def test_an_endpoint_that_does_not_start(
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
-        self.endpoint_status, self.failure_reason = "Failed", "the container did not pass /ping"
+        self.endpoint_status = "Failed"
+        self.failure_reason = "the container did not pass /ping"
 
     monkeypatch.setattr(FakeEndpoint, "__init__", failing)
-    with pytest.raises(UserError, match="did not pass /ping") as told:
+    with pytest.raises(UserError, match="did not pass /ping") as error:
         apply(scaled_stack(weights, autoscale=None), aws, wait=True)
-    assert left(aws) == []
-    assert f"/aws/sagemaker/Endpoints/{NAME}" in str(told.value) and f"endpoint {NAME}" in str(
-        told.value
+    assert existing_names(aws) == []
+    assert f"/aws/sagemaker/Endpoints/{NAME}" in str(error.value) and f"endpoint {NAME}" in str(
+        error.value
     )
-    apply(scaled_stack(weights, autoscale=None), aws)  # nobody waits: nobody sees it yet
-    assert status(aws, NAME)["failure_reason"] == "the container did not pass /ping"
+    apply(
+        scaled_stack(weights, autoscale=None), aws
+    )  # without waiting, the failure is not seen yet
+    assert endpoint_status(aws, NAME)["failure_reason"] == "the container did not pass /ping"
     with pytest.raises(UserError, match=f"peagle sagemaker delete {NAME}"):
         apply(scaled_stack(weights, autoscale=None), aws)
-    assert NAME in left(aws), "what another run made is not taken back by this one"
+    assert NAME in existing_names(aws), "resources of an earlier run are not rolled back"
 
 
-def test_what_cannot_be_taken_back_is_named(
+def test_failed_rollbacks_are_named(
     aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, "CreateEndpoint")
     refuse(monkeypatch, "DeleteModel")
-    with pytest.raises(UserError, match=f"LEFT, remove it by hand: model {NAME}-"):
+    with pytest.raises(UserError, match=f"NOT rolled back, remove it by hand: model {NAME}-"):
         apply(scaled_stack(weights), aws)
-    assert len(left(aws)) == 1
+    assert len(existing_names(aws)) == 1
 
 
 def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) -> None:
@@ -142,27 +153,27 @@ def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) 
     old = scaled_stack(weights, k=3).resources[:2]
     for resource in old:
         aws.call(resource.create)
-    assert prefixes(aws, NAME) == [upload.uri for upload in scaled_stack(weights).uploads]
+    assert exclusive_prefixes(aws, NAME) == [upload.uri for upload in scaled_stack(weights).uploads]
     apply(scaled_stack(weights, name="peagle-tiny-2"), aws)
-    other = [name for name in left(aws) if "peagle-tiny-2" in name]
-    assert prefixes(aws, NAME) == [], "another endpoint reads the same weights"
-    found = belongings(aws, NAME)
-    assert len(found) == len(KINDS) + len(old)
-    delete(aws, NAME, found, lambda line: None, sleep)
-    assert left(aws) == other
-    assert belongings(aws, NAME) == []
+    other = [name for name in existing_names(aws) if "peagle-tiny-2" in name]
+    assert exclusive_prefixes(aws, NAME) == [], "another endpoint reads the same weights"
+    deletions = find_deletions(aws, NAME)
+    assert len(deletions) == len(KINDS) + len(old)
+    delete(aws, NAME, deletions, lambda line: None, sleep)
+    assert existing_names(aws) == other
+    assert find_deletions(aws, NAME) == []
 
 
 def test_status(aws: Clients, weights: Weights) -> None:
     apply(scaled_stack(weights), aws)
-    found = status(aws, NAME)
-    assert found["status"] == "InService" and found["region"] == REGION
-    assert found["instances"] == {"AllTraffic": {"now": 1, "wanted": 1}}
-    assert found["autoscale"] == {"min": 1, "max": 4}
-    assert set(found["alarms"]) == {f"{NAME}-errors", f"{NAME}-latency"}
-    assert '"num_speculative_tokens":5' in found["models"][0]["speculative_config"]
+    summary = endpoint_status(aws, NAME)
+    assert summary["status"] == "InService" and summary["region"] == REGION
+    assert summary["instances"] == {"AllTraffic": {"now": 1, "wanted": 1}}
+    assert summary["autoscale"] == {"min": 1, "max": 4}
+    assert set(summary["alarms"]) == {f"{NAME}-errors", f"{NAME}-latency"}
+    assert '"num_speculative_tokens":5' in summary["models"][0]["speculative_config"]
     with pytest.raises(UserError, match="no endpoint 'other'"):
-        status(aws, "other")
+        endpoint_status(aws, "other")
 
 
 def endpoint(config: str, state: str = "InService", **more: Any) -> dict[str, Any]:
@@ -182,10 +193,11 @@ def endpoint(config: str, state: str = "InService", **more: Any) -> dict[str, An
 
 @contextmanager
 def updating(aws: Clients, stack: Stack) -> Iterator[Stubber]:
-    """An endpoint with the config `old` exists; moto knows no update_endpoint."""
+    """An endpoint with the config `old` exists; moto does not support update_endpoint."""
     client = boto3.client("sagemaker", region_name=REGION)
-    aws._made["sagemaker"] = client
-    model, config, update = stack.resources[0], stack.resources[1], stack.resources[4].change
+    aws._clients["sagemaker"] = client
+    model, config = stack.resources[:2]
+    update = stack.resources[4].update
     assert update is not None
     with Stubber(client) as stub:
         for resource, operation in ((model, "model"), (config, "endpoint_config")):
@@ -213,7 +225,7 @@ def test_an_update(aws: Clients, weights: Weights) -> None:
         stub.add_response("describe_endpoint", endpoint("old", "Updating"))
         stub.add_response("describe_endpoint", endpoint(stack.resources[1].name))
         done = apply(stack, aws, wait=True)
-    assert [one.what for one in done] == ["created", "created", "created", "created", "changed"]
+    assert [step.outcome for step in done] == [*["created"] * 4, "changed"]
 
 
 def test_an_update_that_sagemaker_rolls_back(aws: Clients, weights: Weights) -> None:
@@ -223,7 +235,7 @@ def test_an_update_that_sagemaker_rolls_back(aws: Clients, weights: Weights) -> 
         stub.add_response(
             "describe_endpoint", endpoint("old", FailureReason="alarm peagle-tiny-errors went off")
         )
-        stub.add_response("describe_endpoint", endpoint("old"))  # nothing to be put back: it is
+        stub.add_response("describe_endpoint", endpoint("old"))  # SageMaker has already rolled back
         stub.add_response(
             "delete_endpoint_config", {}, {"EndpointConfigName": stack.resources[1].name}
         )
@@ -249,7 +261,7 @@ def test_an_update_after_which_something_fails_is_put_back(
         stub.add_response("describe_endpoint", endpoint("old"))
         stub.add_response("delete_endpoint_config", {}, {"EndpointConfigName": new})
         stub.add_response("delete_model", {}, {"ModelName": ANY})
-        with pytest.raises(UserError, match=f"taken back: change of endpoint {NAME}"):
+        with pytest.raises(UserError, match=f"rolled back: change of endpoint {NAME}"):
             apply(stack, aws)
 
 
@@ -257,7 +269,7 @@ def test_a_changed_alarm_is_put_back(
     aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply(scaled_stack(weights), aws)
-    (alarm,) = (one for one in scaled_stack(weights).resources if one.name == f"{NAME}-errors")
+    (alarm,) = (r for r in scaled_stack(weights).resources if r.name == f"{NAME}-errors")
     theirs = alarm.create.parameters | {"Threshold": 77.0}
     aws["cloudwatch"].put_metric_alarm(**theirs)
     refuse(monkeypatch, "PutMetricAlarm", "latency")
@@ -269,10 +281,12 @@ def test_a_changed_alarm_is_put_back(
 
 
 def test_covers() -> None:
-    assert covers({"a": 1, "b": [{"c": 2, "d": 3}]}, {"b": [{"c": 2}]})
-    assert not covers({"b": [{"c": 2}, {}]}, {"b": [{"c": 2}]})
+    assert contains({"a": 1, "b": [{"c": 2, "d": 3}]}, {"b": [{"c": 2}]})
+    assert not contains({"b": [{"c": 2}, {}]}, {"b": [{"c": 2}]})
     assert (
-        not covers({}, {"a": None}) and not covers([1], {"a": 1}) and not covers({"a": 1}, {"a": 2})
+        not contains({}, {"a": None})
+        and not contains([1], {"a": 1})
+        and not contains({"a": 1}, {"a": 2})
     )
 
 

@@ -1,4 +1,4 @@
-"""Our own server as the container: started with exactly the environment a deployment sets, asked as SageMaker asks."""
+"""Our own server as the container: a deployment's environment, and SageMaker's requests."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ import pytest
 
 from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.environment import CHANNEL_FOLDER
-from peagle.deploy.sagemaker.resources.stack import stack
+from peagle.deploy.sagemaker.resources.stack import build_stack
 from peagle.export.export import export
-from tests.support.aws import choices, deployment
+from tests.support.aws import deployment, endpoint_settings
 from tests.support.serving import events, word_tokenizer
 from tests.support.tiny_models import make_drafter, make_target
 
@@ -32,11 +32,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def variables(folders: dict[str, Path], port: int) -> dict[str, str]:
-    """The container's, its folders and its port replaced by ours."""
+    """The container's environment, with our folders and port."""
     here = {"SM_VLLM_HOST": "127.0.0.1", "SM_VLLM_PORT": str(port), "SM_VLLM_DTYPE": "float32"}
-    asked = deployment(k=3, context=128, flags={"enforce-eager": True})
-    made = stack(choices(variables=here), asked, Artifact("t", "0" * 12), Artifact("d", "1" * 12))
-    given = made.resources[0].create.parameters["PrimaryContainer"]["Environment"]
+    spec = deployment(k=3, context=128, flags={"enforce-eager": True})
+    stack = build_stack(
+        endpoint_settings(variables=here), spec, Artifact("t", "0" * 12), Artifact("d", "1" * 12)
+    )
+    given = stack.resources[0].create.parameters["PrimaryContainer"]["Environment"]
     assert CHANNEL_FOLDER in given["SM_VLLM_SPECULATIVE_CONFIG"]
     local = {
         name: value.replace(CHANNEL_FOLDER, str(folders["eagle"])) for name, value in given.items()
@@ -59,10 +61,10 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
     url = f"http://127.0.0.1:{port}"
     try:
         ready(process, url)
-        told = httpx.post(f"{url}/invocations", json=HELLO, timeout=60).raise_for_status().json()
+        answer = httpx.post(f"{url}/invocations", json=HELLO, timeout=60).raise_for_status().json()
         assert (
-            told["model"] == "tiny"
-            and told["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+            answer["model"] == "tiny"
+            and answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
         )
         streamed = httpx.post(f"{url}/invocations", json=HELLO | {"stream": True}, timeout=60).text
         pieces = [
@@ -70,7 +72,7 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
             for chunk in events(streamed)
             if chunk["choices"]
         ]
-        assert "".join(pieces) == told["choices"][0]["message"]["content"]
+        assert "".join(pieces) == answer["choices"][0]["message"]["content"]
         long = httpx.post(f"{url}/invocations", json=HELLO | {"max_tokens": 500}, timeout=60)
         assert long.status_code == 400 and "128" in long.text, "--context arrived"
         process.terminate()
@@ -81,7 +83,8 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
 
 
 def ready(process: "subprocess.Popen[str]", url: str) -> None:
-    end, states = time.monotonic() + 120, list[int]()
+    end = time.monotonic() + 120
+    states: list[int] = []
     while time.monotonic() < end and 200 not in states:
         assert process.poll() is None, process.stderr and process.stderr.read()
         try:

@@ -1,4 +1,4 @@
-"""Streamed answers through the real botocore, from a server that speaks SageMaker's event stream; logs."""
+"""Streamed answers through the real botocore, from a server with SageMaker's event stream; logs."""
 
 import json
 import struct
@@ -16,8 +16,14 @@ from typer.testing import CliRunner
 
 from peagle.cli import app
 from peagle.deploy.sagemaker.operate.clients import Clients
-from peagle.deploy.sagemaker.operate.invoke import chunks, lines, streamed, text_of, whole
-from peagle.deploy.sagemaker.operate.logs import events
+from peagle.deploy.sagemaker.operate.invoke import (
+    invoke,
+    invoke_stream,
+    join_lines,
+    parse_events,
+    response_text,
+)
+from peagle.deploy.sagemaker.operate.logs import log_events
 from peagle.errors import UserError
 from tests.support.aws import CREDENTIALS, NAME, REGION, aws
 
@@ -31,7 +37,7 @@ WHOLE = SSE.encode() + b"data: [DONE]\n\n"
 
 
 def frame(payload: bytes, **headers: str) -> bytes:
-    """AWS's binary event stream: lengths, CRC of both, headers (7: a text), payload, CRC of all."""
+    """AWS's binary event stream: lengths, their CRC, headers (7: text), payload, CRC of all."""
     coded = b"".join(
         bytes([len(name)])
         + name.encode()
@@ -41,8 +47,8 @@ def frame(payload: bytes, **headers: str) -> bytes:
         for name, value in ((f":{key.replace('_', '-')}", value) for key, value in headers.items())
     )
     lengths = struct.pack(">II", 16 + len(coded) + len(payload), len(coded))
-    told = lengths + struct.pack(">I", zlib.crc32(lengths)) + coded + payload
-    return told + struct.pack(">I", zlib.crc32(told))
+    message = lengths + struct.pack(">I", zlib.crc32(lengths)) + coded + payload
+    return message + struct.pack(">I", zlib.crc32(message))
 
 
 def part(data: bytes) -> bytes:
@@ -65,11 +71,12 @@ def broken(message: str) -> bytes:
 
 
 class Runtime(ThreadingHTTPServer):
-    """Answers every request with the same frames, or as the container that refuses."""
+    """Answers every request with the same frames, or with the error of a container."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
-        self.status, self.body = 200, b""
+        self.status = 200
+        self.body = b""
         self.asked: list[tuple[str, dict[str, Any]]] = []
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -128,7 +135,7 @@ def client(runtime: Runtime) -> Any:
 @pytest.mark.parametrize("size", [1, 3, 7, 50, 10_000])
 def test_parts_that_do_not_align_with_lines(size: int, runtime: Runtime, client: Any) -> None:
     runtime.frames = [part(WHOLE[i : i + size]) for i in range(0, len(WHOLE), size)]
-    assert [text_of(chunk) for chunk in streamed(client, NAME, {"prompt": "x"})] == WORDS
+    assert [response_text(chunk) for chunk in invoke_stream(client, NAME, {"prompt": "x"})] == WORDS
     assert runtime.asked == [
         (f"/endpoints/{NAME}/invocations-response-stream", {"prompt": "x", "stream": True})
     ]
@@ -138,8 +145,8 @@ def test_an_exception_in_mid_stream(runtime: Runtime, client: Any) -> None:
     runtime.frames = [part(WHOLE[:60]), part(WHOLE[60:130]), broken("the model took too long")]
     heard = []
     with pytest.raises(UserError, match=r"broke off: .*the model took too long"):
-        for chunk in streamed(client, NAME, {"prompt": "x"}):
-            heard.append(text_of(chunk))
+        for chunk in invoke_stream(client, NAME, {"prompt": "x"}):
+            heard.append(response_text(chunk))
     assert heard == WORDS[: len(heard)] and heard
 
 
@@ -148,14 +155,14 @@ def test_an_error_of_the_container_in_mid_stream(runtime: Runtime, client: Any) 
         part(SSE.encode()),
         part(b'data: {"error": {"message": "out of pages"}}\n\ndata: [DONE]\n\n'),
     ]
-    with pytest.raises(UserError, match="the container says: out of pages"):
-        list(streamed(client, NAME, {"prompt": "x"}))
+    with pytest.raises(UserError, match="the container reports: out of pages"):
+        list(invoke_stream(client, NAME, {"prompt": "x"}))
 
 
 def test_a_stream_that_just_ends(runtime: Runtime, client: Any) -> None:
     runtime.frames = [part(SSE.encode())]
     with pytest.raises(UserError, match="before its"):
-        list(streamed(client, NAME, {"prompt": "x"}))
+        list(invoke_stream(client, NAME, {"prompt": "x"}))
 
 
 def test_the_container_refuses(runtime: Runtime, client: Any) -> None:
@@ -163,26 +170,27 @@ def test_the_container_refuses(runtime: Runtime, client: Any) -> None:
     runtime.body = json.dumps(
         {"OriginalStatusCode": 400, "OriginalMessage": "too long", "Message": "m"}
     ).encode()
-    for ask in (lambda: list(streamed(client, NAME, {})), lambda: whole(client, NAME, {})):
+    for ask in (lambda: list(invoke_stream(client, NAME, {})), lambda: invoke(client, NAME, {})):
         with pytest.raises(UserError, match="answered 400: too long"):
             ask()
 
 
 def test_a_whole_answer(runtime: Runtime, client: Any) -> None:
     runtime.body = json.dumps({"choices": [{"message": {"content": "Hallo"}}]}).encode()
-    assert text_of(whole(client, NAME, {"prompt": "x"})) == "Hallo"
+    assert response_text(invoke(client, NAME, {"prompt": "x"})) == "Hallo"
     runtime.body = b"<html>"
-    with pytest.raises(UserError, match="no JSON"):
-        whole(client, NAME, {})
+    with pytest.raises(UserError, match="is not JSON"):
+        invoke(client, NAME, {})
 
 
 def test_lines_and_chunks() -> None:
-    assert list(lines([b"a\n\nb", b"c\nd"])) == [b"a", b"", b"bc", b"d"]
+    assert list(join_lines([b"a\n\nb", b"c\nd"])) == [b"a", b"", b"bc", b"d"]
     assert list(
-        chunks([b": hello", b"event: x", b'data:{"a": 1}\r', b"data: [DONE]", b"data: no"])
+        parse_events([b": hello", b"event: x", b'data:{"a": 1}\r', b"data: [DONE]", b"data: no"])
     ) == [{"a": 1}]
     assert (
-        text_of({"choices": [{"text": "t"}]}) == "t" and text_of({"choices": [], "usage": {}}) == ""
+        response_text({"choices": [{"text": "t"}]}) == "t"
+        and response_text({"choices": [], "usage": {}}) == ""
     )
 
 
@@ -202,20 +210,23 @@ def test_the_command(runtime: Runtime) -> None:
 
 
 def test_logs(aws: Clients) -> None:
-    client, group = aws["logs"], f"/aws/sagemaker/Endpoints/{NAME}"
+    client = aws["logs"]
+    group = f"/aws/sagemaker/Endpoints/{NAME}"
     with pytest.raises(UserError, match=f"no log group {group}"):
-        list(events(client, NAME, 0))
+        list(log_events(client, NAME, 0))
     client.create_log_group(logGroupName=group)
     for instance in ("i-1", "i-2"):
         client.create_log_stream(logGroupName=group, logStreamName=instance)
     now = int(time.time() * 1000)
 
-    def write(instance: str, *told: tuple[int, str]) -> None:
-        records = [{"timestamp": now + after, "message": text} for after, text in told]
+    def write(instance: str, *lines: tuple[int, str]) -> None:
+        records = [{"timestamp": now + after, "message": text} for after, text in lines]
         client.put_log_events(logGroupName=group, logStreamName=instance, logEvents=records)
 
     write("i-1", (-90_000, "old"), (1, "a"), (3, "c"))
     write("i-2", (2, "b"))
-    assert [event["message"] for event in events(client, NAME, now)] == ["a", "b", "c"]
-    following = events(client, NAME, now, follow=True, sleep=lambda seconds: write("i-2", (4, "d")))
+    assert [event["message"] for event in log_events(client, NAME, now)] == ["a", "b", "c"]
+    following = log_events(
+        client, NAME, now, follow=True, sleep=lambda seconds: write("i-2", (4, "d"))
+    )
     assert [next(following)["message"] for _ in range(4)] == ["a", "b", "c", "d"]

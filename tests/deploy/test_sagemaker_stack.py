@@ -1,4 +1,4 @@
-"""What a deployment consists of, and what can be wrong with it: nothing here calls anybody."""
+"""The stack of an endpoint, its outputs, and the limits that are checked before any call."""
 
 import json
 import re
@@ -15,19 +15,19 @@ from cfnlint.api import lint
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from peagle.deploy.sagemaker.output.cloudformation import cloudformation
-from peagle.deploy.sagemaker.output.dry_run import steps
-from peagle.deploy.sagemaker.output.terraform import terraform
+from peagle.deploy.sagemaker.output.cloudformation import cloudformation_template
+from peagle.deploy.sagemaker.output.dry_run import dry_run_steps
+from peagle.deploy.sagemaker.output.terraform import terraform_config
 from peagle.deploy.sagemaker.plan import artifact
 from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.choices import Autoscale
-from peagle.deploy.sagemaker.plan.environment import environment
-from peagle.deploy.sagemaker.plan.instances import instances, smallest
+from peagle.deploy.sagemaker.plan.environment import container_environment
+from peagle.deploy.sagemaker.plan.instances import instance_types, smallest_instance
 from peagle.deploy.sagemaker.plan.limits import check_environment, check_memory
 from peagle.deploy.sagemaker.resources.calls import Call
-from peagle.deploy.sagemaker.resources.stack import Stack, stack
+from peagle.deploy.sagemaker.resources.stack import Stack, build_stack
 from peagle.errors import UserError
-from tests.support.aws import NAME, REGION, ROLE, choices, deployment, scaled_stack
+from tests.support.aws import NAME, REGION, ROLE, deployment, endpoint_settings, scaled_stack
 
 WEIGHTS = (
     Artifact("hub org/tiny at main", "0123456789ab"),
@@ -45,13 +45,13 @@ PAIRS = [
 
 
 def calls(stack: Stack) -> list[Call]:
-    found = [
+    calls = [
         call
-        for one in stack.resources
-        for call in (one.create, one.read, one.delete, one.change)
+        for resource in stack.resources
+        for call in (resource.create, resource.read, resource.delete, resource.update)
         if call
     ]
-    return list({str(call): call for call in found}.values())
+    return list({str(call): call for call in calls}.values())
 
 
 @cache
@@ -60,20 +60,20 @@ def service(name: str) -> ServiceModel:
 
 
 def check_call(call: Call) -> None:
-    """By botocore's own model of the service: names, types, lengths; and the words an enumeration knows."""
+    """Check names, types, lengths and enumerations with botocore's model of the service."""
     model = service(call.service).operation_model(call.operation)
     report = ParamValidator().validate(call.parameters, model.input_shape)
     assert not report.has_errors(), report.generate_report()
-    check_words(call.parameters, model.input_shape)
+    check_enums(call.parameters, model.input_shape)
 
 
-def check_words(value: Any, shape: Any) -> None:
+def check_enums(value: Any, shape: Any) -> None:
     if shape.type_name == "structure":
-        for name, one in value.items():
-            check_words(one, shape.members[name])
+        for name, member in value.items():
+            check_enums(member, shape.members[name])
     elif shape.type_name == "list":
-        for one in value:
-            check_words(one, shape.member)
+        for item in value:
+            check_enums(item, shape.member)
     elif shape.type_name == "string" and shape.enum:
         assert value in shape.enum
 
@@ -81,11 +81,14 @@ def check_words(value: Any, shape: Any) -> None:
 @pytest.mark.parametrize("channel", [True, False])
 def test_every_call_is_one_that_aws_knows(channel: bool) -> None:
     topic = f"arn:aws:sns:{REGION}:123456789012:pager"
-    made = stack(
-        choices(autoscale=Autoscale(1, 4, 8), notify=topic), deployment(), *WEIGHTS, channel=channel
+    stack = build_stack(
+        endpoint_settings(autoscale=Autoscale(1, 4, 8), notify=topic),
+        deployment(),
+        *WEIGHTS,
+        channel=channel,
     )
-    assert len(calls(made)) == 3 + 3 + 6 + 4 + 6
-    for call in calls(made):
+    assert len(calls(stack)) == 3 + 3 + 6 + 4 + 6
+    for call in calls(stack):
         check_call(call)
     with pytest.raises(AssertionError):
         check_call(Call("sagemaker", "CreateModel", {"ModelName": 7}))
@@ -100,8 +103,10 @@ def test_the_environment() -> None:
         "SM_VLLM_MAX_MODEL_LEN": "4096",
         "SM_VLLM_ENFORCE_EAGER": "true",
         "SM_VLLM_LIMIT_MM_PER_PROMPT": '{"image":0}',
-        "SM_VLLM_SPECULATIVE_CONFIG": '{"method":"eagle3","model":"/opt/ml/additional-model-data-sources/eagle",'
-        '"num_speculative_tokens":5,"parallel_drafting":true}',
+        "SM_VLLM_SPECULATIVE_CONFIG": (
+            '{"method":"eagle3","model":"/opt/ml/additional-model-data-sources/eagle",'
+            '"num_speculative_tokens":5,"parallel_drafting":true}'
+        ),
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HOME": "/tmp",
@@ -110,24 +115,31 @@ def test_the_environment() -> None:
 
 
 def test_from_the_hub() -> None:
-    made = stack(choices(from_hub=True, isolated=False), deployment(method="eagle3"), *WEIGHTS)
-    assert made.uploads == ()
-    parameters = made.resources[0].create.parameters
-    told = parameters["PrimaryContainer"]["Environment"]
+    stack = build_stack(
+        endpoint_settings(from_hub=True, isolated=False), deployment(method="eagle3"), *WEIGHTS
+    )
+    assert stack.uploads == ()
+    parameters = stack.resources[0].create.parameters
+    variables = parameters["PrimaryContainer"]["Environment"]
     assert (
-        told["SM_VLLM_MODEL"] == "org/tiny"
+        variables["SM_VLLM_MODEL"] == "org/tiny"
         and "ModelDataSource" not in parameters["PrimaryContainer"]
     )
-    assert json.loads(told["SM_VLLM_SPECULATIVE_CONFIG"])["model"] == "org/drafter"
-    assert json.loads(told["SM_VLLM_SPECULATIVE_CONFIG"])["parallel_drafting"] is False
-    assert parameters["EnableNetworkIsolation"] is False and "VLLM_USE_V2_MODEL_RUNNER" not in told
+    assert json.loads(variables["SM_VLLM_SPECULATIVE_CONFIG"])["model"] == "org/drafter"
+    assert json.loads(variables["SM_VLLM_SPECULATIVE_CONFIG"])["parallel_drafting"] is False
+    assert (
+        parameters["EnableNetworkIsolation"] is False
+        and "VLLM_USE_V2_MODEL_RUNNER" not in variables
+    )
 
 
 def test_vocabularies_of_gpt_oss(tmp_path: Path) -> None:
     (tmp_path / "o200k_base.tiktoken").write_text("x")
     here = Artifact("t", "0123456789ab", tmp_path)
     for channel, place in ((True, "/opt/ml/model"), (False, "/opt/ml/model/target")):
-        (model, *_) = stack(choices(), deployment(), here, WEIGHTS[1], channel=channel).resources
+        (model, *_) = build_stack(
+            endpoint_settings(), deployment(), here, WEIGHTS[1], channel=channel
+        ).resources
         assert (
             model.create.parameters["PrimaryContainer"]["Environment"]["TIKTOKEN_ENCODINGS_BASE"]
             == place
@@ -135,8 +147,8 @@ def test_vocabularies_of_gpt_oss(tmp_path: Path) -> None:
 
 
 def test_names_follow_the_content() -> None:
-    one, same, other = (scaled_stack(WEIGHTS, k=k) for k in (5, 5, 3))
-    names = [[resource.name for resource in made.resources] for made in (one, same, other)]
+    first, same, other = (scaled_stack(WEIGHTS, k=k) for k in (5, 5, 3))
+    names = [[resource.name for resource in stack.resources] for stack in (first, same, other)]
     assert names[0] == names[1]
     assert [a == b for a, b in zip(names[0], names[2], strict=True)] == [
         False,
@@ -149,25 +161,28 @@ def test_names_follow_the_content() -> None:
     ]
     assert all(len(name) <= 63 for name in names[0][:2])
     wider = scaled_stack(WEIGHTS, autoscale=Autoscale(2, 9, 3))
-    assert wider.resources[1].name == one.resources[1].name, (
+    assert wider.resources[1].name == first.resources[1].name, (
         "other limits of scaling are no new config"
     )
     new = scaled_stack((WEIGHTS[0], Artifact("d", "ffffffffffff")))
-    assert new.uploads[0].uri == one.uploads[0].uri, "a new drafter does not move the target"
-    assert new.uploads[1].uri != one.uploads[1].uri
+    assert new.uploads[0].uri == first.uploads[0].uri, "a new drafter does not move the target"
+    assert new.uploads[1].uri != first.uploads[1].uri
 
 
 def test_cloudformation() -> None:
-    """By the resource schemas in cfn-lint, which are AWS's own."""
-    made = stack(choices(autoscale=Autoscale(1, 4, 8)), deployment(), *WEIGHTS, channel=False)
-    template = cloudformation(made)
-    assert [str(one) for one in lint(json.dumps(template), regions=[REGION])] == []
+    """Valid for the resource schemas of cfn-lint, which are AWS's own."""
+    stack = build_stack(
+        endpoint_settings(autoscale=Autoscale(1, 4, 8)), deployment(), *WEIGHTS, channel=False
+    )
+    template = cloudformation_template(stack)
+    assert [str(problem) for problem in lint(json.dumps(template), regions=[REGION])] == []
     container = template["Resources"]["Model"]["Properties"]["PrimaryContainer"]
-    uri, told = container["ModelDataSource"]["S3DataSource"]["S3Uri"], container["Environment"]
-    assert all(upload.uri.startswith(uri) for upload in made.uploads)
-    assert told["SM_VLLM_MODEL"] == "/opt/ml/model/target"
+    uri = container["ModelDataSource"]["S3DataSource"]["S3Uri"]
+    variables = container["Environment"]
+    assert all(upload.uri.startswith(uri) for upload in stack.uploads)
+    assert variables["SM_VLLM_MODEL"] == "/opt/ml/model/target"
     assert (
-        json.loads(told["SM_VLLM_SPECULATIVE_CONFIG"])["model"]
+        json.loads(variables["SM_VLLM_SPECULATIVE_CONFIG"])["model"]
         == "/opt/ml/model/eagle-ba9876543210"
     )
     container["AdditionalModelDataSources"] = []
@@ -177,15 +192,15 @@ def test_cloudformation() -> None:
 
 
 def test_terraform() -> None:
-    made = terraform(scaled_stack(WEIGHTS, variables={"A": "${b}"}))
-    assert set(made["resource"]) == set(SCHEMA) - {"//"}
-    for kind, blocks in made["resource"].items():
+    config = terraform_config(scaled_stack(WEIGHTS, variables={"A": "${b}"}))
+    assert set(config["resource"]) == set(SCHEMA) - {"//"}
+    for kind, blocks in config["resource"].items():
         for label, block in blocks.items():
             check_block(block, SCHEMA[kind], f"{kind}.{label}")
-    model = made["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"]
+    model = config["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"]
     assert model["additional_model_data_source"][0]["channel_name"] == "eagle"
     assert model["environment"]["A"] == "$${b}"
-    alarm = made["resource"]["aws_cloudwatch_metric_alarm"]["errors"]
+    alarm = config["resource"]["aws_cloudwatch_metric_alarm"]["errors"]
     assert alarm["dimensions"] == {"EndpointName": NAME, "VariantName": "AllTraffic"}
 
 
@@ -195,71 +210,79 @@ def test_secrets_are_not_printed() -> None:
         "SM_VLLM_API_KEY": "sk-secret",
         "SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096",
     }
-    made = stack(choices(variables=given), deployment(), *WEIGHTS, channel=False)
+    stack = build_stack(endpoint_settings(variables=given), deployment(), *WEIGHTS, channel=False)
     assert (
-        made.resources[0].create.parameters["PrimaryContainer"]["Environment"]["HF_TOKEN"]
+        stack.resources[0].create.parameters["PrimaryContainer"]["Environment"]["HF_TOKEN"]
         == "hf_secret"
     )
-    for printed in map(json.dumps, (steps(made), cloudformation(made), terraform(made))):
+    for printed in map(
+        json.dumps, (dry_run_steps(stack), cloudformation_template(stack), terraform_config(stack))
+    ):
         assert "secret" not in printed and '"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"' in printed
-    assert [str(one) for one in lint(json.dumps(cloudformation(made)), regions=[REGION])] == []
-    spelt = terraform(made)
-    assert set(spelt["variable"]) == {"hf_token", "sm_vllm_api_key"}
-    environment = spelt["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"][
+    assert [
+        str(problem)
+        for problem in lint(json.dumps(cloudformation_template(stack)), regions=[REGION])
+    ] == []
+    config = terraform_config(stack)
+    assert set(config["variable"]) == {"hf_token", "sm_vllm_api_key"}
+    environment = config["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"][
         "environment"
     ]
     assert environment["HF_TOKEN"] == "${var.hf_token}"
 
 
 def check_block(block: dict[str, Any], schema: dict[str, Any], where: str) -> None:
-    """Every argument known, none missing that is required; references point at what is there."""
+    """Every argument is known, and no required one is missing."""
     meta = {"lifecycle", "depends_on"}
     for name, value in block.items():
         assert name in schema or name in meta, f"{where}.{name}"
         if name in schema and isinstance(schema[name], list):
-            for one in value if isinstance(value, list) else [value]:
-                check_block(one, schema[name][1], f"{where}.{name}")
+            for item in value if isinstance(value, list) else [value]:
+                check_block(item, schema[name][1], f"{where}.{name}")
     needed = [
-        name for name, told in schema.items() if (told[0] if isinstance(told, list) else told)
+        name for name, rule in schema.items() if (rule[0] if isinstance(rule, list) else rule)
     ]
     assert [name for name in needed if name not in block] == [], where
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
-        ({"name": "a_b"}, "--name"),
+        ({"name": "a_b"}, "`name`"),
         ({"name": "a" * 53}, "at most 52"),
-        ({"name": "-a"}, "--name"),
+        ({"name": "-a"}, "`name`"),
         ({"role": "SageMaker"}, "arn:aws:iam::123456789012:role/NAME"),
-        ({"role": "arn:aws:iam::12:role/x"}, "--role"),
-        ({"role": "arn:aws:iam::123456789012:user/x"}, "--role"),
+        ({"role": "arn:aws:iam::12:role/x"}, "`role`"),
+        ({"role": "arn:aws:iam::123456789012:user/x"}, "`role`"),
         ({"notify": "pager"}, "arn:aws:sns:us-west-2"),
         ({"region": "west"}, "us-west-2"),
         ({"instance": "g5.xlarge"}, "ml.g7e.2xlarge"),
         ({"bucket": "weights"}, "s3://BUCKET/peagle/"),
         ({"bucket": "s3://W/x"}, "s3://BUCKET/peagle/"),
         ({"bucket": "s3://weights//x"}, "s3://BUCKET/peagle/"),
-        ({"count": 0}, "--count"),
+        ({"count": 0}, "`count`"),
         ({"count": 5, "autoscale": Autoscale(1, 4, 8)}, "MAX"),
-        ({"startup": 30}, "60 to 3600"),
-        ({"from_hub": True}, "--from-hub needs the network"),
-        ({"role": ROLE.replace("arn:aws:", "arn:aws-cn:"), "region": "cn-north-1"}, "--image URI"),
+        ({"startup_seconds": 30}, "60 to 3600"),
+        ({"from_hub": True}, "`from_hub` needs the network"),
+        (
+            {"role": ROLE.replace("arn:aws:", "arn:aws-cn:"), "region": "cn-north-1"},
+            "give the URI with `image`",
+        ),
     ],
 )
-def test_choices_that_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        choices(**changes)
+def test_settings_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        endpoint_settings(**changes)
 
 
 @pytest.mark.parametrize("given", [(0, 4, 8), (3, 2, 8), (1, 2, 0), (1, 2, float("inf"))])
 def test_scaling_that_is_refused(given: tuple[int, int, float]) -> None:
-    with pytest.raises(UserError, match="--autoscale"):
+    with pytest.raises(UserError, match="`autoscale`"):
         Autoscale(*given)
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "message"),
     [
         ({"A": "ü" * 513}, "1026 bytes"),
         ({f"A{i}": "x" for i in range(101)}, "101 entries"),
@@ -268,8 +291,8 @@ def test_scaling_that_is_refused(given: tuple[int, int, float]) -> None:
         ({"A": "{\n}"}, "one line"),
     ],
 )
-def test_environments_that_are_refused(variables: dict[str, str], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_environments_that_are_refused(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         check_environment(variables)
 
 
@@ -278,42 +301,42 @@ def test_trees_are_the_native_engines_only() -> None:
         "SM_VLLM_SPECULATIVE_CONFIG": '{"parallel_drafting_spec": {"num_branches": 2, "depth": 7}}'
     }
     with pytest.raises(UserError, match="use parallel_drafting"):
-        stack(choices(variables=given), deployment(), *WEIGHTS)
+        build_stack(endpoint_settings(variables=given), deployment(), *WEIGHTS)
     image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:1"
-    assert stack(choices(variables=given, image=image), deployment(), *WEIGHTS).resources
+    assert build_stack(
+        endpoint_settings(variables=given, image=image), deployment(), *WEIGHTS
+    ).resources
 
 
 def test_environments_at_their_limits() -> None:
     check_environment({f"A{i:02}": "x" * 1024 for i in range(31)})
     check_environment({f"A{i}": "x" for i in range(100)})
-    assert check_environment(environment(deployment())) is None
+    assert check_environment(container_environment(deployment())) is None
 
 
 def test_a_name_at_its_limit() -> None:
-    names = [one.name for one in scaled_stack(WEIGHTS, name="a" * 52).resources[:2]]
+    names = [resource.name for resource in scaled_stack(WEIGHTS, name="a" * 52).resources[:2]]
     assert [len(name) for name in names] == [63, 63]
 
 
 def test_memory() -> None:
     large = deployment(weights_gb=62.0, need_gb=70.0)
     assert check_memory("ml.g7e.2xlarge", large) == []
-    with pytest.raises(
-        UserError,
-        match=r"needs 70.0 GB, vLLM gets 21.6 GB of ml.g6.xlarge's GPUs: use ml.p5.4xlarge",
-    ):
+    message = "needs 70.0 GB, but vLLM gets 21.6 GB of the GPUs of ml.g6.xlarge: use ml.p5.4xlarge"
+    with pytest.raises(UserError, match=message):
         check_memory("ml.g6.xlarge", large)
     assert check_memory("ml.g6.12xlarge", deployment(need_gb=70.0, gpus=4)) == []
-    with pytest.raises(UserError, match="shorter --context"):
+    with pytest.raises(UserError, match="shorter `context`"):
         check_memory("ml.g6.12xlarge", deployment(need_gb=70.0, gpus=2))
     with pytest.raises(UserError, match="has 4"):
         check_memory("ml.g6.12xlarge", deployment(gpus=8))
-    assert "not in our table" in check_memory("ml.g9.xlarge", large)[0]
+    assert "not in the table" in check_memory("ml.g9.xlarge", large)[0]
     assert "unknown" in check_memory("ml.g6.xlarge", deployment())[0]
-    assert smallest(1e6) is None
+    assert smallest_instance(1e6) is None
 
 
 def test_instance_types_are_sagemakers() -> None:
-    assert set(instances()) <= set(
+    assert set(instance_types()) <= set(
         service("sagemaker").shape_for("ProductionVariantInstanceType").enum
     )
 
@@ -329,10 +352,10 @@ ASKED = ["--role", ROLE, "--region", REGION]
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("format", ["json", "cloudformation", "terraform"])
-def test_the_dry_run_needs_nobody(
+def test_the_dry_run_needs_no_connection(
     pair: str, format: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """No credentials, no connection, nothing fetched."""
+    """It uses no credentials and no connection, and downloads nothing."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
 
@@ -340,7 +363,7 @@ def test_the_dry_run_needs_nobody(
         raise AssertionError("the dry run wants to connect")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
-    told = run(
+    result = run(
         pair,
         *ASKED,
         "--instance",
@@ -357,7 +380,7 @@ def test_the_dry_run_needs_nobody(
         "--format",
         format,
     )
-    printed = json.loads(told.stdout)
+    printed = json.loads(result.stdout)
     if format == "json":
         for step in printed:
             if "operation" in step:
@@ -371,29 +394,29 @@ def test_the_dry_run_needs_nobody(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["gpt-oss-20b", "--format", "yml"], "use json, cloudformation, terraform"),
         (["gpt-oss-120b"], "--instance is missing"),
         (["gpt-oss-20b", "--instance", "ml.g4dn.xlarge", "--context", "131072"], "needs 20.2 GB"),
         (["gpt-oss-20b", "-k", "11"], "depth 10"),
         (["gpt-oss-20b", "--image", "1.dkr.ecr/vllm:0.17.0-gpu"], "vLLM 0.18"),
-        (["smollm2-135m", "--from-hub"], "leave --from-hub out"),
+        (["smollm2-135m", "--from-hub"], "omit --from-hub"),
         (["qwen2.5-coder-0.5b"], "no trained drafter"),
         (["gpt-oss-20b", "--env", "HF_TOKEN"], "NAME=VALUE"),
         (["gpt-oss-20b", "--env", f"A={'x' * 1025}"], "1024"),
     ],
 )
-def test_mistakes_on_the_command_line(words: list[str], told: str) -> None:
+def test_mistakes_on_the_command_line(words: list[str], message: str) -> None:
     result = run(*words, *ASKED, "--dry-run", code=2)
-    assert re.search(told, " ".join(result.stderr.split())), result.stderr
+    assert re.search(message, " ".join(result.stderr.split())), result.stderr
     assert result.stdout == ""
 
 
 def test_a_folders_identity_is_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
-    before = artifact.content(tmp_path)
+    before = artifact.hash_folder(tmp_path)
     (tmp_path / "peagle.json").write_text("a receipt")
-    assert artifact.content(tmp_path) == before
+    assert artifact.hash_folder(tmp_path) == before
     (tmp_path / "a").write_text("2")
-    assert artifact.content(tmp_path) != before
+    assert artifact.hash_folder(tmp_path) != before

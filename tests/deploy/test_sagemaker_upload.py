@@ -1,4 +1,4 @@
-"""Weights on their way to a pretended S3."""
+"""Uploads of weights to a fake S3."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from peagle.deploy.sagemaker.operate.clients import Clients
-from peagle.deploy.sagemaker.operate.delete import empty
-from peagle.deploy.sagemaker.operate.upload import upload
-from peagle.deploy.sagemaker.plan.artifact import Artifact, content
+from peagle.deploy.sagemaker.operate.delete import delete_prefix
+from peagle.deploy.sagemaker.operate.upload import upload_files
+from peagle.deploy.sagemaker.plan.artifact import Artifact, hash_folder
 from peagle.deploy.sagemaker.resources.stack import Upload
 from peagle.errors import UserError
 from tests.support.aws import REGION, aws, weights
@@ -27,38 +27,44 @@ def s3(aws: Clients) -> Any:
 
 def keys(s3: Any) -> dict[str, int]:
     return {
-        one["Key"]: one["Size"] for one in s3.list_objects_v2(Bucket="weights").get("Contents", [])
+        entry["Key"]: entry["Size"]
+        for entry in s3.list_objects_v2(Bucket="weights").get("Contents", [])
     }
 
 
 def test_sent_once(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     target = Upload("target", weights[0], PREFIX)
-    told: list[tuple[str, int, int]] = []
-    assert upload(s3, target, lambda what, done, total: told.append((what, done, total))) == 2
+    reported: list[tuple[str, int, int]] = []
+    assert (
+        upload_files(s3, target, lambda what, done, total: reported.append((what, done, total)))
+        == 2
+    )
     assert keys(s3) == {"peagle/tiny/config.json": 2, "peagle/tiny/sub/model.safetensors": 1000}
-    assert ("model.safetensors: sending", 1000, 1000) in told
-    assert upload(s3, target) == 0
+    assert ("model.safetensors: sending", 1000, 1000) in reported
+    assert upload_files(s3, target) == 0
 
 
 def test_same_size_but_other_bytes_are_sent_again(
     s3: Any, weights: tuple[Artifact, Artifact]
 ) -> None:
     target = Upload("target", weights[0], PREFIX)
-    upload(s3, target)
+    upload_files(s3, target)
     assert weights[0].folder is not None
     (weights[0].folder / "config.json").write_bytes(b"[]")
-    assert upload(s3, target) == 1
+    assert upload_files(s3, target) == 1
     assert s3.get_object(Bucket="weights", Key="peagle/tiny/config.json")["Body"].read() == b"[]"
     s3.put_object(
         Bucket="weights", Key="peagle/tiny/config.json", Body=b"[]"
-    )  # by somebody else, without a digest
-    assert upload(s3, target) == 1
+    )  # from another tool, without a digest
+    assert upload_files(s3, target) == 1
 
 
 def test_stopped_half_way_it_goes_on(
     s3: Any, weights: tuple[Artifact, Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, real, tried = Upload("target", weights[0], PREFIX), s3.upload_file, list[str]()
+    target = Upload("target", weights[0], PREFIX)
+    real = s3.upload_file
+    tried: list[str] = []
 
     def stopped(path: str, *args: Any, **kwargs: Any) -> None:
         tried.append(Path(path).name)
@@ -68,9 +74,9 @@ def test_stopped_half_way_it_goes_on(
 
     monkeypatch.setattr(s3, "upload_file", stopped)
     with pytest.raises(KeyboardInterrupt):
-        upload(s3, target)
+        upload_files(s3, target)
     assert len(keys(s3)) == 1
-    assert upload(s3, target) == 1
+    assert upload_files(s3, target) == 1
     assert tried == ["config.json", "model.safetensors", "model.safetensors"]
 
 
@@ -78,22 +84,22 @@ def test_large_files_go_in_parts(s3: Any, tmp_path: Path) -> None:
     folder = tmp_path / "large"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(bytes(20 << 20))
-    large = Upload("target", Artifact("t", content(folder), folder), PREFIX)
-    assert upload(s3, large) == 1
+    large = Upload("target", Artifact("t", hash_folder(folder), folder), PREFIX)
+    assert upload_files(s3, large) == 1
     head = s3.head_object(Bucket="weights", Key="peagle/tiny/model.safetensors")
     assert head["ContentLength"] == 20 << 20 and "-" in head["ETag"], "an ETag of parts"
-    assert upload(s3, large) == 0
+    assert upload_files(s3, large) == 0
 
 
 def test_no_bucket(aws: Clients, weights: tuple[Artifact, Artifact]) -> None:
     with pytest.raises(UserError, match="aws s3 mb s3://nowhere"):
-        upload(aws["s3"], Upload("target", weights[0], "s3://nowhere/x/"))
+        upload_files(aws["s3"], Upload("target", weights[0], "s3://nowhere/x/"))
 
 
 def test_emptied(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     for name in ("a", "b"):
-        upload(s3, Upload("target", weights[0], f"s3://weights/{name}/"))
-    assert empty(s3, "s3://weights/a/") == 2
+        upload_files(s3, Upload("target", weights[0], f"s3://weights/{name}/"))
+    assert delete_prefix(s3, "s3://weights/a/") == 2
     assert all(key.startswith("b/") for key in keys(s3)) and len(keys(s3)) == 2
 
 

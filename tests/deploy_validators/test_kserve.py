@@ -1,4 +1,4 @@
-"""The InferenceService, by KServe's own models: every field one of theirs, all the way down to Kubernetes' own."""
+"""The InferenceService, checked with KServe's own models, down to those of Kubernetes."""
 
 import importlib
 import re
@@ -28,10 +28,10 @@ models = importlib.import_module("kserve.models")
 
 def check(kind: str, value: Any, where: str) -> None:
     """`kind` is OpenAPI's name of a type, as the generated models spell it."""
-    if found := re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind):
+    if match := re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            check(found[1], item, f"{where}.{key}")
+            check(match[1], item, f"{where}.{key}")
         return
     model = getattr(models, kind, None) or getattr(kubernetes.client, kind, None)
     if model is None or not hasattr(model, "openapi_types"):
@@ -49,18 +49,16 @@ def check(kind: str, value: Any, where: str) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(
-    "choices", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
+    "options", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
 )
-def test_the_service(pair: str, choices: dict[str, Any]) -> None:
-    read, made = (
-        documents(rendered("kserve", pair, choices=choices)),
-        planned("kserve", pair, choices=choices),
-    )
-    service = read["inferenceservice.yaml"]
+def test_the_service(pair: str, options: dict[str, Any]) -> None:
+    parsed = documents(rendered("kserve", pair, **options))
+    deployment = planned("kserve", pair, **options)
+    service = parsed["inferenceservice.yaml"]
     check("V1beta1InferenceService", service, "service")
     predictor = service["spec"]["predictor"]
     assert (
-        predictor["minReplicas"] == made.replicas
+        predictor["minReplicas"] == deployment.replicas
         and predictor["containers"][0]["name"] == "kserve-container"
     )
 

@@ -1,4 +1,4 @@
-"""The Ray Serve file, by Ray's own models: the deploy schema, and LLMConfig, which forbids fields it does not know."""
+"""The Ray Serve file, checked with Ray's own models: the deploy schema and the LLMConfig."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from tests.support.deploying import KEYS, PAIRS, documents, planned, rendered
 pytestmark = pytest.mark.deploy
 
 
-def llm_config(pair: str, **asked: Any) -> dict[str, Any]:
-    read = documents(rendered("ray", pair, **asked))["serve.yaml"]
-    schema = ServeDeploySchema.model_validate(read)
-    assert schema.http_options.port == planned("ray", pair, **asked).port
+def llm_config(pair: str, **options: Any) -> dict[str, Any]:
+    parsed = documents(rendered("ray", pair, **options))["serve.yaml"]
+    schema = ServeDeploySchema.model_validate(parsed)
+    assert schema.http_options.port == planned("ray", pair, **options).port
     application = schema.applications[0]
     assert application.import_path == "ray.serve.llm:build_openai_app"
     return application.args["llm_configs"][0]
@@ -26,21 +26,19 @@ def llm_config(pair: str, **asked: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(
-    "choices", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
+    "options", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
 )
-def test_llm_config(pair: str, choices: dict[str, Any]) -> None:
-    config, made = (
-        LLMConfig(**llm_config(pair, choices=choices)),
-        planned("ray", pair, choices=choices),
-    )
+def test_llm_config(pair: str, options: dict[str, Any]) -> None:
+    config = LLMConfig(**llm_config(pair, **options))
+    deployment = planned("ray", pair, **options)
     assert set(config.engine_kwargs["speculative_config"]) == KEYS
-    assert config.engine_kwargs["tensor_parallel_size"] == made.gpus
+    assert config.engine_kwargs["tensor_parallel_size"] == deployment.gpus
     assert set(config.deployment_config) <= set(DeploymentSchema.model_fields), (
         "LLMConfig lets these through unread"
     )
-    assert config.deployment_config["num_replicas"] == made.replicas
-    assert config.model_loading_config.model_source == made.target
-    assert config.accelerator_type == made.gpu
+    assert config.deployment_config["num_replicas"] == deployment.replicas
+    assert config.model_loading_config.model_source == deployment.target
+    assert config.accelerator_type == deployment.gpu
 
 
 def test_the_models_are_strict() -> None:

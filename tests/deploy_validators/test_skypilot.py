@@ -23,17 +23,17 @@ def validate(task: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(
-    "choices", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
+    "options", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
 )
-def test_the_task(pair: str, choices: dict[str, Any]) -> None:
-    task = documents(rendered("skypilot", pair, choices=choices))["service.yaml"]
-    made = planned("skypilot", pair, choices=choices)
+def test_the_task(pair: str, options: dict[str, Any]) -> None:
+    task = documents(rendered("skypilot", pair, **options))["service.yaml"]
+    deployment = planned("skypilot", pair, **options)
     validate(task)
     service = SkyServiceSpec.from_yaml_config(task["service"])
-    assert service.readiness_path == "/health" and service.min_replicas == made.replicas
-    assert task["resources"]["ports"] == made.port
+    assert service.readiness_path == "/health" and service.min_replicas == deployment.replicas
+    assert task["resources"]["ports"] == deployment.port
     name, count = str(task["resources"]["accelerators"]).split(":")
-    assert int(count) == made.gpus and name == (made.gpu or f"{made.gpu_gb}GB+")
+    assert int(count) == deployment.gpus and name == (deployment.gpu or f"{deployment.gpu_gb}GB+")
 
 
 @pytest.mark.parametrize(

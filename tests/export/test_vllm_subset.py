@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from peagle.deploy.drafter import lost
+from peagle.deploy.drafter import subset_notices
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint, compact
@@ -159,4 +159,6 @@ def test_export_tells_what_is_left_out(tiny: Path, tmp_path: Path):
 
 
 def test_deploy_tells_what_is_left_out(tiny: Path):
-    assert lost(tiny / "p-eagle") == [] and "dependency" in lost(tiny / "more")[0]
+    assert (
+        subset_notices(tiny / "p-eagle") == [] and "dependency" in subset_notices(tiny / "more")[0]
+    )

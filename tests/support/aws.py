@@ -1,4 +1,4 @@
-"""A pretended AWS (moto), and a pair of two tiny folders to deploy on it."""
+"""A fake AWS (moto), and a pair of two tiny folders to deploy on it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +10,10 @@ from moto import mock_aws
 from moto.sagemaker.models import FakeEndpointConfig
 
 from peagle.deploy.sagemaker.operate.clients import Clients
-from peagle.deploy.sagemaker.plan.artifact import Artifact, content
-from peagle.deploy.sagemaker.plan.choices import Autoscale, Choices
+from peagle.deploy.sagemaker.plan.artifact import Artifact, hash_folder
+from peagle.deploy.sagemaker.plan.choices import Autoscale, EndpointSettings
 from peagle.deploy.sagemaker.resources.calls import Call
-from peagle.deploy.sagemaker.resources.stack import Stack, stack
+from peagle.deploy.sagemaker.resources.stack import Stack, build_stack
 from peagle.deploy.spec import Deployment
 
 REGION = "us-west-2"
@@ -34,7 +34,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
         FakeEndpointConfig, "validate_instance_type", lambda self, type: None
-    )  # its list ends in 2020
+    )  # moto's list ends in 2020
     with mock_aws():
         yield Clients(REGION)
 
@@ -42,17 +42,21 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
 @pytest.fixture
 def weights(tmp_path: Path) -> tuple[Artifact, Artifact]:
     """A target of two files, one in a subfolder, and a drafter."""
-    made = {
+    contents = {
         "target": {"config.json": b"{}", "sub/model.safetensors": b"t" * 1000},
         "drafter": {"config.json": b"{ }"},
     }
-    for kind, files in made.items():
+    for kind, files in contents.items():
         for name, data in files.items():
             path = tmp_path / kind / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-    one, other = (tmp_path / kind for kind in made)
-    return Artifact("t", content(one), one), Artifact("d", content(other), other)
+    target = tmp_path / "target"
+    drafter = tmp_path / "drafter"
+    return (
+        Artifact("t", hash_folder(target), target),
+        Artifact("d", hash_folder(drafter), drafter),
+    )
 
 
 def deployment(**changes: Any) -> Deployment:
@@ -70,7 +74,7 @@ def deployment(**changes: Any) -> Deployment:
     return Deployment(**given | changes)
 
 
-def choices(**changes: Any) -> Choices:
+def endpoint_settings(**changes: Any) -> EndpointSettings:
     given = {
         "name": NAME,
         "role": ROLE,
@@ -78,51 +82,52 @@ def choices(**changes: Any) -> Choices:
         "region": REGION,
         "bucket": "s3://weights/peagle",
     }
-    return Choices(**given | changes)
+    return EndpointSettings(**given | changes)
 
 
 def scaled_stack(weights: tuple[Artifact, Artifact], k: int = 5, **changes: Any) -> Stack:
     given = {"autoscale": Autoscale(1, 4, 8)} | changes
-    return stack(choices(**given), deployment(k=k), *weights)
+    return build_stack(endpoint_settings(**given), deployment(k=k), *weights)
 
 
-def left(aws: Clients) -> list[str]:
-    """Everything that exists, but what lies in S3."""
+def existing_names(aws: Clients) -> list[str]:
+    """The names of all resources, without S3."""
     sagemaker = aws["sagemaker"]
-    found = [one["ModelName"] for one in sagemaker.list_models()["Models"]]
-    found += [
-        one["EndpointConfigName"] for one in sagemaker.list_endpoint_configs()["EndpointConfigs"]
+    names = [entry["ModelName"] for entry in sagemaker.list_models()["Models"]]
+    names += [
+        entry["EndpointConfigName"]
+        for entry in sagemaker.list_endpoint_configs()["EndpointConfigs"]
     ]
-    found += [one["EndpointName"] for one in sagemaker.list_endpoints()["Endpoints"]]
-    found += [one["AlarmName"] for one in aws["cloudwatch"].describe_alarms()["MetricAlarms"]]
+    names += [entry["EndpointName"] for entry in sagemaker.list_endpoints()["Endpoints"]]
+    names += [entry["AlarmName"] for entry in aws["cloudwatch"].describe_alarms()["MetricAlarms"]]
     scaling = aws["application-autoscaling"]
-    found += [
-        one["ResourceId"]
-        for one in scaling.describe_scalable_targets(ServiceNamespace="sagemaker")[
+    names += [
+        entry["ResourceId"]
+        for entry in scaling.describe_scalable_targets(ServiceNamespace="sagemaker")[
             "ScalableTargets"
         ]
     ]
-    found += [
-        one["PolicyName"]
-        for one in scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
+    names += [
+        entry["PolicyName"]
+        for entry in scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
             "ScalingPolicies"
         ]
     ]
-    return found
+    return names
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, operation: str, name: str = "") -> None:
-    """From now on AWS refuses that call, if its parameters mention `name`."""
+    """Make AWS refuse a call if its parameters mention `name`."""
     real = Clients.call
 
     def call(self: Clients, call: Call) -> dict[str, Any]:
         if call.operation == operation and name in str(call.parameters):
-            told = {"Error": {"Code": "ResourceLimitExceeded", "Message": "no quota"}}
-            raise ClientError(told, operation)  # type: ignore[arg-type]
+            response = {"Error": {"Code": "ResourceLimitExceeded", "Message": "no quota"}}
+            raise ClientError(response, operation)  # type: ignore[arg-type]
         return real(self, call)
 
     monkeypatch.setattr(Clients, "call", call)
 
 
 def sleep(seconds: float) -> None:
-    """Nobody waits for a pretended AWS."""
+    """A fake AWS needs no waiting."""

@@ -1,4 +1,4 @@
-"""What every test of `peagle deploy` needs: a kind's files, rendered, read by their own parsers, and what they say."""
+"""Rendered files of `peagle deploy`, and what they contain when their own parsers read them."""
 
 import json
 import shlex
@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from peagle.deploy.options import DeployOptions
 from peagle.deploy.plan import plan
 from peagle.deploy.render import render
 from peagle.deploy.spec import Deployment
@@ -22,16 +23,16 @@ PAIRS = (
 KEYS = {"method", "model", "num_speculative_tokens", "parallel_drafting"}
 
 
-def planned(kind: str, pair: str = "gpt-oss-20b", **asked: Any) -> Deployment:
-    return plan(pair, kind, **asked).deployment
+def planned(kind: str, pair: str = "gpt-oss-20b", **options: Any) -> Deployment:
+    return plan(pair, kind, DeployOptions(**options)).deployment
 
 
-def rendered(kind: str, pair: str = "gpt-oss-20b", **asked: Any) -> dict[str, str]:
-    return render(kind, planned(kind, pair, **asked))
+def rendered(kind: str, pair: str = "gpt-oss-20b", **options: Any) -> dict[str, str]:
+    return render(kind, planned(kind, pair, **options))
 
 
 def documents(files: dict[str, str]) -> dict[str, Any]:
-    """Every YAML file, read."""
+    """The parsed YAML files, by name."""
     return {
         name: yaml.safe_load(text)
         for name, text in files.items()
@@ -39,37 +40,37 @@ def documents(files: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def words_of(kind: str, files: dict[str, str]) -> list[str]:
-    """The command line behind `vllm serve`, as the kind's runtime would start it."""
-    read = documents(files)
+def vllm_arguments(kind: str, files: dict[str, str]) -> list[str]:
+    """The command line after `vllm serve`, as the platform would start it."""
+    parsed = documents(files)
     if kind == "vllm":
         script = files["serve.sh"]
-        return shell_words(script[script.index("exec vllm serve") + len("exec vllm serve") :])
+        return split_shell(script[script.index("exec vllm serve") + len("exec vllm serve") :])
     if kind == "compose":
-        server = next(iter(read["compose.yaml"]["services"].values()))
+        server = next(iter(parsed["compose.yaml"]["services"].values()))
         assert server["entrypoint"] == ["vllm", "serve"]
         return server["command"]
     if kind in ("kubernetes", "kserve"):
-        container = container_of(kind, read)
+        container = container_spec(kind, parsed)
         assert container["command"] == ["vllm", "serve"]
         return container["args"]
     if kind == "helm":
-        model = read["values.yaml"]["servingEngineSpec"]["modelSpec"][0]
+        model = parsed["values.yaml"]["servingEngineSpec"]["modelSpec"][0]
         sizes = model["vllmConfig"]
         fields = {"tensor-parallel-size": "tensorParallelSize", "max-model-len": "maxModelLen"}
         filled = [f"--{flag}={sizes[field]}" for flag, field in fields.items() if field in sizes]
         return [model["modelURL"], *filled, *sizes["extraArgs"]]
-    run = read["service.yaml"]["run"]
-    return shell_words(run[run.index("vllm serve") + len("vllm serve") :])
+    run = parsed["service.yaml"]["run"]
+    return split_shell(run[run.index("vllm serve") + len("vllm serve") :])
 
 
-def container_of(kind: str, read: dict[str, Any]) -> dict[str, Any]:
+def container_spec(kind: str, parsed: dict[str, Any]) -> dict[str, Any]:
     if kind == "kserve":
-        return read["inferenceservice.yaml"]["spec"]["predictor"]["containers"][0]
-    return read["deployment.yaml"]["spec"]["template"]["spec"]["containers"][0]
+        return parsed["inferenceservice.yaml"]["spec"]["predictor"]["containers"][0]
+    return parsed["deployment.yaml"]["spec"]["template"]["spec"]["containers"][0]
 
 
-def shell_words(text: str) -> list[str]:
+def split_shell(text: str) -> list[str]:
     for variable, value in {
         "\\\n": " ",
         '"$HOST"': "127.0.0.1",
@@ -80,11 +81,13 @@ def shell_words(text: str) -> list[str]:
     return shlex.split(text)
 
 
-def speculative_of(kind: str, files: dict[str, str]) -> dict[str, Any]:
+def speculative_config(kind: str, files: dict[str, str]) -> dict[str, Any]:
     if kind == "ray":
         args = documents(files)["serve.yaml"]["applications"][0]["args"]
         return args["llm_configs"][0]["engine_kwargs"]["speculative_config"]
     flag = "--speculative-config="
     return json.loads(
-        next(word for word in words_of(kind, files) if word.startswith(flag)).removeprefix(flag)
+        next(word for word in vllm_arguments(kind, files) if word.startswith(flag)).removeprefix(
+            flag
+        )
     )

@@ -18,10 +18,11 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from peagle.deploy.drafter import export_drafter
+from peagle.deploy.options import DeployOptions
 from peagle.deploy.plan import plan
-from peagle.deploy.render import differing, render, write
+from peagle.deploy.render import changed_files, render, write_files
 from peagle.progress import silent
-from tests.support.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, words_of
+from tests.support.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, vllm_arguments
 from tests.vllm.starting import wait_until_ready
 
 pytestmark = pytest.mark.vllm
@@ -40,8 +41,8 @@ def parsed(words: list[str]) -> AsyncEngineArgs:
 def test_the_command(kind: str, pair: str) -> None:
     choices = {"gpus": 2, "gpu": "H100"}
     said, made = (
-        parsed(words_of(kind, rendered(kind, pair, choices=choices))),
-        planned(kind, pair, choices=choices),
+        parsed(vllm_arguments(kind, rendered(kind, pair, **choices))),
+        planned(kind, pair, **choices),
     )
     assert set(said.speculative_config) == KEYS
     assert said.speculative_config["num_speculative_tokens"] == made.k
@@ -59,7 +60,7 @@ def test_the_config_file(tmp_path: Path) -> None:
     parser = make_arg_parser(FlexibleArgumentParser())
     words = parser.load_config_file(str(tmp_path / "config.yaml"))
     assert AsyncEngineArgs.from_cli_args(parser.parse_args(words)) == parsed(
-        words_of("vllm", files)
+        vllm_arguments("vllm", files)
     )
 
 
@@ -89,12 +90,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip("PEAGLE_REAL_TARGET and PEAGLE_REAL_DRAFTER name no pair")
     out = tmp_path_factory.mktemp("deployed")
     planned = plan(
-        REAL_TARGET, "vllm", drafter=REAL_DRAFTER, context=1024, choices={"served_name": "pair"}
+        REAL_TARGET,
+        "vllm",
+        DeployOptions(drafter=REAL_DRAFTER, context=1024, served_model_name="pair"),
     )
-    assert planned.drafter is not None
-    write(differing(render("vllm", planned.deployment), out, force=False))
+    assert planned.drafter_folder is not None
+    write_files(changed_files(render("vllm", planned.deployment), out, force=False))
     export_drafter(
-        planned.drafter, planned.pair, planned.deployment.k, out / "drafter", False, silent
+        planned.drafter_folder, planned.pair, planned.deployment.k, out / "drafter", False, silent
     )
     (out / "bin").mkdir()
     shim = f'#!/bin/sh\nshift\nexec {sys.executable} -m vllm.entrypoints.openai.api_server --model "$@"\n'

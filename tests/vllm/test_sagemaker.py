@@ -22,8 +22,9 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vll
 import httpx
 
 from peagle.data.bench import Task, read_sets
+from peagle.deploy.options import DeployOptions
 from peagle.deploy.plan import plan
-from peagle.deploy.sagemaker.plan import artifact
+from peagle.deploy.sagemaker.plan.artifact import drafter_artifact, target_artifact
 from peagle.errors import UserError
 from peagle.evaluate.evaluate import EvaluateSettings, SetResult, answer, summarize
 from peagle.export.vllm_subset import vllm_subset
@@ -134,11 +135,11 @@ def test_what_is_deployed_answers_as_the_native_engine_does(
         tasks = read_sets(["humaneval"], None, TASKS)["humaneval"]
     except UserError as error:
         pytest.skip(str(error))
-    planned = plan(PAIR, "sagemaker", k=K)
-    target = artifact.target(planned.pair, fetch=True)
+    planned = plan(PAIR, "sagemaker", DeployOptions(k=K))
+    target = target_artifact(planned.pair, fetch=True)
     folders = {
         "target": target.folder,
-        "drafter": artifact.drafter(planned, target, fetch=True).folder,
+        "drafter": drafter_artifact(planned, target, fetch=True).folder,
     }
     with served(environment(), folders, tmp_path / "vllm.log") as url:  # type: ignore[arg-type]
         theirs = [asked(url, task) for task in tasks]

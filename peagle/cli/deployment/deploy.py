@@ -1,14 +1,21 @@
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
 
-from peagle.cli.application import app, err, out, warn
+from peagle.cli.application import CommandGroup, app, err, warn
+from peagle.cli.application import out as console
+from peagle.cli.deployment import options as option
 from peagle.cli.options import Json, K, Method
 from peagle.errors import UserError
 
-deploy_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+if TYPE_CHECKING:
+    from peagle.deploy.plan import Plan
+
+deploy_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(deploy_app, name="deploy")
 
 KINDS = {
@@ -22,148 +29,133 @@ KINDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenDeployment:
+    """The result of a command; its fields are the keys of the JSON output."""
+
+    kind: str
+    pair: str
+    name: str
+    target: str
+    k: int
+    drafter: str
+    image: str
+    folder: str
+    written: list[str]  # paths that are new or changed
+    files: list[str]  # names of all files of the deployment
+    notes: list[str]
+    next: list[str]  # shell commands
+
+
 @deploy_app.callback()
 def deploy() -> None:
-    """Everything that starts a pair elsewhere: files for vLLM, compose, Kubernetes, Helm, KServe, Ray, SkyPilot."""
+    """Write the files that start a pair elsewhere: vLLM, compose, Kubernetes, Helm, KServe, Ray,
+    SkyPilot; or create a SageMaker endpoint."""
 
 
-def command(kind: str) -> Any:
-    def run(
-        pair: Annotated[
-            str,
-            typer.Argument(metavar="PAIR", help="The pair, or a target's folder (with --drafter)."),
-        ],
-        folder: Annotated[
-            Path, typer.Option("--out", metavar="DIR", help="Where the files are written.")
-        ],
-        k: K = None,
-        concurrency: Annotated[
-            int | None,
-            typer.Option(
-                help="Requests at once: chooses K, where it is known.", min=1, show_default=False
-            ),
-        ] = None,
-        drafter: Annotated[
-            str | None,
-            typer.Option(
-                help="A hub id, or a folder: exported to DIR/drafter. Default: the pair's.",
-                show_default=False,
-            ),
-        ] = None,
-        method: Method = None,
-        gpus: Annotated[int, typer.Option(help="GPUs of a replica, tensor parallel.")] = 1,
-        gpu: Annotated[
-            str | None, typer.Option(help="Their type, as the place calls it.", show_default=False)
-        ] = None,
-        replicas: Annotated[int, typer.Option(help="Replicas.")] = 1,
-        context: Annotated[
-            int | None, typer.Option(help="Tokens of a prompt and its answer.", show_default=False)
-        ] = None,
-        port: Annotated[int, typer.Option(help="The port of the endpoint.")] = 8000,
-        name: Annotated[
-            str | None,
-            typer.Option(help="Of what is made. Default: peagle-PAIR.", show_default=False),
-        ] = None,
-        served: Annotated[
-            str | None,
-            typer.Option("--served-model-name", help="What requests call it.", show_default=False),
-        ] = None,
-        vllm: Annotated[
-            str | None, typer.Option(help="vLLM's version.", show_default=False)
-        ] = None,
-        image: Annotated[
-            str | None,
-            typer.Option(
-                help="An image with vLLM, instead of vllm/vllm-openai.", show_default=False
-            ),
-        ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Replace files that differ.")] = False,
-        as_json: Json = False,
-    ) -> None:
-        choices = {"name": name, "served_name": served, "gpu": gpu, "image_name": image}
-        made = {key: value for key, value in choices.items() if value is not None}
-        write(
-            kind,
-            folder,
-            force,
-            as_json,
-            name=pair,
-            k=k,
-            concurrency=concurrency,
-            drafter=drafter,
-            method=method,
-            vllm=vllm,
-            context=context,
-            choices=made | {"gpus": gpus, "replicas": replicas, "port": port},
-        )
-
-    return run
-
-
-def write(
-    kind: str, folder: Path, force: bool, as_json: bool, choices: dict[str, Any], **asked: Any
+def write_deployment(
+    ctx: typer.Context,
+    pair: option.PairName,
+    out: option.OutFolder,
+    k: K = None,
+    concurrency: option.Concurrency = None,
+    drafter: option.FileDrafter = None,
+    method: Method = None,
+    gpus: option.ReplicaGpus = 1,
+    gpu: option.GpuType = None,
+    replicas: option.Replicas = 1,
+    context: option.Context = None,
+    port: option.Port = 8000,
+    name: option.DeploymentName = None,
+    served_model_name: option.ServedModelName = None,
+    vllm: option.VllmVersion = None,
+    image: option.VllmImage = None,
+    force: option.Force = False,
+    as_json: Json = False,
 ) -> None:
-    from peagle.deploy.drafter import export_drafter, lost
+    from peagle.deploy.options import DeployOptions
     from peagle.deploy.plan import plan
-    from peagle.deploy.render import differing, next_steps, render
-    from peagle.deploy.render import write as place
+
+    kind = str(ctx.info_name)  # every kind is a command of its own
+    options = DeployOptions(
+        k=k,
+        concurrency=concurrency,
+        drafter=drafter,
+        method=method,
+        vllm=vllm,
+        context=context,
+        gpus=gpus,
+        gpu=gpu,
+        replicas=replicas,
+        port=port,
+        name=name,
+        served_model_name=served_model_name,
+        image=image,
+    )
+    written = write_plan(plan(pair, kind, options), kind, out.expanduser(), force, as_json)
+    report(written, as_json)
+
+
+def write_plan(plan: "Plan", kind: str, out: Path, force: bool, quiet: bool) -> WrittenDeployment:
+    """Write the files of a kind and export a local drafter beside them."""
+    from peagle.deploy.drafter import subset_notices
+    from peagle.deploy.render import changed_files, next_steps, render, write_files
+
+    deployment = plan.deployment
+    if kind == "skypilot" and deployment.gpu is None and deployment.gpu_gb is None:
+        raise UserError(
+            f"the memory that {deployment.pair} needs is unknown: give a type with --gpu, like H100"
+        )
+    files = render(kind, deployment)
+    changed = changed_files(files, out, force)
+    written = [str(path) for path in changed]
+    notes = [*deployment.notes]
+    names = [*files]
+    if plan.drafter_folder is not None:
+        if export_drafter_beside(plan, plan.drafter_folder, out, force, quiet):
+            written.append(str(out / "drafter"))
+        notes += subset_notices(plan.drafter_folder)
+        names.append("drafter")
+    write_files(changed)
+    return WrittenDeployment(
+        kind=kind,
+        pair=deployment.pair,
+        name=deployment.name,
+        target=deployment.target,
+        k=deployment.k,
+        drafter=deployment.drafter,
+        image=deployment.image,
+        folder=str(out),
+        written=written,
+        files=names,
+        notes=notes,
+        next=next_steps(kind, deployment, out).strip().splitlines(),
+    )
+
+
+def export_drafter_beside(plan: "Plan", folder: Path, out: Path, force: bool, quiet: bool) -> bool:
+    from peagle.deploy.drafter import export_drafter
     from peagle.progress import progress_bars
 
-    folder = folder.expanduser()
-    planned = plan(kind=kind, choices=choices, **asked)
-    made = planned.deployment
-    if kind == "skypilot" and made.gpu is None and made.gpu_gb is None:
-        raise UserError(
-            f"the memory {made.pair} needs is unknown: give a type with --gpu, like H100"
+    with progress_bars(err, quiet=quiet) as progress:
+        return export_drafter(
+            folder, plan.pair, plan.deployment.k, out / "drafter", force, progress
         )
-    files = render(kind, made)
-    changed = differing(files, folder, force)
-    written = [str(path) for path in changed]
-    if planned.drafter is not None:
-        with progress_bars(err, quiet=as_json) as progress:
-            if export_drafter(
-                planned.drafter, planned.pair, made.k, folder / "drafter", force, progress
-            ):
-                written.append(str(folder / "drafter"))
-    notes = [*made.notes, *(lost(planned.drafter) if planned.drafter is not None else [])]
-    place(changed)
-    steps = next_steps(kind, made, folder).strip()
-    report(
-        as_json,
-        {
-            "kind": kind,
-            "pair": made.pair,
-            "name": made.name,
-            "target": made.target,
-            "k": made.k,
-            "drafter": made.drafter,
-            "image": made.image,
-            "folder": str(folder),
-            "written": written,
-            "files": [*files, *(["drafter"] if planned.drafter else [])],
-            "notes": notes,
-            "next": steps.splitlines(),
-        },
-    )
 
 
-def report(as_json: bool, said: dict[str, Any]) -> None:
+def report(written: WrittenDeployment, as_json: bool) -> None:
     if as_json:
-        import json
-
-        print(json.dumps(said, indent=2))
+        print(json.dumps(asdict(written), indent=2))
         return
-    for note in said["notes"]:
+    for note in written.notes:
         warn(note)
-    written = (
-        ", ".join(Path(path).name for path in said["written"]) or "nothing new: all is as it was"
-    )
-    print(f"{said['folder']}: {written}")
-    out.print("\nRun next:", style="bold")
-    for line in said["next"]:
-        out.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+    names = ", ".join(Path(path).name for path in written.written)
+    print(f"{written.folder}: {names or 'nothing new: all files are up to date'}")
+    console.print("\nRun next:", style="bold")
+    for line in written.next:
+        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
 
 
-for _kind, _what in KINDS.items():
-    _help = f"Write {_what}.\n\nExample: peagle deploy {_kind} gpt-oss-20b --out deployed/"
-    deploy_app.command(_kind, help=_help)(command(_kind))
+for _kind, _files in KINDS.items():
+    _help = f"Write {_files}.\n\nExample: peagle deploy {_kind} gpt-oss-20b --out deployed/"
+    deploy_app.command(_kind, help=_help)(write_deployment)

@@ -1,330 +1,244 @@
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
+from peagle.catalog import find_pair
 from peagle.cli.application import err, warn
+from peagle.cli.deployment import options as option
 from peagle.cli.deployment.deploy import deploy_app
+from peagle.cli.deployment.spinner import spinner
 from peagle.cli.options import Json, K, Method
-from peagle.errors import UserError, did_you_mean
+from peagle.deploy.options import DeployOptions
+from peagle.deploy.sagemaker.plan.choices import Autoscale, EndpointSettings
+from peagle.deploy.spec import dns_label
+from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.deploy.plan import Plan
-    from peagle.deploy.sagemaker.operate.apply import Done
-    from peagle.deploy.sagemaker.operate.wait import Tell
-    from peagle.deploy.sagemaker.plan.choices import Choices
+    from peagle.deploy.sagemaker.operate.apply import StepResult
+    from peagle.deploy.sagemaker.operate.clients import Clients
     from peagle.deploy.sagemaker.resources.stack import Stack
 
-FORMATS = ["json", "cloudformation", "terraform"]
-Region = Annotated[
-    str | None,
-    typer.Option("--region", help="AWS's region.", envvar=["AWS_REGION", "AWS_DEFAULT_REGION"]),
-]
-Profile = Annotated[
-    str | None, typer.Option("--profile", help="Of AWS's configuration.", envvar="AWS_PROFILE")
-]
+HELP = (
+    "Create or update a SageMaker endpoint.\n\n"
+    "The same command again changes nothing; other options update the endpoint, blue/green.\n\n"
+    "Example: peagle deploy sagemaker gpt-oss-20b --role ARN --region us-west-2"
+    " --autoscale 1 4 8 --dry-run"
+)
 
 
-@deploy_app.command("sagemaker")
+@deploy_app.command("sagemaker", help=HELP)
 def sagemaker(
-    pair: Annotated[
-        str, typer.Argument(metavar="PAIR", help="The pair, or a target's folder (with --drafter).")
-    ],
-    role: Annotated[str, typer.Option(help="The ARN of the role SageMaker takes on.")],
-    instance: Annotated[
-        str | None,
-        typer.Option(
-            help="The type, like ml.g7e.2xlarge. Default: the pair's, if known.", show_default=False
-        ),
-    ] = None,
-    region: Region = None,
-    name: Annotated[
-        str | None, typer.Option(help="The endpoint's. Default: peagle-PAIR.", show_default=False)
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print every call; call nobody.")
-    ] = False,
-    format: Annotated[
-        str, typer.Option(help="Of the dry run: json, cloudformation or terraform.")
-    ] = "json",
-    autoscale: Annotated[
-        tuple[int, int, float] | None,
-        typer.Option(
-            metavar="MIN MAX TARGET",
-            help="Instances, and requests under way in each.",
-            show_default=False,
-        ),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Until it serves; what fails is taken back.")
-    ] = False,
-    bucket: Annotated[
-        str | None,
-        typer.Option(
-            help="s3://BUCKET/PREFIX/ for weights. Default: SageMaker's own bucket.",
-            show_default=False,
-        ),
-    ] = None,
-    from_hub: Annotated[
-        bool, typer.Option("--from-hub", help="The container fetches the weights itself.")
-    ] = False,
-    image: Annotated[
-        str | None,
-        typer.Option(help="The container. Default: AWS's vLLM.", metavar="URI", show_default=False),
-    ] = None,
+    pair: option.PairName,
+    role: option.Role,
+    instance: option.Instance = None,
+    region: option.Region = None,
+    name: option.EndpointName = None,
+    dry_run: option.DryRun = False,
+    output_format: option.OutputFormat = "json",
+    autoscale: option.AutoscaleLimits = None,
+    wait: option.Wait = False,
+    bucket: option.Bucket = None,
+    from_hub: option.FromHub = False,
+    image: option.ContainerImage = None,
     k: K = None,
     method: Method = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests at once: chooses K, where it is known.", min=1, show_default=False
-        ),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its answer.", show_default=False)
-    ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(help="A folder or a hub id, instead of the pair's.", show_default=False),
-    ] = None,
-    count: Annotated[int, typer.Option(help="Instances.")] = 1,
-    gpus: Annotated[
-        int | None,
-        typer.Option(help="GPUs for tensor parallel. Default: the instance's.", show_default=False),
-    ] = None,
-    variables: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--env",
-            metavar="NAME=VALUE",
-            help="More of the container's environment.",
-            show_default=False,
-        ),
-    ] = None,
-    isolated: Annotated[
-        bool | None,
-        typer.Option(
-            "--isolated/--no-isolated",
-            help="No network for the container. Default: unless --from-hub.",
-            show_default=False,
-        ),
-    ] = None,
-    ami: Annotated[
-        str | None,
-        typer.Option(
-            help="InferenceAmiVersion. Default: what the image needs.", show_default=False
-        ),
-    ] = None,
-    startup: Annotated[
-        int, typer.Option("--startup-seconds", help="The container may take; as many the download.")
-    ] = 1800,
-    notify: Annotated[
-        str | None, typer.Option(metavar="ARN", help="An SNS topic for alarms.", show_default=False)
-    ] = None,
-    upload_only: Annotated[
-        bool, typer.Option("--upload-only", help="Only the weights, for a template.")
-    ] = False,
-    profile: Profile = None,
+    concurrency: option.Concurrency = None,
+    context: option.Context = None,
+    drafter: option.EndpointDrafter = None,
+    count: option.InstanceCount = 1,
+    gpus: option.InstanceGpus = None,
+    variables: option.Variables = None,
+    isolated: option.Isolated = None,
+    ami: option.Ami = None,
+    startup_seconds: option.StartupSeconds = 1800,
+    notify: option.Notify = None,
+    upload_only: option.UploadOnly = False,
+    profile: option.Profile = None,
     as_json: Json = False,
 ) -> None:
-    """Create or update a SageMaker endpoint. Run again it changes nothing; with other choices it updates, blue/green.
-
-    Example: peagle deploy sagemaker gpt-oss-20b --role ARN --region us-west-2 --autoscale 1 4 8 --dry-run
-    """
-    from peagle.deploy.sagemaker.plan.choices import Autoscale
-
-    if format not in FORMATS:
-        raise UserError(
-            f"unknown format {format!r}: use {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}"
-        )
-    given = {
-        "bucket": bucket,
-        "image": image,
-        "ami": ami,
-        "notify": notify,
-        "instance": instance,
-        "region": region,
-        "name": name,
-    }
-    wanted = {key: value for key, value in given.items() if value} | {
-        "role": role,
-        "count": count,
-        "startup": startup,
-        "from_hub": from_hub,
-        "isolated": not from_hub if isolated is None else isolated,
-        "variables": parse_variables(variables or []),
-        "autoscale": Autoscale(*autoscale) if autoscale else None,
-    }
-    asked = {
-        "k": k,
-        "concurrency": concurrency,
-        "context": context,
-        "drafter": drafter,
-        "method": method,
-    }
-    choices, planned = decide(pair, wanted, asked, gpus)
+    texts = without_empty(bucket=bucket, image=image, ami=ami, notify=notify)
+    settings = EndpointSettings(
+        role=role,
+        **pair_defaults(pair, name, instance, region),
+        count=count,
+        autoscale=Autoscale(*autoscale) if autoscale else None,
+        from_hub=from_hub,
+        isolated=not from_hub if isolated is None else isolated,
+        startup_seconds=startup_seconds,
+        variables=parse_variables(variables or []),
+        **texts,
+    )
+    options = DeployOptions(k, concurrency, drafter, method, context=context)
+    plan = plan_endpoint(pair, settings, options, gpus)
     if dry_run:
-        print(json.dumps(rendered(choices, planned, format), indent=2))
+        print_dry_run(settings, plan, output_format)
         return
-    done = carry_out(choices, planned, profile, wait, upload_only, as_json)
-    report(choices, done, upload_only, as_json)
+    results = deploy_endpoint(settings, plan, profile, wait, upload_only, as_json)
+    report(settings, results, upload_only, as_json)
 
 
-def decide(
-    name: str, choices: dict[str, Any], asked: dict[str, Any], gpus: int | None
-) -> "tuple[Choices, Plan]":
-    """Everything that can be wrong is found out here, before anybody is called."""
-    from peagle.catalog import find_pair
-    from peagle.deploy.plan import plan
-    from peagle.deploy.sagemaker.plan.choices import Choices
-    from peagle.deploy.sagemaker.plan.instances import instances
-    from peagle.deploy.spec import dns_label
+def without_empty(**texts: str | None) -> dict[str, Any]:
+    return {name: text for name, text in texts.items() if text}
 
-    known = find_pair(name)
-    defaults = {"name": f"peagle-{dns_label(Path(known.name).name)}"}
-    if known.production.instances:
-        defaults["instance"] = known.production.instances[0]
-    choices = defaults | choices
-    if "instance" not in choices:
-        raise UserError(f"--instance is missing, and the catalog knows no type for {name}")
-    if "region" not in choices:
+
+def pair_defaults(
+    pair: str, name: str | None, instance: str | None, region: str | None
+) -> dict[str, Any]:
+    """Name, instance and region of the endpoint, with the defaults of the pair."""
+    entry = find_pair(pair)
+    if not instance and entry.production.instances:
+        instance = entry.production.instances[0]
+    if not instance:
+        raise UserError(f"--instance is missing, and the catalog has no instance type for {pair}")
+    if not region:
         raise UserError("--region is missing: give it, or set AWS_REGION")
-    wanted = Choices(**choices)
-    found = instances().get(wanted.instance)
-    used = gpus or (found.gpus if found else 1)
-    planned = plan(name, "sagemaker", vllm=wanted.vllm, choices={"gpus": used}, **asked)
-    if wanted.from_hub and planned.deployment.local:
-        raise UserError(
-            f"target or drafter of {name} lie on this machine only: leave --from-hub out"
-        )
-    for note in notes_of(wanted, planned):
+    default_name = f"peagle-{dns_label(Path(entry.name).name)}"
+    return {"name": name or default_name, "instance": instance, "region": region}
+
+
+def parse_variables(words: list[str]) -> dict[str, str]:
+    variables = {}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise UserError(f"--env {word!r} is not valid: use NAME=VALUE")
+        variables[name] = value
+    return variables
+
+
+def plan_endpoint(
+    name: str, settings: EndpointSettings, options: DeployOptions, gpus: int | None
+) -> "Plan":
+    """Plan the deployment and check it, before the first call of AWS."""
+    from peagle.deploy.plan import plan
+    from peagle.deploy.sagemaker.plan.instances import instance_types
+
+    instance = instance_types().get(settings.instance)
+    default_gpus = instance.gpus if instance else 1
+    endpoint_plan = plan(
+        name, "sagemaker", replace(options, vllm=settings.vllm, gpus=gpus or default_gpus)
+    )
+    if settings.from_hub and endpoint_plan.deployment.local:
+        raise UserError(f"target or drafter of {name} are only on this machine: omit --from-hub")
+    for note in plan_notes(settings, endpoint_plan):
         warn(note)
-    return wanted, planned
+    return endpoint_plan
 
 
-def notes_of(choices: "Choices", planned: "Plan") -> list[str]:
-    from peagle.deploy.sagemaker.plan.artifact import target
+def plan_notes(settings: EndpointSettings, plan: "Plan") -> list[str]:
+    from peagle.deploy.sagemaker.plan.artifact import target_artifact
     from peagle.deploy.sagemaker.plan.limits import check_memory
     from peagle.pull import target_folder
 
-    notes = [*planned.deployment.notes, *check_memory(choices.instance, planned.deployment)]
-    if choices.vllm is None:
+    notes = [*plan.deployment.notes, *check_memory(settings.instance, plan.deployment)]
+    if settings.vllm is None:
         notes.append(
-            f"the vLLM in {choices.image} is unknown: whether it serves the pair was not checked"
+            f"the version of vLLM in {settings.image} is unknown:"
+            " whether it serves the pair was not checked"
         )
-    if (
-        choices.isolated
-        and "gpt-oss" in planned.deployment.target
-        and not target(planned.pair).vocabularies
-    ):
+    downloads_tiktoken = settings.isolated and "gpt-oss" in plan.deployment.target
+    if downloads_tiktoken and not target_artifact(plan.pair).has_tiktoken_files:
         notes.append(
-            "gpt-oss fetches o200k_base.tiktoken when it starts, and without a network it cannot:"
-            f" put the file into {target_folder(planned.pair)}, or use --no-isolated"
+            "gpt-oss downloads o200k_base.tiktoken at startup, which fails without a network:"
+            f" put the file into {target_folder(plan.pair)}, or use --no-isolated"
         )
     return notes
 
 
-def parse_variables(words: list[str]) -> dict[str, str]:
-    if strange := [word for word in words if "=" not in word]:
-        raise UserError(f"--env {strange[0]!r}: write it like NAME=VALUE")
-    return {name: value for name, _, value in (word.partition("=") for word in words)}
+def print_dry_run(settings: EndpointSettings, plan: "Plan", output_format: str) -> None:
+    from peagle.deploy.sagemaker.output.cloudformation import cloudformation_template
+    from peagle.deploy.sagemaker.output.dry_run import dry_run_steps
+    from peagle.deploy.sagemaker.output.terraform import terraform_config
+    from peagle.deploy.sagemaker.plan.artifact import drafter_artifact, target_artifact
+    from peagle.deploy.sagemaker.resources.stack import build_stack
 
-
-def rendered(choices: "Choices", planned: "Plan", format: str) -> Any:
-    from peagle.deploy.sagemaker.output.cloudformation import cloudformation
-    from peagle.deploy.sagemaker.output.dry_run import steps
-    from peagle.deploy.sagemaker.output.terraform import terraform
-    from peagle.deploy.sagemaker.plan.artifact import drafter, target
-    from peagle.deploy.sagemaker.resources.stack import stack
-
-    weights = (first := target(planned.pair)), drafter(planned, first)
-    for one in weights:
-        if one.folder is None and not choices.from_hub and one.source.endswith(" at main"):
+    target = target_artifact(plan.pair)
+    drafter = drafter_artifact(plan, target)
+    for artifact in (target, drafter):
+        unpinned = artifact.folder is None and artifact.source.endswith(" at main")
+        if unpinned and not settings.from_hub:
             warn(
-                f"{one.source} is not on this machine: once it is, its commit takes the place of `main` in all names"
+                f"{artifact.source} is not on this machine:"
+                " after the download, its commit replaces `main` in all names"
             )
-    made = stack(choices, planned.deployment, *weights, channel=format != "cloudformation")
-    return {"json": steps, "cloudformation": cloudformation, "terraform": terraform}[format](made)
+    channel = output_format != "cloudformation"
+    stack = build_stack(settings, plan.deployment, target, drafter, channel)
+    if output_format == "json":
+        document: Any = dry_run_steps(stack)
+    elif output_format == "cloudformation":
+        document = cloudformation_template(stack)
+    else:
+        document = terraform_config(stack)
+    print(json.dumps(document, indent=2))
 
 
-def carry_out(
-    choices: "Choices",
-    planned: "Plan",
+def deploy_endpoint(
+    settings: EndpointSettings,
+    plan: "Plan",
     profile: str | None,
     wait: bool,
     upload_only: bool,
     quiet: bool,
-) -> "list[Done]":
-    from peagle.deploy.sagemaker.operate.apply import Apply
+) -> "list[StepResult]":
+    from peagle.deploy.sagemaker.operate.apply import StackUpdate
     from peagle.deploy.sagemaker.operate.clients import Clients
 
-    clients = Clients(choices.region, profile)
-    assert clients.session  # no credentials: told before anything is fetched
-    made = uploaded(choices, planned, clients, quiet)
+    clients = Clients(settings.region, profile)
+    assert clients.session  # fails without credentials, before anything is downloaded
+    stack = upload_weights(settings, plan, clients, quiet)
     if upload_only:
         return []
-    with spinner(quiet) as tell:
-        return Apply(made, clients, wait, tell).run()
+    with spinner(quiet) as on_status:
+        return StackUpdate(stack, clients, wait, on_status).apply()
 
 
-def uploaded(choices: "Choices", planned: "Plan", clients: Any, quiet: bool) -> "Stack":
-    """The stack, its weights in S3."""
-    from peagle.deploy.sagemaker.operate.clients import told
-    from peagle.deploy.sagemaker.operate.upload import upload
-    from peagle.deploy.sagemaker.plan.artifact import drafter, target
-    from peagle.deploy.sagemaker.resources.stack import stack
+def upload_weights(
+    settings: EndpointSettings, plan: "Plan", clients: "Clients", quiet: bool
+) -> "Stack":
+    """Download and upload the weights; return the stack that reads them."""
+    from peagle.deploy.sagemaker.operate.clients import translate_aws_errors
+    from peagle.deploy.sagemaker.operate.upload import upload_files
+    from peagle.deploy.sagemaker.plan.artifact import drafter_artifact, target_artifact
+    from peagle.deploy.sagemaker.resources.stack import build_stack
     from peagle.progress import progress_bars
 
+    fetch = not settings.from_hub
     with progress_bars(err, quiet=quiet) as progress:
-        fetch = not choices.from_hub
-        first = target(planned.pair, progress, fetch)
-        made = stack(choices, planned.deployment, first, drafter(planned, first, progress, fetch))
-        with told():
-            for one in made.uploads:
-                upload(clients["s3"], one, progress)
-    return made
+        target = target_artifact(plan.pair, progress, fetch)
+        drafter = drafter_artifact(plan, target, progress, fetch)
+        stack = build_stack(settings, plan.deployment, target, drafter)
+        with translate_aws_errors():
+            for upload in stack.uploads:
+                upload_files(clients["s3"], upload, progress)
+    return stack
 
 
-@contextmanager
-def spinner(quiet: bool = False) -> "Iterator[Tell]":
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=err, transient=True, disable=quiet or not err.is_terminal
-    ) as bar:
-        task = bar.add_task("")
-        yield lambda line: bar.update(task, description=escape(line))
-
-
-def report(choices: "Choices", done: "list[Done]", upload_only: bool, as_json: bool) -> None:
-    from peagle.deploy.sagemaker.resources.stack import LOGS
-
+def report(
+    settings: EndpointSettings, results: "list[StepResult]", upload_only: bool, as_json: bool
+) -> None:
     if as_json:
-        told = {
-            "endpoint": choices.name,
-            "region": choices.region,
-            "log_group": LOGS + choices.name,
-        }
-        print(
-            json.dumps(
-                told
-                | {
-                    "steps": [
-                        {"kind": one.kind, "name": one.name, "what": one.what} for one in done
-                    ]
-                }
-            )
-        )
+        print(json.dumps(report_json(settings, results)))
         return
-    for one in done:
-        print(f"{one.what:9}  {one.kind} {one.name}")
+    for result in results:
+        print(f"{result.outcome:9}  {result.kind} {result.name}")
     if upload_only:
-        print(f"the weights are in {choices.bucket}")
+        print(f"the weights are in {settings.bucket}")
         return
-    if all(one.what == "unchanged" for one in done):
-        print("nothing changed: all is as it was")
-    print(f"next: peagle sagemaker status {choices.name} --region {choices.region}")
+    if all(result.outcome == "unchanged" for result in results):
+        print("nothing changed: the endpoint is up to date")
+    print(f"next: peagle sagemaker status {settings.name} --region {settings.region}")
+
+
+def report_json(settings: EndpointSettings, results: "list[StepResult]") -> dict[str, Any]:
+    from peagle.deploy.sagemaker.resources.stack import LOG_GROUP_PREFIX
+
+    return {
+        "endpoint": settings.name,
+        "region": settings.region,
+        "log_group": LOG_GROUP_PREFIX + settings.name,
+        "steps": [
+            {"kind": result.kind, "name": result.name, "what": result.outcome} for result in results
+        ],
+    }

@@ -1,7 +1,8 @@
-"""A pair as a SageMaker endpoint, with boto3 alone. See docs/sagemaker.md.
+"""Deployment of a pair as a SageMaker endpoint, with boto3 alone. See docs/sagemaker.md.
 
-choices -> stack (calls, as data) -> dry run: JSON | CloudFormation | Terraform
-                                  -> apply: upload, create or update, wait; or everything back
+EndpointSettings -> Stack (API calls, as data) -> dry run: JSON | CloudFormation | Terraform
+                                               -> apply: upload, create or update, wait;
+                                                  on failure, roll back
 """
 
 from importlib.util import find_spec
@@ -10,6 +11,6 @@ from peagle.errors import UserError
 
 
 def require_packages() -> None:
-    """boto3 is an extra: who lacks it is told how to get it."""
+    """boto3 is an optional dependency: fail with the command that installs it."""
     if find_spec("boto3") is None:
         raise UserError("this needs boto3: pip install 'peagle[deploy]'")

@@ -1,164 +1,183 @@
-"""A stack made true: what is missing is created, what differs is changed, what is as wanted is left alone.
+"""StackUpdate: create what is missing, update what differs, leave the rest unchanged.
 
-Every step remembers how to be taken back. If one fails, those before it are taken back in reverse order; uploaded
-weights stay, so that the next try begins where this one ended.
+If a step fails, the steps before it are rolled back in reverse order. Uploaded weights stay, so
+that the next run continues where this one stopped.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from peagle.deploy.sagemaker.operate.clients import Clients, reason
-from peagle.deploy.sagemaker.operate.wait import EndpointFailed, Tell, until_gone, until_serving
-from peagle.deploy.sagemaker.resources.calls import Call, Parameters, Resource
+from peagle.deploy.sagemaker.operate.clients import Clients, error_message
+from peagle.deploy.sagemaker.operate.wait import (
+    EndpointFailed,
+    Sleep,
+    StatusCallback,
+    wait_until_deleted,
+    wait_until_in_service,
+)
+from peagle.deploy.sagemaker.resources.calls import Call, Resource
 from peagle.deploy.sagemaker.resources.stack import Stack
 from peagle.errors import UserError
 
-Sleep = Callable[[float], None]
+UNUSABLE_STATUSES = ("Failed", "UpdateRollbackFailed", "Deleting")
+Outcome = Literal["created", "changed", "unchanged"]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StepResult:
     kind: str
     name: str
-    what: str  # created, changed, unchanged
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackStep:
+    description: str
+    run: Callable[[], None]
 
 
 @dataclass
-class Apply:
+class StackUpdate:
     stack: Stack
     clients: Clients
-    wait: bool = False
-    tell: Tell = lambda line: None
+    wait: bool = False  # wait until the endpoint is in service
+    on_status: StatusCallback = lambda line: None
     sleep: Sleep = time.sleep
-    done: list[Done] = field(default_factory=list)
-    undo: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+    rollback_steps: list[RollbackStep] = field(default_factory=list)
 
-    def run(self) -> list[Done]:
+    def apply(self) -> list[StepResult]:
         from botocore.exceptions import BotoCoreError, ClientError
 
         step = ""
         try:
             for resource in self.stack.resources:
                 step = f"{resource.kind} {resource.name}"
-                self.tell(step)
-                self.settle(resource)
-                if resource.kind == "endpoint" and self.must_wait:
-                    until_serving(
-                        self.clients,
-                        self.stack.name,
-                        config_of(resource),
-                        self.told_of(step),
-                        self.sleep,
-                    )
+                self.on_status(step)
+                self._reconcile(resource)
+                if resource.kind == "endpoint" and self._must_wait:
+                    self._wait_for_endpoint(step, config_name(resource))
         except (BotoCoreError, ClientError, EndpointFailed) as error:
-            raise UserError(self.failed(step, error)) from error
-        return self.done
+            raise UserError(self._roll_back(step, error)) from error
+        return self.results
 
     @property
-    def must_wait(self) -> bool:
-        """Scaling can be registered only for an endpoint that serves."""
+    def _must_wait(self) -> bool:
+        """Autoscaling can be registered only for an endpoint that is in service."""
         return self.wait or self.stack.resources[-1].kind == "scaling policy"
 
-    def told_of(self, step: str) -> Tell:
-        return lambda status: self.tell(f"{step}: {status}")
+    def _wait_for_endpoint(self, step: str, config: str) -> None:
+        wait_until_in_service(
+            self.clients, self.stack.name, config, self._step_status(step), self.sleep
+        )
 
-    def settle(self, resource: Resource) -> None:
-        found = self.clients.find(resource)
-        if found is None:
+    def _step_status(self, step: str) -> StatusCallback:
+        return lambda status: self.on_status(f"{step}: {status}")
+
+    def _reconcile(self, resource: Resource) -> None:
+        """Create the resource, or update it if it differs."""
+        existing = self.clients.find(resource)
+        outcome: Outcome = "unchanged"
+        if existing is None:
             self.clients.call(resource.create)
-            self.undo.append((f"{resource.kind} {resource.name}", lambda: self.remove(resource)))
-            what = "created"
-        elif differs(resource, found):
-            require_changeable(resource, found)
-            assert resource.change is not None
-            self.clients.call(resource.change)
-            self.undo.append(
-                (
-                    f"change of {resource.kind} {resource.name}",
-                    lambda: self.restore(resource, found),
-                )
-            )
-            what = "changed"
+            self._add_rollback(f"{resource.kind} {resource.name}", lambda: self._remove(resource))
+            outcome = "created"
         else:
-            require_changeable(resource, found)
-            what = "unchanged"
-        self.done.append(Done(resource.kind, resource.name, what))
+            changed = differs(resource, existing)
+            check_usable(resource, existing)
+            if changed:
+                assert resource.update is not None
+                self.clients.call(resource.update)
+                self._add_rollback(
+                    f"change of {resource.kind} {resource.name}",
+                    lambda: self._restore(resource, existing),
+                )
+                outcome = "changed"
+        self.results.append(StepResult(resource.kind, resource.name, outcome))
 
-    def remove(self, resource: Resource) -> None:
+    def _add_rollback(self, description: str, run: Callable[[], None]) -> None:
+        self.rollback_steps.append(RollbackStep(description, run))
+
+    def _remove(self, resource: Resource) -> None:
         self.clients.call(resource.delete)
         if resource.kind == "endpoint":
-            until_gone(self.clients, resource.name, self.told_of("taking back"), self.sleep)
-
-    def restore(self, resource: Resource, found: Mapping[str, Any]) -> None:
-        """As it was found. An update that SageMaker has rolled back by itself is as it was."""
-        if resource.kind != "endpoint":
-            before = {key: found[key] for key in resource.create.parameters if key in found}
-            self.clients.call(Call(resource.create.service, resource.create.operation, before))
-            return
-        now = self.clients.find(resource) or {}
-        config = found["EndpointConfigName"]
-        if now.get("EndpointConfigName") != config:
-            named = {"EndpointName": resource.name, "EndpointConfigName": config}
-            self.clients.call(Call("sagemaker", "UpdateEndpoint", named))
-            until_serving(
-                self.clients, resource.name, config, self.told_of("taking back"), self.sleep
+            wait_until_deleted(
+                self.clients, resource.name, self._step_status("rolling back"), self.sleep
             )
 
-    def failed(self, step: str, error: Exception) -> str:
-        """Takes everything back, and says so."""
+    def _restore(self, resource: Resource, previous: Mapping[str, Any]) -> None:
+        """Restore the previous state, unless SageMaker has already rolled back by itself."""
+        if resource.kind != "endpoint":
+            parameters = {
+                key: previous[key] for key in resource.create.parameters if key in previous
+            }
+            self.clients.call(Call(resource.create.service, resource.create.operation, parameters))
+            return
+        current = self.clients.find(resource) or {}
+        config = previous["EndpointConfigName"]
+        if current.get("EndpointConfigName") != config:
+            parameters = {"EndpointName": resource.name, "EndpointConfigName": config}
+            self.clients.call(Call("sagemaker", "UpdateEndpoint", parameters))
+            self._wait_for_endpoint("rolling back", config)
+
+    def _roll_back(self, step: str, error: Exception) -> str:
+        """Undo all steps; return the message about the failed one."""
         from botocore.exceptions import BotoCoreError, ClientError
 
-        removed, left = [], []
-        for what, back in reversed(self.undo):
+        undone = []
+        failed = []
+        for rollback in reversed(self.rollback_steps):
             try:
-                back()
-                removed.append(what)
-            except (BotoCoreError, ClientError, EndpointFailed) as trouble:
-                left.append(f"{what} ({reason(trouble)})")
-        lines = [f"{step}: {reason(error)}", f"log group {self.stack.logs}"]
-        lines += [f"taken back: {', '.join(removed)}"] if removed else ["nothing had been created"]
-        lines += [f"LEFT, remove it by hand: {', '.join(left)}"] if left else []
-        lines += ["uploaded weights stay for the next try"] if self.stack.uploads else []
+                rollback.run()
+                undone.append(rollback.description)
+            except (BotoCoreError, ClientError, EndpointFailed) as rollback_error:
+                failed.append(f"{rollback.description} ({error_message(rollback_error)})")
+        lines = [f"{step}: {error_message(error)}", f"log group {self.stack.log_group}"]
+        lines.append(f"rolled back: {', '.join(undone)}" if undone else "nothing was created")
+        if failed:
+            lines.append(f"NOT rolled back, remove it by hand: {', '.join(failed)}")
+        if self.stack.uploads:
+            lines.append("uploaded weights stay for the next run")
         return "; ".join(lines)
 
 
-def config_of(endpoint: Resource) -> str:
+def config_name(endpoint: Resource) -> str:
     return str(endpoint.create.parameters["EndpointConfigName"])
 
 
-def require_changeable(resource: Resource, found: Mapping[str, Any]) -> None:
-    if resource.kind == "endpoint" and found["EndpointStatus"] in (
-        "Failed",
-        "UpdateRollbackFailed",
-        "Deleting",
-    ):
-        why = found.get("FailureReason") or "no reason given"
+def check_usable(resource: Resource, existing: Mapping[str, Any]) -> None:
+    if resource.kind == "endpoint" and existing["EndpointStatus"] in UNUSABLE_STATUSES:
+        reason = existing.get("FailureReason") or "no reason given"
         raise EndpointFailed(
-            f"it is {found['EndpointStatus']} ({why}): `peagle sagemaker delete {resource.name}` first"
+            f"its status is {existing['EndpointStatus']} ({reason}):"
+            f" run `peagle sagemaker delete {resource.name}` first"
         )
 
 
-def differs(resource: Resource, found: Mapping[str, Any]) -> bool:
-    """Models and configs bear their content's digest: found is the same. Tags of others are not looked at."""
-    if resource.change is None:
+def differs(resource: Resource, existing: Mapping[str, Any]) -> bool:
+    """Whether the resource needs an update. Tags are not compared.
+
+    The names of models and configs contain a digest of their parameters, so existing ones match.
+    """
+    if resource.update is None:
         return False
     if resource.kind == "endpoint":
-        return bool(found["EndpointConfigName"] != config_of(resource))
-    wanted: Parameters = {
-        key: value for key, value in resource.create.parameters.items() if key != "Tags"
-    }
-    return not covers(found, wanted)
+        return bool(existing["EndpointConfigName"] != config_name(resource))
+    desired = {key: value for key, value in resource.create.parameters.items() if key != "Tags"}
+    return not contains(existing, desired)
 
 
-def covers(found: Any, wanted: Any) -> bool:
-    """Is all that is wanted there? More may be: what AWS adds by itself."""
-    if isinstance(wanted, Mapping):
-        return isinstance(found, Mapping) and all(
-            key in found and covers(found[key], wanted[key]) for key in wanted
+def contains(actual: Any, desired: Any) -> bool:
+    """Whether `actual` has everything of `desired`; AWS may have added more keys."""
+    if isinstance(desired, Mapping):
+        return isinstance(actual, Mapping) and all(
+            key in actual and contains(actual[key], desired[key]) for key in desired
         )
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-        same = isinstance(found, Sequence) and len(found) == len(wanted)
-        return same and all(covers(one, other) for one, other in zip(found, wanted, strict=True))
-    return bool(found == wanted)
+    if isinstance(desired, Sequence) and not isinstance(desired, str):
+        same_length = isinstance(actual, Sequence) and len(actual) == len(desired)
+        return same_length and all(
+            contains(left, right) for left, right in zip(actual, desired, strict=True)
+        )
+    return bool(actual == desired)

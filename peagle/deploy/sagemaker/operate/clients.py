@@ -1,4 +1,4 @@
-"""Clients of AWS's services, made when first asked for; and AWS's errors as one line that names the fix."""
+"""Clients of the AWS services, created on first use, and AWS errors as one line with the fix."""
 
 import re
 from collections.abc import Iterator
@@ -10,52 +10,60 @@ from peagle.deploy.sagemaker import require_packages
 from peagle.deploy.sagemaker.resources.calls import Call, Resource
 from peagle.errors import UserError
 
-ABSENT = re.compile(r"could not find|cannot find|does not exist", re.IGNORECASE)
-ABSENT_CODES = (
+USER_AGENT = "peagle"
+INVOKE_TIMEOUT_SECONDS = 600
+NOT_FOUND_MESSAGE = re.compile(r"could not find|cannot find|does not exist", re.IGNORECASE)
+NOT_FOUND_CODES = (
     "ObjectNotFoundException",
     "ResourceNotFoundException",
     "ResourceNotFound",
     "404",
     "NoSuchKey",
 )
+MISSING_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError")
+EXPIRED_CREDENTIALS = (
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "UnauthorizedSSOTokenError",
+    "SSOTokenLoadError",
+)
+UNKNOWN_CREDENTIALS = (
+    "InvalidClientTokenId",
+    "UnrecognizedClientException",
+    "SignatureDoesNotMatch",
+)
+CREDENTIALS_FIX = "run `aws configure`, set AWS_PROFILE, or give `profile`"
 
 
 class Clients:
+    """The boto3 clients of a region, by service name."""
+
     def __init__(self, region: str | None, profile: str | None = None) -> None:
         require_packages()
-        self.region, self.profile = region, profile
-        self._made: dict[str, Any] = {}
+        self.region = region
+        self.profile = profile
+        self._clients: dict[str, Any] = {}
 
     @cached_property
     def session(self) -> Any:
-        """With credentials; looking for them calls nobody but, on an AWS machine, its own metadata service."""
+        """A boto3 session that has credentials.
+
+        The search for credentials uses no network, except the metadata service of an AWS machine.
+        """
         import boto3
 
-        with told():
+        with translate_aws_errors():
             session = boto3.Session(region_name=self.region, profile_name=self.profile)
             if session.get_credentials() is None:
-                raise UserError(
-                    "no AWS credentials: run `aws configure`, set AWS_PROFILE, or give --profile"
-                )
+                raise UserError(f"no AWS credentials: {CREDENTIALS_FIX}")
         if session.region_name is None:
-            raise UserError("no region: give --region, or set AWS_REGION")
+            raise UserError("no region: give `region`, or set AWS_REGION")
         return session
 
     def __getitem__(self, service: str) -> Any:
-        if service not in self._made:
-            from botocore.config import Config
-
-            config = Config(
-                retries={"mode": "standard", "max_attempts": 5}, user_agent_extra="peagle"
-            )
-            if (
-                service == "sagemaker-runtime"
-            ):  # an answer is not asked for twice, and may take its time
-                config = Config(
-                    retries={"total_max_attempts": 1}, read_timeout=600, user_agent_extra="peagle"
-                )
-            self._made[service] = self.session.client(service, config=config)
-        return self._made[service]
+        if service not in self._clients:
+            self._clients[service] = self.session.client(service, config=client_config(service))
+        return self._clients[service]
 
     def call(self, call: Call) -> dict[str, Any]:
         from botocore import xform_name
@@ -63,62 +71,72 @@ class Clients:
         return getattr(self[call.service], xform_name(call.operation))(**call.parameters)
 
     def find(self, resource: Resource) -> dict[str, Any] | None:
-        """What exists under the resource's name."""
-        return self.look(resource.read, resource.found)
+        """The existing resource of that name; None if there is none."""
+        return self.read(resource.read, resource.result_path)
 
-    def look(self, read: Call, path: str = "@") -> dict[str, Any] | None:
+    def read(self, call: Call, result_path: str = "@") -> dict[str, Any] | None:
+        """The part of the response at the JMESPath; None if AWS answers "not found"."""
         import jmespath
         from botocore.exceptions import ClientError
 
         try:
-            return jmespath.search(path, self.call(read))
+            return jmespath.search(result_path, self.call(call))
         except ClientError as error:
-            if absent(error):
+            if is_not_found(error):
                 return None
             raise
 
 
-def absent(error: Any) -> bool:
-    """SageMaker has no code of its own for what is not there: the message says so."""
-    code, message = (
-        error.response["Error"].get("Code", ""),
-        error.response["Error"].get("Message", ""),
-    )
-    return code in ABSENT_CODES or (code == "ValidationException" and bool(ABSENT.search(message)))
+def client_config(service: str) -> Any:
+    """Retries for all services but invocation: a request for an answer is never repeated."""
+    from botocore.config import Config
+
+    if service == "sagemaker-runtime":
+        return Config(
+            retries={"total_max_attempts": 1},
+            read_timeout=INVOKE_TIMEOUT_SECONDS,
+            user_agent_extra=USER_AGENT,
+        )
+    return Config(retries={"mode": "standard", "max_attempts": 5}, user_agent_extra=USER_AGENT)
+
+
+def is_not_found(error: Any) -> bool:
+    """Whether AWS says that the resource does not exist.
+
+    SageMaker has no error code for it: only the message of its ValidationException says so.
+    """
+    code = error.response["Error"].get("Code", "")
+    message = error.response["Error"].get("Message", "")
+    if code == "ValidationException":
+        return bool(NOT_FOUND_MESSAGE.search(message))
+    return code in NOT_FOUND_CODES
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """What AWS or the way to it refuses is the user's to mend."""
+def translate_aws_errors() -> Iterator[None]:
+    """Raise errors of AWS and of the connection to it as UserError."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
     except (BotoCoreError, ClientError) as error:
-        raise UserError(reason(error)) from error
+        raise UserError(error_message(error)) from error
 
 
-def reason(error: Exception) -> str:
-    """One line; for what every deployer meets once, with the fix."""
+def error_message(error: Exception) -> str:
+    """One line about an AWS error; common ones name the fix."""
     code = getattr(error, "response", {}).get("Error", {}).get("Code", type(error).__name__)
     text = " ".join(str(error).split())
-    if code in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        return (
-            f"no AWS credentials ({text}): run `aws configure`, set AWS_PROFILE, or give --profile"
-        )
-    if code in (
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "UnauthorizedSSOTokenError",
-        "SSOTokenLoadError",
-    ):
+    if code in MISSING_CREDENTIALS:
+        return f"no AWS credentials ({text}): {CREDENTIALS_FIX}"
+    if code in EXPIRED_CREDENTIALS:
         return f"the AWS credentials have expired ({text}): log in again, as with `aws sso login`"
-    if code in ("InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch"):
+    if code in UNKNOWN_CREDENTIALS:
         return (
             f"AWS does not know these credentials ({text}): check AWS_PROFILE and `aws configure`"
         )
     if code in ("EndpointConnectionError", "ConnectTimeoutError"):
-        return f"AWS cannot be reached ({text}): check --region and the connection"
+        return f"AWS cannot be reached ({text}): check `region` and the connection"
     if code == "ResourceLimitExceeded":
-        return f"{text} (ask for more in the console, Service Quotas)"
+        return f"{text} (request an increase in the console, Service Quotas)"
     return text

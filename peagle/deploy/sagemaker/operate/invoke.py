@@ -1,99 +1,108 @@
-"""A request to an endpoint, whole or streamed. SageMaker cuts a stream into parts as it likes: lines are put together
-again here."""
+"""Requests to an endpoint, with a whole or a streamed response.
+
+SageMaker splits a stream into parts at arbitrary bytes; the lines are joined again here.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from peagle.deploy.sagemaker.operate.clients import reason
+from peagle.deploy.sagemaker.operate.clients import error_message
 from peagle.errors import UserError
 
-DATA = b"data:"
-END = b"[DONE]"
+EVENT_PREFIX = b"data:"
+END_OF_STREAM = b"[DONE]"
+MAX_QUOTED_BYTES = 200  # of an invalid response, in the error message
 
 
-def whole(client: Any, name: str, request: dict[str, Any]) -> dict[str, Any]:
+def invoke(client: Any, name: str, request: dict[str, Any]) -> dict[str, Any]:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        answer = client.invoke_endpoint(
+        response = client.invoke_endpoint(
             EndpointName=name, ContentType="application/json", Body=json.dumps(request)
         )
-        return read(answer["Body"].read())
+        return parse_response(response["Body"].read())
     except (BotoCoreError, ClientError) as error:
-        raise UserError(refused(name, error)) from error
+        raise UserError(invocation_error(name, error)) from error
 
 
-def streamed(client: Any, name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The chunks of the answer. An error in mid-stream, SageMaker's or the container's, is raised where it comes."""
+def invoke_stream(client: Any, name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of the response.
+
+    An error in the middle of the stream, from SageMaker or the container, is raised there.
+    """
     from botocore.exceptions import BotoCoreError, ClientError, EventStreamError
 
     body = json.dumps(request | {"stream": True})
     try:
-        answer = client.invoke_endpoint_with_response_stream(
+        response = client.invoke_endpoint_with_response_stream(
             EndpointName=name, ContentType="application/json", Accept="text/event-stream", Body=body
         )
         parts = (
-            event["PayloadPart"]["Bytes"] for event in answer["Body"] if "PayloadPart" in event
+            event["PayloadPart"]["Bytes"] for event in response["Body"] if "PayloadPart" in event
         )
-        yield from chunks(lines(parts))
+        yield from parse_events(join_lines(parts))
     except EventStreamError as error:
-        raise UserError(f"{name} broke off: {reason(error)}") from error
+        raise UserError(f"the stream of {name} broke off: {error_message(error)}") from error
     except (BotoCoreError, ClientError) as error:
-        raise UserError(refused(name, error)) from error
+        raise UserError(invocation_error(name, error)) from error
 
 
-def lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Whole lines, whatever the parts are: a character, too, may be cut in two."""
-    left = b""
+def join_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield whole lines from parts of any size; a part may even end inside a character."""
+    rest = b""
     for part in parts:
-        *ready, left = (left + part).split(b"\n")
-        yield from ready
-    if left.strip():
-        yield left
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+    if rest.strip():
+        yield rest
 
 
-def chunks(found: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Of server-sent events: what stands behind `data:`, until [DONE]."""
-    ended = False
-    for line in found:
+def parse_events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object of each `data:` line of server-sent events, until [DONE]."""
+    for line in lines:
         text = line.strip()
-        if not text.startswith(DATA):
+        if not text.startswith(EVENT_PREFIX):
             continue
-        text = text.removeprefix(DATA).strip()
-        if text == END:
-            ended = True
-            break
-        yield read(text)
-    if not ended:
-        raise UserError("the stream ended before its [DONE]: the answer is not whole")
+        text = text.removeprefix(EVENT_PREFIX).strip()
+        if text == END_OF_STREAM:
+            return
+        yield parse_response(text)
+    raise UserError("the stream ended before its [DONE]: the answer is incomplete")
 
 
-def read(text: bytes) -> dict[str, Any]:
+def parse_response(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        response = json.loads(text)
     except ValueError as error:
-        raise UserError(f"the endpoint answered no JSON: {text[:200]!r}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"the endpoint answered no object: {text[:200]!r}")
-    if "error" in found:
-        told = found["error"]
         raise UserError(
-            f"the container says: {told.get('message', told) if isinstance(told, dict) else told}"
+            f"the response of the endpoint is not JSON: {text[:MAX_QUOTED_BYTES]!r}"
+        ) from error
+    if not isinstance(response, dict):
+        raise UserError(
+            f"the response of the endpoint is not an object: {text[:MAX_QUOTED_BYTES]!r}"
         )
-    return found
+    if "error" in response:
+        details = response["error"]
+        message = details.get("message", details) if isinstance(details, dict) else details
+        raise UserError(f"the container reports: {message}")
+    return response
 
 
-def text_of(answer: dict[str, Any]) -> str:
-    """Of a whole answer or a chunk, a chat's or a completion's."""
-    first = (answer.get("choices") or [{}])[0]
-    said = first.get("delta") or first.get("message") or {}
-    return said.get("content") or first.get("text") or ""
+def response_text(response: dict[str, Any]) -> str:
+    """The text of a whole response or of a chunk, for chat and for completions."""
+    choice = (response.get("choices") or [{}])[0]
+    message = choice.get("delta") or choice.get("message") or {}
+    return message.get("content") or choice.get("text") or ""
 
 
-def refused(name: str, error: Exception) -> str:
-    """What the container said, where it was the container that refused."""
-    told = getattr(error, "response", {})
-    if told.get("Error", {}).get("Code") == "ModelError":
-        return f"the container of {name} answered {told.get('OriginalStatusCode')}: {told.get('OriginalMessage')}"
-    return f"{name}: {reason(error)}"
+def invocation_error(name: str, error: Exception) -> str:
+    """The message of a failed request; an error of the container is quoted."""
+    response = getattr(error, "response", {})
+    if response.get("Error", {}).get("Code") == "ModelError":
+        return (
+            f"the container of {name} answered {response.get('OriginalStatusCode')}:"
+            f" {response.get('OriginalMessage')}"
+        )
+    return f"{name}: {error_message(error)}"

@@ -1,50 +1,56 @@
-"""What an endpoint's containers write, from all its instances, in order of time."""
+"""Log events of an endpoint's containers, from all instances, in order of time."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from peagle.deploy.sagemaker.operate.clients import absent
-from peagle.deploy.sagemaker.resources.stack import LOGS
+from peagle.deploy.sagemaker.operate.clients import is_not_found
+from peagle.deploy.sagemaker.operate.wait import Sleep
+from peagle.deploy.sagemaker.resources.stack import LOG_GROUP_PREFIX
 from peagle.errors import UserError
 
-EVERY = 5.0  # seconds between two looks
-LATE = 60_000  # milliseconds: events may come so much after later ones
+POLL_SECONDS = 5.0
+MAX_DELAY_MS = 60_000  # an event may arrive this much after later ones
 
 
-def events(
+def log_events(
     client: Any,
     name: str,
-    since: int,
+    since_ms: int,
     follow: bool = False,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Sleep = time.sleep,
 ) -> Iterator[dict[str, Any]]:
-    """From `since` (milliseconds) on; with `follow` without end."""
-    seen: dict[
-        str, int
-    ] = {}  # id -> time, of the last minute: what is looked at twice is told once
+    """Yield the events from `since_ms` on; with `follow`, without end.
+
+    Each poll starts MAX_DELAY_MS before the last event, so that late events are not missed;
+    `seen` filters those that were already yielded.
+    """
+    seen: dict[str, int] = {}  # event id -> timestamp
     while True:
-        for event in look(client, name, since):
+        for event in fetch_events(client, name, since_ms):
             if event["eventId"] not in seen:
                 seen[event["eventId"]] = event["timestamp"]
                 yield event
         if not follow:
             return
-        since = max(since, max(seen.values(), default=0) - LATE)
-        seen = {one: when for one, when in seen.items() if when >= since}
-        sleep(EVERY)
+        since_ms = max(since_ms, max(seen.values(), default=0) - MAX_DELAY_MS)
+        seen = {
+            event_id: timestamp for event_id, timestamp in seen.items() if timestamp >= since_ms
+        }
+        sleep(POLL_SECONDS)
 
 
-def look(client: Any, name: str, since: int) -> Iterator[dict[str, Any]]:
+def fetch_events(client: Any, name: str, since_ms: int) -> Iterator[dict[str, Any]]:
     from botocore.exceptions import ClientError
 
-    asked = {"logGroupName": LOGS + name, "startTime": since, "interleaved": True}
+    log_group = LOG_GROUP_PREFIX + name
+    query = {"logGroupName": log_group, "startTime": since_ms, "interleaved": True}
     try:
-        for page in client.get_paginator("filter_log_events").paginate(**asked):
+        for page in client.get_paginator("filter_log_events").paginate(**query):
             yield from page["events"]
     except ClientError as error:
-        if absent(error):
+        if is_not_found(error):
             raise UserError(
-                f"there is no log group {LOGS + name}: no container of {name} has started yet"
+                f"there is no log group {log_group}: no container of {name} has started yet"
             ) from error
         raise

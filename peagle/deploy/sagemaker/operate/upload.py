@@ -1,29 +1,32 @@
-"""Folders to S3. A file whose size and SHA-256 are there already is not sent again; large ones go in parts."""
+"""Upload of folders to S3. Files that are there with the same size and SHA-256 are skipped."""
 
 from pathlib import Path
 from typing import Any
 
-from peagle.deploy.sagemaker.operate.clients import absent
-from peagle.deploy.sagemaker.plan.artifact import sha256
+from peagle.deploy.sagemaker.operate.clients import is_not_found
+from peagle.deploy.sagemaker.plan.artifact import hash_file
 from peagle.deploy.sagemaker.resources.stack import Upload
 from peagle.errors import UserError
 from peagle.progress import Progress, silent
 
 
-def upload(client: Any, upload: Upload, progress: Progress = silent) -> int:
-    """How many files were sent. Stopped half-way, the next call goes on with the file it was at."""
+def upload_files(client: Any, upload: Upload, progress: Progress = silent) -> int:
+    """Upload the missing files and return their number.
+
+    After an interruption, the next call continues with the file that was interrupted.
+    """
     folder = upload.artifact.folder
-    assert folder is not None, "fetched before it is uploaded"
+    assert folder is not None, "an artifact is fetched before it is uploaded"
     bucket, _, prefix = upload.uri.removeprefix("s3://").partition("/")
     require_bucket(client, bucket)
-    sent = 0
+    count = 0
     for path in upload.artifact.files():
         key = prefix + path.relative_to(folder).as_posix()
-        digest = sha256(path, progress)
-        if not there(client, bucket, key, path.stat().st_size, digest):
-            send(client, path, bucket, key, digest, progress)
-            sent += 1
-    return sent
+        digest = hash_file(path, progress)
+        if not is_uploaded(client, bucket, key, path.stat().st_size, digest):
+            upload_file(client, path, bucket, key, digest, progress)
+            count += 1
+    return count
 
 
 def require_bucket(client: Any, bucket: str) -> None:
@@ -32,30 +35,36 @@ def require_bucket(client: Any, bucket: str) -> None:
     try:
         client.head_bucket(Bucket=bucket)
     except ClientError as error:
-        if absent(error):
+        if is_not_found(error):
             raise UserError(
-                f"there is no bucket {bucket}: `aws s3 mb s3://{bucket}`, or give --bucket"
+                f"there is no bucket {bucket}: run `aws s3 mb s3://{bucket}`, or give `bucket`"
             ) from error
         raise
 
 
-def there(client: Any, bucket: str, key: str, size: int, digest: str) -> bool:
+def is_uploaded(client: Any, bucket: str, key: str, size: int, digest: str) -> bool:
     from botocore.exceptions import ClientError
 
     try:
         head = client.head_object(Bucket=bucket, Key=key)
     except ClientError as error:
-        if absent(error):
+        if is_not_found(error):
             return False
         raise
     return head["ContentLength"] == size and head["Metadata"].get("sha256") == digest
 
 
-def send(client: Any, path: Path, bucket: str, key: str, digest: str, progress: Progress) -> None:
-    """In parts and in parallel, each checked on arrival: boto3 does that. The whole file's digest goes with it."""
+def upload_file(
+    client: Any, path: Path, bucket: str, key: str, digest: str, progress: Progress
+) -> None:
+    """Upload one file with its digest as metadata.
+
+    boto3 sends large files in parallel parts, and each part is verified on arrival.
+    """
     from boto3.exceptions import S3UploadFailedError
 
-    done, total = 0, path.stat().st_size
+    done = 0
+    total = path.stat().st_size
 
     def advance(count: int) -> None:
         nonlocal done
@@ -67,4 +76,6 @@ def send(client: Any, path: Path, bucket: str, key: str, digest: str, progress: 
             str(path), bucket, key, ExtraArgs={"Metadata": {"sha256": digest}}, Callback=advance
         )
     except S3UploadFailedError as error:
-        raise UserError(f"{error}; what came through stays, run it again to go on") from error
+        raise UserError(
+            f"{error}; the uploaded files stay: run the command again to continue"
+        ) from error

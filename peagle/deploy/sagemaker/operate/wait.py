@@ -1,4 +1,4 @@
-"""Until an endpoint serves, or is gone."""
+"""Waiting until an endpoint is in service, or until it is deleted."""
 
 import time
 from collections.abc import Callable
@@ -7,53 +7,58 @@ from typing import Any
 from peagle.deploy.sagemaker.operate.clients import Clients
 from peagle.deploy.sagemaker.resources.calls import Call
 
-EVERY = 30.0  # seconds
-TIMES = 120
-UNDER_WAY = ("Creating", "Updating", "SystemUpdating", "RollingBack")
-Tell = Callable[[str], None]
+POLL_SECONDS = 30.0
+DELETE_POLL_SECONDS = 5.0
+MAX_POLLS = 120
+TRANSITIONAL_STATUSES = ("Creating", "Updating", "SystemUpdating", "RollingBack")
+Sleep = Callable[[float], None]
+StatusCallback = Callable[[str], None]
 
 
 class EndpointFailed(Exception):
-    """With SageMaker's FailureReason."""
+    """The message contains SageMaker's FailureReason."""
 
 
-def describe(clients: Clients, name: str) -> dict[str, Any] | None:
-    return clients.look(Call("sagemaker", "DescribeEndpoint", {"EndpointName": name}))
+def describe_endpoint(clients: Clients, name: str) -> dict[str, Any] | None:
+    return clients.read(Call("sagemaker", "DescribeEndpoint", {"EndpointName": name}))
 
 
-def until_serving(
+def wait_until_in_service(
     clients: Clients,
     name: str,
     config: str,
-    tell: Tell,
-    sleep: Callable[[float], None] = time.sleep,
+    on_status: StatusCallback,
+    sleep: Sleep = time.sleep,
 ) -> None:
-    """With that config: an update that was rolled back serves too, but with the old one. Only the first look may come
-    too early to see the update at all."""
-    for look in range(TIMES):
-        found = describe(clients, name) or {"EndpointStatus": "gone"}
-        status, why = (
-            found["EndpointStatus"],
-            found.get("FailureReason") or "SageMaker gives no reason",
-        )
-        tell(status)
-        if status == "InService" and found["EndpointConfigName"] == config:
+    """Wait until the endpoint serves with the config `config`.
+
+    An endpoint whose update was rolled back is in service too, but with the old config. The first
+    poll may come before the update is visible, so only later ones detect a rollback.
+    """
+    for poll in range(MAX_POLLS):
+        endpoint = describe_endpoint(clients, name) or {"EndpointStatus": "gone"}
+        status = endpoint["EndpointStatus"]
+        reason = endpoint.get("FailureReason") or "SageMaker gives no reason"
+        on_status(status)
+        if status == "InService" and endpoint["EndpointConfigName"] == config:
             return
-        if status == "InService" and look:
-            raise EndpointFailed(f"the update was rolled back: {why}")
-        if status not in (*UNDER_WAY, "InService"):
-            raise EndpointFailed(f"the endpoint is {status}: {why}")
-        sleep(EVERY)
-    raise EndpointFailed(f"the endpoint is still {status} after {TIMES * EVERY / 60:.0f} minutes")
+        if status == "InService" and poll > 0:
+            raise EndpointFailed(f"the update was rolled back: {reason}")
+        if status not in (*TRANSITIONAL_STATUSES, "InService"):
+            raise EndpointFailed(f"the endpoint is {status}: {reason}")
+        sleep(POLL_SECONDS)
+    minutes = MAX_POLLS * POLL_SECONDS / 60
+    raise EndpointFailed(f"the endpoint is still {status} after {minutes:.0f} minutes")
 
 
-def until_gone(
-    clients: Clients, name: str, tell: Tell, sleep: Callable[[float], None] = time.sleep
+def wait_until_deleted(
+    clients: Clients, name: str, on_status: StatusCallback, sleep: Sleep = time.sleep
 ) -> None:
-    for _ in range(TIMES):
-        found = describe(clients, name)
-        if found is None:
+    for _ in range(MAX_POLLS):
+        endpoint = describe_endpoint(clients, name)
+        if endpoint is None:
             return
-        tell(found["EndpointStatus"])
-        sleep(EVERY / 6)
-    raise EndpointFailed(f"the endpoint is still there after {TIMES * EVERY / 360:.0f} minutes")
+        on_status(endpoint["EndpointStatus"])
+        sleep(DELETE_POLL_SECONDS)
+    minutes = MAX_POLLS * DELETE_POLL_SECONDS / 60
+    raise EndpointFailed(f"the endpoint still exists after {minutes:.0f} minutes")

@@ -1,12 +1,15 @@
-"""A stack as a CloudFormation template. CloudFormation knows no channels: make the stack with `channel=False`."""
+"""A stack as a CloudFormation template.
+
+CloudFormation does not support data channels: build the stack with `channel=False`.
+"""
 
 from typing import Any
 
-from peagle.deploy.sagemaker.output.secrets import secrets, veiled
+from peagle.deploy.sagemaker.output.secrets import redacted_parameters, secret_names
 from peagle.deploy.sagemaker.resources.calls import Parameters, Resource
 from peagle.deploy.sagemaker.resources.stack import Stack
 
-TYPES = {
+RESOURCE_TYPES = {
     "model": "AWS::SageMaker::Model",
     "endpoint config": "AWS::SageMaker::EndpointConfig",
     "endpoint": "AWS::SageMaker::Endpoint",
@@ -16,63 +19,74 @@ TYPES = {
 }
 
 
-def cloudformation(stack: Stack) -> dict[str, Any]:
-    hidden = {
-        parameter(name): {"Type": "String", "NoEcho": True} for name in secrets(stack.resources[0])
+def cloudformation_template(stack: Stack) -> dict[str, Any]:
+    secrets = {
+        parameter_name(name): {"Type": "String", "NoEcho": True}
+        for name in secret_names(stack.resources[0])
     }
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
-        "Description": f"peagle: endpoint {stack.name}. The weights are uploaded before: see Metadata.",
+        "Description": (
+            f"peagle: endpoint {stack.name}. The weights are uploaded before: see Metadata."
+        ),
         "Metadata": {"Uploads": {upload.uri: upload.artifact.source for upload in stack.uploads}},
-        **({"Parameters": hidden} if hidden else {}),
+        **({"Parameters": secrets} if secrets else {}),
         "Resources": {
-            logical(resource): described(resource, stack) for resource in stack.resources
+            logical_id(resource): resource_entry(resource, stack) for resource in stack.resources
         },
-        "Outputs": {"Endpoint": {"Value": stack.name}, "LogGroup": {"Value": stack.logs}},
+        "Outputs": {"Endpoint": {"Value": stack.name}, "LogGroup": {"Value": stack.log_group}},
     }
 
 
-def logical(resource: Resource) -> str:
-    """A name within the template: Model, AlarmErrors, ScalingPolicy."""
-    word = resource.name.rsplit("-", 1)[-1] if resource.kind == "alarm" else ""
-    return "".join(part.capitalize() for part in [*resource.kind.split(), word])
+def logical_id(resource: Resource) -> str:
+    """The resource's name in the template: Model, AlarmErrors, ScalingPolicy."""
+    suffix = resource.name.rsplit("-", 1)[-1] if resource.kind == "alarm" else ""
+    return "".join(part.capitalize() for part in [*resource.kind.split(), suffix])
 
 
-def described(resource: Resource, stack: Stack) -> dict[str, Any]:
-    properties = dict(resource.create.parameters)
-    told: dict[str, Any] = {"Type": TYPES[resource.kind], "Properties": properties}
-    if resource.kind == "model":
-        told["Properties"] = veiled(resource, lambda name: {"Ref": parameter(name)})
-    if resource.kind == "endpoint config":
-        told["Properties"] = properties | {
-            "ProductionVariants": with_model(properties["ProductionVariants"])
-        }
+def resource_entry(resource: Resource, stack: Stack) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "Type": RESOURCE_TYPES[resource.kind],
+        "Properties": resource_properties(resource),
+    }
     if resource.kind == "endpoint":
-        assert resource.change is not None
-        change = resource.change.parameters
-        kept = {key: change[key] for key in ("DeploymentConfig", "RetainAllVariantProperties")}
-        told["Properties"] = (
-            properties
-            | kept
-            | {"EndpointConfigName": attribute("EndpointConfig", "EndpointConfigName")}
-        )
-        told["DependsOn"] = [logical(one) for one in stack.resources if one.kind == "alarm"]
+        entry["DependsOn"] = [logical_id(other) for other in stack.resources if is_alarm(other)]
     if resource.kind == "scalable target":
-        told["DependsOn"] = ["Endpoint"]
+        entry["DependsOn"] = ["Endpoint"]
     if resource.kind == "scaling policy":
-        told["DependsOn"] = ["ScalableTarget"]
-    return told
+        entry["DependsOn"] = ["ScalableTarget"]
+    return entry
 
 
-def parameter(variable: str) -> str:
+def resource_properties(resource: Resource) -> Parameters:
+    """The parameters that create the resource, with references to other resources."""
+    properties = dict(resource.create.parameters)
+    if resource.kind == "model":
+        return redacted_parameters(resource, lambda name: {"Ref": parameter_name(name)})
+    if resource.kind == "endpoint config":
+        model = {"ModelName": get_attribute("Model", "ModelName")}
+        variants = [variant | model for variant in properties["ProductionVariants"]]
+        return properties | {"ProductionVariants": variants}
+    if resource.kind == "endpoint":
+        assert resource.update is not None
+        update = resource.update.parameters
+        return properties | {
+            "DeploymentConfig": update["DeploymentConfig"],
+            "RetainAllVariantProperties": update["RetainAllVariantProperties"],
+            "EndpointConfigName": get_attribute("EndpointConfig", "EndpointConfigName"),
+        }
+    return properties
+
+
+def is_alarm(resource: Resource) -> bool:
+    return resource.kind == "alarm"
+
+
+def parameter_name(variable: str) -> str:
     """HF_TOKEN -> HfToken"""
     return "".join(word.capitalize() for word in variable.split("_"))
 
 
-def with_model(variants: list[Parameters]) -> list[Parameters]:
-    return [variant | {"ModelName": attribute("Model", "ModelName")} for variant in variants]
-
-
-def attribute(resource: str, name: str) -> dict[str, list[str]]:
-    """By reference, so that things are made in the right order."""
+def get_attribute(resource: str, name: str) -> dict[str, list[str]]:
+    """A reference, from which CloudFormation derives the order of creation."""
     return {"Fn::GetAtt": [resource, name]}

@@ -1,25 +1,34 @@
-"""Variables whose values are not for print, known by the last word of their names: HF_TOKEN, SM_VLLM_API_KEY."""
+"""Redaction of secret environment variables.
+
+A variable is secret if the last word of its name says so: HF_TOKEN, SM_VLLM_API_KEY.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from peagle.deploy.sagemaker.resources.calls import Parameters, Resource
 
-WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIALS")
+SECRET_SUFFIXES = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIALS")
 
 
-def secrets(model: Resource) -> list[str]:
-    return [name for name in variables(model) if name.upper().split("_")[-1] in WORDS]
+def secret_names(model: Resource) -> list[str]:
+    return [
+        name
+        for name in environment_variables(model)
+        if name.upper().split("_")[-1] in SECRET_SUFFIXES
+    ]
 
 
-def veiled(model: Resource, veil: Callable[[str], Any]) -> Parameters:
-    """What creates the model, with `veil` of its name instead of each secret."""
-    given = model.create.parameters
-    shown = variables(model) | {name: veil(name) for name in secrets(model)}
-    return given | {"PrimaryContainer": given["PrimaryContainer"] | {"Environment": shown}}
+def redacted_parameters(model: Resource, placeholder: Callable[[str], Any]) -> Parameters:
+    """The parameters that create the model, with `placeholder(name)` as value of each secret."""
+    parameters = model.create.parameters
+    container = parameters["PrimaryContainer"]
+    secrets = {name: placeholder(name) for name in secret_names(model)}
+    variables = environment_variables(model) | secrets
+    return parameters | {"PrimaryContainer": container | {"Environment": variables}}
 
 
-def variables(model: Resource) -> dict[str, Any]:
-    found = model.create.parameters["PrimaryContainer"]["Environment"]
-    assert isinstance(found, dict)
-    return found
+def environment_variables(model: Resource) -> dict[str, Any]:
+    variables = model.create.parameters["PrimaryContainer"]["Environment"]
+    assert isinstance(variables, dict)
+    return variables

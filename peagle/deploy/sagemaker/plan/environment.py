@@ -1,28 +1,28 @@
-"""The container's environment: every option of `vllm serve` as a variable SM_VLLM_X_Y, and where the weights lie."""
+"""The container's environment: each option of `vllm serve` as a variable SM_VLLM_X_Y."""
 
 import json
 from typing import Any
 
 from peagle.deploy.spec import Deployment
 
-PREFIX = "SM_VLLM_"
-MODEL = "/opt/ml/model"
+VLLM_PREFIX = "SM_VLLM_"
+MODEL_FOLDER = "/opt/ml/model"
 CHANNEL = "eagle"
 CHANNEL_FOLDER = f"/opt/ml/additional-model-data-sources/{CHANNEL}"
 
 
-def environment(deployment: Deployment) -> dict[str, str]:
-    """Of a deployment whose target and drafter are places in the container, or hub ids."""
+def container_environment(deployment: Deployment) -> dict[str, str]:
+    """Variables for a deployment whose target and drafter are container folders or hub ids."""
     options = deployment.options
-    if (
-        deployment.target != MODEL
-    ):  # where something lies in that folder, the container takes it by itself
+    if deployment.target != MODEL_FOLDER:  # the container serves a non-empty MODEL_FOLDER by itself
         options = {"model": deployment.target, **options}
-    return {
-        PREFIX + name.upper().replace("-", "_"): text(value) for name, value in options.items()
-    } | (deployment.environment)
+    variables = {
+        VLLM_PREFIX + name.upper().replace("-", "_"): variable_text(value)
+        for name, value in options.items()
+    }
+    return variables | deployment.environment
 
 
-def text(value: Any) -> str:
-    """As the container reads it: true, a JSON array or object in one line, or the value itself."""
+def variable_text(value: Any) -> str:
+    """The value as the container parses it: a string, or JSON on one line."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -1,36 +1,36 @@
-"""Instance types and what their GPUs hold: data, in instances.toml."""
+"""Instance types and the memory of their GPUs, from instances.toml."""
 
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from peagle.deploy.spec import USABLE
+from peagle.deploy.spec import GPU_MEMORY_UTILIZATION
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
-    type: str
+class InstanceType:
+    name: str
     gpus: int
-    gb: int  # of each GPU
+    gpu_gb: int  # memory of each GPU
 
     @property
     def usable_gb(self) -> float:
-        """What vLLM takes of all of them, unless told otherwise."""
-        return self.gpus * self.gb * USABLE
+        """GPU memory that vLLM uses by default, over all GPUs."""
+        return self.gpus * self.gpu_gb * GPU_MEMORY_UTILIZATION
 
 
 @cache
-def instances() -> dict[str, Instance]:
+def instance_types() -> dict[str, InstanceType]:
     families = tomllib.loads((Path(__file__).parent / "instances.toml").read_text())
     return {
-        f"{family}.{size}": Instance(f"{family}.{size}", gpus, entry["gb"])
+        f"{family}.{size}": InstanceType(f"{family}.{size}", gpus, entry["gb"])
         for family, entry in families.items()
         for size, gpus in entry["gpus"].items()
     }
 
 
-def smallest(need_gb: float) -> str | None:
-    """The type with the least memory that holds so much; None: no type we know does."""
-    enough = [one for one in instances().values() if one.usable_gb >= need_gb]
-    return min(enough, key=lambda one: one.usable_gb).type if enough else None
+def smallest_instance(need_gb: float) -> str | None:
+    """The type with the least GPU memory that is sufficient; None if no known type is."""
+    sufficient = [entry for entry in instance_types().values() if entry.usable_gb >= need_gb]
+    return min(sufficient, key=lambda entry: entry.usable_gb).name if sufficient else None

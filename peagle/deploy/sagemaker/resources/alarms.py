@@ -1,53 +1,62 @@
-"""The alarms of an endpoint, which roll its updates back."""
+"""The alarms of an endpoint; during an update they trigger its rollback."""
 
-from peagle.deploy.sagemaker.plan.choices import Choices
+from peagle.deploy.sagemaker.plan.choices import EndpointSettings
 from peagle.deploy.sagemaker.resources.calls import VARIANT, Call, Parameters, Resource
 
-ERRORS = 5  # of the container, in a minute
-SLOWEST = 60  # seconds: SageMaker's own limit for a whole answer
+ERRORS_PER_MINUTE = 5
+LATENCY_SECONDS = 60  # SageMaker's own limit for a whole response
 
 
-def alarms_of(choices: Choices) -> tuple[Resource, ...]:
-    slow = {
+def alarm_resources(settings: EndpointSettings) -> tuple[Resource, ...]:
+    errors_name, latency_name = alarm_names(settings.name)
+    errors = {
+        "MetricName": "Invocation5XXErrors",
+        "Statistic": "Sum",
+        "Threshold": float(ERRORS_PER_MINUTE),
+        "AlarmDescription": (
+            f"{ERRORS_PER_MINUTE} answers or more a minute failed in the container"
+        ),
+    }
+    latency = {
         "MetricName": "ModelLatency",
         "ExtendedStatistic": "p99",
-        "Threshold": SLOWEST * 1e6,
-    }  # microseconds
-    errors = {"MetricName": "Invocation5XXErrors", "Statistic": "Sum", "Threshold": float(ERRORS)}
-    by_errors, by_latency = alarm_names(choices.name)
-    told = {
-        by_errors: errors
-        | {"AlarmDescription": f"{ERRORS} answers or more a minute failed in the container"},
-        by_latency: slow | {"AlarmDescription": f"one answer in 100 takes {SLOWEST} s or more"},
+        "Threshold": LATENCY_SECONDS * 1e6,  # in microseconds
+        "AlarmDescription": f"one answer in 100 takes {LATENCY_SECONDS} s or more",
     }
-    return tuple(alarm(name, wanted, choices) for name, wanted in told.items())
+    return (
+        alarm_resource(errors_name, errors, settings),
+        alarm_resource(latency_name, latency, settings),
+    )
 
 
 def alarm_names(endpoint: str) -> tuple[str, str]:
+    """The names of the errors alarm and of the latency alarm."""
     return f"{endpoint}-errors", f"{endpoint}-latency"
 
 
-def alarm(name: str, wanted: Parameters, choices: Choices) -> Resource:
-    put = Call(
-        "cloudwatch",
-        "PutMetricAlarm",
-        {
-            "AlarmName": name,
-            "Namespace": "AWS/SageMaker",
-            **wanted,
-            "Dimensions": [
-                {"Name": "EndpointName", "Value": choices.name},
-                {"Name": "VariantName", "Value": VARIANT},
-            ],
-            "Period": 60,
-            "EvaluationPeriods": 2,
-            "ComparisonOperator": "GreaterThanOrEqualToThreshold",
-            "TreatMissingData": "notBreaching",
-            **({"AlarmActions": [choices.notify]} if choices.notify else {}),
-        },
+def alarm_resource(name: str, metric: Parameters, settings: EndpointSettings) -> Resource:
+    parameters = {
+        "AlarmName": name,
+        "Namespace": "AWS/SageMaker",
+        **metric,
+        "Dimensions": [
+            {"Name": "EndpointName", "Value": settings.name},
+            {"Name": "VariantName", "Value": VARIANT},
+        ],
+        "Period": 60,
+        "EvaluationPeriods": 2,
+        "ComparisonOperator": "GreaterThanOrEqualToThreshold",
+        "TreatMissingData": "notBreaching",
+        **({"AlarmActions": [settings.notify]} if settings.notify else {}),
+    }
+    put = Call("cloudwatch", "PutMetricAlarm", parameters)
+    query = {"AlarmNames": [name], "AlarmTypes": ["MetricAlarm"]}
+    return Resource(
+        kind="alarm",
+        name=name,
+        create=put,
+        read=Call("cloudwatch", "DescribeAlarms", query),
+        result_path="MetricAlarms[0]",
+        delete=Call("cloudwatch", "DeleteAlarms", {"AlarmNames": [name]}),
+        update=put,
     )
-    read = Call(
-        "cloudwatch", "DescribeAlarms", {"AlarmNames": [name], "AlarmTypes": ["MetricAlarm"]}
-    )
-    delete = Call("cloudwatch", "DeleteAlarms", {"AlarmNames": [name]})
-    return Resource("alarm", name, put, read, "MetricAlarms[0]", delete, put)

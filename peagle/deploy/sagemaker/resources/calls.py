@@ -1,16 +1,19 @@
-"""A call, and a resource: the calls that make, read, change and delete one thing of AWS's. Data, nothing is called."""
+"""Call and Resource: the API calls that create, read, update and delete an AWS resource.
+
+They are data only: nothing here calls AWS.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 Parameters = dict[str, Any]
-VARIANT = "AllTraffic"  # the only one an endpoint of ours has
+VARIANT = "AllTraffic"  # the only variant of an endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    service: str  # as boto3 calls it
-    operation: str  # as AWS calls it
+    service: str  # the name in boto3
+    operation: str  # the name in the AWS API
     parameters: Parameters
 
 
@@ -20,6 +23,7 @@ class Resource:
     name: str
     create: Call
     read: Call
-    found: str  # where the answer of `read` has it (JMESPath); nothing there: it does not exist
+    # JMESPath of the resource in the response of `read`; no match: the resource does not exist.
+    result_path: str
     delete: Call
-    change: Call | None = None  # what makes it as wanted where it exists; None: it never changes
+    update: Call | None = None  # brings an existing resource up to date; None: it is immutable

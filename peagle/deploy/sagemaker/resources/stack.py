@@ -1,32 +1,40 @@
-"""Stack: everything an endpoint consists of, as data: uploads, then resources. The dry run prints it, CloudFormation
-and Terraform spell it, `apply` does it."""
+"""Stack: everything that an endpoint consists of, as data: uploads, then resources.
 
+The dry run prints it, CloudFormation and Terraform describe it, `apply` creates it.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from peagle.deploy.sagemaker.plan.artifact import Artifact
-from peagle.deploy.sagemaker.plan.choices import Choices
+from peagle.deploy.sagemaker.plan.choices import EndpointSettings
 from peagle.deploy.sagemaker.plan.environment import (
     CHANNEL,
     CHANNEL_FOLDER,
-    MODEL,
-    PREFIX,
-    environment,
+    MODEL_FOLDER,
+    VLLM_PREFIX,
+    container_environment,
 )
-from peagle.deploy.sagemaker.plan.limits import check_environment, check_prefix
-from peagle.deploy.sagemaker.resources.alarms import alarms_of
+from peagle.deploy.sagemaker.plan.limits import check_environment, check_s3_prefix
+from peagle.deploy.sagemaker.resources.alarms import alarm_resources
 from peagle.deploy.sagemaker.resources.calls import Parameters, Resource
-from peagle.deploy.sagemaker.resources.endpoint import config_of, endpoint_of, model_of
-from peagle.deploy.sagemaker.resources.scaling import scaling_of
+from peagle.deploy.sagemaker.resources.endpoint import (
+    config_resource,
+    endpoint_resource,
+    model_resource,
+)
+from peagle.deploy.sagemaker.resources.scaling import scaling_resources
 from peagle.deploy.spec import Deployment
 from peagle.errors import UserError
 
-VOCABULARIES = "TIKTOKEN_ENCODINGS_BASE"  # where gpt-oss finds its own without the network
-LOGS = "/aws/sagemaker/Endpoints/"
+# Folder of the tiktoken files: with it, gpt-oss starts without a network.
+TIKTOKEN_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
+LOG_GROUP_PREFIX = "/aws/sagemaker/Endpoints/"
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    what: str
+    kind: str  # "target" or "drafter"
     artifact: Artifact
     uri: str  # ends in /
 
@@ -39,84 +47,107 @@ class Stack:
     resources: tuple[Resource, ...]
 
     @property
-    def logs(self) -> str:
-        return LOGS + self.name
+    def log_group(self) -> str:
+        return LOG_GROUP_PREFIX + self.name
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where target and drafter lie in S3: drafters of one target beside it, so that a new one moves few bytes."""
+class S3Layout:
+    """S3 prefixes of target and drafter.
+
+    All drafters of a target share its root, so that a new drafter does not upload the target again.
+    """
 
     root: str
     target: str
     drafter: str
 
     @classmethod
-    def of(cls, bucket: str, pair: str, target: Artifact, drafter: Artifact) -> "Places":
-        root = check_prefix(f"{bucket}{pair}/{target.identity}/")
+    def build(cls, bucket: str, pair: str, target: Artifact, drafter: Artifact) -> "S3Layout":
+        root = check_s3_prefix(f"{bucket}{pair}/{target.identity}/")
         return cls(root, f"{root}target/", f"{root}{CHANNEL}-{drafter.identity}/")
 
 
-def stack(
-    choices: Choices,
+def build_stack(
+    settings: EndpointSettings,
     deployment: Deployment,
     target: Artifact,
     drafter: Artifact,
     channel: bool = True,
 ) -> Stack:
-    """`channel`: the drafter on a channel of its own. Without, both lie in the model's folder."""
-    places = Places.of(choices.bucket, deployment.pair, target, drafter)
-    uploads = (Upload("target", target, places.target), Upload("drafter", drafter, places.drafter))
-    if choices.from_hub:
-        container: Parameters = {"Environment": environment(deployment)}
+    """The stack of an endpoint.
+
+    With `channel`, the drafter has a data channel of its own; without, both checkpoints are below
+    the model's folder.
+    """
+    layout = S3Layout.build(settings.bucket, deployment.pair, target, drafter)
+    uploads: tuple[Upload, ...] = ()
+    if settings.from_hub:
+        container: Parameters = {"Environment": container_environment(deployment)}
     else:
-        container = container_of(deployment, places, channel, target.vocabularies)
-    variables = container["Environment"] | choices.variables
+        container = mounted_container(deployment, layout, channel, target.has_tiktoken_files)
+        uploads = (
+            Upload("target", target, layout.target),
+            Upload("drafter", drafter, layout.drafter),
+        )
+    variables = container["Environment"] | settings.variables
     check_environment(variables)
-    if choices.vllm and "parallel_drafting_spec" in variables.get(
-        f"{PREFIX}SPECULATIVE_CONFIG", ""
-    ):
-        raise UserError(
-            "no vLLM has parallel_drafting_spec: use parallel_drafting, or an image of the native engine"
-        )
-    container |= {"Image": choices.image, "Environment": variables}
+    check_vllm_config(settings, variables)
+    container |= {"Image": settings.image, "Environment": variables}
+    resources = stack_resources(settings, deployment.pair, container)
+    return Stack(settings.name, settings.region, uploads, resources)
+
+
+def stack_resources(
+    settings: EndpointSettings, pair: str, container: Parameters
+) -> tuple[Resource, ...]:
+    """All resources, in the order in which they are created."""
     tags = [
-        {"Key": "peagle:endpoint", "Value": choices.name},
-        {"Key": "peagle:pair", "Value": deployment.pair},
+        {"Key": "peagle:endpoint", "Value": settings.name},
+        {"Key": "peagle:pair", "Value": pair},
     ]
-    model = model_of(choices, container, tags)
-    config = config_of(choices, model.name, tags)
-    alarms = alarms_of(choices)
-    endpoint = endpoint_of(choices, config.name, alarms, tags)
-    scaling = scaling_of(choices.name, choices.autoscale) if choices.autoscale else ()
-    resources = (model, config, *alarms, endpoint, *scaling)
-    return Stack(choices.name, choices.region, () if choices.from_hub else uploads, resources)
+    model = model_resource(settings, container, tags)
+    config = config_resource(settings, model.name, tags)
+    alarms = alarm_resources(settings)
+    endpoint = endpoint_resource(settings, config.name, alarms, tags)
+    scaling = scaling_resources(settings.name, settings.autoscale) if settings.autoscale else ()
+    return (model, config, *alarms, endpoint, *scaling)
 
 
-def container_of(
-    deployment: Deployment, places: Places, channel: bool, vocabularies: bool
-) -> Parameters:
-    """With the weights mounted: the drafter on its channel, or both below the model's folder."""
-    target, drafter, mounted = MODEL, CHANNEL_FOLDER, places.target
-    if not channel:
-        target, drafter = (
-            f"{MODEL}/{uri.removeprefix(places.root)[:-1]}"
-            for uri in (places.target, places.drafter)
+def check_vllm_config(settings: EndpointSettings, variables: Mapping[str, str]) -> None:
+    config = variables.get(f"{VLLM_PREFIX}SPECULATIVE_CONFIG", "")
+    if settings.vllm and "parallel_drafting_spec" in config:
+        raise UserError(
+            "vLLM does not support parallel_drafting_spec:"
+            " use parallel_drafting, or an image of the native engine"
         )
-        mounted = places.root
-    variables = environment(replace(deployment, target=target, drafter=drafter))
-    if vocabularies:
-        variables[VOCABULARIES] = target
+
+
+def mounted_container(
+    deployment: Deployment, layout: S3Layout, channel: bool, has_tiktoken_files: bool
+) -> Parameters:
+    """The container with mounted weights: the drafter on its channel, or both in one folder."""
+    if channel:
+        target = MODEL_FOLDER
+        drafter = CHANNEL_FOLDER
+        mounted = layout.target
+    else:
+        target = f"{MODEL_FOLDER}/{layout.target.removeprefix(layout.root)[:-1]}"
+        drafter = f"{MODEL_FOLDER}/{layout.drafter.removeprefix(layout.root)[:-1]}"
+        mounted = layout.root
+    variables = container_environment(replace(deployment, target=target, drafter=drafter))
+    if has_tiktoken_files:
+        variables[TIKTOKEN_VARIABLE] = target
     container: Parameters = {
         "Environment": variables,
-        "ModelDataSource": {"S3DataSource": data(mounted)},
+        "ModelDataSource": {"S3DataSource": s3_data_source(mounted)},
     }
     if channel:
         container["AdditionalModelDataSources"] = [
-            {"ChannelName": CHANNEL, "S3DataSource": data(places.drafter)}
+            {"ChannelName": CHANNEL, "S3DataSource": s3_data_source(layout.drafter)}
         ]
     return container
 
 
-def data(uri: str) -> Parameters:
+def s3_data_source(uri: str) -> Parameters:
     return {"S3Uri": uri, "S3DataType": "S3Prefix", "CompressionType": "None"}

@@ -23,7 +23,7 @@ export {{ name }}={{ value | shell }}
 # Health: /health. Metrics: /metrics, which prometheus.yml scrapes.
 exec vllm serve {{ d.target | shell }} \
   --host "$HOST" --port "$PORT" \
-{% for word in d.option_words %}
+{% for word in d.option_arguments %}
   {{ word | shell }} \
 {% endfor %}
   "$@"
