@@ -48,12 +48,11 @@ class SpeedCell:
 
 
 class SpeedBench:
-    """The requests of one set, encoded once; the `bench` argument of EngineLoad."""
+    """The requests of one set, encoded once."""
 
     def __init__(self, loaded: LoadedPair, jobs: Sequence[LoadJob]) -> None:
         self.loaded = loaded
         self.jobs = jobs
-        self.temperature = 0.0
         self.prompts: dict[Task, list[int]] = {
             job.task: loaded.encode(job.messages([])) for job in jobs
         }
@@ -115,7 +114,7 @@ class SpeedBench:
 
     def drive(self, engine: Engine, concurrency: int, jobs: Sequence[LoadJob]) -> int:
         """Run the jobs and return the number of generated tokens."""
-        records = EngineLoad(self, engine, concurrency, lambda: None).drive(jobs)  # type: ignore[arg-type]
+        records = EngineLoad(self.loaded, engine, self.prompts, concurrency).drive(jobs)
         if errors := [record.error for record in records if record.error]:
             raise UserError(errors[0])
         return sum(record.tokens for record in records)
