@@ -1,9 +1,10 @@
-"""64 real requests of mixed length and arrival at once: does each answer equal that of the plain loop, alone?
+"""Compare batched answers with plain decoding: 64 real requests of mixed length and arrival.
 
-    PYTHONPATH=. python tests/measure_batch.py DATA cuda bfloat16      DATA: the folder with humaneval.jsonl
+    python -m benchmarks.batch DATA cuda bfloat16      # DATA: the folder with humaneval.jsonl
 
-The plain loop is `peagle.decode`, one request at a time, without drafts. Where an answer leaves it, the margin is told:
-how much more the target, alone, gives its own token than the one that was said.
+Plain decoding is the reference loop `peagle.reference.decode`, one request at a time, without
+drafts. Where an answer differs from it, the margin is printed: how much higher the target's logit
+of its own token is than that of the token in the answer.
 """
 
 import random
@@ -16,25 +17,35 @@ import torch
 from peagle.core import Sampling
 from peagle.data.bench import read_sets
 from peagle.engine import Engine, EngineConfig
+from peagle.engine.stream import Stream
 from peagle.loaded import LoadedPair, load
 from peagle.reference.decode import decode
 
-COUNT, AT_ONCE = 64, 16  # requests; those that are there from the beginning
+NUM_REQUESTS = 64
+FIRST_REQUESTS = 16  # requests that are added before the first step
+METHODS: tuple[tuple[str, int | str], ...] = (
+    ("none", 1),
+    ("eagle3", 5),
+    ("p-eagle", 7),
+    ("p-eagle", "auto"),
+)
+Request = tuple[list[int], int]  # prompt, maximum of new tokens
 
 
-def alone(pair: LoadedPair, ids: list[int], count: int) -> list[int]:
-    steps = decode(pair.target, None, ids, 0, count, Sampling(), pair.target.stop_ids)
+def decode_alone(pair: LoadedPair, ids: list[int], max_tokens: int) -> list[int]:
+    steps = decode(pair.target, None, ids, 0, max_tokens, Sampling(), pair.target.stop_ids)
     return [token for step in steps for token in step.tokens]
 
 
-def together(engine: Engine, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    """Some at the beginning, then one more every other step."""
-    waiting, streams = list(requests), []
+def decode_batched(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    """Add some requests at the beginning, then one more every other step."""
+    waiting = list(requests)
+    streams: list[Stream] = []
     while waiting or engine.loop.scheduler.live:
-        for _ in range(AT_ONCE if not streams else 1):
+        for _ in range(FIRST_REQUESTS if not streams else 1):
             if waiting:
-                ids, count = waiting.pop(0)
-                streams.append(engine.add(ids, max_tokens=count))
+                ids, max_tokens = waiting.pop(0)
+                streams.append(engine.add(ids, max_tokens=max_tokens))
         engine.step()
         engine.step()
     engine.drain()
@@ -45,55 +56,60 @@ def together(engine: Engine, requests: list[tuple[list[int], int]]) -> list[list
 
 
 @torch.inference_mode()
-def margin(
-    pair: LoadedPair, ids: list[int], wanted: list[int], found: list[int]
+def first_difference(
+    pair: LoadedPair, ids: list[int], expected: list[int], answer: list[int]
 ) -> tuple[int, float]:
-    """Where they part, and the difference of the two tokens' logits there."""
-    at = next(i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b)
-    prefix = torch.tensor(ids + wanted[:at], device=pair.target.device)
+    """The index of the first token that differs, and the difference of the two logits there."""
+    tokens = zip(expected, answer, strict=False)
+    index = next(i for i, (a, b) in enumerate(tokens) if a != b)
+    prefix = torch.tensor(ids + expected[:index], device=pair.target.device)
     logits = pair.target.forward(prefix, keep=1).logits[0].float()
-    return at, round(float(logits[wanted[at]] - logits[found[at]]), 4)
+    return index, round(float(logits[expected[index]] - logits[answer[index]]), 4)
+
+
+def read_requests(pair: LoadedPair, data: Path) -> list[Request]:
+    rng = random.Random(0)
+    sets = read_sets(["humaneval", "gsm8k"], data, NUM_REQUESTS // 2)
+    texts = [task.turns[0] for tasks in sets.values() for task in tasks]
+    rng.shuffle(texts)
+    return [
+        (pair.encode([{"role": "user", "content": text}]), rng.randint(8, 64)) for text in texts
+    ]
 
 
 def main(data: str, device: str, dtype: str) -> None:
     pair = load(device=device, dtype=dtype)
-    rng = random.Random(0)
-    tasks = read_sets(["humaneval", "gsm8k"], Path(data), COUNT // 2)
-    texts = [task.turns[0] for found in tasks.values() for task in found]
-    rng.shuffle(texts)
-    requests = [
-        (pair.encode([{"role": "user", "content": text}]), rng.randint(8, 64)) for text in texts
-    ]
-    wanted = [alone(pair, *request) for request in requests]
-    plain: list[list[int]] = []
-    for method, k in (("none", 1), ("eagle3", 5), ("p-eagle", 7), ("p-eagle", "auto")):
-        start = time.perf_counter()
-        engine = Engine(
-            pair,
-            EngineConfig(
-                method=method,
-                k=k,
-                max_batch=COUNT,
-                context=2048,
-                kv_tokens=COUNT * 512,
-                thread=False,
-            ),
+    requests = read_requests(pair, Path(data))
+    expected = [decode_alone(pair, *request) for request in requests]
+    plain: list[list[int]] = []  # batched, without drafts
+    for method, k in METHODS:
+        started = time.perf_counter()
+        config = EngineConfig(
+            method=method,
+            k=k,
+            max_batch=NUM_REQUESTS,
+            context=2048,
+            kv_tokens=NUM_REQUESTS * 512,
+            thread=False,
         )
+        engine = Engine(pair, config)
         engine.warm_up()
-        ready = time.perf_counter() - start
-        found = together(engine, requests)
+        ready = time.perf_counter() - started
+        answers = decode_batched(engine, requests)
         engine.check_integrity()
-        plain = plain or found
-        parted = [
-            margin(pair, ids, a, b)
-            for (ids, _), a, b in zip(requests, wanted, found, strict=True)
+        plain = plain or answers
+        differences = [
+            first_difference(pair, ids, a, b)
+            for (ids, _), a, b in zip(requests, expected, answers, strict=True)
             if a != b
-        ]  # (token, margin)
-        as_plain = sum(a == b for a, b in zip(plain, found, strict=True))
+        ]
+        as_plain = sum(a == b for a, b in zip(plain, answers, strict=True))
         print(
-            f"{device} {dtype} {method} K={k}: {len(requests) - len(parted)} of {len(requests)} identical, {as_plain}"
-            f" to `none` together; {sum(map(len, found))} tokens, ready in {ready:.1f} s;"
-            f" where the others part (token, margin): {sorted(parted, key=lambda x: -x[1])}",
+            f"{device} {dtype} {method} K={k}:"
+            f" {len(requests) - len(differences)} of {len(requests)} identical,"
+            f" {as_plain} identical to batched `none`;"
+            f" {sum(map(len, answers))} tokens, ready in {ready:.1f} s;"
+            f" first differences (token, margin): {sorted(differences, key=lambda x: -x[1])}",
             flush=True,
         )
         engine.close()

@@ -1,8 +1,9 @@
-"""The shipped pair on this CPU, humaneval prompts: our methods, transformers' generate, and vLLM's where it is there.
+"""Measure the default pair on this CPU: all methods, transformers' `generate`, and vLLM.
 
-    python -m tests.measure_cpu DATA [VLLM_PYTHON]     DATA: the folder with humaneval.jsonl
+    python -m benchmarks.cpu DATA [VLLM_PYTHON]     # DATA: the folder with humaneval.jsonl
 
-Everything with the same prompts, dtype and number of threads, one after another; ours twice around, the median.
+All use the same prompts of humaneval, dtype and number of threads, one after another. Methods of
+peagle run twice, and the median counts. vLLM runs only if VLLM_PYTHON, its interpreter, is given.
 """
 
 import json
@@ -12,26 +13,33 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from peagle.bench.step_cost import measure_prompts
+from peagle.core import Method
 from peagle.data.bench import read_sets
 from peagle.export.export import export
 from peagle.loaded import LoadedPair, load
 
-TOKENS, ROUNDS = 96, 2
-PROMPTS = {1: 4, 4: 8, 8: 16}
+MAX_TOKENS = 96
+REPEATS = 2
+NUM_PROMPTS = {1: 4, 4: 8, 8: 16}  # by concurrency
+VLLM_K = 5
+VLLM_SPEED = Path(__file__).parent / "vllm" / "speed.py"
 
 
 def generate_speed(pair: LoadedPair, prompts: list[list[int]]) -> float:
-    """transformers' own greedy loop."""
-    model, tokens, start = pair.target.model, 0, time.perf_counter()
+    """Tokens per second of transformers' own greedy loop."""
+    model: Any = pair.target.model
+    tokens = 0
+    started = time.perf_counter()
     for ids in prompts:
         with torch.inference_mode():
-            out = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
-        tokens += out.shape[1] - len(ids)
-    return tokens / (time.perf_counter() - start)
+            output = model.generate(torch.tensor([ids]), max_new_tokens=MAX_TOKENS, do_sample=False)
+        tokens += output.shape[1] - len(ids)
+    return tokens / (time.perf_counter() - started)
 
 
 def vllm_speed(
@@ -43,16 +51,16 @@ def vllm_speed(
         "prompts": prompts,
         "threads": torch.get_num_threads(),
         "concurrency": concurrency,
-        "max_tokens": TOKENS,
+        "max_tokens": MAX_TOKENS,
         "drafter": drafter and str(drafter),
-        "k": 5,
+        "k": VLLM_K,
         "parallel": True,
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(job, file)
         file.flush()
         done = subprocess.run(
-            [python, "tests/vllm/measure_speed.py", file.name],
+            [python, str(VLLM_SPEED), file.name],
             capture_output=True,
             text=True,
             timeout=900,
@@ -61,33 +69,42 @@ def vllm_speed(
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
         return float("nan")
-    return json.loads(done.stdout.splitlines()[-1])["tokens_per_second"]
+    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
 
 
-def main(data: str, python: str | None = None) -> None:
+def measure_speeds(
+    pair: LoadedPair, prompts: list[list[int]], concurrency: int, vllm_python: str | None
+) -> dict[str, list[float]]:
+    """Tokens per second by name, one value per repeat."""
+    speeds: dict[str, list[float]] = {}
+    methods: tuple[Method, ...] = ("none", "eagle3", "p-eagle")
+    for _ in range(REPEATS):
+        for method in methods:
+            cell = measure_prompts(pair, method, "auto", concurrency, prompts, MAX_TOKENS)
+            speeds.setdefault(method, []).append(cell.tokens_per_second)
+        if concurrency == 1:
+            speeds.setdefault("transformers", []).append(generate_speed(pair, prompts))
+    if vllm_python and concurrency != 4:
+        with tempfile.TemporaryDirectory() as folder:
+            drafter = Path(folder) / "d"
+            export(pair.drafter("p-eagle"), drafter, "vllm", VLLM_K)
+            plain = vllm_speed(vllm_python, pair, prompts, concurrency, None)
+            drafted = vllm_speed(vllm_python, pair, prompts, concurrency, drafter)
+        speeds |= {"vllm none": [plain], f"vllm p-eagle K={VLLM_K}": [drafted]}
+    return speeds
+
+
+def main(data: str, vllm_python: str | None = None) -> None:
     pair = load()
-    tasks = read_sets(["humaneval"], Path(data), max(PROMPTS.values()))["humaneval"]
+    tasks = read_sets(["humaneval"], Path(data), max(NUM_PROMPTS.values()))["humaneval"]
     prompts = [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
-    for concurrency, count in PROMPTS.items():
-        found: dict[str, list[float]] = {}
-        for _ in range(ROUNDS):
-            for method in ("none", "eagle3", "p-eagle"):
-                cell = measure_prompts(pair, method, "auto", concurrency, prompts[:count], TOKENS)
-                found.setdefault(method, []).append(cell.tokens_per_second)
-            if concurrency == 1:
-                found.setdefault("transformers", []).append(generate_speed(pair, prompts[:count]))
-        if python and concurrency != 4:
-            with tempfile.TemporaryDirectory() as folder:
-                export(pair.drafter("p-eagle"), Path(folder) / "d", "vllm", 5)
-                for name, drafter in (
-                    ("vllm none", None),
-                    ("vllm p-eagle K=5", Path(folder) / "d"),
-                ):
-                    found[name] = [vllm_speed(python, pair, prompts[:count], concurrency, drafter)]
-        base = median(found["none"])
-        for name, speeds in found.items():
+    for concurrency, count in NUM_PROMPTS.items():
+        speeds = measure_speeds(pair, prompts[:count], concurrency, vllm_python)
+        base = median(speeds["none"])
+        for name, values in speeds.items():
+            speed = median(values)
             print(
-                f"c={concurrency} {name:18} {median(speeds):7.1f} tokens/s  {median(speeds) / base:.2f} of none",
+                f"c={concurrency} {name:18} {speed:7.1f} tokens/s  {speed / base:.2f} of none",
                 flush=True,
             )
 

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from peagle.train.objective.passes import DrafterPasses
 LENGTHS = (2048, 8192, 20480)  # tokens of the sequence
 SEGMENTS = (1, 2, 4, 8)
 K = 8
-DRAFTER_SIZES = {
+DRAFTER_SIZES: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_heads": 32,
@@ -65,7 +66,7 @@ def drafter_8b(layers: int = 4, device: str = "cuda") -> Drafter:
     with torch.device(device):
         drafter = Drafter(config)
     drafter = drafter.to(device)
-    options = {"device": device, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     drafter.set_embed_and_head(
         torch.randn(VOCAB_SIZE, 4096, **options) * 0.02,
         torch.randn(DRAFT_VOCAB_SIZE, 4096, **options) * 0.02,

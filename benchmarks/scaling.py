@@ -1,4 +1,4 @@
-"""Two replicas of the shipped pair behind one address: our own, vLLM's data parallel, Ray Serve."""
+"""Two replicas of the default pair behind one address: peagle's own, vLLM's data parallel, Ray."""
 
 import os
 import re
@@ -7,10 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import yaml
@@ -19,52 +19,70 @@ from peagle.catalog import find_pair
 from peagle.pull import pull
 from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
 
-PAIR, K, CONTEXT, START = "smollm2-135m", 5, 2048, 400.0
+PAIR = "smollm2-135m"
+K = 5
+CONTEXT = 2048
+START_SECONDS = 400.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+DASHBOARD_PORT = 8465
+SERVE_PORT = 8466
+
+
+class Deployment(Protocol):
+    def running(self) -> AbstractContextManager[str]:
+        """Start both replicas; the value is their address."""
+
+    def ready(self) -> dict[str, list[int]]:
+        """The processes of each replica that answers, by its name."""
+
+    def requests_on(self, replica: str, ids: set[str]) -> set[str] | int:
+        """Which of these requests the replica had, or only their number."""
 
 
 class Replicas:
-    """`peagle serve --replicas 2`: the front's line of a request names its worker."""
+    """`peagle serve --replicas 2`: the gateway's log line of a request names its worker."""
 
     options: tuple[str, ...] = ("--replicas", "2", "-k", str(K))
 
     def __init__(self, python: str) -> None:
-        self.python, self.folder = python, Path(tempfile.mkdtemp(prefix="scale-"))
+        self.python = python
+        self.folder = Path(tempfile.mkdtemp(prefix="scale-"))
+        self.url = ""
         self.log = self.folder / "log"
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        with running_command(
-            self.log, PAIR, *self.options, seconds=START, **self.environment()
-        ) as (
-            _,
-            self.url,
-        ):
-            wait_for(lambda: len(self.ready()) == 2, START)
+        command = running_command(
+            self.log, PAIR, *self.options, seconds=START_SECONDS, **self.environment()
+        )
+        with command as (_, self.url):
+            wait_for(lambda: len(self.ready()) == 2, START_SECONDS)
             yield self.url
 
     def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": "2"}  # shared by both
+        return {"OMP_NUM_THREADS": "2"}  # shared by both replicas
 
     def ready(self) -> dict[str, list[int]]:
         """The processes of each replica that answers."""
         workers = httpx.get(f"{self.url}/v1/peagle/status", timeout=60).json()["workers"]
         return {
-            w["name"]: [w["pid"], *descendants(w["pid"])] for w in workers if w["state"] == "ready"
+            worker["name"]: [worker["pid"], *descendants(worker["pid"])]
+            for worker in workers
+            if worker["state"] == "ready"
         }
 
-    def held(self, replica: str, ids: set[str]) -> set[str]:
-        """Those of these requests that this replica had; one that was asked again was with the other one first."""
-        told = [line for line in log_events(self.log, "request") if line["request_id"] in ids]
+    def requests_on(self, replica: str, ids: set[str]) -> set[str] | int:
+        """Which of these requests the replica had; a retried one was on the other replica first."""
+        events = [event for event in log_events(self.log, "request") if event["request_id"] in ids]
         return {
-            t["request_id"]
-            for t in told
-            if (t.get("worker") == replica) != bool(t.get("asked_again"))
+            event["request_id"]
+            for event in events
+            if (event.get("worker") == replica) != bool(event.get("asked_again"))
         }
 
 
 class DataParallel(Replicas):
-    """`peagle serve --engine vllm --data-parallel-size 2`: its metrics count requests by engine."""
+    """`peagle serve --engine vllm --data-parallel-size 2`: metrics count requests by engine."""
 
     options = (
         "--engine",
@@ -85,95 +103,83 @@ class DataParallel(Replicas):
         return ONE_THREAD | {"PEAGLE_VLLM_PYTHON": self.python}
 
     def ready(self) -> dict[str, list[int]]:
-        """One server holds both engines: they are ready together."""
+        """One server holds both engines, so they are ready together."""
         family = [pid for processes in super().ready().values() for pid in processes]
-        named = {pid: re.search(r"EngineCore_(DP\d)", command(pid)) for pid in family}
-        return {found[1]: [pid, *descendants(pid)] for pid, found in named.items() if found}
+        matches = {pid: re.search(r"EngineCore_(DP\d)", command_line(pid)) for pid in family}
+        return {match[1]: [pid, *descendants(pid)] for pid, match in matches.items() if match}
 
-    def held(self, replica: str, ids: set[str]) -> int:  # type: ignore[override]
-        """How many it has: vLLM does not tell which, and counts between its steps, so the most of a second."""
-        return max(
-            self.counted(replica.removeprefix("DP")) for _ in range(10) if not time.sleep(0.1)
-        )  # type: ignore[func-returns-value]
+    def requests_on(self, replica: str, ids: set[str]) -> int:
+        """The number of its requests, since vLLM's metrics do not name them.
 
-    def counted(self, engine: str) -> int:
-        page = httpx.get(f"{self.url}/metrics", timeout=60).text
+        vLLM counts between its steps: the result is the maximum over one second.
+        """
+        counts = []
+        for _ in range(10):
+            time.sleep(0.1)
+            counts.append(self.count_requests(replica.removeprefix("DP")))
+        return max(counts)
+
+    def count_requests(self, engine: str) -> int:
+        metrics = httpx.get(f"{self.url}/metrics", timeout=60).text
         counts = re.findall(
-            rf'vllm:num_requests_(?:running|waiting){{engine="{engine}",[^}}]*}} (\S+)', page
+            rf'vllm:num_requests_(?:running|waiting){{engine="{engine}",[^}}]*}} (\S+)', metrics
         )
         return round(sum(map(float, counts)))
 
 
 class Ray:
-    """The files of `peagle deploy ray`, for a CPU: a replica's log names every request that reached it."""
+    """The files of `peagle deploy ray`, for a CPU: a replica's log names its requests."""
 
     def __init__(self, python: str) -> None:
-        self.bin, self.folder = Path(python).parent, Path(tempfile.mkdtemp(prefix="ray-"))
-        self.dashboard, self.url = "http://127.0.0.1:8465", "http://127.0.0.1:8466"
+        self.bin = Path(python).parent
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
+        self.dashboard = f"http://127.0.0.1:{DASHBOARD_PORT}"
+        self.url = f"http://127.0.0.1:{SERVE_PORT}"
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        head = [
-            "start",
-            "--head",
-            "--block",
-            "--node-ip-address=127.0.0.1",
-            "--port=6465",
-            "--num-cpus=8",
-        ]
-        head += [
-            "--num-gpus=0",
-            "--dashboard-host=127.0.0.1",
-            "--dashboard-port=8465",
-            "--disable-usage-stats",
-        ]
-        head += ["--object-store-memory=200000000", f"--temp-dir={self.folder / 'ray'}"]
-        environment = os.environ | {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-        }
-        environment.pop("PYTHONPATH", None)
-        with (self.folder / "log").open("w") as log:
-            process = subprocess.Popen(
-                [str(self.bin / "ray"), *head], env=environment, stdout=log, stderr=log
-            )
+        process = self.start_head()
         try:
-            wait_for(lambda: reached(f"{self.dashboard}/api/version"), START)
-            place = f"{self.dashboard}/api/serve/applications/"
-            httpx.put(place, json=self.application(), timeout=60).raise_for_status()
-            wait_for(lambda: len(self.ready()) == 2 and reached(f"{self.url}/v1/models"), START)
+            wait_for(lambda: answers(f"{self.dashboard}/api/version"), START_SECONDS)
+            url = f"{self.dashboard}/api/serve/applications/"
+            httpx.put(url, json=self.application(), timeout=60).raise_for_status()
+            models = f"{self.url}/v1/models"
+            wait_for(lambda: len(self.ready()) == 2 and answers(models), START_SECONDS)
             yield self.url
         finally:
             family = descendants(process.pid)
             process.terminate()
             process.wait(timeout=60)
-            for pid in filter(
-                is_alive, family
-            ):  # Ray lets vLLM's processes go on when it ends a replica
+            # Ray leaves vLLM's processes running when it ends a replica.
+            for pid in filter(is_alive, family):
                 os.kill(pid, signal.SIGKILL)
 
+    def start_head(self) -> subprocess.Popen[bytes]:
+        command = [str(self.bin / "ray"), "start", "--head", "--block"]
+        command += ["--node-ip-address=127.0.0.1", "--port=6465", "--num-cpus=8", "--num-gpus=0"]
+        command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={DASHBOARD_PORT}"]
+        command += ["--disable-usage-stats", "--object-store-memory=200000000"]
+        command.append(f"--temp-dir={self.folder / 'ray'}")
+        environment = dict(os.environ)
+        environment["PATH"] = f"{self.bin}:{environment['PATH']}"
+        environment["OMP_NUM_THREADS"] = "1"
+        environment.pop("PYTHONPATH", None)
+        with (self.folder / "log").open("w") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
     def application(self) -> dict[str, Any]:
-        """As it is rendered, but for: this machine's paths and ports, a CPU, float32, requests logged."""
-        command = [
-            sys.executable,
-            "-m",
-            "peagle",
-            "deploy",
-            "ray",
-            PAIR,
-            "--out",
-            str(self.folder / "files"),
-        ]
-        subprocess.run(
-            [*command, "--replicas", "2", "-k", str(K)], check=True, stdout=subprocess.DEVNULL
-        )
-        read: dict[str, Any] = yaml.safe_load((self.folder / "files" / "serve.yaml").read_text())
-        read["http_options"]["port"] = 8466
-        config = read["applications"][0]["args"]["llm_configs"][0]
+        """The rendered file with local paths and ports, a CPU, float32 and logged requests."""
+        files = self.folder / "files"
+        command = [sys.executable, "-m", "peagle", "deploy", "ray", PAIR, "--out", str(files)]
+        command += ["--replicas", "2", "-k", str(K)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        application: dict[str, Any] = yaml.safe_load((files / "serve.yaml").read_text())
+        application["http_options"]["port"] = SERVE_PORT
+        config = application["applications"][0]["args"]["llm_configs"][0]
         config["model_loading_config"]["model_source"] = str(pull(find_pair(PAIR)))
         config["accelerator_config"] = {"kind": "cpu"}
         engine = config["engine_kwargs"]
-        engine["speculative_config"]["model"] = str(self.folder / "files" / "drafter")
+        engine["speculative_config"]["model"] = str(files / "drafter")
         engine |= {
             "max_model_len": CONTEXT,
             "enforce_eager": True,
@@ -181,43 +187,45 @@ class Ray:
             "enable_log_requests": True,
         }
         config["runtime_env"]["env_vars"] |= ONE_THREAD | {"HF_HUB_OFFLINE": "1"}
-        return read
+        return application
 
     def ready(self) -> dict[str, list[int]]:
-        told = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=60).json()[
-            "applications"
-        ]
-        found = [
-            d
-            for app in told.values()
-            for name, d in app["deployments"].items()
+        status = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=60).json()
+        deployments = [
+            deployment
+            for application in status["applications"].values()
+            for name, deployment in application["deployments"].items()
             if name.startswith("LLMServer")
         ]
-        replicas = [replica for deployment in found for replica in deployment["replicas"]]
+        replicas = [replica for deployment in deployments for replica in deployment["replicas"]]
         return {
-            str(r["pid"]): [r["pid"], *descendants(r["pid"])]
-            for r in replicas
-            if r["state"] == "RUNNING"
+            str(replica["pid"]): [replica["pid"], *descendants(replica["pid"])]
+            for replica in replicas
+            if replica["state"] == "RUNNING"
         }
 
-    def held(self, replica: str, ids: set[str]) -> set[str]:
+    def requests_on(self, replica: str, ids: set[str]) -> set[str]:
         logs = (self.folder / "ray" / "session_latest" / "logs").glob(f"worker-*-{replica}.*")
         text = "\n".join(log.read_text(errors="replace") for log in logs)
         return {id for id in ids if id in text}
 
 
-def command(pid: int) -> str:
+def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
 
 
-def reached(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-ROADS = {"replicas": Replicas, "data-parallel": DataParallel, "ray": Ray}
+DEPLOYMENTS: dict[str, Callable[[str], Deployment]] = {
+    "replicas": Replicas,
+    "data-parallel": DataParallel,
+    "ray": Ray,
+}

@@ -1,6 +1,6 @@
-"""Many streams for a while against `peagle serve`: errors, p99 of the time to the first token, memory, pages.
+"""Load `peagle serve` with many streams: errors, time to first token, memory and KV pages.
 
-python -m tests.measure_serve http://127.0.0.1:8000 --streams 200 --seconds 300 --pid PID
+python -m benchmarks.serve http://127.0.0.1:8000 --streams 200 --seconds 300 --pid PID
 """
 
 import argparse
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-WORDS = [
+PROMPTS = [
     "Write a function that adds two numbers.",
     "Why is the sky blue?",
     "Tell me a story about rain.",
@@ -23,37 +23,39 @@ WORDS = [
 
 
 class Load:
-    """Plain sockets: a client that parses every chunk would be slower than the server."""
+    """Users on plain sockets: a client that parses every chunk would be slower than the server."""
 
     def __init__(self, url: str, tokens: int) -> None:
-        self.url, self.tokens = urlsplit(url), tokens
-        self.first: list[float] = []
-        self.whole: list[float] = []
+        self.url = urlsplit(url)
+        self.tokens = tokens
+        self.first_token_seconds: list[float] = []
+        self.request_seconds: list[float] = []
         self.errors: dict[str, int] = {}
-        self.said = 0
+        self.generated_tokens = 0
 
     async def user(self, number: int, end: float) -> None:
-        chance = random.Random(number)
+        rng = random.Random(number)
         while time.perf_counter() < end:
             try:
-                await self.ask(chance)
+                await self.ask(rng)
             except Exception as error:
                 name = f"{type(error).__name__}: {error}"[:80]
                 self.errors[name] = self.errors.get(name, 0) + 1
                 await asyncio.sleep(0.2)
 
-    async def ask(self, chance: random.Random) -> None:
+    async def ask(self, rng: random.Random) -> None:
         body = {
-            "messages": [{"role": "user", "content": chance.choice(WORDS)}],
+            "messages": [{"role": "user", "content": rng.choice(PROMPTS)}],
             "stream": True,
-            "seed": chance.randrange(99),
-            "max_tokens": chance.randint(self.tokens // 2, self.tokens),
-            "temperature": chance.choice([0, 0.8]),
+            "seed": rng.randrange(99),
+            "max_tokens": rng.randint(self.tokens // 2, self.tokens),
+            "temperature": rng.choice([0, 0.8]),
             "stream_options": {"include_usage": True},
         }
         data = json.dumps(body).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.url.netloc}\r\nconnection: close\r\n"
+            "POST /v1/chat/completions HTTP/1.1\r\n"
+            f"host: {self.url.netloc}\r\nconnection: close\r\n"
             f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         )
         started = time.perf_counter()
@@ -65,16 +67,18 @@ class Load:
             first, usage = await self.read(reader)
         finally:
             writer.close()
-        self.first.append(first - started)
-        self.whole.append(time.perf_counter() - started)
-        self.said += usage["completion_tokens"]
+        self.first_token_seconds.append(first - started)
+        self.request_seconds.append(time.perf_counter() - started)
+        self.generated_tokens += usage["completion_tokens"]
 
     async def read(self, reader: asyncio.StreamReader) -> tuple[float, dict[str, int]]:
-        """When the first token was there, and the usage."""
+        """The time of the first token, and the usage."""
         status = (await reader.readline()).split()[1]
         if status != b"200":
             raise RuntimeError(f"HTTP {status.decode()}")
-        first, last, done = 0.0, b"", False
+        first = 0.0
+        last = b""
+        done = False
         async for line in reader:
             if line.startswith(b'data: {"error"'):
                 raise RuntimeError(line.decode()[:200])
@@ -88,8 +92,7 @@ class Load:
         return first or time.perf_counter(), json.loads(last.removeprefix(b"data: "))["usage"]
 
 
-def rss(pid: int | None) -> float | None:
-    """MB."""
+def resident_megabytes(pid: int | None) -> float | None:
     if pid is None:
         return None
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -97,32 +100,30 @@ def rss(pid: int | None) -> float | None:
 
 
 async def main(url: str, streams: int, seconds: float, tokens: int, pid: int | None) -> None:
-    load, started, memory = Load(url, tokens), time.perf_counter(), list[float | None]()
+    load = Load(url, tokens)
+    memory: list[float | None] = []
+    started = time.perf_counter()
     users = [asyncio.create_task(load.user(i, started + seconds)) for i in range(streams)]
     while not all(user.done() for user in users):
         await asyncio.sleep(min(10, seconds / 4))
-        memory.append(rss(pid))
+        memory.append(resident_megabytes(pid))
     spent = time.perf_counter() - started
     status = httpx.get(f"{url}/v1/peagle/status", timeout=60).json()["engines"]
-    cuts = statistics.quantiles(load.first, n=100) if len(load.first) > 1 else [0.0] * 99
-    print(
-        json.dumps(
-            {
-                "streams": streams,
-                "seconds": round(spent, 1),
-                "answers": len(load.whole),
-                "errors": load.errors,
-                "tokens_per_second": round(load.said / spent, 1),
-                "ttft_p50": round(cuts[49], 3),
-                "ttft_p99": round(cuts[98], 3),
-                "rss_mb": [None if m is None else round(m) for m in memory],
-                "kv_usage_after": {name: one["kv_usage"] for name, one in status.items()},
-                "acceptance_length": {
-                    name: one["acceptance_length"] for name, one in status.items()
-                },
-            }
-        )
-    )
+    first = load.first_token_seconds
+    percentiles = statistics.quantiles(first, n=100) if len(first) > 1 else [0.0] * 99
+    result = {
+        "streams": streams,
+        "seconds": round(spent, 1),
+        "answers": len(load.request_seconds),
+        "errors": load.errors,
+        "tokens_per_second": round(load.generated_tokens / spent, 1),
+        "ttft_p50": round(percentiles[49], 3),
+        "ttft_p99": round(percentiles[98], 3),
+        "rss_mb": [None if size is None else round(size) for size in memory],
+        "kv_usage_after": {name: engine["kv_usage"] for name, engine in status.items()},
+        "acceptance_length": {name: engine["acceptance_length"] for name, engine in status.items()},
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

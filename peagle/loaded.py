@@ -90,17 +90,15 @@ class LoadedPair(ModelPair):
         stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
         answer = run_to_end(engine, stream, on_text)
         tokens = [token for step in answer.steps for token in step.tokens]
-        text = self.decode(tokens)
-        seconds = time.perf_counter() - started
         return Generation(
-            text=text,
+            text=self.decode(tokens),
             token_ids=tokens,
             prompt_tokens=len(ids),
             steps=answer.steps,
             finish_reason="stop" if answer.reason == "stop" else "length",
             method=parsed_method,
             k=k,
-            seconds=seconds,
+            seconds=time.perf_counter() - started,
             prefill_seconds=answer.first_piece - started,
             seed=settings.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),

@@ -1,10 +1,11 @@
-"""docs/science.md's tables and figure come from the records in docs/results/comparison/, not from a hand.
+"""Fill the tables and the figure of docs/science.md from the records in docs/results/comparison/.
 
     python -m tools.comparison            # writes them (make comparison)
     python -m tools.comparison --check    # exit code 1 if a table is stale
 
-Between `<!-- comparison:start NAME -->` and `<!-- comparison:end -->` goes one of the TABLES. Records are made by
-tools/ladder.py and tools/ladder_speed.py; those of a second target lie in a sub-folder and go into the table `second`.
+The text between `<!-- comparison:start NAME -->` and `<!-- comparison:end -->` is one of TABLES.
+tools/ladder.py and tools/ladder_speed.py write the records. Those of a second target are in a
+sub-folder, and in the table `second`.
 """
 
 import argparse
@@ -26,21 +27,22 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "comparison"
 BLOCK = re.compile(r"(<!-- comparison:start (\S+) -->\n)(.*?)(<!-- comparison:end -->)", re.DOTALL)
 NOTHING = "Nothing was recorded yet."
-BASE = "p-eagle"  # what the others are measured against
+BASE = "p-eagle"  # the run that the others are compared with
 KS = (3, 5, 7, 11)
+TIMES = ("seconds", "seconds_compiled")
 
 Row = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A run of the ladder with all its seeds: their records."""
+    """One run of the ladder: the records of all its seeds."""
 
     name: str
     label: str
     target: str
     records: tuple[dict[str, Any], ...]
-    second: bool = False  # of a sub-folder
+    second: bool = False  # Its records are in a sub-folder.
 
     @property
     def first(self) -> dict[str, Any]:
@@ -55,47 +57,49 @@ class Rung:
         return list(self.first.get("sets", ()))
 
     def lengths(self, k: int, only: str | None = None, tree: str = "") -> list[float]:
-        """Of each seed: the acceptance length of a set, or the mean over sets; of a tree, of the seeds that have it."""
-        names, form = [only] if only else self.sets, f"{tree}K={k}"
-        told = [[one["sets"][name].get(form) for name in names] for one in self.records]
-        return [mean(cell["acceptance_length"] for cell in cells) for cells in told if all(cells)]
+        """The acceptance length of each seed: of one set, or the mean over sets.
+
+        With `tree`, only of the seeds that have this tree.
+        """
+        names = [only] if only else self.sets
+        shape = f"{tree}K={k}"
+        seeds = [[record["sets"][name].get(shape) for name in names] for record in self.records]
+        return [mean(cell["acceptance_length"] for cell in cells) for cells in seeds if all(cells)]
 
     @property
     def branched(self) -> "Rung":
-        """The seeds that have trees."""
-        return replace(
-            self,
-            records=tuple(
-                one
-                for one in self.records
-                if any("tree" in form for form in one["sets"][self.sets[0]])
-            ),
+        """The run with only the seeds that have trees."""
+        records = tuple(
+            record
+            for record in self.records
+            if any("tree" in shape for shape in record["sets"][self.sets[0]])
         )
+        return replace(self, records=records)
 
     def positions(self, k: int) -> list[float]:
         """The share of passes that accepted draft i, mean over sets and seeds."""
-        every = [
-            one["sets"][name][f"K={k}"]["accepted_per_position"]
-            for one in self.records
+        cells = [
+            record["sets"][name][f"K={k}"]["accepted_per_position"]
+            for record in self.records
             for name in self.sets
         ]
-        return [mean(shares) for shares in zip(*every, strict=True)]
+        return [mean(shares) for shares in zip(*cells, strict=True)]
 
     @property
     def engine(self) -> list[dict[str, Any]]:
-        """Measured on the engine: of the first seed that was."""
-        return next((one["engine"] for one in self.records if one.get("engine")), [])
+        """The measurements on the engine, of the first seed that has them."""
+        return next((record["engine"] for record in self.records if record.get("engine")), [])
 
 
 def read_rungs(folder: Path) -> list[Rung]:
-    """The folder's own, then those of its sub-folders."""
+    """The runs of the folder, then those of its sub-folders."""
     return read_folder(folder) + [
         rung for path in sorted(folder.glob("*/")) for rung in read_folder(path, second=True)
     ]
 
 
 def read_folder(folder: Path, second: bool = False) -> list[Rung]:
-    """By target, in the ladder's order."""
+    """The runs by target, in the order of the ladder."""
     file = folder / "ladder.toml"
     order = (
         [run["name"] for run in tomllib.loads(file.read_text())["run"]] if file.is_file() else []
@@ -104,26 +108,26 @@ def read_folder(folder: Path, second: bool = False) -> list[Rung]:
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         if not {"name", "label", "target", "method"} <= record.keys():
-            raise UserError(f"{path} is no record of tools/ladder.py: move it elsewhere")
+            raise UserError(f"{path} is not a record of tools/ladder.py: move it elsewhere")
         groups.setdefault((record["target"], record["name"]), []).append(record)
     rungs = [
         Rung(
             name,
             records[0]["label"],
             target,
-            tuple(sorted(records, key=lambda one: one["seed"])),
+            tuple(sorted(records, key=lambda record: record["seed"])),
             second,
         )
         for (target, name), records in groups.items()
     ]
-    place = {name: i for i, name in enumerate(order)}
+    index = {name: i for i, name in enumerate(order)}
     return sorted(
-        rungs, key=lambda rung: (rung.target, place.get(rung.name, len(place)), rung.name)
+        rungs, key=lambda rung: (rung.target, index.get(rung.name, len(index)), rung.name)
     )
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """The mean; of several seeds, the least and the most too."""
+    """The mean; with several seeds also the minimum and the maximum."""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
@@ -144,7 +148,7 @@ def lengths(rungs: list[Rung]) -> list[Row]:
             "drafter",
             *(f"K={k}" for k in KS),
             "K=7 against P-EAGLE",
-            *(f"{one}, K=7" for one in sets),
+            *(f"{name}, K=7" for name in sets),
         ]
     ]
     for rung in rungs:
@@ -155,15 +159,15 @@ def lengths(rungs: list[Rung]) -> list[Row]:
 
 
 def trees(rungs: list[Rung]) -> list[Row]:
-    """Of the seeds that have them: a column a form, and what the tree adds to the chain of its depth."""
-    forms = [("tree 15, ", 7), ("tree 31, ", 7), ("tree 31, ", 11)]
+    """One column per tree, of the seeds that have it, and the gain over the chain of its depth."""
+    shapes = [("tree 15, ", 7), ("tree 31, ", 7), ("tree 31, ", 11)]
     rows: list[Row] = [
-        ["drafter", "K=7", *(f"{tree}K={k}" for tree, k in forms), "tree 31 against K=7"]
+        ["drafter", "K=7", *(f"{tree}K={k}" for tree, k in shapes), "tree 31 against K=7"]
     ]
     for rung in (
         rung.branched for rung in rungs if rung.trained and rung.lengths(7, tree="tree 31, ")
     ):
-        own = [rung.lengths(k, tree=tree) for tree, k in forms]
+        own = [rung.lengths(k, tree=tree) for tree, k in shapes]
         more = against(mean(own[1]), mean(rung.lengths(7)))
         rows.append([rung.label, spread(rung.lengths(7)), *map(spread, own), more])
     return rows
@@ -194,17 +198,15 @@ def runs(rungs: list[Rung]) -> list[Row]:
     ]
     for rung in rungs:
         if rung.trained:
-            one = rung.first
-            settings = (
-                ", ".join(f"`{key}={told(value)}`" for key, value in one["settings"].items())
-                or DASH
-            )
-            minutes = [spread([record[key] / 60 for record in rung.records], 1) for key in TIMES]
+            record = rung.first
+            words = [f"`{key}={as_text(value)}`" for key, value in record["settings"].items()]
+            settings = ", ".join(words) or DASH
+            minutes = [spread([seed[key] / 60 for seed in rung.records], 1) for key in TIMES]
             numbers = [
-                f"{one['steps']:,}",
-                f"{one['target_tokens'] / 1e6:.1f} M",
+                f"{record['steps']:,}",
+                f"{record['target_tokens'] / 1e6:.1f} M",
                 *minutes,
-                one["device"],
+                record["device"],
             ]
             rows.append(
                 [
@@ -212,70 +214,67 @@ def runs(rungs: list[Rung]) -> list[Row]:
                     str(len(rung.records)),
                     settings,
                     *numbers,
-                    f"{one['bytes'] / 1e6:.1f}",
+                    f"{record['bytes'] / 1e6:.1f}",
                 ]
             )
     return rows
 
 
-TIMES = ("seconds", "seconds_compiled")
-
-
-def told(value: Any) -> str:
+def as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def speeds(rungs: list[Rung]) -> list[Row]:
-    every = sorted(
-        {int(c) for rung in rungs for one in rung.engine for c in one["tokens_per_second"]}
+    concurrency = sorted(
+        {int(c) for rung in rungs for entry in rung.engine for c in entry["tokens_per_second"]}
     )
     rows: list[Row] = [
         [
             "drafter",
             "set",
             "drafts",
-            *(f"c={c}" for c in every),
+            *(f"c={c}" for c in concurrency),
             "acceptance length",
             "step, ms",
             "against P-EAGLE's",
         ]
     ]
     base = {
-        (one["set"], one["shape"]): one["step_ms"]
-        for r in rungs
-        if r.name == BASE
-        for one in r.engine
+        (entry["set"], entry["shape"]): entry["step_ms"]
+        for rung in rungs
+        if rung.name == BASE
+        for entry in rung.engine
     }
     for rung in sorted(rungs, key=lambda rung: rung.first["method"] != "none"):
-        for one in rung.engine:
-            shape = DASH if rung.first["method"] == "none" else one["shape"]
-            cells = [amount(one["tokens_per_second"].get(str(c)), 0) for c in every]
-            length, step = f"{one['acceptance_length']:.2f}", f"{one['step_ms']:.2f}"
-            more = against(one["step_ms"], base.get((one["set"], one["shape"])))
-            rows.append([rung.label, one["set"], shape, *cells, length, step, more])
+        for entry in rung.engine:
+            shape = DASH if rung.first["method"] == "none" else entry["shape"]
+            cells = [amount(entry["tokens_per_second"].get(str(c)), 0) for c in concurrency]
+            length = f"{entry['acceptance_length']:.2f}"
+            step = f"{entry['step_ms']:.2f}"
+            more = against(entry["step_ms"], base.get((entry["set"], entry["shape"])))
+            rows.append([rung.label, entry["set"], shape, *cells, length, step, more])
     return rows
 
 
-SECOND = re.compile(
-    r"(tree \d+, )?K=\d+|K=7 against P-EAGLE|target tokens|minutes|MB|c=\d+"
-)  # its columns
+# The columns of the table `second`.
+SECOND = re.compile(r"(tree \d+, )?K=\d+|K=7 against P-EAGLE|target tokens|minutes|MB|c=\d+")
 
 
 def second(rungs: list[Rung]) -> list[Row]:
-    """A row a drafter, with columns of all the other tables; of the speeds, those of the first set and shape."""
+    """One row per drafter, with columns of the other tables; speeds of the first set and shape."""
     rows = {name: [name] for name in ("drafter", *(rung.label for rung in rungs))}
     for make in (lengths, trees, runs, speeds):
-        found: dict[str, Row] = {}
+        first_rows: dict[str, Row] = {}
         for row in make(rungs):
-            found.setdefault(row[0], row)
-        header = found["drafter"]
-        at = [
+            first_rows.setdefault(row[0], row)
+        header = first_rows["drafter"]
+        columns = [
             i
             for i, name in enumerate(header)
             if SECOND.fullmatch(name) and name not in rows["drafter"]
         ]
-        for name, row in rows.items():
-            row += [found[name][i] if name in found else DASH for i in at]
+        for name, cells in rows.items():
+            cells += [first_rows[name][i] if name in first_rows else DASH for i in columns]
     return list(rows.values())
 
 
@@ -290,9 +289,9 @@ TABLES: dict[str, Callable[[list[Rung]], list[Row]]] = {
 
 
 def table(name: str, rungs: list[Rung]) -> str:
-    """One for each target, under its name where there are several."""
+    """One table per target, under its name if there are several."""
     if name not in TABLES:
-        raise UserError(f"no table {name!r}: the marker is one of {', '.join(TABLES)}")
+        raise UserError(f"there is no table {name!r}: the marker is one of {', '.join(TABLES)}")
     parts = []
     rungs = [rung for rung in rungs if rung.second == (name == "second")]
     targets = list(dict.fromkeys(rung.target for rung in rungs))
@@ -304,7 +303,7 @@ def table(name: str, rungs: list[Rung]) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def filled(text: str, rungs: list[Rung]) -> str:
+def fill_blocks(text: str, rungs: list[Rung]) -> str:
     counts = {
         text.count("<!-- comparison:start"),
         text.count("<!-- comparison:end"),
@@ -312,9 +311,9 @@ def filled(text: str, rungs: list[Rung]) -> str:
     }
     if len(counts) > 1:
         raise UserError(
-            "a comparison:start without its comparison:end (or the other way round): they stand in pairs"
+            "a comparison:start has no comparison:end, or the reverse: markers come in pairs"
         )
-    return BLOCK.sub(lambda found: f"{found[1]}{table(found[2], rungs)}\n{found[4]}", text)
+    return BLOCK.sub(lambda match: f"{match[1]}{table(match[2], rungs)}\n{match[4]}", text)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -328,7 +327,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         rungs = read_rungs(options.results)
         before = options.page.read_text(encoding="utf-8")
-        after = filled(before, rungs)
+        after = fill_blocks(before, rungs)
         if options.check:
             if after != before:
                 print(f"{options.page.name} is stale: run make comparison", file=sys.stderr)

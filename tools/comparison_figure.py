@@ -1,4 +1,4 @@
-"""The figure of docs/science.md: acceptance lengths as bars, acceptance by position, speed against no drafts."""
+"""The figure of docs/science.md: acceptance lengths, acceptance by position, and speed."""
 
 import io
 from collections.abc import Sequence
@@ -14,20 +14,15 @@ from peagle.report.palette import LIGHT, MARKERS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAIN = (
-    "eagle3",
-    "paper",
-    "p-eagle",
-    "dflash",
-    "dependency",
-    "combined",
-)  # whose positions and speeds are drawn
-COLOURS = dict(zip(MAIN, ("eagle3", "s4", "p-eagle", "s3", "s0", "s2"), strict=True))
-K, TREE = 7, "tree 31, "
+# The runs whose positions and speeds are drawn.
+MAIN = ("eagle3", "paper", "p-eagle", "dflash", "dependency", "combined")
+COLORS = dict(zip(MAIN, ("eagle3", "s4", "p-eagle", "s3", "s0", "s2"), strict=True))
+K = 7
+TREE = "tree 31, "
 
 
 class Rung(Protocol):
-    """What is drawn of a rung (comparison.py)."""
+    """The part of a rung (comparison.py) that is drawn."""
 
     name: str
     label: str
@@ -40,7 +35,7 @@ class Rung(Protocol):
 
 
 def draw(rungs: Sequence[Any], path: Path) -> None:
-    """PATH.svg and PATH.png, of the target with the most runs."""
+    """Write PATH.svg and PATH.png for the target with the most runs."""
     try:
         import matplotlib
     except ImportError as error:
@@ -72,24 +67,23 @@ def draw(rungs: Sequence[Any], path: Path) -> None:
 
 
 def bars(axes: "Axes", rungs: Sequence[Rung]) -> None:
-    """The mean over seeds; each seed a dot; behind it, pale, the tree."""
-    places = range(len(rungs))
-    colors = [LIGHT[COLOURS.get(rung.name, "none")] for rung in rungs]
-    axes.barh(
-        places, [mean(rung.lengths(K)) for rung in rungs], color=colors, height=0.65, zorder=2
-    )
-    for place, rung, color in zip(places, rungs, colors, strict=True):
-        values, branched = rung.lengths(K), rung.lengths(K, tree=TREE)
+    """Bars of the mean over seeds, dots of each seed, and pale bars of the tree."""
+    rows = range(len(rungs))
+    colors = [LIGHT[COLORS.get(rung.name, "none")] for rung in rungs]
+    axes.barh(rows, [mean(rung.lengths(K)) for rung in rungs], color=colors, height=0.65, zorder=2)
+    for row, rung, color in zip(rows, rungs, colors, strict=True):
+        values = rung.lengths(K)
+        branched = rung.lengths(K, tree=TREE)
         if len(values) > 1:
-            axes.plot(
-                values, [place] * len(values), "o", color=LIGHT["ink"], markersize=3, zorder=3
-            )
-        word, end = f" {mean(values):.2f}", max(values)
+            axes.plot(values, [row] * len(values), "o", color=LIGHT["ink"], markersize=3, zorder=3)
+        word = f" {mean(values):.2f}"
+        end = max(values)
         if branched:
-            axes.barh(place, mean(branched), color=color, alpha=0.3, height=0.65)
-            word, end = f" {mean(values):.2f}, {TREE[:-2]}: {mean(branched):.2f}", mean(branched)
-        axes.annotate(word, (end, place), va="center", fontsize=8, color=LIGHT["muted"])
-    axes.set_yticks(places, [rung.label for rung in rungs], fontsize=8)
+            axes.barh(row, mean(branched), color=color, alpha=0.3, height=0.65)
+            word = f" {mean(values):.2f}, {TREE[:-2]}: {mean(branched):.2f}"
+            end = mean(branched)
+        axes.annotate(word, (end, row), va="center", fontsize=8, color=LIGHT["muted"])
+    axes.set_yticks(rows, [rung.label for rung in rungs], fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.35)
@@ -99,26 +93,28 @@ def bars(axes: "Axes", rungs: Sequence[Rung]) -> None:
 def curves(axes: "Axes", rungs: Sequence[Rung]) -> None:
     for rung in rungs:
         shares = rung.positions(11)
-        axes.plot(range(1, len(shares) + 1), shares, label=rung.label, **look(rung))
+        axes.plot(range(1, len(shares) + 1), shares, label=rung.label, **line_style(rung))
     axes.set(
         xlabel="position of the draft, K=11", ylabel="share of passes that accept it", ylim=(0, 1)
     )
 
 
 def speeds(axes: "Axes", rungs: Sequence[Rung]) -> None:
-    """Of the first set that was measured, against no drafts; trees dashed."""
+    """Speeds of the first measured set, relative to no drafts; trees are dashed."""
     plain = next(rung.engine[0] for rung in rungs if rung.name == "none")
     for rung in rungs:
-        for one in (
-            one for one in rung.engine if one["set"] == plain["set"] and rung.name != "none"
-        ):
+        if rung.name == "none":
+            continue
+        for entry in rung.engine:
+            if entry["set"] != plain["set"]:
+                continue
             ratios = {
                 int(c): rate / plain["tokens_per_second"][c]
-                for c, rate in one["tokens_per_second"].items()
+                for c, rate in entry["tokens_per_second"].items()
             }
-            dashed = one["shape"].startswith("tree")
+            dashed = entry["shape"].startswith("tree")
             axes.plot(
-                [*ratios], [*ratios.values()], **look(rung), linestyle="--" if dashed else "-"
+                [*ratios], [*ratios.values()], **line_style(rung), linestyle="--" if dashed else "-"
             )
     ticks = sorted(map(int, plain["tokens_per_second"]))
     axes.axhline(1, color=LIGHT["muted"], linewidth=1)
@@ -131,6 +127,6 @@ def speeds(axes: "Axes", rungs: Sequence[Rung]) -> None:
     axes.minorticks_off()
 
 
-def look(rung: Rung) -> dict[str, Any]:
-    color = COLOURS.get(rung.name, "none")
+def line_style(rung: Rung) -> dict[str, Any]:
+    color = COLORS.get(rung.name, "none")
     return {"color": LIGHT[color], "marker": MARKERS.get(color, "o"), "markersize": 5}

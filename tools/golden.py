@@ -3,8 +3,8 @@
     python -m tools.golden record OLD      # token ids, HTTP bodies, training losses
     python -m tools.golden compare OLD NEW
 
-Only the command line, the HTTP API and `peagle.load(...).generate(...)` are used: names inside the package may change
-between two recordings. Both recordings must come from the same machine.
+Only the command line, the HTTP API and `peagle.load(...).generate(...)` are used: names inside the
+package may change between two recordings. Both recordings must come from the same machine.
 """
 
 import hashlib

@@ -48,12 +48,11 @@ class SpeedCell:
 
 
 class SpeedBench:
-    """The requests of one set, encoded once; the `bench` argument of EngineLoad."""
+    """The requests of one set, encoded once."""
 
     def __init__(self, loaded: LoadedPair, jobs: Sequence[LoadJob]) -> None:
         self.loaded = loaded
         self.jobs = jobs
-        self.temperature = 0.0
         self.prompts: dict[Task, list[int]] = {
             job.task: loaded.encode(job.messages([])) for job in jobs
         }

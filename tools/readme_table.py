@@ -1,10 +1,10 @@
-"""Fills README's tables of results from docs/results/, so that they are never edited by hand.
+"""Fill the result tables of README.md and docs/results.md from the records in docs/results/.
 
-    python tools/readme_table.py            # writes them
-    python tools/readme_table.py --check    # exit code 1 if README is stale
+    python tools/readme_table.py            # writes the tables
+    python tools/readme_table.py --check    # exit code 1 if a table is stale
 
-Between `<!-- bench:start NAME -->` and `<!-- bench:end -->` goes the Markdown of docs/results/NAME:
-the mean over sets, or with NAME:SET one set.
+The text between `<!-- bench:start NAME -->` and `<!-- bench:end -->` is the table of
+docs/results/NAME: the mean over sets, or with NAME:SET one set.
 """
 
 import argparse
@@ -18,11 +18,12 @@ from peagle.report.markdown import markdown
 from peagle.results.run_folder import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(<!-- bench:start (\S+) -->\n)(.*?)(<!-- bench:end -->)", re.DOTALL)
 
 
 def fill_blocks(text: str, results: Path) -> str:
-    """The text with every block generated again."""
+    """Return the text with every block generated again."""
     counts = {
         text.count("<!-- bench:start"),
         text.count("<!-- bench:end"),
@@ -41,26 +42,36 @@ def table(name: str, folder: Path) -> str:
     return markdown(group_by_machine(results), only_set or None)
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if README is stale"
+        "--check", action="store_true", help="write nothing; exit code 1 if a table is stale"
     )
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument(
+        "--readme", type=Path, help="fill this file only, not README.md and docs/results.md"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
-    options = parser.parse_args()
-    before = options.readme.read_text(encoding="utf-8")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
+    stale: dict[Path, str] = {}  # page -> its new text
     try:
-        after = fill_blocks(before, options.results)
+        for page in [options.readme] if options.readme else PAGES:
+            before = page.read_text(encoding="utf-8")
+            after = fill_blocks(before, options.results)
+            if after != before:
+                stale[page] = after
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.check and after != before:
-        print(f"{options.readme.name} is stale: run python tools/readme_table.py", file=sys.stderr)
-        return 1
-    if not options.check and after != before:
-        options.readme.write_text(after, encoding="utf-8")
-    return 0
+    for page, text in stale.items():
+        if options.check:
+            print(f"{page.name} is stale: run python tools/readme_table.py", file=sys.stderr)
+        else:
+            page.write_text(text, encoding="utf-8")
+    return 1 if options.check and stale else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Tokens a second of vLLM on this CPU, for `make bench-vllm`: one configuration per process.
+"""Measure vLLM on this CPU, for `make bench-vllm`: one configuration per process.
 
-    python tests/vllm/measure_speed.py JOB.json     prints {"tokens_per_second": ..., "tokens": ...}
+    python benchmarks/vllm/speed.py JOB.json     # prints {"tokens_per_second": ..., "tokens": ...}
 
-JOB: model, dtype, threads, concurrency, max_tokens, prompts (token ids), and drafter and k for P-EAGLE or EAGLE-3.
+JOB has model, dtype, threads, concurrency, max_tokens and prompts (token ids); with P-EAGLE or
+EAGLE-3 also drafter, k and parallel. It runs in vLLM's environment and imports nothing of peagle.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def main(job_file: str) -> None:
@@ -23,9 +25,9 @@ def main(job_file: str) -> None:
     }
     from vllm import LLM, SamplingParams
 
-    more = {}
+    options: dict[str, Any] = {}
     if job.get("drafter"):
-        more["speculative_config"] = {
+        options["speculative_config"] = {
             "method": "eagle3",
             "model": job["drafter"],
             "num_speculative_tokens": job["k"],
@@ -39,7 +41,7 @@ def main(job_file: str) -> None:
         enforce_eager=job.get("eager", False),
         enable_prefix_caching=False,
         seed=0,
-        **more,
+        **options,
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]

@@ -83,9 +83,8 @@ def parse_metrics(text: str) -> list[str]:
     known = [*HIGHER_IS_BETTER, *LOWER_IS_BETTER]
     for name in names or [text]:
         if name not in known:
-            raise UserError(
-                f"unknown metric {name!r}: use some of {', '.join(known)}.{did_you_mean(name, known)}"
-            )
+            hint = did_you_mean(name, known)
+            raise UserError(f"unknown metric {name!r}: use some of {', '.join(known)}.{hint}")
     return names
 
 

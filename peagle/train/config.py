@@ -196,9 +196,8 @@ def read_config(path: Path | None, overrides: dict[str, Any] | None = None) -> T
     typed = {}
     for key, value in (values | (overrides or {})).items():
         if key not in known:
-            raise UserError(
-                f"unknown key {key!r} in {path or 'the options'}.{did_you_mean(str(key), list(known))}"
-            )
+            hint = did_you_mean(str(key), list(known))
+            raise UserError(f"unknown key {key!r} in {path or 'the options'}.{hint}")
         typed[key] = _convert(key, value, known[key].default)
     return TrainConfig(**typed)
 

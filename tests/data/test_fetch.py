@@ -1,4 +1,4 @@
-"""Sets from elsewhere: rows of our own making in the layout of each source, and what is said when there is none."""
+"""Fetched data sets: test rows in the layout of each source, and the errors without a source."""
 
 import gzip
 import json

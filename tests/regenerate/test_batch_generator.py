@@ -1,4 +1,4 @@
-"""Continuous batching against plain greedy generation, one prompt at a time, for every architecture."""
+"""Continuous batching against plain greedy generation of one prompt, for every architecture."""
 
 from collections import Counter
 
@@ -29,7 +29,10 @@ def answers(
 
 
 def test_equals_plain_generation(any_target: Target) -> None:
-    """More requests than slots, ragged prompts and lengths; answers that loop are compared as far as they go."""
+    """More requests than slots, with prompts and answers of different lengths.
+
+    Answers that loop are compared up to their end.
+    """
     limits = [20, 7, 33, 1, 12, 25, 5, 30, 3, 40, 16]
     requests = [BatchRequest(i, ids, limits[i]) for i, ids in enumerate(prompts())]
     found = answers(any_target, requests, slots=4)

@@ -1,4 +1,4 @@
-"""The target's own answers: exact ids, resumed to the record, dropped for a reason, from here or from an endpoint."""
+"""Regenerated answers: exact ids, resumed runs, dropped records, local or from an endpoint."""
 
 import json
 import threading
@@ -68,7 +68,7 @@ def test_answers_are_the_targets_own_ids(chat: Target, tmp_path: Path) -> None:
 
 
 def test_later_turns_grow_the_document(chat: Target, tmp_path: Path) -> None:
-    """The prefix property: the second prompt begins with all ids so far, so one line holds both answers."""
+    """The second prompt begins with all ids so far, so one line holds both answers."""
     regenerate(chat, some(turns=2), tmp_path, SETTINGS)
     grown = [line for line in lines(tmp_path) if len(line.get("spans", [])) == 2]
     assert len(grown) > 2

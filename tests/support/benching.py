@@ -39,7 +39,7 @@ def chatty() -> PreTrainedTokenizerFast:
 def tiny_pair() -> LoadedPair:
     plain = make_target()
     target = Target(plain.model, chatty(), "tiny")
-    drafters: dict[Method, Any] = {m: make_drafter(target, m, 1) for m in ("p-eagle", "eagle3")}  # type: ignore[misc]
+    drafters: dict[Method, Any] = {m: make_drafter(target, m, 1) for m in ("p-eagle", "eagle3")}
     sources: dict[Method, DrafterSource] = {method: DrafterSource() for method in drafters}
     return LoadedPair(Pair("tiny", TargetSource(()), sources, k=3), target, drafters)
 

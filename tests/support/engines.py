@@ -27,16 +27,12 @@ from tests.support.training import make_run, some_config, train, write_answers
 
 K = 3
 Asked = tuple[list[int], dict[str, Any]]  # a prompt, and what Engine.add takes besides
-TIGHT = {
-    "max_batch": 5,
-    "page_size": 4,
-    "prefill_chunk": 16,
-    "kv_tokens": 100,
-}  # chunks are cut, pages run out
+# Prompts are cut into chunks, and pages run out.
+TIGHT = {"max_batch": 5, "page_size": 4, "prefill_chunk": 16, "kv_tokens": 100}
 
 
 def pair_of(target: Target, drafters: dict[Method, Drafter] | None = None) -> LoadedPair:
-    return LoadedPair(Pair(target.name, TargetSource(()), {}, k=K), target, drafters)
+    return LoadedPair(Pair(target.name or "tiny", TargetSource(()), {}, k=K), target, drafters)
 
 
 @cache

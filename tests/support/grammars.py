@@ -7,6 +7,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from peagle.core import Method
+from peagle.drafter import Drafter
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
 from peagle.target import Target
@@ -70,7 +72,7 @@ def letters() -> PreTrainedTokenizerFast:
 @cache
 def bound_pair(device: str = "cpu") -> LoadedPair:
     target = Target(make_target(seed=3, num_hidden_layers=7).model.to(device), letters(), "tiny")
-    drafters = {
+    drafters: dict[Method, Drafter] = {
         "p-eagle": make_drafter(target, "p-eagle", 1),
         "eagle3": make_drafter(target, "eagle3", 1),
     }

@@ -77,10 +77,9 @@ def check_rope_store(
     # position 99 lies behind the table
     positions = torch.tensor([0, 5, 63, 17, 17, 40, 99], dtype=torch.int32, device=device)
     kv_slots = torch.tensor([3, -1, 31, 0, 9, -1, 12], dtype=torch.int32, device=device)
-    norms = [
-        (some(d, seed=i) + 1).to(device, dtype) if given else None for i, given in enumerate((q, k))
-    ]
-    layer_heads = AttentionHeads(heads, kv_heads, *norms, 1e-6)
+    q_norm = (some(d, seed=0) + 1).to(device, dtype) if q else None
+    k_norm = (some(d, seed=1) + 1).to(device, dtype) if k else None
+    layer_heads = AttentionHeads(heads, kv_heads, q_norm, k_norm, 1e-6)
     results = []
     for run in (rope_store.rope_store, rope_store.reference):
         qkv = some(row_count, width).to(device, dtype)
@@ -141,7 +140,9 @@ def check_attention(
         torch.zeros(total, dtype=torch.long, device=device),
         torch.full((total,), -1, device=device),
         tables.to(device),
-        *(x.to(device, torch.int32) for x in (starts, row_counts, torch.tensor(ends) - row_counts)),
+        starts.to(device, torch.int32),
+        row_counts.to(device, torch.int32),
+        (torch.tensor(ends) - row_counts).to(device, torch.int32),
         max_rows or max(max(counts), 1),
         page_size,
     )

@@ -62,9 +62,8 @@ def make_gateway(
     restart_timeout: float = RESTART_TIMEOUT_SECONDS,
     **changes: Any,
 ) -> Gateway:
-    settings = ServerSettings(
-        **{"pair": "fake", "backoff": 0.1, "drain_seconds": 5.0, "timeout": 60.0} | changes
-    )
+    options: dict[str, Any] = {"pair": "fake", "backoff": 0.1, "drain_seconds": 5.0}
+    settings = ServerSettings(**options | {"timeout": 60.0} | changes)
     return Gateway(settings, FakeKind(folder, count, unhealthy_timeout, restart_timeout))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +34,9 @@ def processed(
     ids = torch.tensor([prompt + output])
     x = target(prompt + output, vocab)[None].clone()
     if sampling.logit_bias:
-        x = SequenceBiasLogitsProcessor({(i,): float(b) for i, b in sampling.logit_bias.items()})(
-            ids, x
-        )
+        # transformers declares a list of pairs, and also accepts a dictionary.
+        biases: Any = {(i,): float(b) for i, b in sampling.logit_bias.items()}
+        x = SequenceBiasLogitsProcessor(biases)(ids, x)
     x = MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, sorted(STOPS))(ids, x)
     x = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, x)
     for token, count in Counter(output).items():

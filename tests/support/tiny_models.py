@@ -1,5 +1,7 @@
 """Tiny random targets of every supported architecture, and drafters for them."""
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +20,7 @@ from peagle.drafter.config import config_for
 from peagle.drafter.untrained import untrained_drafter
 from peagle.target import Target
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -31,13 +33,13 @@ SIZES = {
     "bos_token_id": 2,
     "pad_token_id": 0,
 }
-MOE = {
+MOE: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "decoder_sparse_step": 1,
 }
-WINDOW = {"sliding_window": 8}  # shorter than the sequences of the tests
+WINDOW: dict[str, Any] = {"sliding_window": 8}  # shorter than the sequences of the tests
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen2": lambda: Qwen2Config(**SIZES),
@@ -66,7 +68,7 @@ def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
 
 
 def make_drafter(
-    target: Target, method: Method, layers: int, draft_vocab: int | None = None, **switches
+    target: Target, method: Method, layers: int, draft_vocab: int | None = None, **switches: Any
 ) -> Drafter:
     config = config_for(target, method, layers, AUX, MASK, draft_vocab, trained=False, **switches)
     ids = None

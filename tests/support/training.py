@@ -5,6 +5,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,7 +144,12 @@ def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
 def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
     target, folder = some_answers()
     data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab} {rung}"
-    settings = {"method": method, "draft_vocab": draft_vocab, "layers": 2, "steps": 30}
+    settings: dict[str, Any] = {
+        "method": method,
+        "draft_vocab": draft_vocab,
+        "layers": 2,
+        "steps": 30,
+    }
     settings |= {"init": "target", "save_every": 0} | (RUNGS[rung] if rung else {})
     trainer = make_run(target, some_config(data, out, **settings))
     entries = train(trainer)

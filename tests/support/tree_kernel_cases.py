@@ -1,5 +1,6 @@
 """Cases of the kernels that draft trees need, for tests/support/kernel_cases.py."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -87,13 +88,14 @@ def check_accept_tree(batch: int, k: int, nodes: int, device: str, dtype: torch.
     top_logits[broken, nodes // 2] = torch.inf
     trees = build_tree.DraftTrees(*(x.to(device) for x in tree))
     slot_batch = SlotBatch(*(x.to(device) for x in (index, first, ends)))
-    inputs = [x.to(device) for x in (tokens, top_logits, ids)]
+    inputs = (tokens.to(device), top_logits.to(device), ids.to(device))
     state, expected_state = ones_state(slots, device), ones_state(slots, device)
     result = accept_tree.accept_tree(*inputs, trees, slot_batch, state, k)
     expected = accept_tree.reference(*inputs, trees, slot_batch, expected_state, k)
     same_fields(result, expected)
     same_fields(state, expected_state)
-    accepted, newest, path_rows, flat_rows, path_ids, packed = (x.cpu() for x in expected)
+    outputs = [x.cpu() for x in expected if x is not None]
+    accepted, newest, path_rows, flat_rows, path_ids, packed = outputs
     assert torch.equal(ids.flatten()[flat_rows].view(path_rows.shape), path_ids)
     path_tokens = packed[:, : k + 1]
     packed_accepted, packed_broken, chain_accepted, path_mask = packed[:, k + 1 :].T
@@ -138,7 +140,8 @@ def check_compact_kv(batch: int, layers: int, width: int, device: str, dtype: to
     accepted[0] = k
     caches = [some(layers, batch * pages * page_size, width).to(device, dtype) for _ in range(2)]
     for run, cache in zip((compact_kv.compact_kv, compact_kv.reference), caches, strict=True):
-        run(cache, *(x.to(device) for x in (first, accepted, path, tables)), page_size)
+        inputs = (first.to(device), accepted.to(device), path.to(device), tables.to(device))
+        run(cache, *inputs, page_size)
     assert torch.equal(*caches)
     before = some(layers, batch * pages * page_size, width).to(device, dtype)
 
@@ -224,7 +227,12 @@ def check_tree_attention(
     counts = torch.tensor([width, width]).int()
     query, keys, values = (x.to(device, dtype) for x in (drawn_query, caches[0], caches[1]))
     rows = RowPass(
-        *(x.to(device) for x in (positions, positions, tables, starts, counts, first)),
+        positions.to(device),
+        positions.to(device),
+        tables.to(device),
+        starts.to(device),
+        counts.to(device),
+        first.to(device),
         width,
         page_size,
         tree.masks.flatten().to(device),
@@ -259,13 +267,26 @@ def check_bidirectional_attention(bidirectional_rows: int, device: str, dtype: t
     starts = torch.tensor([0, 7]).int()
     tables = torch.arange(6).view(2, 3).int()
     query, caches = some(10, 4, d), some(2, 6 * page_size, 2, d)
-    tensors = [x.to(device, dtype) for x in (query, caches[0], caches[1])]
-    unused = torch.zeros(10, dtype=torch.long)
-    requests = [x.to(device) for x in (unused, unused, tables, starts, counts, first)]
-    rows = RowPass(*requests, 7, page_size, bidirectional_rows=bidirectional_rows)
+    tensors = (
+        query.to(device, dtype),
+        caches[0].to(device, dtype),
+        caches[1].to(device, dtype),
+    )
+    unused = torch.zeros(10, dtype=torch.long, device=device)
+    causal_pass = RowPass(
+        unused,
+        unused,
+        tables.to(device),
+        starts.to(device),
+        counts.to(device),
+        first.to(device),
+        7,
+        page_size,
+    )
+    rows = replace(causal_pass, bidirectional_rows=bidirectional_rows, _cache={})
     params = AttentionParams(d**-0.5)
     expected = paged_attention.reference(*tensors, rows, params)
-    causal = paged_attention.reference(*tensors, RowPass(*requests, 7, page_size), params)
+    causal = paged_attention.reference(*tensors, causal_pass, params)
     for splits in (None, 1, 3):
         near(paged_attention.paged_attention(*tensors, rows, params, splits=splits), expected, 4)
     causal_rows = 7 - bidirectional_rows

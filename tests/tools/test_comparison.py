@@ -37,8 +37,8 @@ def record(name: str, seed: int, length: float, **more: Any) -> dict[str, Any]:
 
 def line(set_name: str, shape: str, speed: float, step: float) -> dict[str, Any]:
     speeds = {"1": speed, "8": 5 * speed}
-    told = {"set": set_name, "shape": shape, "tokens_per_second": speeds, "acceptance_length": 3.1}
-    return told | {"step_ms": step, "device": "CPU"}
+    entry = {"set": set_name, "shape": shape, "tokens_per_second": speeds, "acceptance_length": 3.1}
+    return entry | {"step_ms": step, "device": "CPU"}
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_what_is_wrong_is_told(results: Path, tmp_path: Path, capsys: pytest.Cap
     path.write_text("<!-- comparison:start lengths -->\n")
     assert comparison.main(words) == 2
     (results / "other.json").write_text("{}")
-    assert comparison.main(words) == 2 and "other.json is no record" in capsys.readouterr().err
+    assert comparison.main(words) == 2 and "other.json is not a record" in capsys.readouterr().err
 
 
 def test_without_records_nothing_is_claimed(tmp_path: Path):

@@ -1,8 +1,11 @@
-"""README's tables of results: filled by a script, and never stale."""
+"""The result tables of README.md and docs/results.md: filled by a script, and never stale."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.results import result, write
 
@@ -36,8 +39,29 @@ def test_readme_blocks(tmp_path: Path) -> None:
     assert call() == 2
 
 
-def test_readme_is_not_stale() -> None:
-    assert "<!-- bench:start" in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_the_default_fills_both_pages(page: str, tmp_path: Path) -> None:
+    for name in ("README.md", "docs/results.md", "tools/readme_table.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "docs" / "results").symlink_to(ROOT / "docs" / "results")
+    intact = (tmp_path / page).read_text()
+    header, rest = intact.split("<!-- bench:end -->", 1)
+    (tmp_path / page).write_text(f"{header}stale\n<!-- bench:end -->{rest}")
+
+    def call(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(tmp_path / "tools" / "readme_table.py"), *more]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    check = call("--check")
+    assert check.returncode == 1 and f"{Path(page).name} is stale" in check.stderr
+    assert call().returncode == 0 and call("--check").returncode == 0
+    assert (tmp_path / page).read_text() == intact
+
+
+def test_the_tables_are_not_stale() -> None:
+    for page in ("README.md", "docs/results.md"):
+        assert "<!-- bench:start" in (ROOT / page).read_text()
     call = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "readme_table.py"), "--check"], cwd=ROOT
     )

@@ -1,4 +1,4 @@
-"""What `measure_scale` counts as lost, and on which replica: with made-up requests and logs."""
+"""What benchmarks.scale counts as lost, and on which replica, for fixed requests and logs."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scale import Load, Request, told, usage
+from benchmarks.scale import Load, Request, stream_tokens, summarize
 from benchmarks.scaling import Replicas
 
 
@@ -19,39 +19,36 @@ def load_of(*requests: Request) -> Load:
 def test_what_is_lost_and_where() -> None:
     load = load_of(
         Request("before", True, 0.0, 1.0, "HTTP 500"),
-        Request("on it", True, 9.0, 10.5, "told in the stream"),
+        Request("on it", True, 9.0, 10.5, "error in the stream"),
         Request("elsewhere", False, 9.0, 11.0, "HTTP 500"),
         Request("saved", False, 9.5, 14.0),
         Request("refused", False, 10.2, 10.3, "HTTP 503"),
         Request("later", True, 15.0, 17.0),
     )
-    found = told(load, killed=10.0, back=6.0, held={"on it", "saved"})
-    assert (
-        found["in_flight_at_kill"],
-        found["on_the_killed"],
-        found["lost_beyond_those_on_it"],
-    ) == (3, 2, 1)
-    assert (found["lost_streams"], found["lost_whole"]) == (1, 1)
-    assert (found["failed_before"], found["failed_after"], found["answered"]) == (1, 1, 2)
-    assert (found["told_within_s"], found["longest_gap_s"]) == (1.0, 4.0)
-    assert (
-        told(load, 10.0, 6.0, held=1)["lost_beyond_those_on_it"] == 1
-    )  # where only a number is known
+    summary = summarize(load, killed=10.0, recovery=6.0, on_victim={"on it", "saved"})
+    assert summary["in_flight_at_kill"] == 3
+    assert summary["on_the_killed"] == 2
+    assert summary["lost_beyond_those_on_it"] == 1
+    assert (summary["lost_streams"], summary["lost_whole"]) == (1, 1)
+    assert (summary["failed_before"], summary["failed_after"], summary["answered"]) == (1, 1, 2)
+    assert (summary["told_within_s"], summary["longest_gap_s"]) == (1.0, 4.0)
+    # Where only the number of requests is known.
+    assert summarize(load, 10.0, 6.0, on_victim=1)["lost_beyond_those_on_it"] == 1
 
 
 def test_a_stream_must_come_to_its_end() -> None:
     chunk = {"usage": {"completion_tokens": 8}}
-    assert usage(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n") == 8
+    assert stream_tokens(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n") == 8
     for text, words in {
         f"data: {json.dumps(chunk)}\n\n": "broke off",
         'data: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n': "gone",
         "": "broke off",
     }.items():
         with pytest.raises(RuntimeError, match=words):
-            usage(text)
+            stream_tokens(text)
 
 
-def test_the_fronts_log_tells_who_had_a_request(tmp_path: Path) -> None:
+def test_the_gateway_log_names_the_replica_of_a_request(tmp_path: Path) -> None:
     def line(id: str, worker: str, **more: Any) -> str:
         return json.dumps({"event": "request", "request_id": id, "worker": worker} | more) + "\n"
 
@@ -63,5 +60,5 @@ def test_the_fronts_log_tells_who_had_a_request(tmp_path: Path) -> None:
     ]
     replicas.log = tmp_path / "log"
     replicas.log.write_text("".join([*lines, line("c", "replica-1"), line("other", "replica-0")]))
-    assert replicas.held("replica-0", {"a", "b", "c"}) == {"a", "c"}
-    assert replicas.held("replica-1", {"a", "b"}) == {"b"}
+    assert replicas.requests_on("replica-0", {"a", "b", "c"}) == {"a", "c"}
+    assert replicas.requests_on("replica-1", {"a", "b"}) == {"b"}

@@ -1,4 +1,4 @@
-"""Collects the score of every case and prints the table when all have run."""
+"""Collect the score of every case, and print the table when all have run."""
 
 import pytest
 from parity_replay import Score
@@ -17,9 +17,10 @@ HEAD = [
     "output",
 ]
 NOTES = (
-    "proposals: of the cache-free reference; step loop: of our cached loop",
-    "cut as vLLM: the reference embeds the prompt's last token where a prompt was cut into pieces, as vLLM 0.32.0 does",
-    "control: how many would be equal with the drafter's hidden states one position late",
+    "proposals: those of the cache-free reference; step loop: those of the cached loop",
+    "cut as vLLM: at the end of each chunk of a prompt, the reference embeds the prompt's last"
+    " token, as vLLM 0.32.0 does",
+    "control: the number that would be equal with the drafter's hidden states one position late",
 )
 SCORES = pytest.StashKey[dict[str, Score]]()
 FIGURES = pytest.StashKey[list[str]]()
@@ -32,13 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def scores(request: pytest.FixtureRequest) -> dict[str, Score]:
-    """By the case's name, in the order they ran."""
+    """Scores by the name of the case, in the order of the run."""
     return request.config.stash[SCORES]
 
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> list[str]:
-    """Lines to be printed when all have run."""
+    """Lines that are printed when all have run."""
     return request.config.stash[FIGURES]
 
 
@@ -53,11 +54,8 @@ def pytest_terminal_summary(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     terminalreporter.section("peagle against vLLM: equal / all")
     for name, *others in rows:
-        line = [
-            name.ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
-        ]
-        terminalreporter.write_line("  ".join(line))
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        terminalreporter.write_line("  ".join([name.ljust(widths[0]), *numbers]))
     for note in NOTES:
         terminalreporter.write_line(note)
 

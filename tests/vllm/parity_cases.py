@@ -1,4 +1,4 @@
-"""The cases: which target, which drafter, which format, which K, and how the requests come in."""
+"""The cases: target, drafter, format, K, and how the requests arrive."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -7,7 +7,8 @@ from peagle.core import Method
 from peagle.export.export import ExportFormat
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
-VOCAB, MASK_ID = 16, 15  # so small that a random draft is right now and then
+VOCAB = 16  # so small that a random draft is right now and then
+MASK_ID = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +19,18 @@ class Case:
     to: ExportFormat = "vllm"
     num_layers: int = 1
     architecture: Architecture = "llama"
-    sizes: dict[str, Any] = field(default_factory=dict)  # what differs from parity_models.SIZES
+    sizes: dict[str, Any] = field(default_factory=dict)  # differences from parity_models.SIZES
     draft_vocab: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
     switches: dict[str, bool] = field(default_factory=dict)
-    own_tables: bool = False  # embeddings and lm_head of the drafter's own, not the target's
-    prompts: tuple[int, ...] = (5, 17, 2, 40)  # a length each
+    own_tables: bool = False  # the drafter has its own embeddings and lm_head
+    prompts: tuple[int, ...] = (5, 17, 2, 40)  # one length per prompt
     max_tokens: tuple[int, ...] = (30, 20, 40, 24)
     shared_prefix: int = 0  # the longer prompts start with the same tokens, this many
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-# Five requests for three places: prompts are read while others decode, and rows of the batch change owner.
+# Five requests for three slots: prompts are read while others decode, and batch rows change owner.
 QUEUE: dict[str, Any] = {
     "prompts": (9, 3, 30, 21, 14),
     "max_tokens": (16, 37, 20, 25, 30),
@@ -44,7 +45,7 @@ PREFIX: dict[str, Any] = {
     "engine": {"max_num_seqs": 2, "block_size": 32},
 }
 
-# Prompts read in pieces of about 30 tokens, another request decoding beside them.
+# Prompts are read in chunks of about 30 tokens while another request decodes.
 PIECES: dict[str, Any] = {
     "prompts": (90, 40, 110),
     "max_tokens": (24, 40, 24),
@@ -70,7 +71,7 @@ CASES = [
         num_layers=4,
         sizes={"rope_parameters": LLAMA3_ROPE},
     ),
-    Case("p-eagle native, 5 requests for 3 places", "p-eagle", 1, num_layers=2, **QUEUE),
+    Case("p-eagle native, 5 requests for 3 slots", "p-eagle", 1, num_layers=2, **QUEUE),
     Case("p-eagle native, prefix cache", "p-eagle", 7, num_layers=4, draft_vocab=11, **PREFIX),
     Case(
         "p-eagle native, Qwen3, wide heads",
@@ -113,7 +114,7 @@ CASES = [
         aux_layer_ids=FIVE_TAPS,
     ),
     Case("eagle3 native", "eagle3", 3),
-    Case("eagle3 native, 5 requests for 3 places", "eagle3", 7, draft_vocab=11, **QUEUE),
+    Case("eagle3 native, 5 requests for 3 slots", "eagle3", 7, draft_vocab=11, **QUEUE),
     Case(
         "eagle3 native, Qwen2, tied, fc_norm, norm_output",
         "eagle3",

@@ -26,17 +26,15 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 500.0,
-    },  # nobody's default: it must travel
-    "rms_norm_eps": 0.01,  # large enough to be missed when it is lost
-    "initializer_range": 0.15,  # answers of a target with the usual 0.02 repeat one token
+    # Not the default: a lost value changes the drafts. The same holds for eps.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "rms_norm_eps": 0.01,
+    "initializer_range": 0.15,  # With the usual 0.02, answers repeat one token.
 }
 
 
 def tiny_target(case: Case, folder: Path, seed: int = 0) -> Target:
-    """Saved in fp32 and read back as any target is. Its norms and biases are random too."""
+    """A target saved in fp32 and read back as usual. Its norms and biases are random too."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(case.architecture, **(SIZES | case.sizes))
@@ -65,7 +63,7 @@ def tiny_drafter(case: Case, target: Target, seed: int = 1) -> Drafter:
         torch.randperm(VOCAB, generator=generator)[: case.draft_vocab] if case.draft_vocab else None
     )
     drafter = untrained_drafter(config, target, seed, kept)
-    enliven(drafter, generator)
+    randomize(drafter, generator)
     if case.own_tables:
         drafter.set_embed_and_head(
             drafter.embed_tokens.roll(1, 0), drafter.lm_head.roll(1, 0), kept
@@ -73,10 +71,11 @@ def tiny_drafter(case: Case, target: Target, seed: int = 1) -> Drafter:
     return drafter
 
 
-def enliven(drafter: Drafter, generator: torch.Generator) -> None:
-    """Weights so large that context, positions and masks decide the drafts.
+def randomize(drafter: Drafter, generator: torch.Generator) -> None:
+    """Give the drafter weights so large that context, positions and masks decide the drafts.
 
-    An untrained drafter says nearly the same at every mask row: two such drafters agree whatever their rows are.
+    An untrained drafter predicts nearly the same at every mask row, so two such drafters agree for
+    any rows.
     """
 
     def normal(like: Tensor, std: float) -> Tensor:
@@ -106,12 +105,15 @@ def tiny_prompts(case: Case, seed: int = 2) -> list[list[int]]:
 
 
 def real_drafter(target: Target, folder: str) -> Drafter:
-    """The one in `folder`, or four random layers with SmolLM2's taps and an id it never writes as mask."""
+    """The drafter in `folder`, or four random layers with the taps of SmolLM2.
+
+    The mask id is one that SmolLM2 never generates.
+    """
     if folder:
         return load(Path(folder), target, torch.float32)
     config = config_for(target, "p-eagle", 4, aux_layer_ids=(2, 15, 27), mask_token_id=16)
     drafter = untrained_drafter(config, target)
-    enliven(drafter, torch.Generator().manual_seed(1))
+    randomize(drafter, torch.Generator().manual_seed(1))
     return drafter
 
 

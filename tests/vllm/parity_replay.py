@@ -1,4 +1,4 @@
-"""The comparison: every pass vLLM made, made again by the cache-free reference and by the cached step loop."""
+"""Repeat every pass of vLLM with the cache-free reference and with the cached step loop."""
 
 from dataclasses import dataclass
 
@@ -16,21 +16,21 @@ from peagle.target import Target
 
 @dataclass(slots=True)
 class Score:
-    """What was equal, of how many."""
+    """The numbers of equal results."""
 
     k: int
     requests: int
-    proposals: int = 0  # all of vLLM's; the last one of each request, which nobody verified, too
-    equal: int = 0  # the reference proposes the same, all K drafts
-    embedded: int = 0  # it does when it embeds at chunk ends what vLLM embeds there: see vllm_ids
-    late: int = 0  # it does with the hidden states one position late: a control, must be few
-    looped: int = 0  # the step loop proposes the same ...
-    loop_total: int = 0  # ... but nothing after the last pass
+    proposals: int = 0  # all proposals of vLLM, also the last of a request, which is not verified
+    equal: int = 0  # the reference proposes the same K drafts
+    embedded: int = 0  # it does so if it embeds at chunk ends what vLLM embeds: see vllm_ids
+    late: int = 0  # it does so with the hidden states one position late: a control, must be few
+    looped: int = 0  # the step loop proposes the same; it proposes nothing after the last pass
+    loop_total: int = 0
     draft_tokens: int = 0
     accepted: int = 0
-    passes_equal: bool = True  # the step loop: the same tokens, drafted and accepted in every pass
-    output_equal: bool = True  # plain greedy decoding: the same tokens
-    counters_equal: bool = True  # vLLM's own counters say what we counted
+    passes_equal: bool = True  # the step loop has the same tokens, drafted and accepted, per pass
+    output_equal: bool = True  # plain greedy decoding gives the same tokens
+    counters_equal: bool = True  # vLLM's own counters are equal to ours
 
 
 def compare(target: Target, drafter: Drafter, k: int, report: Report) -> Score:
@@ -46,28 +46,32 @@ def compare(target: Target, drafter: Drafter, k: int, report: Report) -> Score:
 
 
 def replay(target: Target, drafter: Drafter, request: Request, score: Score) -> None:
-    """Before each of vLLM's proposals: prefix = prompt + all tokens so far, the newest of them not consumed."""
+    """Propose from the same prefix as each proposal of vLLM.
+
+    The prefix is the prompt and all tokens so far; the target has not consumed the newest token.
+    """
     prefix = list(request.prompt)
-    for one in request.passes:
-        prefix += one.tokens
+    for target_pass in request.passes:
+        prefix += target_pass.tokens
         ids = torch.tensor(prefix)
         g = target.forward(ids[:-1]).hidden
 
-        def same(g: Tensor, ids: Tensor, theirs: list[int] = one.drafts) -> bool:
-            return reference.propose(drafter, g, ids, score.k).tolist() == theirs
+        def is_equal(g: Tensor, ids: Tensor, drafts: list[int] = target_pass.drafts) -> bool:
+            return reference.propose(drafter, g, ids, score.k).tolist() == drafts
 
         score.proposals += 1
-        score.equal += same(g, ids)
-        score.embedded += same(g, vllm_ids(ids, request))
-        score.late += same(g.roll(1, 0), ids)
+        score.equal += is_equal(g, ids)
+        score.embedded += is_equal(g, vllm_ids(ids, request))
+        score.late += is_equal(g.roll(1, 0), ids)
     assert prefix[len(request.prompt) :][: request.max_tokens] == request.output
 
 
 def vllm_ids(ids: Tensor, request: Request) -> Tensor:
     """The ids whose embeddings vLLM 0.32.0 gives its drafter.
 
-    The row at the end of a piece of a prompt should embed the token that follows, x_{j+1}. vLLM embeds the prompt's
-    last token there (it takes the newest token it knows for the next one), and that row's KV stays as it is.
+    The row at the end of a chunk of a prompt should embed the token that follows, x_{j+1}. vLLM
+    embeds the prompt's last token there (it takes the newest known token for the next one), and
+    the KV entry of that row is not computed again.
     """
     ids = ids.clone()
     ids[request.chunk_ends] = request.prompt[-1]
@@ -90,29 +94,39 @@ class Recorded:
 def step_loop(target: Target, drafter: Drafter, request: Request, score: Score) -> None:
     recorded = Recorded(proposer_for(drafter))
     steps = list(decode(target, recorded, request.prompt, score.k, request.max_tokens, Sampling()))
-    theirs = [one.drafts for one in request.passes[:-1]]
+    theirs = [target_pass.drafts for target_pass in request.passes[:-1]]
     score.loop_total += len(theirs)
     score.looped += sum(a == b for a, b in zip(recorded.drafts, theirs, strict=False))
     score.passes_equal &= steps == steps_of(request, score.k)
 
 
 def steps_of(request: Request, k: int) -> list[Step]:
-    """vLLM's passes as our step loop reports them: the tokens cut at max_tokens, the counts those of the whole pass."""
-    steps, left = [], request.max_tokens
-    for i, one in enumerate(request.passes):
-        steps.append(Step(tuple(one.tokens[:left]), k if i else 0, len(one.tokens) - 1))
-        left -= len(one.tokens)
+    """vLLM's passes as the step loop reports them.
+
+    Tokens are cut at max_tokens; the counts are those of the whole pass.
+    """
+    steps = []
+    left = request.max_tokens
+    for i, target_pass in enumerate(request.passes):
+        tokens = target_pass.tokens
+        steps.append(Step(tuple(tokens[:left]), k if i else 0, len(tokens) - 1))
+        left -= len(tokens)
     return steps
 
 
 def count(report: Report, score: Score) -> None:
-    """vLLM counts verified drafts: all passes of a request but its first, which reads the prompt."""
-    accepted = [len(one.tokens) - 1 for request in report.requests for one in request.passes[1:]]
-    score.draft_tokens, score.accepted = score.k * len(accepted), sum(accepted)
+    """vLLM counts verified drafts: all passes of a request except the first, its prefill."""
+    accepted = [
+        len(target_pass.tokens) - 1
+        for request in report.requests
+        for target_pass in request.passes[1:]
+    ]
+    score.draft_tokens = score.k * len(accepted)
+    score.accepted = sum(accepted)
     ours = {
         "drafts": len(accepted),
         "draft_tokens": score.draft_tokens,
         "accepted": score.accepted,
-        "accepted_per_position": [sum(kept > i for kept in accepted) for i in range(score.k)],
+        "accepted_per_position": [sum(number > i for number in accepted) for i in range(score.k)],
     }
     score.counters_equal = ours.items() <= report.counters.items()

@@ -1,4 +1,4 @@
-"""Runs vLLM's worker on a target and an exported drafter, and reads its report."""
+"""Run vLLM's worker on a target and an exported drafter, and read its report."""
 
 import json
 import subprocess
@@ -13,15 +13,15 @@ from peagle.export.export import ExportFormat, export
 from peagle.target import Target
 
 WORKER = Path(__file__).parent / "worker.py"
-TIMEOUT = 600  # seconds; a tiny case takes 12 to 50, the first one the longest
+TIMEOUT_SECONDS = 600  # A tiny case takes 12 to 50; the first takes longest.
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One target pass of a request: the tokens it gave (accepted drafts, one of its own), the drafts made after."""
+    """One target pass of a request."""
 
-    tokens: list[int]
-    drafts: list[int]
+    tokens: list[int]  # the accepted drafts and one token of the target
+    drafts: list[int]  # the drafts proposed after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Request:
     max_tokens: int
     output: list[int]
     passes: list[Pass]
-    chunk_ends: list[int]  # where its prompt was cut into pieces
+    chunk_ends: list[int]  # positions where its prompt was cut into chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What vLLM is asked to do."""
+    """A job for vLLM."""
 
     target: Target
     drafter: Drafter
@@ -53,7 +53,7 @@ class Work:
 
 
 def run_vllm(work: Work, folder: Path) -> Report:
-    """Exports the drafter to `folder` and lets vLLM serve it there."""
+    """Export the drafter to `folder`, and serve it with vLLM."""
     verifier = VerifierConfig(work.target.name, work.target.config.architectures)
     export(work.drafter, folder / "drafter", work.to, work.k, verifier)
     job = {
@@ -67,7 +67,7 @@ def run_vllm(work: Work, folder: Path) -> Report:
             prompt,
             limit,
             seen["output"],
-            [Pass(**one) for one in seen["passes"]],
+            [Pass(**fields) for fields in seen["passes"]],
             seen["chunk_ends"],
         )
         for prompt, limit, seen in zip(
@@ -78,7 +78,7 @@ def run_vllm(work: Work, folder: Path) -> Report:
 
 
 def engine_arguments(work: Work, drafter: Path) -> dict[str, Any]:
-    """A speculators folder is the whole argument: vLLM finds the target, the method and K inside."""
+    """A speculators folder is the only argument: it names the target, the method and K."""
     if work.to == "speculators":
         return {"model": str(drafter)}
     speculative = {
@@ -91,14 +91,16 @@ def engine_arguments(work: Work, drafter: Path) -> dict[str, Any]:
 
 
 def call_worker(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    job_file, result_file = folder / "job.json", folder / "result.json"
+    job_file = folder / "job.json"
+    result_file = folder / "result.json"
     job_file.write_text(json.dumps(job))
     done = subprocess.run(
         [sys.executable, str(WORKER), str(job_file), str(result_file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, f"vLLM failed ({done.returncode}):\n{done.stdout[-6000:]}"
-    return json.loads(result_file.read_text())
+    result: dict[str, Any] = json.loads(result_file.read_text())
+    return result

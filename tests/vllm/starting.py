@@ -1,4 +1,4 @@
-"""vLLM as a process: until it answers."""
+"""Wait until a process of vLLM answers."""
 
 import subprocess
 import time
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import httpx
 
-START = 400  # seconds
+START_SECONDS = 400
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """`url`: of its health."""
-    end = time.monotonic() + START
+    """`url`: the address of its health check."""
+    end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         assert process.poll() is None, f"vLLM ended:\n{log.read_text()[-4000:]}"
         try:

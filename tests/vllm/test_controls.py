@@ -1,4 +1,4 @@
-"""Equal drafts prove little where a wrong drafter drafts the same: each fault here must show in the tiny drafters."""
+"""Controls of the parity tests: each fault of a tiny drafter must change its drafts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,14 +76,17 @@ FAULTS: dict[str, Callable[[Drafter], None]] = {
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
     case = CASES[0]
     target = tiny_target(case, tmp_path / "target")
-    right, wrong = tiny_drafter(case, target), tiny_drafter(case, target)
+    right = tiny_drafter(case, target)
+    wrong = tiny_drafter(case, target)
     FAULTS[fault](wrong)
     target.tap(right.config.aux_layer_ids or ())
-    same = total = 0
+    same = 0
+    total = 0
     for prompt in tiny_prompts(replace(case, prompts=tuple(range(3, 43)))):
         ids = torch.tensor(prompt)
         g = target.forward(ids[:-1]).hidden
-        one, other = (reference.propose(drafter, g, ids, case.k) for drafter in (right, wrong))
-        same, total = same + int((one == other).all()), total + 1
+        expected = reference.propose(right, g, ids, case.k)
+        same += int((reference.propose(wrong, g, ids, case.k) == expected).all())
+        total += 1
     # A parity case compares about a hundred proposals: a fault in a quarter of them cannot pass.
     assert same < total * 3 / 4

@@ -1,4 +1,4 @@
-"""What `peagle deploy` renders, read by vLLM's own parser: its options, and a config file that says the same."""
+"""The files of `peagle deploy`, read by vLLM's own parser: its options and its config file."""
 
 import os
 import socket
@@ -40,18 +40,14 @@ def parsed(words: list[str]) -> AsyncEngineArgs:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_command(kind: str, pair: str) -> None:
     choices = {"gpus": 2, "gpu": "H100"}
-    said, made = (
-        parsed(vllm_arguments(kind, rendered(kind, pair, **choices))),
-        planned(kind, pair, **choices),
-    )
-    assert set(said.speculative_config) == KEYS
-    assert said.speculative_config["num_speculative_tokens"] == made.k
-    assert (said.model, said.tensor_parallel_size, said.max_model_len) == (
-        made.target,
-        2,
-        made.context,
-    )
-    assert said.served_model_name in (pair, [pair])
+    arguments = parsed(vllm_arguments(kind, rendered(kind, pair, **choices)))
+    deployment = planned(kind, pair, **choices)
+    assert set(arguments.speculative_config) == KEYS
+    assert arguments.speculative_config["num_speculative_tokens"] == deployment.k
+    assert arguments.model == deployment.target
+    assert arguments.tensor_parallel_size == 2
+    assert arguments.max_model_len == deployment.context
+    assert arguments.served_model_name in (pair, [pair])
 
 
 def test_the_config_file(tmp_path: Path) -> None:
@@ -100,7 +96,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         planned.drafter_folder, planned.pair, planned.deployment.k, out / "drafter", False, silent
     )
     (out / "bin").mkdir()
-    shim = f'#!/bin/sh\nshift\nexec {sys.executable} -m vllm.entrypoints.openai.api_server --model "$@"\n'
+    server = f"{sys.executable} -m vllm.entrypoints.openai.api_server"
+    shim = f'#!/bin/sh\nshift\nexec {server} --model "$@"\n'
     (out / "bin" / "vllm").write_text(shim)
     (out / "bin" / "vllm").chmod(0o755)
     with socket.socket() as free:
@@ -134,20 +131,15 @@ def test_the_script_serves_the_pair(url: str) -> None:
         "max_tokens": 64,
     }
     assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401
-    told = httpx.post(
+    response = httpx.post(
         f"{url}/v1/chat/completions", json=body | {"temperature": 0}, headers=KEY, timeout=300
     )
-    assert told.raise_for_status().json()["usage"]["completion_tokens"] > 8
+    assert response.raise_for_status().json()["usage"]["completion_tokens"] > 8
     counted = {}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         if line.startswith("vllm:spec_decode_num_"):
             counted[line.split("{")[0]] = float(line.split()[-1])
-    drafts, tokens = (
-        counted["vllm:spec_decode_num_drafts_total"],
-        counted["vllm:spec_decode_num_draft_tokens_total"],
-    )
-    assert (
-        drafts > 0
-        and tokens == 7 * drafts
-        and counted["vllm:spec_decode_num_accepted_tokens_total"] > drafts / 2
-    )
+    drafts = counted["vllm:spec_decode_num_drafts_total"]
+    assert drafts > 0
+    assert counted["vllm:spec_decode_num_draft_tokens_total"] == 7 * drafts
+    assert counted["vllm:spec_decode_num_accepted_tokens_total"] > drafts / 2

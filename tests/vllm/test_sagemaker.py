@@ -1,6 +1,9 @@
-"""The whole path of `peagle deploy sagemaker` on this machine: the shipped drafter exported, vLLM started with exactly
-the environment the dry run prints (by the container's documented mapping, its folders replaced by ours), asked as
-SageMaker asks. Its answers are the native engine's, its acceptance length that of `peagle evaluate`.
+"""The whole path of `peagle deploy sagemaker` on this machine.
+
+The drafter of the default pair is exported, and vLLM starts with exactly the environment that the
+dry run prints, by the container's documented mapping, with local folders. Requests are those of
+SageMaker. The answers must equal the native engine's, and the acceptance length that of `peagle
+evaluate`.
 
 Run with `make test-vllm`. Needs humaneval.jsonl (PEAGLE_DATA). About three minutes.
 """
@@ -32,7 +35,10 @@ from peagle.loaded import LoadedPair, load
 from tests.vllm.starting import wait_until_ready
 
 pytestmark = pytest.mark.vllm
-PAIR, K, TASKS, TOKENS = "smollm2-135m", 7, 8, 128
+PAIR = "smollm2-135m"
+K = 7
+TASKS = 8
+TOKENS = 128
 ROLE = "arn:aws:iam::123456789012:role/SageMaker"
 FOLDERS = {"/opt/ml/model": "target", "/opt/ml/additional-model-data-sources/eagle": "drafter"}
 ON_THIS_CPU = {
@@ -44,58 +50,52 @@ COUNTERS = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_
 
 
 def environment() -> dict[str, str]:
-    """What the dry run gives the container. float32 and eager: this CPU's, and greedy answers that can be compared."""
-    words = [
-        "deploy",
-        "sagemaker",
-        PAIR,
-        "--role",
-        ROLE,
-        "--region",
-        "us-west-2",
-        "-k",
-        str(K),
-        "--context",
-        "2048",
-    ]
+    """The container's environment, as the dry run prints it.
+
+    With float32 and eager mode, greedy answers of this CPU can be compared.
+    """
+    words = ["deploy", "sagemaker", PAIR, "--role", ROLE, "--region", "us-west-2"]
+    words += ["-k", str(K), "--context", "2048"]
     ours = ["--env", "SM_VLLM_DTYPE=float32", "--env", "SM_VLLM_ENFORCE_EAGER=true", "--dry-run"]
     done = subprocess.run(
         [sys.executable, "-m", "peagle", *words, *ours], capture_output=True, text=True, check=True
     )
     (model,) = [step for step in json.loads(done.stdout) if step.get("operation") == "CreateModel"]
-    return model["parameters"]["PrimaryContainer"]["Environment"]
+    variables: dict[str, str] = model["parameters"]["PrimaryContainer"]["Environment"]
+    return variables
 
 
 def arguments(variables: dict[str, str]) -> list[str]:
-    """The container's mapping: SM_VLLM_X_Y -> --x-y; true or empty: bare; false: nothing; an array: word by word."""
-    words = []
+    """The container's mapping of variables to options.
+
+    SM_VLLM_X_Y becomes --x-y. With the value true or an empty value the option stands alone, with
+    false it is left out, and an array is given word by word.
+    """
+    words: list[str] = []
     for name, value in variables.items():
         if name.startswith("SM_VLLM_") and value != "false":
             words.append("--" + name.removeprefix("SM_VLLM_").lower().replace("_", "-"))
-            words += (
-                json.loads(value)
-                if value.startswith("[")
-                else [value]
-                if value not in ("true", "")
-                else []
-            )
+            if value.startswith("["):
+                words += json.loads(value)
+            elif value not in ("true", ""):
+                words.append(value)
     return words
 
 
 @contextmanager
 def served(variables: dict[str, str], folders: dict[str, Path], log: Path) -> Iterator[str]:
-    """vLLM as the container starts it: the model is what lies in /opt/ml/model."""
+    """Start vLLM as the container does: the model is in /opt/ml/model."""
     words = arguments(variables)
     for place, kind in FOLDERS.items():
         words = [word.replace(place, str(folders[kind])) for word in words]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    there = ["--model", str(folders["target"]), "--host", "127.0.0.1", "--port", str(port)]
+    address = ["--model", str(folders["target"]), "--host", "127.0.0.1", "--port", str(port)]
     others = {name: value for name, value in variables.items() if not name.startswith("SM_VLLM_")}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *there, *words],
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *address, *words],
             env=os.environ | others | ON_THIS_CPU,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -109,16 +109,15 @@ def served(variables: dict[str, str], folders: dict[str, Path], log: Path) -> It
             process.wait(60)
 
 
-def asked(url: str, task: Task) -> str:
+def invoke(url: str, task: Task) -> str:
     body = {
         "messages": [{"role": "user", "content": task.turns[0]}],
         "max_tokens": TOKENS,
         "temperature": 0,
     }
-    told: dict[str, Any] = (
-        httpx.post(f"{url}/invocations", json=body, timeout=300).raise_for_status().json()
-    )
-    return str(told["choices"][0]["message"]["content"])
+    response = httpx.post(f"{url}/invocations", json=body, timeout=300).raise_for_status()
+    answer: dict[str, Any] = response.json()
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def counters(url: str) -> list[float]:
@@ -142,15 +141,16 @@ def test_what_is_deployed_answers_as_the_native_engine_does(
         "drafter": drafter_artifact(planned, target, fetch=True).folder,
     }
     with served(environment(), folders, tmp_path / "vllm.log") as url:  # type: ignore[arg-type]
-        theirs = [asked(url, task) for task in tasks]
+        theirs = [invoke(url, task) for task in tasks]
         drafts, accepted = counters(url)
     ours, measured = evaluated(tasks)
     length = 1 + accepted / drafts
-    equal = sum(one == other for one, other in zip(theirs, ours, strict=True))
+    equal = sum(a == b for a, b in zip(theirs, ours, strict=True))
     figures.append(
-        f"deploy sagemaker, {PAIR}, K={K}, {TASKS} humaneval prompts, {TOKENS} tokens: {equal}/{TASKS} answers equal,"
-        f" acceptance length {length:.4f} in vLLM ({drafts:.0f} drafts, {accepted:.0f} accepted),"
-        f" {measured.acceptance_length:.4f} by evaluate ({measured.drafts} drafts, {measured.accepted} accepted)"
+        f"deploy sagemaker, {PAIR}, K={K}, {TASKS} humaneval prompts, {TOKENS} tokens:"
+        f" {equal}/{TASKS} answers equal, acceptance length {length:.4f} in vLLM"
+        f" ({drafts:.0f} drafts, {accepted:.0f} accepted), {measured.acceptance_length:.4f} by"
+        f" evaluate ({measured.drafts} drafts, {measured.accepted} accepted)"
     )
     assert theirs == ours
     assert accepted > 0
@@ -158,15 +158,14 @@ def test_what_is_deployed_answers_as_the_native_engine_does(
 
 
 def evaluated(tasks: list[Task]) -> tuple[list[str], SetResult]:
-    """What `peagle evaluate --as-vllm` decodes and counts, and the texts it throws away."""
-    whole, settings = (
-        load(PAIR, dtype="float32", device="cpu"),
-        EvaluateSettings((K,), max_tokens=TOKENS),
-    )
+    """The texts of `peagle evaluate --as-vllm`, and its result."""
+    whole = load(PAIR, dtype="float32", device="cpu")
+    settings = EvaluateSettings((K,), max_tokens=TOKENS)
     loaded = LoadedPair(
         whole.pair, whole.target, {"p-eagle": vllm_subset(whole.drafter("p-eagle"))}
     )
-    answers = [one for task in tasks for one in answer(loaded, task, K, 0.0, 0, settings)]
-    return [one.text for one in answers], summarize(
-        (step for one in answers for step in one.steps), K
-    )
+    generations = [
+        generation for task in tasks for generation in answer(loaded, task, K, 0.0, 0, settings)
+    ]
+    steps = (step for generation in generations for step in generation.steps)
+    return [generation.text for generation in generations], summarize(steps, K)

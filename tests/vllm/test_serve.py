@@ -1,4 +1,4 @@
-"""`peagle serve --engine vllm` with the shipped pair: the native engine's answers, metrics, kill -9 of its engine."""
+"""`peagle serve --engine vllm` with the default pair: answers, metrics, SIGKILL of its engine."""
 
 import json
 import os
@@ -29,30 +29,17 @@ PROMPTS = [
     "Write a Python function that adds two numbers.",
     "What is 17 times 3?",
 ]
-K, TOKENS = 5, 48
+K = 5
+TOKENS = 48
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    options = [
-        "--engine",
-        "vllm",
-        "-k",
-        str(K),
-        "--dtype",
-        "float32",
-        "--context",
-        "2048",
-        "--enforce-eager",
-    ]
+    options = ["--engine", "vllm", "-k", str(K), "--dtype", "float32", "--context", "2048"]
+    options += ["--enforce-eager", "--", "--seed", "0"]
     space = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with running_command(
-        log, "smollm2-135m", *options, "--", "--seed", "0", seconds=300, **space
-    ) as (
-        process,
-        url,
-    ):
+    with running_command(log, "smollm2-135m", *options, seconds=300, **space) as (process, url):
         yield process, url, log
 
 
@@ -66,7 +53,8 @@ def ask(url: str, prompt: str, **more: Any) -> httpx.Response:
 
 
 def status(url: str) -> dict[str, Any]:
-    return httpx.get(f"{url}/v1/peagle/status", timeout=60).json()  # type: ignore[no-any-return]
+    record: dict[str, Any] = httpx.get(f"{url}/v1/peagle/status", timeout=60).json()
+    return record
 
 
 def test_the_native_engines_answers(live: tuple[Any, str, Path]) -> None:
@@ -74,29 +62,20 @@ def test_the_native_engines_answers(live: tuple[Any, str, Path]) -> None:
     native = peagle.load("smollm2-135m", dtype="float32", device="cpu")
     for prompt in PROMPTS:
         reply = ask(url, prompt).json()
-        assert (
-            reply["choices"][0]["message"]["content"]
-            == native.generate(prompt, k=K, max_tokens=TOKENS).text
-        )
-        told = reply["metrics"]["speculative_decoding"]
-        assert told["num_spec_steps"] > 0 and told["mean_acceptance_length"] > 1
+        expected = native.generate(prompt, k=K, max_tokens=TOKENS).text
+        assert reply["choices"][0]["message"]["content"] == expected
+        metrics = reply["metrics"]["speculative_decoding"]
+        assert metrics["num_spec_steps"] > 0 and metrics["mean_acceptance_length"] > 1
     engine = status(url)["engines"]["p-eagle"]
     assert engine["k"] == K and engine["draft_tokens"] == K * engine["drafts"] > 0
-    assert (
-        engine["acceptance_length"]
-        == round(1 + engine["accepted_tokens"] / engine["drafts"], 4)
-        > 1.5
-    )
+    length = round(1 + engine["accepted_tokens"] / engine["drafts"], 4)
+    assert engine["acceptance_length"] == length > 1.5
     page = httpx.get(f"{url}/metrics", timeout=60).text
-    assert (
-        f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="smollm2-135m"}} {engine["drafts"]:.1f}'
-        in page
-    )
+    labels = '{engine="0",model_name="smollm2-135m"}'
+    assert f"vllm:spec_decode_num_drafts_total{labels} {engine['drafts']:.1f}" in page
     types = [line for line in page.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types)) and "# TYPE peagle:engine_up gauge" in types
-    print(
-        f"\nacceptance length {engine['acceptance_length']} at K={K}, {engine['generated_tokens']} tokens"
-    )
+    print(f"\nacceptance length {length} at K={K}, {engine['generated_tokens']} tokens")
 
 
 def test_what_vllm_refuses_and_what_we_refuse(live: tuple[Any, str, Path]) -> None:
@@ -119,11 +98,11 @@ def test_what_vllm_refuses_and_what_we_refuse(live: tuple[Any, str, Path]) -> No
 def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     before = ask(url, PROMPTS[0]).json()["choices"][0]["message"]["content"]
-    found: dict[bool, httpx.Response] = {}
-    how: Any = {"max_tokens": 1500, "ignore_eos": True}
+    responses: dict[bool, httpx.Response] = {}  # True: the stream
+    options: Any = {"max_tokens": 1500, "ignore_eos": True}
 
     def run(stream: bool) -> None:
-        found[stream] = ask(url, "Count to a thousand.", stream=stream, **how)
+        responses[stream] = ask(url, "Count to a thousand.", stream=stream, **options)
 
     threads = [threading.Thread(target=run, args=(stream,)) for stream in (True, False)]
     for thread in threads:
@@ -135,22 +114,21 @@ def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
     os.kill(core, signal.SIGKILL)
     for thread in threads:
         thread.join(timeout=60)
-    lines = [line.removeprefix("data: ") for line in found[True].text.split("\n\n") if line]
+    lines = [line.removeprefix("data: ") for line in responses[True].text.split("\n\n") if line]
     assert lines[-1] == "[DONE]" and "error" in json.loads(lines[-2]) and len(lines) > 3
-    assert found[False].status_code == 503 and found[False].headers["retry-after"]
+    assert responses[False].status_code == 503 and responses[False].headers["retry-after"]
     assert ask(url, "x").status_code == 503
-    told = time.monotonic() - killed
+    failed = time.monotonic() - killed
     wait_for(lambda: is_healthy(url), 300)
-    print(
-        f"\nclients were told within {told:.1f} s; it answers again after {time.monotonic() - killed:.0f} s"
-    )
+    recovered = time.monotonic() - killed
+    print(f"\nclients got errors within {failed:.1f} s; answers again after {recovered:.0f} s")
     assert not any(map(is_alive, family)), "vLLM's processes were left behind"
     assert ask(url, PROMPTS[0]).json()["choices"][0]["message"]["content"] == before
     assert status(url)["restarts"] == 1
 
 
 def test_nothing_is_left_when_the_server_is_killed(live: tuple[Any, str, Path]) -> None:
-    """The last of this file."""
+    """This test ends the server, so it is the last of this file."""
     process, _, _ = live
     family = descendants(process.pid)
     assert any(b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family)

@@ -1,9 +1,9 @@
-"""vLLM in a process of its own: reads a job (JSON), generates greedily, writes what its drafter did (JSON).
+"""Run vLLM in its own process: read a job (JSON), generate greedily, write the drafter's passes.
 
     python worker.py job.json result.json
 
-One engine per process, because vLLM's distributed state and its CPU thread binding are per process. Nothing of peagle
-is imported here: what vLLM does must not depend on it.
+There is one engine per process, because vLLM's distributed state and its CPU thread binding belong
+to the process. Nothing of peagle is imported here: what vLLM does must not depend on it.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: its runner can be watched
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # The engine runs in this process.
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -31,25 +31,22 @@ COUNTERS = {
 
 
 def watch_drafter(prompts: list[list[int]]) -> list[Json]:
-    """From now on, for each request: its passes (the target's tokens, the drafts made after them), and the positions
-    where its prompt was cut into pieces.
+    """Record the passes of each request from now on, and where its prompt was cut into chunks.
 
-    The rows of a batch move as requests come and go, so each is looked up by its prompt; hence prompts must differ.
+    A pass is the target's tokens and the drafts proposed after them. Rows of a batch move as
+    requests come and go, so a request is looked up by its prompt: prompts must differ.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts), (
-        "two equal prompts cannot be told apart"
-    )
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts), "two prompts are equal"
     seen: list[Json] = [{"passes": [], "chunk_ends": []} for _ in prompts]
     original = GPUModelRunner.propose_draft_token_ids
 
     def watched(runner: Any, scheduled: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch
         drafts = original(runner, scheduled, sampled, *args, **kwargs)
-        unread = (
-            runner.discard_request_mask.gpu.tolist()
-        )  # rows whose prompt goes on: no token, no use for drafts
+        # Rows whose prompt is not complete have no token yet, and their drafts are not used.
+        unread = runner.discard_request_mask.gpu.tolist()
         for row, request in enumerate(batch.req_ids):
             record = seen[prompts.index(list(runner.requests[request].prompt_token_ids))]
             if unread[row]:
@@ -64,13 +61,11 @@ def watch_drafter(prompts: list[list[int]]) -> list[Json]:
     return seen
 
 
-def counters(llm: Any) -> Json:
-    found = {
-        COUNTERS[metric.name]: metric for metric in llm.get_metrics() if metric.name in COUNTERS
-    }
+def read_counters(llm: Any) -> Json:
     return {
-        name: metric.values if hasattr(metric, "values") else metric.value
-        for name, metric in found.items()
+        COUNTERS[metric.name]: metric.values if hasattr(metric, "values") else metric.value
+        for metric in llm.get_metrics()
+        if metric.name in COUNTERS
     }
 
 
@@ -97,7 +92,7 @@ def main(job_file: str, result_file: str) -> None:
     )
     for record, answer in zip(seen, answers, strict=True):
         record["output"] = list(answer.outputs[0].token_ids)
-    Path(result_file).write_text(json.dumps({"requests": seen, "counters": counters(llm)}))
+    Path(result_file).write_text(json.dumps({"requests": seen, "counters": read_counters(llm)}))
 
 
 if __name__ == "__main__":
