@@ -49,7 +49,7 @@ REFUSED_KEYS = {
     "draft_tensor_parallel_size": "the native engine runs on one device: use 1 or leave it out",
     "quantization": "a drafter runs in the target's dtype: leave it out",
     "disable_by_batch_size": (
-        "automatic K (num_speculative_tokens left out) follows the load by itself: leave it out"
+        "adaptive drafting (num_speculative_tokens left out) follows the load by itself: leave it out"
     ),
     "prompt_lookup_max": "n-gram drafting is not supported: leave it out",
     "prompt_lookup_min": "n-gram drafting is not supported: leave it out",
@@ -154,7 +154,7 @@ def read_k(config: Mapping[str, Any]) -> int | None:
     if k is not None and not is_count(k):
         raise UserError(
             f"{SOURCE}: num_speculative_tokens is {k!r}: use 1 or more, or leave it out for"
-            " automatic K"
+            " adaptive drafting"
         )
     return k
 

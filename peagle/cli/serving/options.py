@@ -55,7 +55,7 @@ TreeNodes = Annotated[
     int | None,
     typer.Option(
         "--tree",
-        help="Nodes of draft trees, with automatic K the maximum; 0: chains only."
+        help="Nodes of draft trees, with adaptive drafting the maximum; 0: chains only."
         " Default: trees where they are faster.",
         show_default=False,
     ),
