@@ -39,7 +39,7 @@ class ServerSettings:
     port: int = 8000
     method: Method | None = None  # None: the pair's
     k: int | str = "auto"
-    # Nodes of a draft tree, with adaptive drafting the maximum; 0: chains only; None: the engine decides.
+    # Nodes of a draft tree, the maximum for adaptive drafting; 0: chains; None: the engine decides.
     tree: int | None = None
     methods: tuple[Method, ...] = ()  # that a request may choose; (): all of the pair
     parallel_drafting: bool | None = None  # of the speculative config; None: not given

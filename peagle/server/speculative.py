@@ -49,7 +49,7 @@ REFUSED_KEYS = {
     "draft_tensor_parallel_size": "the native engine runs on one device: use 1 or leave it out",
     "quantization": "a drafter runs in the target's dtype: leave it out",
     "disable_by_batch_size": (
-        "adaptive drafting (num_speculative_tokens left out) follows the load by itself: leave it out"
+        "adaptive drafting (without num_speculative_tokens) follows the load: leave it out"
     ),
     "prompt_lookup_max": "n-gram drafting is not supported: leave it out",
     "prompt_lookup_min": "n-gram drafting is not supported: leave it out",
