@@ -8,9 +8,6 @@ PACKAGE = Path(__file__).parents[2] / "peagle"
 MAX_LONG_LINES = 0.01  # fraction of all lines
 # Typer commands, whose options are their parameters: their current numbers of lines.
 LONG_COMMANDS = {
-    ("cli/deployment/deploy.py", "command"): 71,
-    ("cli/deployment/deploy.py", "run"): 68,
-    ("cli/deployment/deploy_sagemaker.py", "sagemaker"): 142,
     ("cli/serving/serve.py", "serve"): 59,
     ("cli/training/capture.py", "capture"): 64,
     ("cli/training/make_drafter.py", "make_drafter"): 70,
