@@ -7,7 +7,7 @@ DEPLOY := .venv-deploy
 WORKERS ?= 2
 DATA ?= ../shared/data/bench
 
-.PHONY: help demo test lint types test-slow test-vllm test-deploy bench-vllm comparison clean
+.PHONY: help demo test lint types test-slow test-abuse test-vllm test-deploy bench-vllm comparison clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -34,6 +34,9 @@ types: $(READY) ## Check types
 
 test-slow: $(READY) ## The long proof on the real target: 20 prompts x 128 tokens, every road
 	$(BIN)/pytest -m slow -n $(WORKERS)
+
+test-abuse: $(READY) ## Hostile requests and programs against live servers (minutes)
+	$(BIN)/pytest -m abuse -n 1
 
 $(VLLM)/.ready: tests/vllm/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

@@ -1,0 +1,21 @@
+"""A live server for abuse tests; `make test-abuse` runs them, `make test` does not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.live_server import LiveServer, live_server
+from tests.support.serving import tiny_folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[LiveServer]:
+    """One fresh `peagle serve` for each test: abuse of one test must not meet the next."""
+    with live_server(folder, "--max-batch", "8", "--kv-tokens", "4096") as running:
+        yield running
