@@ -1,9 +1,10 @@
 """Pairs of a given shape with random weights, to measure what their steps cost."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from peagle.catalog.pair import Pair, TargetSource
 from peagle.core import Method
@@ -49,18 +50,32 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def random_pair(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> LoadedPair:
     """A target of that shape with random weights, and random drafters of both methods for it."""
-    if shape not in SHAPES:
-        raise UserError(
-            f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}."
-            f"{did_you_mean(shape, list(SHAPES))}"
-        )
+    config = shape_config(shape)
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=dtype)
-    target = Target(model, name=shape)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    name = shape if shape in SHAPES else Path(shape).resolve().name
+    target = Target(model, name=name)
     layers: dict[Method, int] = {"p-eagle": 4, "eagle3": 1}
     drafters = {method: random_drafter(target, method, count) for method, count in layers.items()}
-    return LoadedPair(Pair(shape, TargetSource(()), {}, k=7), target, drafters)
+    return LoadedPair(Pair(name, TargetSource(()), {}, k=7), target, drafters)
+
+
+def shape_config(shape: str) -> Any:
+    """The config of a known shape, or of a transformers config file or its folder."""
+    if shape in SHAPES:
+        return LlamaConfig(**SHAPES[shape])
+    if not Path(shape).exists():
+        raise UserError(
+            f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}, a config.json of"
+            f" transformers or its folder.{did_you_mean(shape, list(SHAPES))}"
+        )
+    try:
+        return AutoConfig.from_pretrained(shape, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{shape} is not a config of transformers: {error}. Give a config.json or its folder"
+        ) from error
 
 
 def random_drafter(target: Target, method: Method, layers: int) -> Drafter:

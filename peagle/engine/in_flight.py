@@ -17,6 +17,8 @@ class InFlightPass:
     shape: DraftShape = NO_DRAFT
     is_prefill: bool = False
     started: float = 0.0
+    # Of a pass that ended at its launch, as on a CPU; None: known when it is read back.
+    seconds: float | None = None
     # Whether its duration is that of a decode step that verified and drafted one shape only.
     timed: bool = False
     event: Any = None  # Recorded behind the copy to the host; None on a CPU.

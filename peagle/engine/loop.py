@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeVar
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
@@ -35,6 +36,10 @@ from peagle.engine.step.step_output import StepRecord
 from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
 
 T = TypeVar("T")
+
+# Batches from which on steps that verify one shape and draft the next larger one have graphs too:
+# drafting the largest shape for so many requests takes longer than the step itself.
+MIN_NEIGHBOR_BATCH = 64
 
 
 class EngineLoop:
@@ -215,8 +220,9 @@ class EngineLoop:
         self.metrics.nodes = requested.nodes
         self.metrics.k_reason = choice.reason
         shape = verifiable_shape(requested, [entry.state.draft_shape for entry in entries])
-        # Graphs exist for steps that draft the shape they verify, or the largest shape.
-        draft_shape = requested if shape == requested else self.max_shape
+        draft_shape = requested
+        if self.use_graphs and not self._has_graph(len(entries), shape, requested):
+            draft_shape = self.max_shape
         started = time.perf_counter()
         if self.use_graphs:
             self._capture(len(entries), shape, draft_shape)
@@ -232,8 +238,11 @@ class EngineLoop:
                 entry.state.draft_shape = draft_shape
                 entry.state.draft_confidence = entry_confidence
         requests = [entry.request for entry in entries]
-        timed = alone and shape == draft_shape
-        self._start_read_back(InFlightPass(requests, output, shape, started=started, timed=timed))
+        launched = InFlightPass(requests, output, shape, started=started)
+        launched.timed = alone and shape == draft_shape
+        if not self.stepper.on_gpu:
+            launched.seconds = time.perf_counter() - started
+        self._start_read_back(launched)
         self.metrics.steps += 1
         self.metrics.k_steps[shape.nodes] += 1
 
@@ -265,7 +274,10 @@ class EngineLoop:
         with self.lock:
             accepted = self.outputs.deliver(launched)
         if not launched.is_prefill:
-            self._record_step(launched, now - max(launched.started, self._last_read), accepted)
+            seconds = launched.seconds
+            if seconds is None:
+                seconds = now - max(launched.started, self._last_read)
+            self._record_step(launched, seconds, accepted)
         self._last_read = now
 
     def _record_step(
@@ -296,10 +308,22 @@ class EngineLoop:
                 for shape in shapes:
                     self._capture(batch, shape, shape)
                     self._capture(batch, shape, self.max_shape)
+                if adaptive is not None and batch >= MIN_NEIGHBOR_BATCH:
+                    for smaller, larger in pairwise(adaptive.candidates):
+                        self._capture(batch, smaller, larger)
         if self.use_graphs and adaptive is not None:
             adaptive.calibrate(self.stepper.graph_costs(shapes))
         if self.use_graphs:
             self.stepper.prefill.capture(self.scheduler.config.max_batch, self.max_shape)
+
+    def _has_graph(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
+        """Whether warm-up captures this step: of one shape, the largest, or the next larger one.
+
+        Other steps draft the largest shape, so that the next step can verify any.
+        """
+        return verify_shape == draft_shape or self.stepper.is_captured(
+            count, verify_shape, draft_shape
+        )
 
     def _capture(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> None:
         captured = self.stepper.is_captured(count, verify_shape, draft_shape)

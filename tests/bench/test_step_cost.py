@@ -66,3 +66,38 @@ def test_drafts_behind_the_profile_are_never_right() -> None:
     assert engine.metrics.generated_tokens == 4 * 48
     assert max(accepted for _, accepted in engine.metrics.pass_counts) <= 3
     engine.close()
+
+
+def test_any_shape_of_transformers(tmp_path: Path) -> None:
+    """A config file, or the folder that holds it; -k takes a list."""
+    config = random_pair("tiny", "cpu", torch.float32).target.model.config
+    config.save_pretrained(tmp_path / "my-shape")
+    for shape in (tmp_path / "my-shape", tmp_path / "my-shape" / "config.json"):
+        out = tmp_path / "steps.json"
+        arguments = ["bench-step", str(shape), *ARGUMENTS[2:], "--methods", "none,p-eagle"]
+        arguments += ["-k", "auto,2", "--concurrency", "2", "--repeats", "1", "--out", str(out)]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        cells = json.loads(out.read_text())["cells"]
+        assert [(cell["method"], cell["k"]) for cell in cells] == [
+            ("none", "auto"),
+            ("p-eagle", "auto"),
+            ("p-eagle", "2"),
+        ]
+
+
+@pytest.mark.parametrize("content", [None, "{}", "nonsense"])
+def test_a_shape_that_is_none(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    result = CliRunner().invoke(app, ["bench-step", str(file), *ARGUMENTS[2:]])
+    assert result.exit_code == 2 and "config.json" in result.output
+
+
+def test_a_profile_may_repeat_a_value() -> None:
+    arguments = [*ARGUMENTS, "--methods", "p-eagle", "-k", "3", "--concurrency", "4"]
+    result = CliRunner().invoke(app, [*arguments, "--profile", "1,1,1", "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    [cell] = json.loads(result.output[result.output.index("[{") :])
+    assert cell["acceptance_length"] == pytest.approx(4, rel=0.05)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from peagle.core import METHODS, Method
+from peagle.draft_shape import DraftShape
 from peagle.engine import Engine
 from peagle.engine.kv.page_allocator import ROOT_KEY, PageAllocator
+from peagle.engine.policy.draft_policy import DraftChoice, FixedPolicy
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.decoding import PATTERNS, tokens_of, transformers_generate
@@ -279,3 +281,22 @@ def test_a_prompt_belongs_to_the_engine_once_it_is_added(prompt) -> None:
     ids.clear()
     engine.drain()
     assert steps_of(stream) == alone(small(), "none", prompt(6), max_tokens=5)
+
+
+def test_a_larger_shape_is_drafted_before_it_is_verified() -> None:
+    """A step that must draft more than it verifies drafts what is asked for, and no more."""
+
+    class Alternating(FixedPolicy):
+        """Requests chains of 1 and of 3 in turn."""
+
+        def choose(self, *args: Any, **kwargs: Any) -> DraftChoice:
+            self.shape = DraftShape(4 - self.shape.k, 4 - self.shape.k)
+            return DraftChoice(self.shape, "in turn")
+
+    engine = engine_of(small(), "p-eagle", 7)
+    engine.loop.policy = Alternating(DraftShape(1, 1))
+    engine.add([5, 6, 7], max_tokens=20, ignore_eos=True)
+    shapes = []
+    while engine.step():
+        shapes += [state.draft_shape.k for state in engine.loop.states.values()]
+    assert shapes[0] == 7 and set(shapes[1:]) == {1, 3}  # The prefill drafts for any shape.

@@ -14,6 +14,7 @@ from peagle.engine.model.exactness import (
     pad_rows,
 )
 from peagle.engine.model.verifier import build_verifier
+from peagle.engine.step.step_output import StepRecord
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair
@@ -191,3 +192,16 @@ def test_int8_is_for_llama_like_targets() -> None:
         UserError, match=r"int8 is not supported for 'tiny gemma2', whose layers are not Llama-like"
     ):
         engine_of(pair("gemma2"), "none", int8=True)
+
+
+def test_each_pass_has_its_own_duration() -> None:
+    """Exact mode runs one pass per request: adaptive drafting compares their durations."""
+    options = {"page_size": PAGE, "kv_tokens": 600, "max_batch": 4}
+    engine = engine_of(pair("llama"), "p-eagle", "auto", exact=True, **options)
+    records: list[StepRecord] = []
+    engine.on_step(records.append)
+    serve(engine, some_requests(4, seed=3, max_tokens=COUNT, ignore_eos=True))
+    assert len(records) > 20 and all(record.batch == 1 for record in records)
+    for record in records:
+        assert record.verify_seconds is not None and record.draft_seconds is not None
+        assert record.seconds >= record.verify_seconds + record.draft_seconds

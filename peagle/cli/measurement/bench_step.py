@@ -1,5 +1,6 @@
 import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +8,7 @@ import typer
 from rich.table import Table
 
 from peagle.cli.application import app, err, out
-from peagle.cli.measurement.lists import parse_numbers
+from peagle.cli.measurement.lists import parse_counts, parse_ks, parse_sequence
 from peagle.cli.measurement.options import DataFolder, OutFile
 from peagle.cli.options import Device, Dtype, Int8, Json
 from peagle.core import parse_method
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
 
 Shape = Annotated[
-    str, typer.Argument(help="smollm2-135m, llama-3.1-8b or tiny; with --set, a pair.")
+    str,
+    typer.Argument(
+        help="smollm2-135m, llama-3.1-8b, tiny, a transformers config.json or its folder;"
+        " with --set, a pair."
+    ),
 ]
 Methods = Annotated[str, typer.Option("--methods", help="none, eagle3, p-eagle.")]
-DraftLength = Annotated[
-    str, typer.Option("-k", "--k", help="A number, or auto: adaptive drafting.")
+DraftLengths = Annotated[
+    str, typer.Option("-k", "--k", help="Numbers, or auto: adaptive drafting.")
 ]
 Concurrency = Annotated[str, typer.Option("--concurrency", help="Requests at a time.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", help="Tokens of a random prompt.")]
@@ -44,7 +49,7 @@ PromptLimit = Annotated[int, typer.Option("--limit", help="Only the first N prom
 def bench_step(
     shape: Shape,
     methods: Methods = "none,eagle3,p-eagle",
-    k: DraftLength = "auto",
+    k: DraftLengths = "auto",
     concurrency: Concurrency = "1,8,64",
     prompt: PromptTokens = 128,
     output: OutputTokens = 256,
@@ -66,10 +71,10 @@ def bench_step(
     of a step that reading every weight once would take.
     """
     names = [parse_method(name) for name in methods.split(",")]
-    counts = parse_numbers(concurrency, int, "1,8,64")
+    ks = parse_ks(k)
+    counts = parse_counts(concurrency)
     measurement = StepMeasurement(
-        parse_numbers(profile, float, ".8,.6,.4"),
-        "auto" if k == "auto" else parse_numbers(k, int, "7")[0],
+        parse_sequence(profile, float, ".8,.6,.4"),
         prompt,
         output,
         repeats,
@@ -78,10 +83,10 @@ def bench_step(
     )
     pair, prompts = load_pair(shape, set_name, data, limit, device, dtype)
     cells = []
-    for count in counts:
-        for method in names:
-            err.print(f"{shape}, {method}, {count} at a time ...", highlight=False)
-            cells.append(measurement.run(pair, method, count, prompts))
+    for count, method in product(counts, names):
+        for length in ks if method != "none" else ks[:1]:
+            err.print(f"{shape}, {method}, K={length}, {count} at a time ...", highlight=False)
+            cells.append(measurement.run(pair, method, length, count, prompts))
     show_cells(cells, as_json, out_file)
 
 
@@ -90,7 +95,6 @@ class StepMeasurement:
     """What every cell of a command has in common."""
 
     profile: tuple[float, ...]
-    k: int | str
     prompt: int
     output: int
     repeats: int
@@ -101,6 +105,7 @@ class StepMeasurement:
         self,
         pair: "LoadedPair",
         method: "Method",
+        k: int | str,
         concurrency: int,
         prompts: list[list[int]],
     ) -> "StepCell":
@@ -109,8 +114,8 @@ class StepMeasurement:
 
         common = (self.output, self.repeats, self.bytes_per_second, self.int8)
         if prompts:
-            return measure_prompts(pair, method, self.k, concurrency, prompts, *common)
-        return measure_random(pair, method, self.k, concurrency, self.profile, self.prompt, *common)
+            return measure_prompts(pair, method, k, concurrency, prompts, *common)
+        return measure_random(pair, method, k, concurrency, self.profile, self.prompt, *common)
 
 
 def load_pair(
@@ -144,13 +149,14 @@ def show_cells(cells: list["StepCell"], as_json: bool, out_file: Path | None) ->
 
 def cell_table(cells: list["StepCell"]) -> Table:
     table = Table(
-        "method", "c", "tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"
+        "method", "K", "c", "tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"
     )
     for cell in cells:
         parts = (cell.target_ms, cell.drafter_ms, cell.rest_ms)
         usual_k = max(cell.k_steps, key=lambda k: cell.k_steps[k])
         table.add_row(
             cell.method,
+            cell.k if cell.method != "none" else "-",
             str(cell.concurrency),
             f"{cell.tokens_per_second:,.0f}",
             f"{cell.acceptance_length:.2f}",

@@ -45,7 +45,12 @@ def parse_trees(text: str) -> tuple[int, ...]:
 
 def parse_numbers(text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:
     """Numbers of any kind, without duplicates."""
+    return tuple(dict.fromkeys(parse_sequence(text, kind, example)))
+
+
+def parse_sequence(text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:
+    """Numbers whose order and number count."""
     try:
-        return tuple(dict.fromkeys(kind(word) for word in text.split(",")))
+        return tuple(kind(word) for word in text.split(","))
     except ValueError as error:
         raise UserError(f"{text!r} is not a list of numbers: write it like {example}") from error

@@ -107,7 +107,7 @@ class Stepper:
         With a grammar in the batch, `verify_shape` must be a chain.
         """
         count = len(slots)
-        batch = batch_bucket(count) if self._on_gpu else count
+        batch = batch_bucket(count) if self.on_gpu else count
         index = self._slot_index(slots, batch)
         # Grammar masks need the drafts on the host, before the pass overwrites them.
         drafts: list[list[int]] = []
@@ -128,7 +128,7 @@ class Stepper:
         output = StepOutput(packed[:count], verify_shape.k, draft_confidence=draft_confidence)
         if sampling.sampler is not None:
             sampling.sampler.commit(output.tokens, output.accepted)
-        if not self._on_gpu:
+        if not self.on_gpu:
             output.verify_seconds = verify_seconds
             output.draft_seconds = draft_seconds
         if sampling.top_logprobs is not None:
@@ -212,13 +212,13 @@ class Stepper:
         return AcceptedPath(chain.accepted_counts, chain.newest, None, None, ids, chain.packed)
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
         return self.slots.device.type == "cuda"
 
     def _slot_index(self, slots: list[int], batch: int) -> Tensor:
         """The slots as a device tensor, padded to `batch`; on a GPU one tensor per batch size."""
         padded = slots + [self.slots.padding_slot] * (batch - len(slots))
-        if not self._on_gpu:
+        if not self.on_gpu:
             return self.slots.upload(padded)
         previous, index = self._slot_indices.get(batch) or (padded, self.slots.upload(padded))
         if previous != padded:
