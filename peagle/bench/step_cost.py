@@ -17,6 +17,7 @@ import torch
 
 from peagle.core import Method
 from peagle.engine import Engine, EngineConfig
+from peagle.engine.gc_tuning import freeze_live_objects
 from peagle.loaded import LoadedPair
 from peagle.model_pair import ModelPair
 
@@ -138,6 +139,7 @@ def time_engine(engine: Engine, k: int | str, load: StepLoad) -> StepCell:
     """Run the prompts once to warm up, then `repeats` times; close the engine."""
     best = 0.0
     _, step_ms = run_prompts(engine, load, load.prompts[: 2 * engine.max_batch])
+    freeze_live_objects()  # A full collection takes as long as dozens of steps.
     for _ in range(load.repeats):
         speed, step_ms = run_prompts(engine, load, load.prompts)
         best = max(best, speed)

@@ -18,6 +18,9 @@ from peagle.engine.policy.accepted import AcceptedCounts
 # Weight that evidence keeps from one step to the next, at batch 1.
 TEXT_DECAY = 0.96  # of acceptance rates, which follow the text
 GAIN_DECAY = 0.998  # of tree gains
+# A step of a large batch ages evidence by sqrt(batch) steps of batch 1, but by no more than this:
+# the mean over many requests changes slowly, and a memory of two steps is noisy.
+MAX_DECAY_STEPS = 4.0
 # Evidence never decays below this many samples.
 MIN_SAMPLES = 2.0
 # Prior acceptance rate of the first draft: high enough to try a drafter.
@@ -49,7 +52,7 @@ class ChainAcceptance:
 
     def observe(self, batch: int, k: int, counts: Sequence[AcceptedCounts]) -> None:
         """Learn from a step of depth k. Larger batches replace old evidence faster."""
-        decay = TEXT_DECAY ** sqrt(batch)
+        decay = TEXT_DECAY ** min(sqrt(batch), MAX_DECAY_STEPS)
         trials = count_above((each.chain_trials(k) for each in counts), k)
         accepted = count_above((each.chain for each in counts), k)
         for i in range(len(self.trials)):
