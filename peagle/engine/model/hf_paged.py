@@ -24,6 +24,8 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.paged_attention import paged_attention
 from peagle.target import Target
 from peagle.target.hf_attention import hf_attention
+from peagle.target.residual_taps import ResidualTaps
+from peagle.target.target import decoder_layers
 
 PREFIX = "peagle_paged_"  # of the names under which paged attention is registered
 
@@ -38,52 +40,76 @@ class PagedContext:
 
 
 class HFPagedTarget:
-    """Runs the target's own modules; during a pass, their attention reads only pages."""
+    """Runs the target's own modules, except that their attention reads and writes pages.
+
+    The modules are a copy that shares the target's tensors: its attention function and its taps
+    belong to this engine alone.
+    """
 
     def __init__(self, target: Target) -> None:
-        self.target = target
-        # Between passes the model has its own implementation: every pass restores it.
-        self.own_name: str = target.model.config._attn_implementation
-        self.paged_name = f"{PREFIX}{self.own_name}"
-        if self.paged_name not in ALL_ATTENTION_FUNCTIONS:
-            function = make_paged_attention(self.own_name)
-            ALL_ATTENTION_FUNCTIONS.register(self.paged_name, function)
-            ALL_MASK_ATTENTION_FUNCTIONS.register(self.paged_name, lambda *args, **kwargs: None)
-        self.taps: tuple[int, ...] = ()
+        self.name = target.name
+        self.model: Any = target.private_model()
+        self.layers = decoder_layers(self.model)
+        self._install_attention()
+        self._taps = ResidualTaps(self.layers, ())
+        # Rows of drafts may lie beyond the context. They are never accepted, but a table of learned
+        # positions has no entry for them.
+        self.last_position = target.context - 1
         # The sliding window of each layer, as it passes it to attention; filled by a pass.
         self.windows: dict[int, int | None] = {}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._taps.ids
+
+    @taps.setter
+    def taps(self, ids: tuple[int, ...]) -> None:
+        self._taps.remove()
+        self._taps = ResidualTaps(self.layers, ids)
 
     def forward(
         self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Verifier.forward`."""
-        model: Any = self.target.model
-        self._install_attention(model)
-        if self.target.aux_layer_ids != self.taps:
-            self.target.tap(self.taps)
         try:
-            out = model(
+            out = self.model(
                 input_ids=ids[None],
-                position_ids=rows.positions[None].long(),
+                position_ids=rows.positions[None].long().clamp(max=self.last_position),
                 use_cache=False,
                 logits_to_keep=0 if logit_rows is None else logit_rows,
                 paged=PagedContext(rows, kv_cache, self.windows),
             )
-            taps = [self.target._taps[i][0] for i in self.taps]
+            taps = self._taps.take()
         finally:
-            self.target._taps.clear()
-            model.set_attn_implementation(self.own_name)
-        return out.logits[0], torch.cat(taps, -1) if taps else out.logits.new_empty(len(ids), 0)
+            self._taps.clear()
+        if len(self.windows) < len(self.layers):
+            raise self._unsupported()  # Some layer does not call the function that was installed.
+        return out.logits[0], torch.cat(taps, -1)[0] if taps else out.logits.new_empty(len(ids), 0)
 
-    def _install_attention(self, model: Any) -> None:
-        if model.config._attn_implementation == self.paged_name:
-            return
-        model.set_attn_implementation(self.paged_name)
-        if model.config._attn_implementation != self.paged_name:
-            raise UserError(
-                f"target {self.target.name!r} is not supported: transformers cannot replace its"
-                " attention, which the paged KV cache needs"
-            )
+    def _install_attention(self) -> None:
+        config = self.model.config
+        paged_name = register_paged_attention(config._attn_implementation)
+        self.model.set_attn_implementation(paged_name)
+        if config._attn_implementation != paged_name:
+            raise self._unsupported()
+
+    def _unsupported(self) -> UserError:
+        return UserError(
+            f"target {self.name!r} is not supported: transformers cannot replace its attention,"
+            " which the paged KV cache needs"
+        )
+
+
+def register_paged_attention(own_name: str) -> str:
+    """Make paged attention known to transformers; returns its name there.
+
+    `own_name`: the attention function that it runs on a CPU.
+    """
+    paged_name = f"{PREFIX}{own_name}"
+    if paged_name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(paged_name, make_paged_attention(own_name))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(paged_name, lambda *args, **kwargs: None)
+    return paged_name
 
 
 def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
