@@ -70,6 +70,7 @@ class Target:
         self.format: str | None = None  # of quantized weights: fp8, int8, int4 or mixed
         self.layers = decoder_layers(model)
         self._taps = ResidualTaps(self.layers, ())
+        self.aux_layer_ids: tuple[int, ...] = ()
 
     @cached_property
     def config(self) -> Any:
@@ -112,16 +113,12 @@ class Target:
         ids = [eos] if isinstance(eos, int) else list(eos or [])
         return frozenset(ids)
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """The tapped layers."""
-        return self._taps.ids
-
     def tap(self, aux_layer_ids: Sequence[int]) -> None:
         """Make `forward` also return the residual stream entering these layers, in this order."""
         check_aux_layer_ids(aux_layer_ids, len(self.layers))
         self._taps.remove()
         self._taps = ResidualTaps(self.layers, aux_layer_ids)
+        self.aux_layer_ids = self._taps.ids
 
     def private_model(self) -> PreTrainedModel:
         """A copy of the model that shares all tensors, with a config and modules of its own.
@@ -129,10 +126,9 @@ class Target:
         Whoever changes the attention or adds hooks does so on a copy: other users of the target,
         in other threads too, do not notice. The copy has no taps.
         """
+        memo = shared_tensors(self.model)
         private: PreTrainedModel
-        private, handles = copy.deepcopy(
-            (self.model, self._taps.handles), shared_tensors(self.model)
-        )
+        private, handles = copy.deepcopy((self.model, self._taps.handles), memo)
         for handle in handles:
             handle.remove()
         for module in private.modules():
