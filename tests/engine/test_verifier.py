@@ -9,19 +9,26 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    CwmConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    OlmoConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.fused_probe import PROBE_TOKENS
 from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.merged_linear import are_merged, merge_linears
-from peagle.engine.model.verifier import PROBE_TOKENS, Verifier, build_verifier, target_kv_shapes
+from peagle.engine.model.verifier import Verifier, build_verifier, target_kv_shapes
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 from tests.support.tiny_models import CONFIGS, SIZES, make_target
@@ -45,6 +52,17 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def ministral3(beta: float, original: int = 32) -> PretrainedConfig:
+    """Queries at positions from `original` on are scaled, if `beta` is not zero."""
+    parameters = YARN | {
+        "original_max_position_embeddings": original,
+        "llama_4_scaling_beta": beta,
+    }
+    return Ministral3Config(**FOUR, rope_parameters=parameters)
+
+
 LLAMA_LIKE: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**FOUR),
     "llama, tied": LlamaConfig(**FOUR, tie_word_embeddings=True),
@@ -53,6 +71,13 @@ LLAMA_LIKE: dict[str, PretrainedConfig] = {
     "llama, as many heads of keys": LlamaConfig(**FOUR | {"num_key_value_heads": 4}),
     "llama 3's rope": LlamaConfig(**FOUR, rope_parameters=LLAMA3),
     "llama, yarn": LlamaConfig(**FOUR, rope_parameters=YARN),
+    "llama, yarn and a long context": LlamaConfig(
+        **FOUR | {"max_position_embeddings": 1 << 17},
+        rope_parameters=YARN | {"factor": 2048.0},
+    ),
+    "cwm": CwmConfig(**FOUR, sliding_window=7),
+    "seed-oss": SeedOssConfig(**FOUR),
+    "ministral 3, no scaling": ministral3(beta=0.0),
     "mistral": MistralConfig(**FOUR, sliding_window=None),
     "mistral, window": MistralConfig(**FOUR, sliding_window=7),
     "mistral, long window": MistralConfig(**FOUR, sliding_window=PROBE_TOKENS + 10),
@@ -68,6 +93,10 @@ NOT_LLAMA: dict[str, PretrainedConfig] = {  # the modules of a Llama, but not it
         **FOUR, residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0
     ),
     "llama, biases in the MLP": LlamaConfig(**FOUR, mlp_bias=True),
+    "ministral 3": ministral3(beta=0.5),
+    "ministral 3, hardly scaled": ministral3(beta=0.01),
+    "smollm 3, layers without rope": SmolLM3Config(**FOUR),
+    "olmo, norms without weights": OlmoConfig(**FOUR),
 }
 
 
@@ -149,6 +178,40 @@ def test_a_model_that_only_looks_like_a_llama_is_not_fused(name: str) -> None:
     verifier = build_verifier(target, LENGTH)
     assert isinstance(verifier, HFPagedTarget)
     check(verifier, target, IDS, CHUNKS[1])
+
+
+def test_scaling_behind_the_context_of_the_engine_is_no_obstacle() -> None:
+    """Ministral 3 is a Llama up to `original_max_position_embeddings`."""
+    target = target_of(ministral3(beta=0.5, original=64))
+    assert isinstance(build_verifier(target, 64), FusedLlamaTarget)
+    for length in (65, 100, 256, 300):
+        assert isinstance(build_verifier(target, length), HFPagedTarget)
+
+
+@pytest.mark.parametrize("original", [64, 200])
+def test_scaled_queries_are_noticed_in_half_precision(original: int) -> None:
+    """Where a difference of the logits may be taken for rounding."""
+    target = target_of(ministral3(beta=0.1, original=original))
+    target.model.to(torch.bfloat16)
+    assert isinstance(build_verifier(target, 256), HFPagedTarget)
+    target = target_of(ministral3(beta=0.0, original=original))
+    target.model.to(torch.bfloat16)
+    assert isinstance(build_verifier(target, 256), FusedLlamaTarget)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
+def test_attention_with_unknown_options_is_not_fused(
+    option: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A soft cap far above the scores of the probe does not show in its logits."""
+    target = target_of(LLAMA_LIKE["llama"])
+    own = LlamaAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs, **option)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    assert isinstance(build_verifier(target, LENGTH), HFPagedTarget)
 
 
 def test_a_patched_llama_is_not_fused() -> None:

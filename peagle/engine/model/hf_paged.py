@@ -29,6 +29,9 @@ from peagle.target.target import decoder_layers
 
 PREFIX = "peagle_paged_"  # of the names under which paged attention is registered
 
+# Called with the layer, its query [1, heads, T, d] and the arguments of its attention function.
+AttentionHook = Callable[[int, Tensor, dict[str, Any]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
@@ -37,6 +40,7 @@ class PagedContext:
     rows: RowPass
     kv_cache: KVCache
     windows: dict[int, int | None]  # by layer, filled by attention
+    on_attention: AttentionHook | None = None
 
 
 class HFPagedTarget:
@@ -57,6 +61,7 @@ class HFPagedTarget:
         self.last_position = target.context - 1
         # The sliding window of each layer, as it passes it to attention; filled by a pass.
         self.windows: dict[int, int | None] = {}
+        self.on_attention: AttentionHook | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -77,7 +82,7 @@ class HFPagedTarget:
                 position_ids=rows.positions[None].long().clamp(max=self.last_position),
                 use_cache=False,
                 logits_to_keep=0 if logit_rows is None else logit_rows,
-                paged=PagedContext(rows, kv_cache, self.windows),
+                paged=PagedContext(rows, kv_cache, self.windows, self.on_attention),
             )
             taps = self._taps.take()
         finally:
@@ -129,6 +134,8 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
         keys, values = (x[0].transpose(0, 1) for x in (key, value))
         paged.kv_cache.store(layer, paged.rows.kv_slots, keys, values)
         paged.windows[layer] = kwargs.get("sliding_window")
+        if paged.on_attention is not None:
+            paged.on_attention(layer, query, kwargs)
         if query.is_cuda and kwargs.get("position_bias") is None:
             return attend_on_gpu(query, layer, paged, kwargs), None
         run = hf_attention(own_name, module)
