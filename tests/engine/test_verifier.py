@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     CwmConfig,
+    DiffLlamaConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    NemotronConfig,
     OlmoConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -23,14 +27,18 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
-from peagle.engine.model.fused_probe import PROBE_TOKENS
 from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.merged_linear import are_merged, merge_linears
+from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import Verifier, build_verifier, target_kv_shapes
+from peagle.engine.model.verifier_probe import PROBE_TOKENS
+from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
+from tests.support.engines import pair_of
 from tests.support.tiny_models import CONFIGS, SIZES, make_target
 
 TAPS = (0, 2, 3)
@@ -212,6 +220,48 @@ def test_attention_with_unknown_options_is_not_fused(
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
     assert isinstance(build_verifier(target, LENGTH), HFPagedTarget)
+
+
+def llama4(chunk: int = 1 << 13, floor_scale: int = 1 << 13) -> PretrainedConfig:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+    return Llama4TextConfig(
+        **FOUR, **experts, attention_chunk_size=chunk, floor_scale=floor_scale, attn_scale=0.5
+    )
+
+
+@pytest.mark.parametrize("config", [llama4(chunk=100), llama4(floor_scale=101)])
+def test_the_context_of_llama_4_ends_where_its_attention_changes(config: PretrainedConfig) -> None:
+    target = target_of(config)
+    check_paged_context(target, 100)
+    check(build_verifier(target, 100), target, IDS, CHUNKS[1])
+    with pytest.raises(UserError, match=r"contexts of up to 100 tokens.*set `context` to 100"):
+        check_paged_context(target, 101)
+    pair = pair_of(target)
+    with pytest.raises(UserError, match="set `context` to 100"):
+        Engine(pair, EngineConfig(method="none", thread=False))
+    Engine(pair, EngineConfig(method="none", thread=False, context=100)).close()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (BertConfig(**FOUR), "compute something else"),  # sees later tokens
+        (DiffLlamaConfig(**FOUR | {"head_dim": 8}), "compute something else"),  # attends twice
+        (NemotronConfig(**FOUR), "does not pass arguments on"),
+    ],
+)
+def test_targets_that_pages_cannot_run_are_refused(config: PretrainedConfig, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build_verifier(target_of(config), LENGTH)
+
+
+@pytest.mark.parametrize("length", [2, 7, 23])
+def test_contexts_shorter_than_the_probe(length: int) -> None:
+    target = target_of(LLAMA_LIKE["llama"])
+    assert isinstance(build_verifier(target, length), FusedLlamaTarget)
+    gpt2 = make_target("gpt2")
+    gpt2.model.config.n_positions = length
+    assert isinstance(build_verifier(gpt2, length + 5), HFPagedTarget)
 
 
 def test_a_patched_llama_is_not_fused() -> None:

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import query_blocks
+from peagle.engine.model.paged_limits import disable_temperature_tuning
 from peagle.errors import UserError
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
@@ -55,6 +56,7 @@ class HFPagedTarget:
         self.model: Any = target.private_model()
         self.layers = decoder_layers(self.model)
         self._install_attention()
+        disable_temperature_tuning(self.model)
         self._taps = ResidualTaps(self.layers, ())
         # Rows of drafts may lie beyond the context. They are never accepted, but a table of learned
         # positions has no entry for them.
@@ -126,10 +128,15 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        paged: PagedContext,
+        paged: PagedContext | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
+        if paged is None:
+            raise UserError(
+                f"{type(module).__name__} does not pass arguments on to its attention function,"
+                " which the paged KV cache needs: use another target"
+            )
         layer: Any = module.layer_idx
         keys, values = (x[0].transpose(0, 1) for x in (key, value))
         paged.kv_cache.store(layer, paged.rows.kv_slots, keys, values)

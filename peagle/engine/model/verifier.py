@@ -1,7 +1,7 @@
 """Verifier: the target as the engine runs it.
 
 A target that is built like a Llama, and whose fused form computes what transformers does at
-positions up to the end of the context (fused_probe.py), runs as FusedLlamaTarget. Every other
+positions up to the end of the context (verifier_probe.py), runs as FusedLlamaTarget. Every other
 target runs as HFPagedTarget.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.model.fused_llama import FusedLlamaTarget
-from peagle.engine.model.fused_probe import FusedProbe
 from peagle.engine.model.hf_paged import HFPagedTarget
+from peagle.engine.model.verifier_probe import VerifierProbe
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
 
@@ -32,12 +32,12 @@ class Verifier(Protocol):
 
 
 def build_verifier(target: Target, length: int) -> Verifier:
-    """The fastest verifier that gives the target's own logits, for up to `length` positions."""
+    """The fastest verifier that computes what the target does, for up to `length` positions."""
     hf_paged = HFPagedTarget(target)
-    if not is_llama_like(target):
-        return hf_paged
-    probe = FusedProbe(hf_paged, target_kv_shapes(target), min(length, target.context))
-    if not probe.is_plain_attention():
+    shapes = target_kv_shapes(target)
+    probe = VerifierProbe(target, hf_paged, shapes, min(length, target.context))
+    probe.check_paged()
+    if not is_llama_like(target) or not probe.is_plain_attention():
         return hf_paged
     fused = FusedLlamaTarget(target, length, hf_paged.windows)
     return fused if probe.equals(fused) else hf_paged
