@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -85,6 +86,21 @@ def test_generate_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers(pair, "p-eagle") == right
     assert len(generated) == 1
     assert generated[0] == right[1][: len(generated[0])]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_generate_in_several_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share an engine, whose steps run one after the other."""
+    pair = drafting_pair(name)
+    monkeypatch.setattr(LoadedPair, "decode", lambda self, ids: "")
+
+    def generate(index: int) -> list[int]:
+        options = {"temperature": 1.0, "seed": index, "max_tokens": 30}
+        return pair.generate(PROMPTS[index], k=3, method="p-eagle", **options).token_ids
+
+    right = [generate(i) for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(generate, range(3))) == right
 
 
 def test_engines_with_threads() -> None:
