@@ -19,6 +19,7 @@ from transformers import (
     MistralConfig,
     NemotronConfig,
     OlmoConfig,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -279,6 +280,17 @@ def test_every_architecture(name: str) -> None:
     assert isinstance(verifier, FusedLlamaTarget) == (name in ("llama", "qwen2", "qwen3"))
     for sizes in CHUNKS:
         check(verifier, target, IDS, sizes)
+
+
+@pytest.mark.parametrize("window", [None, 7, PROBE_TOKENS + 10])
+def test_a_window_that_only_the_mask_states(window: int | None) -> None:
+    """Phi-MoE does not pass it to its attention function."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    target = target_of(PhimoeConfig(**FOUR, **experts, sliding_window=window))
+    verifier = build_verifier(target, LENGTH)
+    assert isinstance(verifier, HFPagedTarget)
+    assert set(verifier.windows.values()) == {window}
+    check(verifier, target, IDS, CHUNKS[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])

@@ -35,6 +35,13 @@ AttentionHook = Callable[[int, Tensor, dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
+class LocalMask:
+    """The mask of a sliding window. A causal mask is None."""
+
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
 class PagedContext:
     """What the model passes through to its attention function: one argument of the forward call."""
 
@@ -115,8 +122,13 @@ def register_paged_attention(own_name: str) -> str:
     paged_name = f"{PREFIX}{own_name}"
     if paged_name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(paged_name, make_paged_attention(own_name))
-        ALL_MASK_ATTENTION_FUNCTIONS.register(paged_name, lambda *args, **kwargs: None)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(paged_name, paged_mask)
     return paged_name
+
+
+def paged_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> LocalMask | None:
+    """What layers pass to attention as their mask; `local_size`: the sliding window, if any."""
+    return None if local_size is None else LocalMask(local_size)
 
 
 def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -127,7 +139,7 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: LocalMask | None,
         paged: PagedContext | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
@@ -140,7 +152,10 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
         layer: Any = module.layer_idx
         keys, values = (x[0].transpose(0, 1) for x in (key, value))
         paged.kv_cache.store(layer, paged.rows.kv_slots, keys, values)
-        paged.windows[layer] = kwargs.get("sliding_window")
+        window = kwargs.get("sliding_window")
+        if window is None and attention_mask is not None:
+            window = attention_mask.window  # Some models (Phi-MoE) state it in the mask only.
+        paged.windows[layer] = window
         if paged.on_attention is not None:
             paged.on_attention(layer, query, kwargs)
         if query.is_cuda and kwargs.get("position_bias") is None:
