@@ -60,6 +60,8 @@ class EngineLoop:
         self.exact = exact
         self.use_graphs = use_graphs
         self.lock = threading.Condition()  # Guards everything here except the device's work.
+        # Steps run one after the other, whichever threads call `run`.
+        self._step_lock = threading.Lock()
         self.metrics = Metrics(k=max_shape.k)
         self.outputs = OutputProcessor(stepper, scheduler, self.metrics)
         self.states = self.outputs.states
@@ -112,6 +114,10 @@ class EngineLoop:
 
     def run(self) -> bool:
         """Launch one step and read back what is due. Returns False if there was nothing to do."""
+        with self._step_lock:
+            return self._run()
+
+    def _run(self) -> bool:
         with self.lock:
             plan = self._plan()
             updates: list[PageTableUpdate] = []

@@ -77,10 +77,11 @@ def decode(
     max_tokens: int,
     sampling: Sampling,
 ) -> list[Step]:
-    """Steps with at least max_tokens tokens in total; stop tokens have no effect.
+    """Steps with at least max_tokens tokens in total, or up to the end of the context.
 
-    Each step is one target pass over everything so far.
+    Each step is one target pass over everything so far. Stop tokens have no effect.
     """
+    max_tokens = min(max_tokens, target.context - len(prompt))
     noise = uniforms(sampling.seed, max_tokens + k + 1)  # one number per position of the answer
     ids = torch.tensor(prompt, device=target.device)  # [n + 1] x_0..x_n
     drafts = ids[:0]  # [K] d_1..d_K; none in the first step
@@ -100,5 +101,6 @@ def decode(
         # Draft from the tokens that stay; rejected ones leave no trace.
         g = out.hidden[: len(ids) + accepted]
         ids = torch.cat([ids, emitted])
-        drafts = propose(drafter, g, ids, k) if drafter else drafts
+        room = target.context - len(ids)  # the target has no positions beyond the context
+        drafts = propose(drafter, g, ids, min(k, room)) if drafter and room > 0 else drafts[:0]
     return steps

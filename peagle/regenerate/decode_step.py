@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.engine.step.graphs import Graphs
 from peagle.kernels.row_pass import RowPass
@@ -46,6 +47,7 @@ class DecodeStep:
         device = target.device
         self.target = target
         self.capacity = capacity
+        check_paged_context(target, capacity)
         self.model = build_verifier(target, capacity)
         pages_per_slot = -(-capacity // PAGE_SIZE)
         pages = slots * pages_per_slot

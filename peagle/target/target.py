@@ -5,6 +5,7 @@ transformers, aux layer id `l` of vLLM. Hooks capture the taps in the forward pa
 logits: there is no second pass, and no other layer is stored.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,7 @@ from peagle.target.quantized.read import (
     read_quantization,
     read_quantized,
 )
+from peagle.target.residual_taps import ResidualTaps
 
 UNLIMITED_CONTEXT = 1 << 20  # for a target whose config has no limit
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -67,8 +69,7 @@ class Target:
         self.folder: Path | None = None  # from which it was loaded
         self.format: str | None = None  # of quantized weights: fp8, int8, int4 or mixed
         self.layers = decoder_layers(model)
-        self._taps: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
+        self._taps = ResidualTaps(self.layers, ())
         self.aux_layer_ids: tuple[int, ...] = ()
 
     @cached_property
@@ -115,13 +116,25 @@ class Target:
     def tap(self, aux_layer_ids: Sequence[int]) -> None:
         """Make `forward` also return the residual stream entering these layers, in this order."""
         check_aux_layer_ids(aux_layer_ids, len(self.layers))
-        for hook in self._hooks:
-            hook.remove()
-        self.aux_layer_ids = tuple(aux_layer_ids)
-        self._hooks = [
-            self.layers[i].register_forward_pre_hook(self._capture_hook(i), with_kwargs=True)
-            for i in set(aux_layer_ids)
-        ]
+        self._taps.remove()
+        self._taps = ResidualTaps(self.layers, aux_layer_ids)
+        self.aux_layer_ids = self._taps.ids
+
+    def private_model(self) -> PreTrainedModel:
+        """A copy of the model that shares all tensors, with a config and modules of its own.
+
+        Whoever changes the attention or adds hooks does so on a copy: other users of the target,
+        in other threads too, do not notice. The copy has no taps.
+        """
+        memo = shared_tensors(self.model)
+        private: PreTrainedModel
+        private, handles = copy.deepcopy((self.model, self._taps.handles), memo)
+        for handle in handles:
+            handle.remove()
+        for module in private.modules():
+            # Only the target's own modules give up their codes when an engine merges them.
+            vars(module).pop("quantized_weight", None)
+        return private
 
     def new_cache(self) -> RollbackCache:
         return RollbackCache(len(self.layers))
@@ -137,9 +150,8 @@ class Target:
             use_cache=cache is not None,
             logits_to_keep=keep,
         )
-        taps = [self._taps[i][0] for i in self.aux_layer_ids]
-        self._taps.clear()
-        hidden = torch.cat(taps, -1) if taps else out.logits.new_empty(len(ids), 0)
+        taps = self._taps.take()
+        hidden = torch.cat(taps, -1)[0] if taps else out.logits.new_empty(len(ids), 0)
         return TargetOutput(out.logits[0], hidden)
 
     @torch.no_grad()
@@ -149,15 +161,7 @@ class Target:
         Documents padded on the right need no mask, because attention is causal.
         """
         last = self.model.get_decoder()(input_ids=ids, use_cache=False, **more).last_hidden_state
-        taps = torch.cat([self._taps[i] for i in self.aux_layer_ids], -1)
-        self._taps.clear()
-        return TargetFeatures(taps, last)
-
-    def _capture_hook(self, layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._taps[layer] = args[0] if args else kwargs["hidden_states"]  # [1, rows, d]
-
-        return hook
+        return TargetFeatures(torch.cat(self._taps.take(), -1), last)
 
     def require_rollback(self) -> None:
         """Raise if a rollback does not restore the target's state, as with recurrent layers.
@@ -245,6 +249,14 @@ def load_quantized(
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model, info, weights
+
+
+def shared_tensors(model: nn.Module) -> dict[int, Any]:
+    """The memo with which a deep copy of the model has the same tensors, not copies of them."""
+    shared: list[Any] = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        shared += [x for x in vars(module).values() if isinstance(x, (Tensor, QuantizedWeight))]
+    return {id(x): x for x in shared}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

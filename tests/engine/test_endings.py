@@ -4,7 +4,8 @@ import pytest
 
 from peagle.core import METHODS, Method
 from tests.support.decoding import tokens_of
-from tests.support.engines import alone, ask, engine_of, serve, small, small_with_words
+from tests.support.engines import alone, ask, engine_of, pair_of, serve, small, small_with_words
+from tests.support.tiny_models import LEARNED_POSITIONS, make_drafter, make_target
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -75,6 +76,22 @@ def test_up_to_the_very_end_of_the_context(method: Method, length: int, prompt) 
     answers = serve(engine_of(small(), method, kv_tokens=600, max_batch=2), asked)
     assert answers == [alone(small(), method, ids, **settings) for ids, settings in asked]
     assert len(tokens_of(answers[0])) == min(limit, 256 - length)
+
+
+@pytest.mark.parametrize("name", LEARNED_POSITIONS)
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_drafts_beyond_a_table_of_learned_positions(name: str, method: Method, prompt) -> None:
+    """The last steps draft past the end of the context, where the target has no positions."""
+    target = make_target(name)
+    pair = pair_of(target, {method: make_drafter(target, method, 1)})
+    settings = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    asked = [(prompt(length), settings) for length in (55, 60, 62, 63)]
+    asked.append((prompt(5), {**settings, "max_tokens": 20}))
+    shapes = [{"k": 1}, {"k": 7}, {"k": 5, "tree": 12, "exact": False}]
+    for shape in shapes[: 3 if method == "p-eagle" else 2]:
+        answers = serve(engine_of(pair, method, **shape, kv_tokens=600), asked)
+        for steps, (ids, own_settings) in zip(answers, asked, strict=True):
+            assert tokens_of(steps) == tokens_of(alone(pair, "none", ids, **own_settings))
 
 
 @pytest.mark.parametrize("method", METHODS)

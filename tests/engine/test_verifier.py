@@ -9,21 +9,37 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    CwmConfig,
+    DiffLlamaConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    NemotronConfig,
+    OlmoConfig,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.merged_linear import are_merged, merge_linears
-from peagle.engine.model.verifier import PROBE_TOKENS, Verifier, build_verifier, target_kv_shapes
+from peagle.engine.model.paged_limits import check_paged_context
+from peagle.engine.model.verifier import Verifier, build_verifier, target_kv_shapes
+from peagle.engine.model.verifier_probe import PROBE_TOKENS
+from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
+from tests.support.engines import pair_of
 from tests.support.tiny_models import CONFIGS, SIZES, make_target
 
 TAPS = (0, 2, 3)
@@ -45,6 +61,17 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def ministral3(beta: float, original: int = 32) -> PretrainedConfig:
+    """Queries at positions from `original` on are scaled, if `beta` is not zero."""
+    parameters = YARN | {
+        "original_max_position_embeddings": original,
+        "llama_4_scaling_beta": beta,
+    }
+    return Ministral3Config(**FOUR, rope_parameters=parameters)
+
+
 LLAMA_LIKE: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**FOUR),
     "llama, tied": LlamaConfig(**FOUR, tie_word_embeddings=True),
@@ -53,6 +80,13 @@ LLAMA_LIKE: dict[str, PretrainedConfig] = {
     "llama, as many heads of keys": LlamaConfig(**FOUR | {"num_key_value_heads": 4}),
     "llama 3's rope": LlamaConfig(**FOUR, rope_parameters=LLAMA3),
     "llama, yarn": LlamaConfig(**FOUR, rope_parameters=YARN),
+    "llama, yarn and a long context": LlamaConfig(
+        **FOUR | {"max_position_embeddings": 1 << 17},
+        rope_parameters=YARN | {"factor": 2048.0},
+    ),
+    "cwm": CwmConfig(**FOUR, sliding_window=7),
+    "seed-oss": SeedOssConfig(**FOUR),
+    "ministral 3, no scaling": ministral3(beta=0.0),
     "mistral": MistralConfig(**FOUR, sliding_window=None),
     "mistral, window": MistralConfig(**FOUR, sliding_window=7),
     "mistral, long window": MistralConfig(**FOUR, sliding_window=PROBE_TOKENS + 10),
@@ -68,6 +102,10 @@ NOT_LLAMA: dict[str, PretrainedConfig] = {  # the modules of a Llama, but not it
         **FOUR, residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0
     ),
     "llama, biases in the MLP": LlamaConfig(**FOUR, mlp_bias=True),
+    "ministral 3": ministral3(beta=0.5),
+    "ministral 3, hardly scaled": ministral3(beta=0.01),
+    "smollm 3, layers without rope": SmolLM3Config(**FOUR),
+    "olmo, norms without weights": OlmoConfig(**FOUR),
 }
 
 
@@ -151,6 +189,82 @@ def test_a_model_that_only_looks_like_a_llama_is_not_fused(name: str) -> None:
     check(verifier, target, IDS, CHUNKS[1])
 
 
+def test_scaling_behind_the_context_of_the_engine_is_no_obstacle() -> None:
+    """Ministral 3 is a Llama up to `original_max_position_embeddings`."""
+    target = target_of(ministral3(beta=0.5, original=64))
+    assert isinstance(build_verifier(target, 64), FusedLlamaTarget)
+    for length in (65, 100, 256, 300):
+        assert isinstance(build_verifier(target, length), HFPagedTarget)
+
+
+@pytest.mark.parametrize("original", [64, 200])
+def test_scaled_queries_are_noticed_in_half_precision(original: int) -> None:
+    """Where a difference of the logits may be taken for rounding."""
+    target = target_of(ministral3(beta=0.1, original=original))
+    target.model.to(torch.bfloat16)
+    assert isinstance(build_verifier(target, 256), HFPagedTarget)
+    target = target_of(ministral3(beta=0.0, original=original))
+    target.model.to(torch.bfloat16)
+    assert isinstance(build_verifier(target, 256), FusedLlamaTarget)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
+def test_attention_with_unknown_options_is_not_fused(
+    option: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A soft cap far above the scores of the probe does not show in its logits."""
+    target = target_of(LLAMA_LIKE["llama"])
+    own = LlamaAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs, **option)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    assert isinstance(build_verifier(target, LENGTH), HFPagedTarget)
+
+
+def llama4(chunk: int = 1 << 13, floor_scale: int = 1 << 13) -> PretrainedConfig:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+    return Llama4TextConfig(
+        **FOUR, **experts, attention_chunk_size=chunk, floor_scale=floor_scale, attn_scale=0.5
+    )
+
+
+@pytest.mark.parametrize("config", [llama4(chunk=100), llama4(floor_scale=101)])
+def test_the_context_of_llama_4_ends_where_its_attention_changes(config: PretrainedConfig) -> None:
+    target = target_of(config)
+    check_paged_context(target, 100)
+    check(build_verifier(target, 100), target, IDS, CHUNKS[1])
+    with pytest.raises(UserError, match=r"contexts of up to 100 tokens.*set `context` to 100"):
+        check_paged_context(target, 101)
+    pair = pair_of(target)
+    with pytest.raises(UserError, match="set `context` to 100"):
+        Engine(pair, EngineConfig(method="none", thread=False))
+    Engine(pair, EngineConfig(method="none", thread=False, context=100)).close()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (BertConfig(**FOUR), "compute something else"),  # sees later tokens
+        (DiffLlamaConfig(**FOUR | {"head_dim": 8}), "compute something else"),  # attends twice
+        (NemotronConfig(**FOUR), "does not pass arguments on"),
+    ],
+)
+def test_targets_that_pages_cannot_run_are_refused(config: PretrainedConfig, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build_verifier(target_of(config), LENGTH)
+
+
+@pytest.mark.parametrize("length", [2, 7, 23])
+def test_contexts_shorter_than_the_probe(length: int) -> None:
+    target = target_of(LLAMA_LIKE["llama"])
+    assert isinstance(build_verifier(target, length), FusedLlamaTarget)
+    gpt2 = make_target("gpt2")
+    gpt2.model.config.n_positions = length
+    assert isinstance(build_verifier(gpt2, length + 5), HFPagedTarget)
+
+
 def test_a_patched_llama_is_not_fused() -> None:
     target = target_of(LLAMA_LIKE["llama"])
     target.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 0.8)
@@ -166,6 +280,17 @@ def test_every_architecture(name: str) -> None:
     assert isinstance(verifier, FusedLlamaTarget) == (name in ("llama", "qwen2", "qwen3"))
     for sizes in CHUNKS:
         check(verifier, target, IDS, sizes)
+
+
+@pytest.mark.parametrize("window", [None, 7, PROBE_TOKENS + 10])
+def test_a_window_that_only_the_mask_states(window: int | None) -> None:
+    """Phi-MoE does not pass it to its attention function."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    target = target_of(PhimoeConfig(**FOUR, **experts, sliding_window=window))
+    verifier = build_verifier(target, LENGTH)
+    assert isinstance(verifier, HFPagedTarget)
+    assert set(verifier.windows.values()) == {window}
+    check(verifier, target, IDS, CHUNKS[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])

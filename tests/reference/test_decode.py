@@ -12,7 +12,7 @@ from peagle.reference.decode import decode
 from peagle.reference.proposer import Verified, proposer_for
 from peagle.target import Target
 from tests.support.decoding import GREEDY, PATTERNS, Oracle, plain, tokens_of, transformers_generate
-from tests.support.tiny_models import AUX, make_drafter, make_target
+from tests.support.tiny_models import AUX, LEARNED_POSITIONS, make_drafter, make_target
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
@@ -119,6 +119,20 @@ def test_up_to_the_very_end_of_the_context(target: Target, method, length: int, 
     steps = list(decode(target, proposer_for(drafter), ids, 7, 300, GREEDY))
     assert len(tokens_of(steps)) == target.context - length
     assert tokens_of(steps) == plain(target, ids, 300)
+
+
+@pytest.mark.parametrize("name", LEARNED_POSITIONS)
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_no_draft_needs_a_position_beyond_the_context(name: str, method, prompt) -> None:
+    """A table of learned positions has no entry for it."""
+    target = make_target(name)
+    drafter = make_drafter(target, method, 1)
+    target.tap(AUX)
+    ids = prompt(target.context - 9)
+    steps = list(decode(target, proposer_for(drafter), ids, 7, 300, GREEDY))
+    slow = reference.decode(target, drafter, ids, 7, 300, GREEDY)
+    assert len(tokens_of(steps)) == 9 and tokens_of(slow)[:9] == tokens_of(steps)
+    assert [step.accepted for step in steps] == [step.accepted for step in slow]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    OPTConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -49,6 +51,12 @@ CONFIGS = {
     "gemma2": lambda: Gemma2Config(**SIZES, **WINDOW, query_pre_attn_scalar=16),
     "gemma3": lambda: Gemma3TextConfig(**SIZES, **WINDOW, query_pre_attn_scalar=16),
 }
+LEARNED_POSITIONS = {  # a table with one entry per position of the context, and no more
+    "gpt2": lambda: GPT2Config(**SIZES | {"max_position_embeddings": 64}),
+    "opt": lambda: OPTConfig(
+        **SIZES | {"max_position_embeddings": 64}, ffn_dim=48, word_embed_proj_dim=32
+    ),
+}
 
 AUX = (1, 3, 6)
 MASK = 5
@@ -56,7 +64,7 @@ MASK = 5
 
 def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = (CONFIGS | LEARNED_POSITIONS)[name]()
     for key, value in overrides.items():
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

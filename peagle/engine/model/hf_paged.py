@@ -18,14 +18,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import query_blocks
+from peagle.engine.model.paged_limits import disable_temperature_tuning
 from peagle.errors import UserError
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.paged_attention import paged_attention
 from peagle.target import Target
 from peagle.target.hf_attention import hf_attention
+from peagle.target.residual_taps import ResidualTaps
+from peagle.target.target import decoder_layers
 
 PREFIX = "peagle_paged_"  # of the names under which paged attention is registered
+
+# Called with the layer, its query [1, heads, T, d] and the arguments of its attention function.
+AttentionHook = Callable[[int, Tensor, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMask:
+    """The mask of a sliding window. A causal mask is None."""
+
+    window: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,55 +48,87 @@ class PagedContext:
     rows: RowPass
     kv_cache: KVCache
     windows: dict[int, int | None]  # by layer, filled by attention
+    on_attention: AttentionHook | None = None
 
 
 class HFPagedTarget:
-    """Runs the target's own modules; during a pass, their attention reads only pages."""
+    """Runs the target's own modules, except that their attention reads and writes pages.
+
+    The modules are a copy that shares the target's tensors: its attention function and its taps
+    belong to this engine alone.
+    """
 
     def __init__(self, target: Target) -> None:
-        self.target = target
-        # Between passes the model has its own implementation: every pass restores it.
-        self.own_name: str = target.model.config._attn_implementation
-        self.paged_name = f"{PREFIX}{self.own_name}"
-        if self.paged_name not in ALL_ATTENTION_FUNCTIONS:
-            function = make_paged_attention(self.own_name)
-            ALL_ATTENTION_FUNCTIONS.register(self.paged_name, function)
-            ALL_MASK_ATTENTION_FUNCTIONS.register(self.paged_name, lambda *args, **kwargs: None)
-        self.taps: tuple[int, ...] = ()
+        self.name = target.name
+        self.model: Any = target.private_model()
+        self.layers = decoder_layers(self.model)
+        self._install_attention()
+        disable_temperature_tuning(self.model)
+        self._taps = ResidualTaps(self.layers, ())
+        # Rows of drafts may lie beyond the context. They are never accepted, but a table of learned
+        # positions has no entry for them.
+        self.last_position = target.context - 1
         # The sliding window of each layer, as it passes it to attention; filled by a pass.
         self.windows: dict[int, int | None] = {}
+        self.on_attention: AttentionHook | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._taps.ids
+
+    @taps.setter
+    def taps(self, ids: tuple[int, ...]) -> None:
+        self._taps.remove()
+        self._taps = ResidualTaps(self.layers, ids)
 
     def forward(
         self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Verifier.forward`."""
-        model: Any = self.target.model
-        self._install_attention(model)
-        if self.target.aux_layer_ids != self.taps:
-            self.target.tap(self.taps)
         try:
-            out = model(
+            out = self.model(
                 input_ids=ids[None],
-                position_ids=rows.positions[None].long(),
+                position_ids=rows.positions[None].long().clamp(max=self.last_position),
                 use_cache=False,
                 logits_to_keep=0 if logit_rows is None else logit_rows,
-                paged=PagedContext(rows, kv_cache, self.windows),
+                paged=PagedContext(rows, kv_cache, self.windows, self.on_attention),
             )
-            taps = [self.target._taps[i][0] for i in self.taps]
+            taps = self._taps.take()
         finally:
-            self.target._taps.clear()
-            model.set_attn_implementation(self.own_name)
-        return out.logits[0], torch.cat(taps, -1) if taps else out.logits.new_empty(len(ids), 0)
+            self._taps.clear()
+        if len(self.windows) < len(self.layers):
+            raise self._unsupported()  # Some layer does not call the function that was installed.
+        return out.logits[0], torch.cat(taps, -1)[0] if taps else out.logits.new_empty(len(ids), 0)
 
-    def _install_attention(self, model: Any) -> None:
-        if model.config._attn_implementation == self.paged_name:
-            return
-        model.set_attn_implementation(self.paged_name)
-        if model.config._attn_implementation != self.paged_name:
-            raise UserError(
-                f"target {self.target.name!r} is not supported: transformers cannot replace its"
-                " attention, which the paged KV cache needs"
-            )
+    def _install_attention(self) -> None:
+        config = self.model.config
+        paged_name = register_paged_attention(config._attn_implementation)
+        self.model.set_attn_implementation(paged_name)
+        if config._attn_implementation != paged_name:
+            raise self._unsupported()
+
+    def _unsupported(self) -> UserError:
+        return UserError(
+            f"target {self.name!r} is not supported: transformers cannot replace its attention,"
+            " which the paged KV cache needs"
+        )
+
+
+def register_paged_attention(own_name: str) -> str:
+    """Make paged attention known to transformers; returns its name there.
+
+    `own_name`: the attention function that it runs on a CPU.
+    """
+    paged_name = f"{PREFIX}{own_name}"
+    if paged_name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(paged_name, make_paged_attention(own_name))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(paged_name, paged_mask)
+    return paged_name
+
+
+def paged_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> LocalMask | None:
+    """What layers pass to attention as their mask; `local_size`: the sliding window, if any."""
+    return None if local_size is None else LocalMask(local_size)
 
 
 def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -94,15 +139,25 @@ def make_paged_attention(own_name: str) -> Callable[..., tuple[Tensor, Any]]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
-        paged: PagedContext,
+        attention_mask: LocalMask | None,
+        paged: PagedContext | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
+        if paged is None:
+            raise UserError(
+                f"{type(module).__name__} does not pass arguments on to its attention function,"
+                " which the paged KV cache needs: use another target"
+            )
         layer: Any = module.layer_idx
         keys, values = (x[0].transpose(0, 1) for x in (key, value))
         paged.kv_cache.store(layer, paged.rows.kv_slots, keys, values)
-        paged.windows[layer] = kwargs.get("sliding_window")
+        window = kwargs.get("sliding_window")
+        if window is None and attention_mask is not None:
+            window = attention_mask.window  # Some models (Phi-MoE) state it in the mask only.
+        paged.windows[layer] = window
+        if paged.on_attention is not None:
+            paged.on_attention(layer, query, kwargs)
         if query.is_cuda and kwargs.get("position_bias") is None:
             return attend_on_gpu(query, layer, paged, kwargs), None
         run = hf_attention(own_name, module)

@@ -19,6 +19,7 @@ from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.exactness import pad_rows
 from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
 from peagle.engine.step.batch_sampling import BatchSampling
@@ -41,6 +42,7 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 class Stepper:
     def __init__(self, target: Target, drafter: Drafter | None, size: StepperSize) -> None:
         self.target = target
+        check_paged_context(target, size.context)
         max_length = size.context + size.max_shape.nodes + 1
         self.verifier = build_verifier(target, max_length)
         self._quantized_share = 0.0  # Matrices that kernels read in the target's own format.

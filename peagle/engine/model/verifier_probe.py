@@ -1,0 +1,189 @@
+"""VerifierProbe: whether a verifier computes what the target does, found by a short pass.
+
+Two requests of the same tokens run in one pass: at positions spread up to the end of the context,
+where some models scale their queries (Ministral 3), and at the first positions. A few rows suffice,
+because a row's position need not be its place among the keys.
+
+    row            0    1    2   ..  23   24   25   26  ..   47
+    request        0    0    0   ..   0    1    1    1  ..    1
+    attends to     0   0-1  0-2  ..  0-23  0   0-1  0-2 ..  0-23    of its own request
+    position       0   356  712  .. 8191   0    1    2  ..   23     (for a context of 8192)
+
+Over pages, the target's own modules must give the logits of transformers at the first positions.
+
+The fused layers of a Llama must agree with the target's own modules in three things:
+
+* What attention is asked for: a scale of head_dim ** -0.5, a sliding window, and nothing else.
+* The queries, keys and values of every layer and row, given the same input of the layer. Rounding
+  does not add up there, and attention cannot hide a difference.
+* The logits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.engine.kv.kv_cache import KVCache, KVShape
+from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.hf_paged import HFPagedTarget
+from peagle.errors import UserError
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.add_norm import add_norm
+from peagle.kernels.triton.rope_store import rope_store
+from peagle.target import Target
+
+PROBE_TOKENS = 24  # of each request, if the context holds as many
+PROBE_PAGE_SIZE = 16
+# Largest accepted norm of the difference of the logits, relative to their norm. In half precision,
+# rounding alone gives 0.02 for 32 layers, and another architecture gives 0.3 and more.
+MAX_ERROR_FLOAT32 = 1e-3
+MAX_ERROR_HALF = 0.1
+# At spread positions, rounding gives more: 0.034 for SmolLM2-135M, instead of 0.009.
+MAX_SPREAD_ERROR_HALF = 0.3
+# The same for the query, key and value of one row: rounding gives 0.0006 for SmolLM2-135M.
+MAX_ROW_ERROR_HALF = 0.02
+# From here on a target is refused. Between experts, rounding may decide otherwise.
+MIN_WRONG_ERROR_FLOAT32 = 0.01
+MIN_WRONG_ERROR_HALF = 0.5
+# Arguments of an attention function that do not change what it computes without a gradient.
+NEUTRAL_ARGUMENTS = frozenset({"dropout", "position_ids", "use_cache"})
+FUSED_ARGUMENTS = frozenset({"scaling", "sliding_window"})
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer passes to its attention function."""
+
+    query: Tensor  # [T, heads, head_dim]
+    arguments: dict[str, Any]
+
+    def is_plain(self) -> bool:
+        """Whether the fused layers support it."""
+        scaling = self.arguments.get("scaling")
+        other_arguments = self.arguments.keys() - NEUTRAL_ARGUMENTS - FUSED_ARGUMENTS
+        return scaling in (None, self.query.shape[-1] ** -0.5) and all(
+            self.arguments[name] is None for name in other_arguments
+        )
+
+
+class VerifierProbe:
+    @torch.inference_mode()
+    def __init__(self, target: Target, hf_paged: HFPagedTarget, shapes: list[KVShape], length: int):
+        """Run the target's own modules over pages.
+
+        `shapes`: what its layers store. `length`: the number of positions that requests may have.
+        """
+        self.target = target
+        self.shapes = shapes
+        self.rows = probe_rows(length, target.device)
+        count = self.rows.max_rows
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(target.vocab_size, (count,), generator=generator)
+        self.tokens = tokens.to(target.device)
+        self.ids = self.tokens.repeat(2)
+        self.calls: dict[int, AttentionCall] = {}
+        # Some layer attends twice in a pass (DiffLlama), but has pages for one set of values only.
+        self.attends_twice = False
+        self.kv_cache = self._new_cache()
+        hf_paged.taps = tuple(range(len(shapes)))
+        hf_paged.on_attention = self._record
+        self.logits, hidden = hf_paged.forward(self.ids, self.rows, self.kv_cache)
+        hf_paged.on_attention = None
+        hf_paged.taps = ()
+        self.streams = hidden.chunk(len(shapes), -1)  # [T, d] entering each layer
+        self.is_half = self.logits.dtype != torch.float32
+
+    @torch.inference_mode()
+    def check_paged(self) -> None:
+        """Raise if the target's own modules over pages do not give the logits of transformers."""
+        expected = self.target.forward(self.tokens).logits
+        error = logits_error(self.logits[len(expected) :], expected)
+        limit = MIN_WRONG_ERROR_HALF if self.is_half else MIN_WRONG_ERROR_FLOAT32
+        if self.attends_twice or error > limit:
+            raise UserError(
+                f"target {self.target.name!r} is not supported: over a paged KV cache, its modules"
+                " compute something else than in transformers. Use another target"
+            )
+
+    def is_plain_attention(self) -> bool:
+        """Whether the fused layers support everything that the target's attention is asked for."""
+        return all(call.is_plain() for call in self.calls.values())
+
+    @torch.inference_mode()
+    def equals(self, fused: FusedLlamaTarget) -> bool:
+        """Whether the fused layers compute what the target does."""
+        kv_cache = self._new_cache()
+        max_row_error = MAX_ROW_ERROR_HALF if self.is_half else MAX_ERROR_FLOAT32
+        if any(
+            self._row_error(fused, i, kv_cache) > max_row_error for i in range(len(self.shapes))
+        ):
+            return False
+        logits, _ = fused.forward(self.ids, self.rows, kv_cache)
+        spread, first = zip(logits.chunk(2), self.logits.chunk(2), strict=True)
+        if not self.is_half:
+            return max(logits_error(*spread), logits_error(*first)) <= MAX_ERROR_FLOAT32
+        return (
+            logits_error(*first) <= MAX_ERROR_HALF
+            and logits_error(*spread) <= MAX_SPREAD_ERROR_HALF
+        )
+
+    def _row_error(self, fused: FusedLlamaTarget, index: int, kv_cache: KVCache) -> float:
+        """The largest error of a query, key or value that the layer computes from its input."""
+        layer = fused.layers[index]
+        keys = kv_cache.keys[index]
+        values = kv_cache.values[index]
+        normed, _ = add_norm(self.streams[index].contiguous(), None, layer.input_norm, fused.eps)
+        qkv = layer.qkv.split_k(normed)
+        query = rope_store(qkv, self.rows, fused.rope, keys, values, layer.heads)
+        slots = self.rows.kv_slots
+        own_keys = self.kv_cache.keys[index]
+        own_values = self.kv_cache.values[index]
+        return max(
+            row_error(query, self.calls[index].query),
+            row_error(keys[slots], own_keys[slots]),
+            row_error(values[slots], own_values[slots]),
+        )
+
+    def _new_cache(self) -> KVCache:
+        return KVCache(self.shapes, 4, PROBE_PAGE_SIZE, self.ids.device)
+
+    def _record(self, layer: int, query: Tensor, arguments: dict[str, Any]) -> None:
+        """query [1, heads, T, d], as an attention function of transformers receives it."""
+        self.attends_twice |= layer in self.calls
+        self.calls[layer] = AttentionCall(query[0].transpose(0, 1).clone(), arguments)
+
+
+def logits_error(mine: Tensor, own: Tensor) -> float:
+    """The norm of the difference, relative to the norm."""
+    return float((mine.float() - own.float()).norm() / own.float().norm())
+
+
+def row_error(mine: Tensor, own: Tensor) -> float:
+    """The largest norm of a row's difference, relative to the row's norm; not finite: infinite."""
+    mine, own = (x.flatten(1).float() for x in (mine, own))
+    error = (mine - own).norm(dim=1) / own.norm(dim=1).clamp(min=1e-6)
+    return float(error.nan_to_num(nan=torch.inf).max())
+
+
+def probe_rows(length: int, device: torch.device) -> RowPass:
+    """Two requests, each in two pages in reverse order; see the table at the top of the file."""
+    count = min(PROBE_TOKENS, length)
+    places = torch.arange(count, device=device)
+    spread = torch.linspace(0, length - 1, count, dtype=torch.float64).long().to(device)
+    tables = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=device)
+    pages = tables.long()[:, places // PROBE_PAGE_SIZE]  # [2, count]
+    slots = (pages * PROBE_PAGE_SIZE + places % PROBE_PAGE_SIZE).flatten()
+    counts = torch.full((2,), count, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, count], dtype=torch.int32, device=device)
+    return RowPass(
+        positions=torch.cat([spread, places]),
+        kv_slots=slots,
+        page_tables=tables,
+        row_starts=starts,
+        row_counts=counts,
+        first_positions=torch.zeros_like(counts),
+        max_rows=count,
+        page_size=PROBE_PAGE_SIZE,
+    )
