@@ -31,6 +31,7 @@ from peagle.target.quantized.read import (
     read_quantization,
     read_quantized,
 )
+from peagle.target.rope import config_depends_on_length, freeze_rope, shortest_context
 
 UNLIMITED_CONTEXT = 1 << 20  # for a target whose config has no limit
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -53,13 +54,20 @@ class TargetFeatures:
 
 
 class Target:
+    requested_context: int | None = None
+
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: Any = None,
         name: str = "",
         revision: str | None = None,
+        context: int | None = None,
     ):
+        """`context`: the most tokens of a prompt and its answer; None: what the model supports.
+
+        RoPE that depends on the length of a pass is frozen for it (rope.py).
+        """
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
@@ -70,6 +78,10 @@ class Target:
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.aux_layer_ids: tuple[int, ...] = ()
+        if context is not None and context < 2:
+            raise UserError(f"`context` is {context}: use 2 or more")
+        self.requested_context = context
+        freeze_rope(model, self.context)
 
     @cached_property
     def config(self) -> Any:
@@ -84,8 +96,27 @@ class Target:
         return self.config.vocab_size
 
     @property
-    def context(self) -> int:
+    def max_context(self) -> int:
+        """What the model supports."""
         return getattr(self.config, "max_position_embeddings", None) or UNLIMITED_CONTEXT
+
+    @property
+    def context(self) -> int:
+        return min(self.requested_context or self.max_context, self.max_context)
+
+    @property
+    def shortest_context(self) -> int:
+        """The shortest context with this target's RoPE: a shorter one has other frequencies."""
+        return shortest_context(self.config, self.context)
+
+    @property
+    def rope_context(self) -> int | None:
+        """The context for which RoPE is frozen; None: RoPE is the same for every context."""
+        return self.context if config_depends_on_length(self.config) else None
+
+    def fit_context(self, tokens: int) -> int:
+        """The smallest context for `tokens` tokens that an engine of this target may have."""
+        return min(self.context, max(tokens, self.shortest_context))
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +216,12 @@ class Target:
 
 
 def load_target(
-    folder: Path, dtype: torch.dtype, device: str, name: str = "", revision: str | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    device: str,
+    name: str = "",
+    revision: str | None = None,
+    context: int | None = None,
 ) -> Target:
     """Load config, safetensors and tokenizer from a local folder, without a network."""
     folder = Path(folder)
@@ -224,7 +260,7 @@ def load_target(
             f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}:"
             " download or copy it again"
         )
-    target = Target(model.to(device), tokenizer, name or str(folder), revision)
+    target = Target(model.to(device), tokenizer, name or str(folder), revision, context)
     target.folder = folder.resolve()
     attach_quantized(model, weights, device)
     target.format = target_format

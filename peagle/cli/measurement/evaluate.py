@@ -20,6 +20,7 @@ from peagle.cli.measurement.options import (
     TaskLimit,
 )
 from peagle.cli.options import (
+    Context,
     Device,
     Drafter,
     Dtype,
@@ -79,6 +80,7 @@ def evaluate(
     temperature: Temperatures = "0",
     max_tokens: MaxTokens = 256,
     target: Target = None,
+    context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exact: Exact = None,
@@ -106,7 +108,13 @@ def evaluate(
     tasks = read_sets(split_words(sets), data, limit, warn)
     with progress_bars(err, quiet=as_json) as progress:
         loaded = load(
-            pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
+            pair,
+            target=target,
+            drafter=drafter,
+            device=device,
+            dtype=dtype,
+            context=context,
+            progress=progress,
         )
     if method is None:
         chosen = loaded.pair.method  # a drafter's folder brings its own method

@@ -10,6 +10,7 @@ import typer
 from peagle.catalog import DEFAULT_PAIR, pair_names
 from peagle.cli.application import app, err
 from peagle.cli.options import (
+    Context,
     Device,
     Drafter,
     Dtype,
@@ -57,6 +58,7 @@ def generate(
     raw: Raw = False,
     target: Target = None,
     drafter: Drafter = None,
+    context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -73,7 +75,13 @@ def generate(
 
     with progress_bars(err, quiet=as_json) as progress:
         loaded = load(
-            pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
+            pair,
+            target=target,
+            drafter=drafter,
+            device=device,
+            dtype=dtype,
+            context=context,
+            progress=progress,
         )
     answer = loaded.generate(
         prompt,

@@ -70,6 +70,7 @@ def make_drafter(
         limit=limit,
         invent=invent,
         keep_truncated=True,
+        context=config.context or None,
         device=device,
     )
     err.print("[bold]2. training[/]")
