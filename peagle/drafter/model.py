@@ -20,7 +20,7 @@ from peagle.drafter.dependency import Dependency, select_chain
 from peagle.target.rope import VLLM_ROPE_KEYS, freeze_module, freeze_parameters
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output
-Rope = tuple[Tensor, Tensor]  # cos, sin: [R, 1, head_dim] each
+Rope = tuple[Tensor, Tensor]  # cos, sin: [R, 1, rotated dims] each
 
 
 class Attention(nn.Module):
@@ -178,7 +178,7 @@ class Drafter(nn.Module):
         EAGLE-3 feeds back), [R, d] each.
         """
         cos, sin = self.rope(hidden, positions[None])
-        rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, head_dim]
+        rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, rotated dims]
         combined = hidden
         for i, block in enumerate(self.layers):
             if i and self.config.inject:
@@ -249,8 +249,15 @@ class Drafter(nn.Module):
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of x [R, heads, head_dim], rotate-half convention."""
+    """Rotary embedding of x [R, heads, head_dim], rotate-half convention.
+
+    With fewer angles than dimensions, the dimensions behind them do not rotate (Phi-4-mini).
+    """
     cos, sin = rope
+    rotated_dims = cos.shape[-1]
+    if rotated_dims < x.shape[-1]:
+        rotated = rotate(x[..., :rotated_dims], rope)
+        return torch.cat([rotated, x[..., rotated_dims:]], -1)
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
 

@@ -255,17 +255,21 @@ def load_target(
     except Exception as error:  # transformers raises exceptions of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load the target in {folder}: {reason}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(
-            f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}:"
-            " download or copy it again"
-        )
+    require_complete(folder, sorted(info["missing_keys"]))
     target = Target(model.to(device), tokenizer, name or str(folder), revision, context)
     target.folder = folder.resolve()
     attach_quantized(model, weights, device)
     target.format = target_format
     target.require_rollback()
     return target
+
+
+def require_complete(folder: Path, missing: list[str]) -> None:
+    if missing:
+        raise UserError(
+            f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}:"
+            " download or copy it again"
+        )
 
 
 def load_quantized(

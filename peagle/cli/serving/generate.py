@@ -9,6 +9,7 @@ import typer
 
 from peagle.catalog import DEFAULT_PAIR, pair_names
 from peagle.cli.application import app, err
+from peagle.cli.load_pair import load_with_progress
 from peagle.cli.options import (
     Context,
     Device,
@@ -70,19 +71,7 @@ def generate(
     pair, prompt = pair_and_prompt(words)
     sampling = Sampling(temperature, top_p, top_k, min_p, seed)  # Checked before loading.
     check_drafting(method, k, tree, exact)
-    from peagle.loaded import load
-    from peagle.progress import progress_bars
-
-    with progress_bars(err, quiet=as_json) as progress:
-        loaded = load(
-            pair,
-            target=target,
-            drafter=drafter,
-            device=device,
-            dtype=dtype,
-            context=context,
-            progress=progress,
-        )
+    loaded = load_with_progress(pair, target, drafter, device, dtype, context, quiet=as_json)
     answer = loaded.generate(
         prompt,
         k=k,

@@ -84,8 +84,7 @@ def capture(
         raise UserError(f"--max-length is {max_length}: use 3 or more")
     loaded = load(target, device=device, dtype=dtype, context=context).target
     length = min(max_length, loaded.context)
-    paths = [Path(part.strip()) for part in data.split(",")]
-    documents = read_documents(paths, loaded, length, warn)
+    documents = read_documents([Path(x.strip()) for x in data.split(",")], loaded, length, warn)
     job = Capture(loaded, documents, folder, CaptureSettings(top_k, taps, length))
     summary = CaptureSummary(
         out=str(folder),

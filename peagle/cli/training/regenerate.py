@@ -108,10 +108,8 @@ def regenerate(
         read += invent_prompts(loaded, invent, out, settings, as_json)
     with progress_bar("answers", as_json) as progress:
         counts = job.regenerate(loaded, read, out, settings, progress)
-    if as_json:
-        print(json.dumps({"out": str(out)} | counts.as_dict()))
-    else:
-        print(summary(counts, out))
+    record = {"out": str(out)} | counts.as_dict()
+    print(json.dumps(record) if as_json else summary(counts, out))
 
 
 def parse_slots(word: str) -> int | None:
