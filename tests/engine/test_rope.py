@@ -74,6 +74,17 @@ def test_the_engine_equals_the_reference(name: str, context: int | None, method:
         )
 
 
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_drafts_across_the_boundary_change_nothing(name: str) -> None:
+    """For dynamic NTK the boundary is the context's end, and drafts reach beyond it."""
+    loaded = pair(name)
+    plain, drafting = (engine_of(loaded, method, 7, **ROOMY) for method in ("none", "p-eagle"))
+    for seed in range(8):
+        prompt = ids(BOUNDARY - 18, seed)
+        answers = [ask(e, prompt, max_tokens=24, ignore_eos=True)[0] for e in (plain, drafting)]
+        assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("options", [{"prefix_caching": False}, {}], ids=["plain", "prefix cache"])
 @pytest.mark.parametrize(("name", "context"), CASES)
 def test_preemption_and_the_prefix_cache(

@@ -1,5 +1,6 @@
 """Tiny targets whose RoPE depends on the length of a pass in transformers."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.drafter.untrained import untrained_drafter
 from peagle.target import Target
+from tests.support.engines import word_tokenizer
 from tests.support.tiny_models import MASK, SIZES
 
 BOUNDARY = 48  # original_max_position_embeddings; of dynamic NTK, the end of the context
@@ -85,3 +87,10 @@ def rope_target(name: str, context: int | None = None) -> Target:
 def rope_drafter(target: Target, method: Method = "p-eagle") -> Drafter:
     config = config_for(target, method, 1, AUX, MASK, trained=False)
     return untrained_drafter(config, target, seed=7)
+
+
+def save_rope_target(name: str, folder: Path) -> Path:
+    """Save the target with a tokenizer: token 17 is the word w17."""
+    rope_model(name).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
