@@ -161,8 +161,8 @@ def choose_frequencies(module: Any, key: str | None, rope_type: str, context: in
     if rope_type != "longrope" and context <= config.max_position_embeddings:
         return getattr(module, buffer_name(key, "original_inv_freq"))
     options = {} if key is None else {"layer_type": key}
-    compute = ROPE_INIT_FUNCTIONS[rope_type]
-    return compute(config, torch.device("cpu"), seq_len=context, **options)[0]
+    with torch.device("cpu"):
+        return ROPE_INIT_FUNCTIONS[rope_type](config, seq_len=context, **options)[0]
 
 
 def require_same_rope(module: Any, context: int) -> None:

@@ -48,7 +48,7 @@ def test_longrope_is_written_with_the_chosen_factors_twice(
 
 
 def test_dynamic_is_written_as_its_base(tmp_path: Path) -> None:
-    """vLLM would scale the base of dynamic NTK at every length."""
+    """Versions of vLLM differ in how they scale the base of dynamic NTK."""
     drafter = rope_drafter(rope_target("dynamic"))
     assert drafter.config.rope == {"rope_type": "default", "rope_theta": 1e4}
     export(drafter, tmp_path / "d", "vllm", 3, VERIFIER)
