@@ -26,31 +26,31 @@ VLLM_ROPE_KEYS = ("short_mscale", "long_mscale")  # of longrope; transformers ha
 FROZEN_TYPE = "default"  # the type for which transformers never updates frequencies
 
 
-def depends_on_length(rope_type: str) -> bool:
+def depends_on_length(rope_type: str | None) -> bool:
     """Whether transformers updates the frequencies of this type in every pass."""
-    return rope_type == "longrope" or "dynamic" in rope_type
+    return rope_type is not None and (rope_type == "longrope" or "dynamic" in rope_type)
 
 
 def parameter_sets(config: Any) -> dict[str | None, Mapping[str, Any]]:
     """The RoPE parameters of a config by layer type; the key is None if all layers share them."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    if not parameters or "rope_type" in parameters:
-        return {None: parameters}
-    return {layer_type: values or {} for layer_type, values in parameters.items()}
+    if any(isinstance(values, Mapping) for values in parameters.values()):
+        return {layer_type: values or {} for layer_type, values in parameters.items()}
+    return {None: parameters}
 
 
 def config_depends_on_length(config: Any) -> bool:
     sets = parameter_sets(config).values()
-    return any(depends_on_length(parameters.get("rope_type", "default")) for parameters in sets)
+    return any(depends_on_length(parameters.get("rope_type")) for parameters in sets)
 
 
 def shortest_context(config: Any, context: int) -> int:
     """The shortest context with the same frequencies as `context`; 1 if all have the same."""
     shortest = 1
     for parameters in parameter_sets(config).values():
-        rope_type = parameters.get("rope_type", "default")
+        rope_type = parameters.get("rope_type")
         if rope_type == "longrope":
-            original = parameters["original_max_position_embeddings"]
+            original = original_length(parameters, config.max_position_embeddings)
             shortest = max(shortest, original + 1) if context > original else shortest
         elif depends_on_length(rope_type) and context > config.max_position_embeddings:
             shortest = context
@@ -65,23 +65,29 @@ def freeze_parameters(
     Of longrope, both lists become the chosen one. The scale of cosines and sines is given by the
     key that transformers reads and by those that vLLM reads.
     """
-    rope_type = parameters.get("rope_type", "default")
+    rope_type = parameters.get("rope_type")
     if not depends_on_length(rope_type):
         return dict(parameters)
     if rope_type != "longrope":
         theta = dynamic_base(parameters, context, max_positions, head_dim)
         return {"rope_type": "default", "rope_theta": theta}
-    original = parameters["original_max_position_embeddings"]
+    original = original_length(parameters, max_positions)
     chosen = "long" if context > original else "short"
     factors = list(parameters[f"{chosen}_factor"])
     scale = parameters.get(f"{chosen}_mscale") or longrope_scale(parameters, max_positions)
     return dict(parameters) | {
+        "original_max_position_embeddings": original,
         "short_factor": factors,
         "long_factor": list(factors),
         "attention_factor": scale,
         "short_mscale": scale,
         "long_mscale": scale,
     }
+
+
+def original_length(parameters: Mapping[str, Any], max_positions: int) -> int:
+    """The longest sequence with the short factors of longrope."""
+    return parameters.get("original_max_position_embeddings") or max_positions
 
 
 def dynamic_base(
@@ -99,7 +105,7 @@ def longrope_scale(parameters: Mapping[str, Any], max_positions: int) -> float:
     """The factor on cosines and sines, as transformers and vLLM compute it."""
     if parameters.get("attention_factor") is not None:
         return parameters["attention_factor"]
-    original = parameters["original_max_position_embeddings"]
+    original = original_length(parameters, max_positions)
     factor = parameters.get("factor") or max_positions / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 

@@ -74,6 +74,18 @@ def test_a_foreign_drafter_gets_the_factors_of_the_targets_context(
     assert torch.equal(angles(back.to(torch.float32)), expected[:9])
 
 
+def test_the_original_length_may_stand_outside(tmp_path: Path) -> None:
+    drafter = rope_drafter(rope_target("phi3"))
+    export(drafter, tmp_path / "d", "vllm", 3, VERIFIER)
+    file = tmp_path / "d" / "config.json"
+    written = json.loads(file.read_text())
+    length = written["rope_scaling"].pop("original_max_position_embeddings")
+    file.write_text(json.dumps(written | {"original_max_position_embeddings": length}))
+    assert checkpoint.load(tmp_path / "d", None).config.rope == drafter.config.rope
+    file.write_text(json.dumps(written))  # Without any, it is the context, as in transformers.
+    assert checkpoint.load(tmp_path / "d", None).rope.inv_freq.equal(drafter.rope.inv_freq)
+
+
 @pytest.mark.parametrize("name", ["phi3", "phi4"])
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_proposals_across_the_boundary_with_and_without_a_cache(name: str, method) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.bench.load.engine_pool import EnginePool
 from peagle.core import METHODS, Method
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
@@ -138,3 +139,10 @@ def test_regenerated_answers_are_those_of_the_engine(context: int | None) -> Non
     for answer in generator.run(iter(requests)):
         steps = alone(loaded, "none", ids(10, seed=answer.key), max_tokens=20)
         assert answer.ids == tokens_of(steps)
+
+
+def test_engines_of_a_benchmark_have_the_targets_rope() -> None:
+    """They get the shortest context for the load, but not one with other frequencies."""
+    loaded = pair("phi3")
+    pool = EnginePool(loaded, max_batch=2, max_length=12, kv_tokens=64, exact=False)
+    assert pool.engine("none", 1).context == BOUNDARY + 1
