@@ -152,14 +152,22 @@ def load(
     drafter: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    context: int | None = None,
     progress: Progress = silent,
 ) -> LoadedPair:
     """Load a pair by name (downloaded if necessary), or by the folder of a target.
 
-    `target` and `drafter` are folders that replace the pair's own.
+    `target` and `drafter` are folders that replace the pair's own. `context`: the most tokens of a
+    prompt and its answer; None: what the target supports.
     """
     models = load_models(
-        pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
+        pair,
+        target=target,
+        drafter=drafter,
+        device=device,
+        dtype=dtype,
+        context=context,
+        progress=progress,
     )
     return LoadedPair(models.pair, models.target, models.loaded_drafters)
 
@@ -170,13 +178,21 @@ def load_with_drafters(
     drafters: str | None,
     device: str,
     dtype: str,
+    context: int | None = None,
     progress: Progress = silent,
 ) -> LoadedPair:
     """Load a pair; `drafters`: folders separated by commas, one per method, instead of its own."""
+    options: dict[str, Any] = {
+        "target": target,
+        "device": device,
+        "dtype": dtype,
+        "context": context,
+        "progress": progress,
+    }
     if drafters is None:
-        return load(pair, target=target, device=device, dtype=dtype, progress=progress)
+        return load(pair, **options)
     bare = replace(find_pair(pair), drafters={})  # The pair's own drafters need not be downloaded.
-    loaded = load(bare, target=target, device=device, dtype=dtype, progress=progress)
+    loaded = load(bare, **options)
     sources: dict[Method, DrafterSource] = {}
     models: dict[Method, Drafter] = {}
     for name in drafters.split(","):

@@ -94,11 +94,13 @@ def load_models(
     drafter: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    context: int | None = None,
     progress: Progress = silent,
 ) -> ModelPair:
     """Load a pair by name (downloaded if necessary), or by the folder of a target.
 
-    `target` and `drafter` are folders that replace the pair's own.
+    `target` and `drafter` are folders that replace the pair's own. `context`: the most tokens of a
+    prompt and its answer; None: what the target supports.
     """
     pair = find_pair(pair) if isinstance(pair, str) else pair
     device = choose_device(device)
@@ -112,7 +114,8 @@ def load_models(
         # Tuning results hold for the pair's own target and drafter only.
         pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, torch_dtype)))
         pair = with_pulled_drafter(pair, progress)
-    models = ModelPair(pair, load_target(folder, torch_dtype, device, name, revision))
+    loaded = load_target(folder, torch_dtype, device, name, revision, context)
+    models = ModelPair(pair, loaded)
     return models if drafter is None else with_drafter(models, Path(drafter).expanduser())
 
 

@@ -126,7 +126,7 @@ def build_engine(
         k=k,
         tree=tree,
         max_batch=concurrency,
-        context=min(pair.target.context, 2 * length),
+        context=pair.target.fit_context(2 * length),
         kv_tokens=concurrency * (length + 64),
         prefix_caching=False,
         int8=int8,

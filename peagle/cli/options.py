@@ -34,6 +34,14 @@ Target = Annotated[
         "--target", help="A target: a folder, a pair's name or a hub id.", show_default=False
     ),
 ]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        help="Maximum number of tokens of a prompt and its answer. Default: the target's.",
+        show_default=False,
+    ),
+]
 Exact = Annotated[
     bool | None,
     typer.Option(

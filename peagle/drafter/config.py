@@ -119,10 +119,12 @@ def config_for(
 ) -> DrafterConfig:
     """Configure a drafter with the target's width, heads, MLP size, RoPE and context."""
     from peagle.target import default_aux_layer_ids
+    from peagle.target.rope import freeze_parameters
 
     text = target.config
     ids = aux_layer_ids or default_aux_layer_ids(len(target.layers))
     heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return DrafterConfig(
         method=method,
         num_layers=num_layers,
@@ -130,14 +132,14 @@ def config_for(
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=head_dim,
         vocab_size=text.vocab_size,
         draft_vocab_size=draft_vocab_size or text.vocab_size,
         aux_layer_ids=ids,
         target_hidden_size=text.hidden_size,
         num_taps=len(ids),
-        max_position_embeddings=target.context,
-        rope=rope_parameters(text),
+        max_position_embeddings=target.max_context,
+        rope=freeze_parameters(rope_parameters(text), target.context, target.max_context, head_dim),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
         mask_token_id=mask_token_id if method == "p-eagle" else None,
         target=target.name,

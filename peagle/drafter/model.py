@@ -17,9 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.dependency import Dependency, select_chain
+from peagle.target.rope import VLLM_ROPE_KEYS, freeze_module, freeze_parameters
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output
-Rope = tuple[Tensor, Tensor]  # cos, sin: [R, 1, head_dim] each
+Rope = tuple[Tensor, Tensor]  # cos, sin: [R, 1, rotated dims] each
 
 
 class Attention(nn.Module):
@@ -95,9 +96,11 @@ class Drafter(nn.Module):
     lm_head: Tensor  # [draft_vocab_size, d]
     target_ids: Tensor | None  # [draft_vocab_size] draft id -> target id; None: ids are the same
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, context: int | None = None) -> None:
+        """`context`: for which RoPE is frozen (target/rope.py); None: the drafter's own."""
         super().__init__()
         self.config = config
+        self.context = context
         self.gradient_checkpointing = False
         d = config.hidden_size
         eps = config.rms_norm_eps
@@ -120,25 +123,33 @@ class Drafter(nn.Module):
             self.inject = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in injected_layers)
             self.dependency = Dependency(d, config.dependency) if config.dependency else None
             self.confidence = nn.Linear(d, 1) if config.confidence else None
-        self.rope = self.make_rope(config)
+        self.rope = self.make_rope(config, context)
         for name in ("embed_tokens", "lm_head", "target_ids"):
             self.register_buffer(name, None, persistent=False)
 
     @staticmethod
-    def make_rope(config: DrafterConfig) -> LlamaRotaryEmbedding:
+    def make_rope(config: DrafterConfig, context: int | None = None) -> LlamaRotaryEmbedding:
+        context = context or config.max_position_embeddings
+        frozen = freeze_parameters(
+            config.rope, context, config.max_position_embeddings, config.head_dim
+        )
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope),
+            rope_parameters={
+                name: value for name, value in frozen.items() if name not in VLLM_ROPE_KEYS
+            },
         )
-        return LlamaRotaryEmbedding(llama)
+        rope = LlamaRotaryEmbedding(llama)
+        freeze_module(rope, context)
+        return rope
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
         """Keep RoPE frequencies in float32 under `.to(dtype)`: rounded ones change the angles."""
         super()._apply(fn, recurse)
-        self.rope = self.make_rope(self.config).to(self.fc.weight.device)
+        self.rope = self.make_rope(self.config, self.context).to(self.fc.weight.device)
         return self
 
     def combine_hidden_states(self, g: Tensor) -> Tensor:
@@ -167,7 +178,7 @@ class Drafter(nn.Module):
         EAGLE-3 feeds back), [R, d] each.
         """
         cos, sin = self.rope(hidden, positions[None])
-        rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, head_dim]
+        rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, rotated dims]
         combined = hidden
         for i, block in enumerate(self.layers):
             if i and self.config.inject:
@@ -238,8 +249,15 @@ class Drafter(nn.Module):
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of x [R, heads, head_dim], rotate-half convention."""
+    """Rotary embedding of x [R, heads, head_dim], rotate-half convention.
+
+    With fewer angles than dimensions, the dimensions behind them do not rotate (Phi-4-mini).
+    """
     cos, sin = rope
+    rotated_dims = cos.shape[-1]
+    if rotated_dims < x.shape[-1]:
+        rotated = rotate(x[..., :rotated_dims], rope)
+        return torch.cat([rotated, x[..., rotated_dims:]], -1)
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
 

@@ -27,7 +27,13 @@ from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
 from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.request import RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
-from peagle.engine.sizing import build_stepper, check_int8, max_draft_shape, scheduler_config
+from peagle.engine.sizing import (
+    build_stepper,
+    check_int8,
+    engine_context,
+    max_draft_shape,
+    scheduler_config,
+)
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
 from peagle.errors import UserError
@@ -41,14 +47,16 @@ class Engine:
         self, pair: ModelPair | str = DEFAULT_PAIR, config: EngineConfig | None = None
     ) -> None:
         self.config = config = config or EngineConfig()
-        self.pair = pair = load_models(pair) if isinstance(pair, str) else pair
+        if isinstance(pair, str):
+            pair = load_models(pair, context=config.context)
+        self.pair = pair
         self.target = pair.target
         if config.int8:
             check_int8(self.target)
         self.method: Method = parse_method(config.method or pair.pair.method)
         drafter = None if self.method == "none" else pair.drafter(self.method)
         self.max_shape = max_draft_shape(config, pair, drafter)
-        self.context = min(config.context or self.target.context, self.target.context)
+        self.context = engine_context(config, self.target)
         self._stepper = build_stepper(config, pair, drafter, self.max_shape, self.context)
         if config.int8:
             self._stepper.quantize()
@@ -313,7 +321,7 @@ class Engine:
         setting = None
         if context < self.context:
             setting = "kv_tokens"
-        elif context < self.target.context:
+        elif context < self.target.max_context:
             setting = "context"
         return PromptRules(context, self.vocab_size, setting)
 

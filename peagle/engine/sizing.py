@@ -55,6 +55,18 @@ def max_draft_k(k: int | str, nodes: int, pair_k: int, deep: bool) -> int:
     return min(limit, max(nodes - 1, MAX_ADAPTIVE_K)) if nodes else limit
 
 
+def engine_context(config: EngineConfig, target: Target) -> int:
+    """The context of an engine: the configured one, up to the target's."""
+    context = min(config.context or target.context, target.context)
+    if context < target.shortest_context:
+        raise UserError(
+            f"`context` is {context}, but the target is loaded for {target.context} tokens, and its"
+            f" RoPE has other frequencies for fewer than {target.shortest_context}: load the pair"
+            f" with a `context` of {context}, too"
+        )
+    return context
+
+
 def kv_page_count(
     config: EngineConfig, pair: ModelPair, drafter: Drafter | None, context: int, nodes: int
 ) -> int:

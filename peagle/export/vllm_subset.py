@@ -52,7 +52,8 @@ def vllm_subset(drafter: Drafter) -> Drafter:
     }
     weight = drafter.fc.weight
     tensors |= shared_tensors(drafter)
-    return build_drafter(replace(config, **REMOVABLE), tensors, weight.dtype, weight.device)
+    kept = replace(config, **REMOVABLE)
+    return build_drafter(kept, tensors, weight.dtype, weight.device, drafter.context)
 
 
 def complete_tensors(drafter: Drafter) -> dict[str, Tensor]:

@@ -50,6 +50,7 @@ class RegenerateSettings:
             "target": target.name,
             "revision": target.revision,
             "dtype": str(target.dtype).removeprefix("torch."),
+            "context": target.rope_context,
             "endpoint": self.endpoint,
             "model": self.model,
             "prompts": self.prompts,

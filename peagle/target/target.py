@@ -33,6 +33,7 @@ from peagle.target.quantized.read import (
     read_quantized,
 )
 from peagle.target.residual_taps import ResidualTaps
+from peagle.target.rope import config_depends_on_length, freeze_rope, shortest_context
 
 UNLIMITED_CONTEXT = 1 << 20  # for a target whose config has no limit
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -55,13 +56,20 @@ class TargetFeatures:
 
 
 class Target:
+    requested_context: int | None = None
+
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: Any = None,
         name: str = "",
         revision: str | None = None,
+        context: int | None = None,
     ):
+        """`context`: the most tokens of a prompt and its answer; None: what the model supports.
+
+        RoPE that depends on the length of a pass is frozen for it (rope.py).
+        """
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
@@ -71,6 +79,10 @@ class Target:
         self.layers = decoder_layers(model)
         self._taps = ResidualTaps(self.layers, ())
         self.aux_layer_ids: tuple[int, ...] = ()
+        if context is not None and context < 2:
+            raise UserError(f"`context` is {context}: use 2 or more")
+        self.requested_context = context
+        freeze_rope(model, self.context)
 
     @cached_property
     def config(self) -> Any:
@@ -85,8 +97,27 @@ class Target:
         return self.config.vocab_size
 
     @property
-    def context(self) -> int:
+    def max_context(self) -> int:
+        """What the model supports."""
         return getattr(self.config, "max_position_embeddings", None) or UNLIMITED_CONTEXT
+
+    @property
+    def context(self) -> int:
+        return min(self.requested_context or self.max_context, self.max_context)
+
+    @property
+    def shortest_context(self) -> int:
+        """The shortest context with this target's RoPE: a shorter one has other frequencies."""
+        return shortest_context(self.config, self.context)
+
+    @property
+    def rope_context(self) -> int | None:
+        """The context for which RoPE is frozen; None: RoPE is the same for every context."""
+        return self.context if config_depends_on_length(self.config) else None
+
+    def fit_context(self, tokens: int) -> int:
+        """The smallest context for `tokens` tokens that an engine of this target may have."""
+        return min(self.context, max(tokens, self.shortest_context))
 
     @property
     def device(self) -> torch.device:
@@ -189,7 +220,12 @@ class Target:
 
 
 def load_target(
-    folder: Path, dtype: torch.dtype, device: str, name: str = "", revision: str | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    device: str,
+    name: str = "",
+    revision: str | None = None,
+    context: int | None = None,
 ) -> Target:
     """Load config, safetensors and tokenizer from a local folder, without a network."""
     folder = Path(folder)
@@ -223,17 +259,21 @@ def load_target(
     except Exception as error:  # transformers raises exceptions of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load the target in {folder}: {reason}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(
-            f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}:"
-            " download or copy it again"
-        )
-    target = Target(model.to(device), tokenizer, name or str(folder), revision)
+    require_complete(folder, sorted(info["missing_keys"]))
+    target = Target(model.to(device), tokenizer, name or str(folder), revision, context)
     target.folder = folder.resolve()
     attach_quantized(model, weights, device)
     target.format = target_format
     target.require_rollback()
     return target
+
+
+def require_complete(folder: Path, missing: list[str]) -> None:
+    if missing:
+        raise UserError(
+            f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}:"
+            " download or copy it again"
+        )
 
 
 def load_quantized(

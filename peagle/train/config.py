@@ -24,6 +24,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 P_EAGLE_KEYS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
 NON_NEGATIVE_KEYS = (
     "draft_vocab",
+    "context",
     "max_anchors",
     "held_out",
     "steps",
@@ -73,6 +74,9 @@ class TrainConfig:
     )
     confidence: bool = doc(False, "an output that predicts whether the draft of a row is accepted")
     freeze: bool = doc(False, "train only dependency and confidence, on top of the drafter in init")
+    context: int = doc(
+        0, "tokens of the longest request to serve, for RoPE that depends on it; 0: the target's"
+    )
     # Data.
     max_length: int = doc(2048, "tokens of a document; longer documents are cut")
     pack_tokens: int = doc(4096, "tokens of a pack, into which documents are packed")

@@ -136,7 +136,7 @@ def init_from_drafter(drafter: Drafter, folder: Path, target: Target) -> None:
 
 def trained_copy(drafter: Drafter, state: dict[str, Any], target: Target) -> Drafter:
     """A drafter with the weights of a state, marked as trained, apart from the one in training."""
-    copy = Drafter(replace(drafter.config, trained=True))
+    copy = Drafter(replace(drafter.config, trained=True), drafter.context)
     copy.set_embed_and_head(drafter.embed_tokens, target.lm_head, drafter.target_ids)
     weights = {name.removeprefix("drafter."): tensor for name, tensor in state.items()}
     if "embed_tokens" in weights:

@@ -63,7 +63,8 @@ def apply_capture(config: TrainConfig) -> TrainConfig:
     if folder is None:
         return config
     target = read_target_record(folder)
-    ids = tuple(read_capture_record(folder).aux_layer_ids)
+    capture = read_capture_record(folder)
+    ids = tuple(capture.aux_layer_ids)
     if not set(config.aux_layer_ids) <= set(ids):
         raise UserError(
             f"aux_layer_ids are {config.aux_layer_ids}, but {folder} holds those of {ids}:"
@@ -79,6 +80,11 @@ def apply_capture(config: TrainConfig) -> TrainConfig:
         raise UserError(
             f"{folder} holds the target's last {target.blocks} blocks, but layers is"
             f" {config.num_layers}: use init = random"
+        )
+    if config.context and capture.context not in (None, config.context):
+        raise UserError(
+            f"{folder} was captured for a context of {capture.context} tokens, not of"
+            f" {config.context}: leave out context, or capture again"
         )
     return replace(config, target=target.name, aux_layer_ids=config.aux_layer_ids or ids)
 

@@ -60,6 +60,13 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0 + i / 8 for i in range(16)],
+    "long_factor": [2.0 + i / 2 for i in range(16)],
+    "original_max_position_embeddings": 32,  # within the prompts and answers
+}
 FIVE_TAPS = (0, 2, 4, 5, 7)  # 0: the embeddings themselves
 
 CASES = [
@@ -70,6 +77,13 @@ CASES = [
         7,
         num_layers=4,
         sizes={"rope_parameters": LLAMA3_ROPE},
+    ),
+    Case(
+        "p-eagle native, longrope",
+        "p-eagle",
+        3,
+        num_layers=2,
+        sizes={"rope_parameters": LONGROPE},
     ),
     Case("p-eagle native, 5 requests for 3 slots", "p-eagle", 1, num_layers=2, **QUEUE),
     Case("p-eagle native, prefix cache", "p-eagle", 7, num_layers=4, draft_vocab=11, **PREFIX),

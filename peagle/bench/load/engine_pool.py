@@ -66,7 +66,7 @@ class EnginePool:
             k=k or "auto",
             tree=tree,
             max_batch=self.max_batch,
-            context=min(self.loaded.target.context, self.max_length + extra),
+            context=self.loaded.target.fit_context(self.max_length + extra),
             kv_tokens=max(self.max_length + EXTRA_POSITIONS, min(self.kv_tokens, affordable)),
             max_queue=max(1024, self.max_batch),
             exact=self.exact,

@@ -52,7 +52,7 @@ def prepare_native(
 
     tasks = command.read_tasks(warn)  # a missing set is reported before anything is loaded
     with progress_bars(err) as progress:
-        loaded = load_with_drafters(pair, target, drafter, device, dtype, progress)
+        loaded = load_with_drafters(pair, target, drafter, device, dtype, progress=progress)
     freeze_live_objects()
     session = native_session(command, tasks, loaded, warn)
     settings = session.settings

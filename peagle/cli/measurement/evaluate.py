@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.cli.application import app, err, out, warn
+from peagle.cli.application import app, out, warn
+from peagle.cli.load_pair import load_with_progress
 from peagle.cli.measurement.bench_output import progress_bar
 from peagle.cli.measurement.lists import parse_numbers, split_words
 from peagle.cli.measurement.options import (
@@ -20,6 +21,7 @@ from peagle.cli.measurement.options import (
     TaskLimit,
 )
 from peagle.cli.options import (
+    Context,
     Device,
     Drafter,
     Dtype,
@@ -79,6 +81,7 @@ def evaluate(
     temperature: Temperatures = "0",
     max_tokens: MaxTokens = 256,
     target: Target = None,
+    context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exact: Exact = None,
@@ -95,8 +98,6 @@ def evaluate(
     """
     from peagle.data.bench import read_sets
     from peagle.evaluate.evaluate import EvaluateSettings
-    from peagle.loaded import load
-    from peagle.progress import progress_bars
 
     ks = () if k is None else tuple(map(check_k, parse_numbers(k, int, "-k 3,5,7")))
     temperatures = parse_numbers(temperature, float, "--temperature 0,1")
@@ -104,10 +105,7 @@ def evaluate(
     settings = EvaluateSettings(ks, temperatures, chosen, max_tokens, seed, exact, int8, tree)
     refuse_contradictions(jump, exact, int8, out_file)
     tasks = read_sets(split_words(sets), data, limit, warn)
-    with progress_bars(err, quiet=as_json) as progress:
-        loaded = load(
-            pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
-        )
+    loaded = load_with_progress(pair, target, drafter, device, dtype, context, quiet=as_json)
     if method is None:
         chosen = loaded.pair.method  # a drafter's folder brings its own method
     if as_vllm:

@@ -68,7 +68,7 @@ def tune(
         raise UserError(f"--max-tokens is {max_tokens}: nothing is drafted below 2")
     jobs = mixed_jobs(sets, data, max_tokens)
     with progress_bars(err) as progress:
-        loaded = load_with_drafters(pair, target, drafter, device, dtype, progress)
+        loaded = load_with_drafters(pair, target, drafter, device, dtype, progress=progress)
     freeze_live_objects()
     methods = trained_methods(loaded)
     if dry_run:

@@ -9,7 +9,9 @@ import typer
 
 from peagle.catalog import DEFAULT_PAIR, pair_names
 from peagle.cli.application import app, err
+from peagle.cli.load_pair import load_with_progress
 from peagle.cli.options import (
+    Context,
     Device,
     Drafter,
     Dtype,
@@ -57,6 +59,7 @@ def generate(
     raw: Raw = False,
     target: Target = None,
     drafter: Drafter = None,
+    context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -68,13 +71,7 @@ def generate(
     pair, prompt = pair_and_prompt(words)
     sampling = Sampling(temperature, top_p, top_k, min_p, seed)  # Checked before loading.
     check_drafting(method, k, tree, exact)
-    from peagle.loaded import load
-    from peagle.progress import progress_bars
-
-    with progress_bars(err, quiet=as_json) as progress:
-        loaded = load(
-            pair, target=target, drafter=drafter, device=device, dtype=dtype, progress=progress
-        )
+    loaded = load_with_progress(pair, target, drafter, device, dtype, context, quiet=as_json)
     answer = loaded.generate(
         prompt,
         k=k,

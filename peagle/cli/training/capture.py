@@ -7,7 +7,7 @@ import typer
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, err, warn
-from peagle.cli.options import Device, Dtype, Json
+from peagle.cli.options import Context, Device, Dtype, Json
 from peagle.cli.training.regenerate import progress_bar
 from peagle.errors import UserError
 
@@ -63,6 +63,7 @@ def capture(
     max_length: Annotated[
         int, typer.Option("--max-length", help="Tokens of a document; longer ones are cut.")
     ] = 2048,
+    context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -81,10 +82,9 @@ def capture(
     taps = parse_layers(aux_layers)
     if max_length < 3:
         raise UserError(f"--max-length is {max_length}: use 3 or more")
-    loaded = load(target, device=device, dtype=dtype).target
+    loaded = load(target, device=device, dtype=dtype, context=context).target
     length = min(max_length, loaded.context)
-    paths = [Path(part.strip()) for part in data.split(",")]
-    documents = read_documents(paths, loaded, length, warn)
+    documents = read_documents([Path(x.strip()) for x in data.split(",")], loaded, length, warn)
     job = Capture(loaded, documents, folder, CaptureSettings(top_k, taps, length))
     summary = CaptureSummary(
         out=str(folder),

@@ -70,6 +70,7 @@ def make_drafter(
         limit=limit,
         invent=invent,
         keep_truncated=True,
+        context=config.context or None,
         device=device,
     )
     err.print("[bold]2. training[/]")
@@ -79,10 +80,8 @@ def make_drafter(
     err.print("[bold]3. measuring[/]")
     options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
     options += [f"--set {change}" for change in changes or []]
-    command = (
-        f"peagle make-drafter {target} --prompts PROMPTS --method {parsed_method}"
-        f" --epochs {epochs:g}"
-    )
+    choices = f"--method {parsed_method} --epochs {epochs:g}"
+    command = f"peagle make-drafter {target} --prompts PROMPTS {choices}"
     folder = publish_run(run, " ".join([command, *options]))
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")
 

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, err, warn
-from peagle.cli.options import Device, Dtype, Json, MaxTokens
+from peagle.cli.options import Context, Device, Dtype, Json, MaxTokens
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def regenerate(
             "--seed", help="Seed of the order of prompts and of sampling.", show_default=False
         ),
     ] = None,
+    context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -102,15 +103,13 @@ def regenerate(
         endpoint=endpoint,
         model=model,
     )
-    loaded = load(target, device=device, dtype=dtype).target
+    loaded = load(target, device=device, dtype=dtype, context=context).target
     if invent > 0:
         read += invent_prompts(loaded, invent, out, settings, as_json)
     with progress_bar("answers", as_json) as progress:
         counts = job.regenerate(loaded, read, out, settings, progress)
-    if as_json:
-        print(json.dumps({"out": str(out)} | counts.as_dict()))
-    else:
-        print(summary(counts, out))
+    record = {"out": str(out)} | counts.as_dict()
+    print(json.dumps(record) if as_json else summary(counts, out))
 
 
 def parse_slots(word: str) -> int | None:

@@ -135,4 +135,5 @@ def load(folder: Path, target: Target | None, dtype: torch.dtype | None = None) 
             " `peagle check` shows all problems"
         )
     device = target.device if target else torch.device("cpu")
-    return build_drafter(config, tensors, dtype or tensors["fc.weight"].dtype, device)
+    context = target.context if target else None
+    return build_drafter(config, tensors, dtype or tensors["fc.weight"].dtype, device, context)

@@ -94,6 +94,9 @@ def _rope_from_json(raw: dict[str, Any]) -> dict[str, Any]:
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    if rope["rope_type"] == "longrope" and "original_max_position_embeddings" in raw:
+        # Phi-3 has it beside the other parameters, as vLLM accepts.
+        rope.setdefault("original_max_position_embeddings", raw["original_max_position_embeddings"])
     return rope
 
 

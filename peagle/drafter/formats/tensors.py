@@ -36,15 +36,19 @@ def shared_shapes(config: DrafterConfig) -> Shapes:
 
 
 def build_drafter(
-    config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+    config: DrafterConfig,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int | None = None,
 ) -> Drafter:
     """Build a drafter from complete tensors: its own and the shared ones."""
     tensors = {
         name: t.to(device, dtype if t.is_floating_point() else None) for name, t in tensors.items()
     }
     with torch.device("meta"):
-        drafter = Drafter(config)
-    rope = Drafter.make_rope(config)
+        drafter = Drafter(config, context)
+    rope = Drafter.make_rope(config, context)
     own = {name: t for name, t in tensors.items() if name not in SHARED_TENSORS}
     drafter.load_state_dict(own, assign=True)
     drafter.rope = rope.to(device)

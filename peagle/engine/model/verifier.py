@@ -58,8 +58,6 @@ def is_llama_like(target: Target) -> bool:
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None or getattr(decoder, "norm", None) is None:
         return False
-    if getattr(rotary, "rope_type", "default") in ("dynamic", "longrope"):
-        return False
     return all(is_llama_layer(layer) for layer in target.layers)
 
 

@@ -96,7 +96,12 @@ def load_pair(settings: ServerSettings) -> "LoadedPair":
     from peagle.loaded import load_with_drafters
 
     pair = load_with_drafters(
-        settings.pair, settings.target, settings.drafter, settings.device, settings.dtype
+        settings.pair,
+        settings.target,
+        settings.drafter,
+        settings.device,
+        settings.dtype,
+        settings.context,
     )
     freeze_live_objects()
     return pair

@@ -75,6 +75,7 @@ class Capture:
             tokens=len(self.documents.ids),
             data=self.documents.digest,
             shards=len(self.parts),
+            context=self.target.rope_context,
         )
 
     @property

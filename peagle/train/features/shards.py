@@ -45,6 +45,7 @@ class CaptureRecord:
     tokens: int
     data: str  # digest of the documents
     shards: int
+    context: int | None = None  # for which the target's RoPE is frozen; None: it depends on none
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

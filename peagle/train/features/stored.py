@@ -36,8 +36,15 @@ class StoredTarget(Target):
         self.revision = record.revision
         self.mask_token_id = record.mask_token_id
         self.tokenizer = self.folder = None
-        self.aux_layer_ids = tuple(read_capture_record(folder).aux_layer_ids)
+        capture = read_capture_record(folder)
+        self.aux_layer_ids = tuple(capture.aux_layer_ids)
+        self.requested_context = capture.context
         self._config = AutoConfig.for_model(**record.config)
+        if capture.context is None and self.rope_context is not None:
+            raise UserError(
+                f"the features in {folder} have RoPE of several lengths, as earlier versions"
+                " computed it: capture them again"
+            )
         self._stop_ids = frozenset(record.stop_ids)
         model: Any = StoredModel(read_shard(folder / HEAD_FILE).tensors, dtype, device)
         self.model = model

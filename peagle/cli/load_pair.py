@@ -1,0 +1,33 @@
+"""Loading a pair, with progress bars for what is downloaded."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peagle.cli.application import err
+
+if TYPE_CHECKING:
+    from peagle.loaded import LoadedPair
+
+
+def load_with_progress(
+    pair: str,
+    target: str | None,
+    drafter: Path | None,
+    device: str,
+    dtype: str,
+    context: int | None,
+    quiet: bool,
+) -> "LoadedPair":
+    from peagle.loaded import load
+    from peagle.progress import progress_bars
+
+    with progress_bars(err, quiet=quiet) as progress:
+        return load(
+            pair,
+            target=target,
+            drafter=drafter,
+            device=device,
+            dtype=dtype,
+            context=context,
+            progress=progress,
+        )
