@@ -64,11 +64,15 @@ def running_interpreter() -> Interpreter:
     """That of a virtual environment is a link to another one, which has the standard library."""
     path = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    library_folder = sysconfig.get_config_var("LIBDIR")
-    if library_folder:
-        folders.append(library_folder)
+    library_path = os.environ.get("LD_LIBRARY_PATH", "")  # some need it for libpython
+    folders += [sysconfig.get_config_var("LIBDIR"), *library_path.split(":")]
+    folders = [os.path.abspath(folder) for folder in folders if folder]
     real = [os.path.realpath(folder) for folder in folders]
-    return Interpreter(path, tuple(dict.fromkeys([*folders, *real, *SYSTEM_PATHS])))
+    return Interpreter(
+        path,
+        tuple(dict.fromkeys([*folders, *real, *SYSTEM_PATHS])),
+        (("LD_LIBRARY_PATH", library_path),) if library_path else (),
+    )
 
 
 def interpreter_for_nobody(folder: Path) -> Interpreter:

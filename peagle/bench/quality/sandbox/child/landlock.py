@@ -62,9 +62,7 @@ def restrict(read_paths: list[str], folder: str) -> None:
         allow(ruleset, path, (READ_FILE | READ_DIR) & handled.files)
     allow(ruleset, os.devnull, (READ_FILE | WRITE_FILE | TRUNCATE) & handled.files)
     allow(ruleset, folder, FOLDER_RIGHTS & handled.files)
-    syscall(
-        RESTRICT_SELF, "landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint32(0)
-    )
+    syscall(RESTRICT_SELF, "landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint32(0))
     os.close(ruleset)
 
 

@@ -68,4 +68,3 @@ def install_filter() -> None:
     array = (FilterInstruction * len(instructions))(*instructions)
     program = FilterProgram(len(instructions), array)
     prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.addressof(program))
-
