@@ -241,7 +241,8 @@ def test_only_pipes_are_inherited(sandbox: Sandbox) -> None:
         "        mode = os.fstat(fd).st_mode\n"
         "    except OSError:\n"
         "        continue\n"
-        "    kinds.append('null' if stat.S_ISCHR(mode) else 'pipe' if stat.S_ISFIFO(mode) else '?')\n"
+        "    kind = 'null' if stat.S_ISCHR(mode) else 'pipe' if stat.S_ISFIFO(mode) else '?'\n"
+        "    kinds.append(kind)\n"
         "def answer():\n    return kinds\n"
     )
     test = "def check(candidate):\n    assert candidate() == ['null'] * 3 + ['pipe'] * 2\n"
@@ -257,7 +258,8 @@ def leftovers() -> set[str]:
 
 DIRTY = {
     "nested": "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')",
-    "long names": "import os\nfor _ in range(60):\n    os.mkdir('d' * 250)\n    os.chdir('d' * 250)",
+    "long names": "import os\nfor _ in range(60):\n    os.mkdir('d' * 250)\n"
+    "    os.chdir('d' * 250)",
     "closed folders": "import os\nfor i in range(9):\n    os.makedirs(f'{i}/a')\n"
     "    os.mkdir(f'{i}/b', 0)",
     "links": "import os\nos.symlink('/', 'root')\nos.symlink('.', 'loop')\nos.symlink('x', 'x')",

@@ -83,8 +83,8 @@ WRITE_ELSEWHERE = {
     "os.open('new', os.O_CREAT | os.O_WRONLY, dir_fd=folder)",
     "sqlite3": "import sqlite3\nwith sqlite3.connect(OUTSIDE + '/new') as c:\n"
     "    c.execute('create table t (x)')",
-    "native code": "import ctypes\nassert ctypes.CDLL(None).creat((OUTSIDE + '/new').encode(), 0o666)"
-    " >= 0",
+    "native code": "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    "assert libc.creat((OUTSIDE + '/new').encode(), 0o666) >= 0",
     "truncate": "import os\nos.truncate(OUTSIDE + '/victim.txt', 1)",
     "chmod": "import os\nos.chmod(OUTSIDE + '/victim.txt', 0o777)",
     "times": "import os\nos.utime(OUTSIDE + '/victim.txt', (1, 1))",
@@ -236,7 +236,7 @@ def test_what_tests_do_with_a_function(code: str, test: str) -> None:
 
 def test_a_test_that_the_sandbox_cannot_run_is_an_error() -> None:
     test = "def check(candidate):\n    candidate(lambda x: x)\n"
-    with pytest.raises(SandboxError, match="cannot be scored: .* a value of type function"):
+    with pytest.raises(SandboxError, match=r"cannot be scored: .* a value of type function"):
         passes(Submission("def f(x):\n    return x", "", test, "f"))
 
 
@@ -359,7 +359,7 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = dict.fromkeys(("prompt", "test", "entry_point"), "x")
     try:
         require_scoring({"sums": [Task("a", ("?",), extra={"answer": "#### 4"})]})
-        with pytest.raises(SandboxError, match="cannot be scored on darwin.*use Linux"):
+        with pytest.raises(SandboxError, match=r"cannot be scored on darwin.*use Linux"):
             require_scoring({"code": [Task("a", ("?",), extra=programs)]})
     finally:
         find_sandbox.cache_clear()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +81,13 @@ def interpreter_for_nobody(folder: Path) -> Interpreter:
     running = running_interpreter()
     if nobody_starts(running):
         return running
-    copy = copy_interpreter(running, folder)
+    try:
+        copy = copy_interpreter(running, Path(tempfile.mkdtemp(prefix="python-", dir=folder)))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(
+            f"Python cannot be copied to {folder} for the user nobody ({error}): run peagle as an"
+            " ordinary user, or set TMPDIR to a folder with 200 MB of space"
+        ) from error
     if not nobody_starts(copy):
         raise SandboxError(
             f"the user nobody can start neither {running.path} nor a copy of it in {folder}: run"
@@ -113,7 +120,7 @@ def copy_interpreter(running: Interpreter, folder: Path) -> Interpreter:
     """Python finds its standard library beside its own file: bin/python3.x, lib/python3.x."""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     path = folder / "bin" / name
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir()
     shutil.copy2(running.path, path)
     ignore = shutil.ignore_patterns(*LEFT_OUT)
     for scheme, place in (("stdlib", "lib"), ("platstdlib", sys.platlibdir)):

@@ -16,7 +16,6 @@ from pathlib import Path
 from peagle.bench.quality.programs import Submission
 from peagle.bench.quality.sandbox.child.seccomp import AUDIT_ARCH
 from peagle.bench.quality.sandbox.interpreter import (
-    Interpreter,
     interpreter_for_nobody,
     open_to_all,
     running_interpreter,
@@ -59,19 +58,7 @@ def find_sandbox() -> Sandbox:
 
 
 def possible_sandboxes() -> list[Sandbox]:
-    as_nobody = os.geteuid() == 0
-    folder = runtime_folder()
-    interpreter: Interpreter = (
-        interpreter_for_nobody(folder / "python") if as_nobody else running_interpreter()
-    )
-    runtime = folder / "code"
-    own = Sandbox(
-        interpreter.path,
-        str(runtime),
-        (*interpreter.read_paths, str(runtime)),
-        interpreter.environment,
-        as_nobody,
-    )
+    own = own_sandbox()
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         return [own]
@@ -79,20 +66,34 @@ def possible_sandboxes() -> list[Sandbox]:
 
 
 @functools.cache
-def keep_runtime() -> "tempfile.TemporaryDirectory[str]":
-    """Removed at the end of the process."""
-    return tempfile.TemporaryDirectory(prefix="peagle-sandbox-runtime-")
+def own_sandbox() -> Sandbox:
+    """Landlock and seccomp; root starts it as the user nobody."""
+    folder = Path(runtime_folder().name)
+    as_nobody = os.geteuid() == 0
+    interpreter = interpreter_for_nobody(folder) if as_nobody else running_interpreter()
+    code = str(copy_child_code(folder / "code"))
+    read_paths = (*interpreter.read_paths, code)
+    return Sandbox(interpreter.path, code, read_paths, interpreter.environment, as_nobody)
 
 
-def runtime_folder() -> Path:
-    """`code/`: child/ as a program of its own, which imports nothing else of this package."""
-    folder = Path(keep_runtime().name)
-    code = folder / "code"
-    package = code.joinpath(*CHILD_PACKAGE.split("."))
-    shutil.copytree(CHILD, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for parent in (package.parents[level] for level in range(len(CHILD_PACKAGE.split(".")) - 1)):
-        (parent / "__init__.py").touch()
-    (code / "__main__.py").write_text(f"from {CHILD_PACKAGE}.main import main\n\nmain()\n")
-    compileall.compile_dir(code, quiet=1)
+@functools.cache
+def runtime_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Every user can enter it; removed at the end of the process."""
+    folder = tempfile.TemporaryDirectory(prefix="peagle-sandbox-runtime-")
+    os.chmod(folder.name, 0o755)
+    return folder
+
+
+def copy_child_code(folder: Path) -> Path:
+    """child/ as a program of its own, which imports nothing else of this package."""
+    parts = CHILD_PACKAGE.split(".")
+    package = folder.joinpath(*parts)
+    shutil.copytree(
+        CHILD, package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+    )
+    for level in range(1, len(parts)):
+        folder.joinpath(*parts[:level], "__init__.py").touch()
+    (folder / "__main__.py").write_text(f"from {CHILD_PACKAGE}.main import main\n\nmain()\n")
+    compileall.compile_dir(folder, quiet=1)
     open_to_all(folder)
     return folder

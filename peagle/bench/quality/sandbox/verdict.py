@@ -20,7 +20,7 @@ def passes(
         raise SandboxError(f"a program cannot be scored safely: {reason}")
     if kind == "unsupported":
         raise SandboxError(
-            f"the function {submission.entry_point} cannot be scored: {reason}; plain data (numbers,"
-            " text, lists, tuples, dicts, sets) is supported: score without this set"
+            f"the function {submission.entry_point} cannot be scored: {reason}; only plain data"
+            " (numbers, text, lists, tuples, dicts, sets) is supported: leave this set out"
         )
     return kind == "pass"

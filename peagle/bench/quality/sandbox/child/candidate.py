@@ -9,7 +9,7 @@ import builtins
 from peagle.bench.quality.sandbox.child.confine import Refusal, confine
 from peagle.bench.quality.sandbox.child.wire import (
     UnsupportedValue,
-    decode,
+    decode_fields,
     encode,
     read_frame,
     write_frame,
@@ -26,23 +26,22 @@ def run_candidate(job: dict, calls: int, replies: int) -> None:
         write_frame(replies, encode(["refused", str(error)]))
         return
     write_frame(replies, encode(["confined", " ".join(holding)]))
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace: dict = {"__name__": "__main__"}
     exec(compile(job["solution"], "program.py", "exec"), namespace)
-    function = namespace[job["entry_point"]]
     write_frame(replies, encode(["loaded"]))
     while True:
-        reply = answer(function, read_frame(calls))
+        reply = answer(namespace, job["entry_point"], decode_fields(read_frame(calls)))
         try:
             write_frame(replies, reply)
         except UnsupportedValue as error:
             write_frame(replies, raised(error))
 
 
-def answer(function: object, call: bytes) -> bytes:
-    positional, named = decode(call)  # type: ignore[misc]
+def answer(namespace: dict, entry_point: str, call: dict) -> bytes:
+    positional = call["positional"]
     sent = [encode(argument) for argument in positional]
     try:
-        result = function(*positional, **named)  # type: ignore[operator]
+        result = namespace[entry_point](*positional, **call["named"])
         changed = {
             index: argument
             for index, argument in enumerate(positional)

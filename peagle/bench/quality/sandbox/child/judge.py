@@ -11,6 +11,7 @@ from peagle.bench.quality.sandbox.child.confine import Refusal, confine
 from peagle.bench.quality.sandbox.child.wire import (
     UnsupportedValue,
     decode,
+    decode_fields,
     encode,
     read_frame,
     write_frame,
@@ -32,7 +33,7 @@ class Proxy:
 
     def __call__(self, *positional: object, **named: object) -> object:
         try:
-            call = encode([positional, named])
+            call = encode({"positional": positional, "named": named})
         except UnsupportedValue as error:
             self.unsupported = f"the test calls the function with {error}"
             raise
@@ -45,8 +46,7 @@ class Proxy:
                 assert issubclass(error_class, Exception)
             else:
                 result, changed = values
-                for index, content in dict(changed).items():
-                    copy_content(content, positional[index])
+                copy_changes(changed, positional)
         except BaseException as error:
             self.failed = True
             raise CandidateFailed from error
@@ -60,18 +60,20 @@ class Proxy:
         return reply
 
 
-def copy_content(content: object, argument: object) -> None:
-    """What the candidate changed in place, in the test's own list, dict, set or bytearray."""
-    if isinstance(argument, (list, bytearray)):
-        argument[:] = content  # type: ignore[assignment,index]
-    elif isinstance(argument, (dict, set)):
-        argument.clear()
-        argument.update(content)  # type: ignore[call-overload]
+def copy_changes(changed: dict, arguments: tuple) -> None:
+    """What the candidate changed in place, by index, into the test's own lists, dicts and sets."""
+    for index, content in changed.items():
+        argument = arguments[index]
+        if isinstance(argument, (list, bytearray)):
+            argument[:] = content
+        elif isinstance(argument, (dict, set)):
+            argument.clear()
+            argument.update(content)
 
 
 def make_exception(error_class: type, message: object) -> Exception:
     try:
-        return error_class(message)  # type: ignore[no-any-return]
+        return error_class(message)
     except TypeError:  # UnicodeError's subclasses want five arguments
         return Exception(message)
 
@@ -79,7 +81,7 @@ def make_exception(error_class: type, message: object) -> Exception:
 def run_judge(job: dict, tests_descriptor: int, proxy: Proxy) -> str:
     """The verdict: "pass" with the barriers that hold, "fail", "unsupported" or "refused"."""
     try:
-        tests = decode(read_frame(tests_descriptor))
+        tests = decode_fields(read_frame(tests_descriptor))
         os.close(tests_descriptor)
         holding = confine(job["barriers"], job["read_paths"])
         kind, *words = proxy.read_reply()
@@ -88,7 +90,6 @@ def run_judge(job: dict, tests_descriptor: int, proxy: Proxy) -> str:
     except (Refusal, OSError) as error:
         return f"refused {error}"
     try:
-        assert isinstance(tests, dict)
         assert proxy.read_reply() == ["loaded"]
         run_test(tests, job["entry_point"], proxy)
     except BaseException:  # whatever a test raises, SystemExit too

@@ -1,7 +1,7 @@
 """Landlock: the files that a process may read, and the one folder where it may write.
 
-The kernel enforces it for native code too, whatever road a program takes to a path (dir_fd, sqlite3,
-ctypes). The numbers are those of linux/landlock.h.
+The kernel enforces it for native code too, whatever road a program takes to a path (dir_fd,
+sqlite3, ctypes). The numbers are those of linux/landlock.h.
 """
 
 import ctypes

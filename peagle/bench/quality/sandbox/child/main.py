@@ -15,12 +15,11 @@ from peagle.bench.quality.sandbox.child.confine import (
     keep_descriptors,
 )
 from peagle.bench.quality.sandbox.child.judge import Proxy, run_judge
-from peagle.bench.quality.sandbox.child.wire import decode, read_frame
+from peagle.bench.quality.sandbox.child.wire import decode_fields, read_frame
 
 
 def main() -> None:
-    job = decode(read_frame(0))
-    assert isinstance(job, dict)
+    job = decode_fields(read_frame(0))
     if is_root():  # before a user namespace hides it
         os.write(1, b"refused the process is still root")
         os._exit(1)

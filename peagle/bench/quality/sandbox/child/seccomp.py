@@ -65,6 +65,8 @@ def build_filter(machine: str) -> list[Instruction]:
 def install_filter() -> None:
     """For this process and for ever; needs no_new_privs. Raises OSError where it is refused."""
     instructions = build_filter(os.uname().machine)
-    array = (FilterInstruction * len(instructions))(*instructions)
+    array = (FilterInstruction * len(instructions))()
+    for index, instruction in enumerate(instructions):
+        array[index] = FilterInstruction(*instruction)
     program = FilterProgram(len(instructions), array)
     prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.addressof(program))

@@ -76,6 +76,13 @@ def decode(data: bytes) -> object:
     return value
 
 
+def decode_fields(data: bytes) -> dict:
+    fields = decode(data)
+    if not isinstance(fields, dict):
+        raise ValueError("no dict")
+    return fields
+
+
 def decode_at(data: bytes, at: int) -> tuple[object, int]:
     tag, count = data[at : at + 1], int.from_bytes(data[at + 1 : at + 5], "big")
     at += 5
