@@ -6,6 +6,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -294,12 +296,24 @@ def test_the_filter_has_the_kernel_headers_numbers() -> None:
         assert len(build_filter(machine)) < 4096  # the kernel's maximum
 
 
-def test_deep_folders_are_removed(tmp_path: Path) -> None:
+@pytest.fixture
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that is possible: a thousand folders take seconds on a disk."""
+    memory = Path("/dev/shm")
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        yield tmp_path
+        return
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    yield folder
+    remove_folder(str(folder))
+
+
+def test_deep_folders_are_removed(fast_folder: Path) -> None:
     """Deeper than recursion and longer than any path; a link out of it is not followed."""
-    kept = tmp_path / "kept"
+    kept = fast_folder / "kept"
     kept.mkdir()
     (kept / "file").touch()
-    top = tmp_path / "top"
+    top = fast_folder / "top"
     top.mkdir()
     inner = os.open(top, os.O_RDONLY)
     for depth in range(1_100):
@@ -334,19 +348,34 @@ def test_nothing_runs_as_root(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def without_landlock(folder: Path) -> Sandbox:
-    """This machine's sandbox on a kernel that does not know Landlock's system calls."""
+def on_another_kernel(folder: Path, file: str, call: str, other: str) -> Sandbox:
+    """This machine's sandbox, where the kernel refuses one system call."""
     sandbox = own_sandbox(*OWN_BARRIERS)
     shutil.copytree(sandbox.runtime, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    [source] = folder.rglob("landlock.py")
-    source.write_text(source.read_text().replace("444, 445, 446", "1444, 1445, 1446"))
+    [source] = folder.rglob(file)
+    assert call in source.read_text()
+    source.write_text(source.read_text().replace(call, other))
     read_paths = (*sandbox.read_paths, str(folder))
     return dataclasses.replace(sandbox, runtime=str(folder), read_paths=read_paths)
 
 
+def test_the_result_of_unshare_is_checked() -> None:
+    """Namespaces are the second wall: without them programs are confined all the same."""
+    with outside_folder() as folder:
+        refused = on_another_kernel(folder / "a", "confine.py", "unshare(NAMESPACES)", "unshare(1)")
+        verdict = run_submission(refused, program(""), 20).split()
+        assert verdict == ["pass", "limits", "privileges", "landlock", "seccomp"]
+        assert not runs(HARMFUL["a socket"], refused)
+    verdict = run_submission(own_sandbox(*OWN_BARRIERS), program(""), 20).split()
+    if "namespaces" not in verdict:
+        pytest.skip("this kernel gives no user namespaces")
+
+
 def test_no_landlock_and_no_tool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with outside_folder() as folder:
-        sandbox = without_landlock(folder / "runtime")
+        sandbox = on_another_kernel(
+            folder / "runtime", "landlock.py", "444, 445, 446", "1444, 1445, 1446"
+        )
         assert run_submission(sandbox, program(""), 20).startswith("refused [Errno 38] Landlock")
         monkeypatch.setattr(launch, "possible_sandboxes", lambda: [sandbox])
         with pytest.raises(SandboxError, match=r"Landlock: Function not implemented.*bubblewrap"):

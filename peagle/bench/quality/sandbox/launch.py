@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from peagle.bench.quality.programs import Submission
-from peagle.bench.quality.sandbox.child.seccomp import AUDIT_ARCH
+from peagle.bench.quality.sandbox.child.syscalls import AUDIT_ARCH
 from peagle.bench.quality.sandbox.interpreter import (
     interpreter_for_nobody,
     open_to_all,

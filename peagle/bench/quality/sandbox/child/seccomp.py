@@ -10,7 +10,6 @@ import os
 from peagle.bench.quality.sandbox.child import syscalls
 from peagle.bench.quality.sandbox.child.libc import PR_SET_SECCOMP, prctl
 
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 MODE_FILTER = 2
 LOAD_WORD, JUMP_EQUAL, JUMP_GREATER_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -38,7 +37,7 @@ def build_filter(machine: str) -> list[Instruction]:
     column = ("x86_64", "aarch64").index(machine)
     program: list[Instruction] = [
         (LOAD_WORD, 0, 0, ARCH_OFFSET),
-        (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (JUMP_EQUAL, 1, 0, syscalls.AUDIT_ARCH[machine]),
         (RETURN, 0, 0, KILL),
         (LOAD_WORD, 0, 0, NUMBER_OFFSET),
         (JUMP_GREATER_EQUAL, 0, 1, X32_BIT),

@@ -9,6 +9,7 @@ Columns: x86_64, aarch64 (None: the call does not exist there). SELECTED calls a
 values of one argument only.
 """
 
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOWED: tuple[tuple[str, int, int | None], ...] = (
     # descriptors
     ("read", 0, 63),
