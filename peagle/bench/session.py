@@ -10,6 +10,7 @@ from peagle.bench.load.jobs import LoadJob, OnRequest
 from peagle.bench.order import ScheduledRun, schedule_runs
 from peagle.bench.quality.output_check import Margin, baseline_answers, check_answers, no_margin
 from peagle.bench.settings import BenchSettings
+from peagle.data.bench import Task
 from peagle.results.answers import Answers
 from peagle.results.cell import BenchCell
 from peagle.results.cell_run import CellRun
@@ -84,12 +85,21 @@ class Session:
             self.writer.set_check(key, check_answers(answers[key], baseline, margin))
         self.writer.write()
 
+    @property
+    def tasks(self) -> dict[str, list[Task]]:
+        return {name: [job.task for job in jobs] for name, jobs in self.jobs.items()}
+
+    def require_scoring(self) -> None:
+        """Raises UserError if score() would, before hours are spent on the measurement."""
+        from peagle.bench.quality.scoring import require_scoring
+
+        require_scoring(self.tasks)
+
     def score(self) -> None:
         from peagle.bench.quality.scoring import score_answers
 
-        tasks = {name: [job.task for job in jobs] for name, jobs in self.jobs.items()}
         self.callbacks.on_start("scoring")
-        self.writer.set_scores(score_answers(self.writer.answers(), tasks))
+        self.writer.set_scores(score_answers(self.writer.answers(), self.tasks))
         self.writer.write()
 
 

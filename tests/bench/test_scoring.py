@@ -1,12 +1,10 @@
 """Scores: code and numbers as chat models write them; programs that misbehave."""
 
-import socket
-import threading
 from decimal import Decimal
 
 import pytest
 
-from peagle.bench.quality.programs import build_test_program
+from peagle.bench.quality.programs import build_submission
 from peagle.bench.quality.sandbox import passes
 from peagle.bench.quality.scoring import score_answers
 from peagle.bench.quality.word_problems import answer_number, is_right_number
@@ -43,88 +41,21 @@ WRONG = {
     "leaves politely": "```python\nimport sys\ndef add(a, b):\n    sys.exit(0)\n```",
     "shouts": "```python\nprint('pass')\nraise SystemExit(0)\ndef add(a, b): ...\n```",
     "bytes": "```python\n\x00\ud800\n```",
+    "equal to everything": "```python\nclass Any(int):\n"
+    "    def __eq__(self, other):\n        return True\n\n"
+    "def add(a, b):\n    return Any()\n```",
+    "its own check": "```python\ndef add(a, b): ...\n\ndef check(candidate): ...\n```",
 }
 
 
 @pytest.mark.parametrize("answer", RIGHT.values(), ids=RIGHT.keys())
 def test_code_that_passes(answer: str) -> None:
-    assert passes(build_test_program(answer, **HUMANEVAL))
+    assert passes(build_submission(answer, **HUMANEVAL))
 
 
 @pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG.keys())
 def test_code_that_does_not(answer: str) -> None:
-    assert not passes(build_test_program(answer, **HUMANEVAL))
-
-
-HARMLESS = {
-    "the standard library": "import collections, datetime, functools, itertools\n"
-    "import json, math, random, re, string",
-    "a file of its own": "open('x', 'w').write('1')\nassert open('x').read() == '1'\n"
-    "import os\nos.remove('x')",
-    "prints a lot": "for _ in range(20000): print('x' * 50)",
-}
-HARMFUL = {
-    "endless": "while True: pass",
-    "sleeps": "import time\ntime.sleep(60)",
-    "eats memory": "x = bytearray(3 << 30)",
-    "eats the disk": "with open('x', 'wb') as f:\n"
-    "    for _ in range(64): f.write(b'0' * (1 << 20))",
-    "forks": "import os\nos.fork()",
-    "starts a process": "import subprocess\nsubprocess.run(['true'], check=True)",
-    "a shell": "import os\nassert os.system('true') == 0",
-    "writes elsewhere": "open('/tmp/peagle-was-here', 'w')",
-    "removes elsewhere": "import os\nos.remove('/tmp/peagle-keep')",
-    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
-    "foreign calls": "import ctypes\nctypes.CDLL(None)",
-    "raises its limits": "import resource\n"
-    "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
-    "reads the environment": "import os\nassert os.environ.get('HOME') or os.environ.get('PATH')",
-}
-
-
-@pytest.mark.parametrize("program", HARMLESS.values(), ids=HARMLESS.keys())
-def test_programs_that_may_run(program: str) -> None:
-    assert passes(program)
-
-
-@pytest.mark.parametrize("program", HARMFUL.values(), ids=HARMFUL.keys())
-def test_programs_that_are_stopped(program: str) -> None:
-    assert not passes(program, seconds=3)
-
-
-def test_limits_stand_without_the_hook() -> None:
-    for name in ("eats memory", "eats the disk", "raises its limits"):
-        assert not passes(HARMFUL[name], seconds=5, network_barriers="namespace"), name
-
-
-@pytest.mark.parametrize("barriers", ["namespace,hook", "namespace", "hook", ""])
-def test_no_network(barriers: str) -> None:
-    """A listener on the loopback: reached without barriers, and never with either."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2).close()"
-        reached: list[bool] = []
-
-        def accept() -> None:
-            listener.settimeout(4)
-            try:
-                listener.accept()[0].close()
-                reached.append(True)
-            except OSError:
-                pass
-
-        waiting = threading.Thread(target=accept)
-        waiting.start()
-        ran = passes(program, network_barriers=barriers)
-        if barriers:
-            socket.create_connection(listener.getsockname()).close()  # ends the wait
-        waiting.join()
-    if barriers == "namespace" and ran:
-        pytest.skip("this kernel gives no network namespace: the hook stands alone")
-    assert ran == (not barriers)
-    assert reached == [True]
+    assert not passes(build_submission(answer, **HUMANEVAL))
 
 
 NUMBERS = {

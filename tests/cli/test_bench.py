@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.bench.load.native import NativeRunner
+from peagle.bench.quality.sandbox import find_sandbox
 from peagle.cli import app
 from tests.support.benching import serving, tiny_folder, write_set
 
@@ -164,6 +165,22 @@ def test_scores(tiny: Path, tmp_path: Path) -> None:
     )
     assert "sums none: accuracy" in output
     assert read_file(tmp_path)["scores"][0]["of"] == 2
+
+
+def test_scores_of_programs_need_a_sandbox(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused with exit code 2 before anything is measured."""
+    task = {"turns": ["w7 w8"], "prompt": "x", "test": "x", "entry_point": "f"}
+    (tmp_path / "code.jsonl").write_text(json.dumps({"id": 1, **task}))
+    monkeypatch.setattr("peagle.bench.quality.sandbox.launch.platform.machine", lambda: "riscv64")
+    find_sandbox.cache_clear()
+    args = ("--set", tmp_path / "code.jsonl", "--methods", "none", "--concurrency", 1, "--score")
+    output = run(
+        "bench", tiny / "target", *args, "--out", tmp_path, "--name", "r", "--max-tokens", 4, code=2
+    )
+    assert "cannot be scored on linux riscv64: use Linux" in " ".join(output.split())
+    assert not (tmp_path / "r.json").exists()
 
 
 def test_an_endpoint(tiny: Path, tmp_path: Path) -> None:

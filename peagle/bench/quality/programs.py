@@ -1,6 +1,7 @@
-"""Programs in answers to humaneval: the code, completed by the prompt and followed by the test."""
+"""Programs in answers to humaneval: the code, completed by the prompt, and the test of it."""
 
 import re
+from dataclasses import dataclass
 
 CODE_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 CODE_START = re.compile(r"^(?:from |import |def |class |@|async def )", re.MULTILINE)
@@ -8,20 +9,34 @@ BODY_END = re.compile(r"\n(?:def |class |if __name__|print\(|assert |#|```)")
 PYTHON_FENCES = ("", "python", "py", "python3")
 
 
-def build_test_program(answer: str, prompt: str, test: str, entry_point: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What the sandbox runs: `solution` in one process, `setup` and `test` in another.
+
+    `test` defines check(candidate); `setup` is what it uses of the prompt, such as helpers.
+    """
+
+    solution: str
+    setup: str
+    test: str
+    entry_point: str
+
+
+def build_submission(answer: str, prompt: str, test: str, entry_point: str) -> Submission:
     """The program to run.
 
     A whole function replaces the prompt's, whose imports and helpers stay. A body is appended to
     the prompt.
     """
     code = extract_code(answer, entry_point)
+    start = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
+    setup = prompt[: start.start()] if start else ""
     if defines(code, entry_point):
-        start = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
-        code = (prompt[: start.start()] if start else "") + "\n" + code
+        code = setup + "\n" + code
     else:
         body = BODY_END.split("\n" + code, maxsplit=1)[0].strip("\n")
         code = prompt + (body if body[:1] in (" ", "\t") else indent(body)) + "\n"
-    return f"{code}\n{test}\ncheck({entry_point})\n"
+    return Submission(code, setup, test, entry_point)
 
 
 def extract_code(answer: str, entry_point: str) -> str:

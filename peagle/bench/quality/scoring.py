@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 
-from peagle.bench.quality.programs import build_test_program
-from peagle.bench.quality.sandbox import passes
+from peagle.bench.quality.programs import build_submission
+from peagle.bench.quality.sandbox import find_sandbox, passes
 from peagle.bench.quality.word_problems import is_right_number, reference_number
 from peagle.data.bench import Task
 from peagle.results.key import CellKey
@@ -41,6 +41,12 @@ def score_answers(
     return scores
 
 
+def require_scoring(tasks: Mapping[str, Sequence[Task]]) -> None:
+    """Raises UserError where these tasks cannot be scored, before anything is measured."""
+    if any(choose_metric(set_tasks) == "pass@1" for set_tasks in tasks.values()):
+        find_sandbox()
+
+
 def choose_metric(tasks: Sequence[Task]) -> str | None:
     """By the data of the tasks: tests to run, or a number to compare."""
     if not tasks:
@@ -58,9 +64,10 @@ def count_right(metric: str, tasks: Sequence[Task], texts: Mapping[str, str]) ->
     if metric == "accuracy":
         return sum(is_right_number(texts.get(task.id, ""), task.extra["answer"]) for task in tasks)
     programs = [
-        build_test_program(texts[task.id], **{name: task.extra[name] for name in PROGRAM_FIELDS})
+        build_submission(texts[task.id], **{name: task.extra[name] for name in PROGRAM_FIELDS})
         for task in tasks
         if task.id in texts
     ]
+    find_sandbox()  # once, before the threads
     with ThreadPoolExecutor(max(1, (cpu_count() or 2) // 2)) as pool:
         return sum(pool.map(passes, programs))

@@ -93,6 +93,8 @@ def run_session(prepared: PreparedBench, score: bool, baseline: str | None) -> N
         writer.require_unchanged()
         follow_session(session, bar)
         try:
+            if score:
+                session.require_scoring()
             session.measure(prepared.runner)
             session.check(margins_by_set(session, prepared.loaded), other_answers)
             if score:

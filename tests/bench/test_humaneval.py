@@ -1,0 +1,41 @@
+"""The tests of humaneval in the sandbox: right answers pass, an answer with one wrong value fails.
+
+Every argument and every expected value of the set crosses between the two processes here.
+"""
+
+import pytest
+
+from peagle.bench.quality.programs import build_submission
+from peagle.bench.quality.sandbox import passes
+from tests.support.humaneval import (
+    FILE,
+    SOLUTIONS,
+    fields,
+    read_humaneval,
+    right_answer,
+    wrong_answer,
+)
+
+pytestmark = pytest.mark.skipif(not FILE.exists(), reason=f"no humaneval in {FILE.parent}")
+
+
+def mistakes(ids: set[str] | None = None) -> list[str]:
+    found = []
+    for row in read_humaneval():
+        if ids is not None and row["id"] not in ids:
+            continue
+        if not passes(build_submission(right_answer(row), **fields(row))):
+            found.append(f"{row['id']}: a right answer fails")
+        if passes(build_submission(wrong_answer(row), **fields(row))):
+            found.append(f"{row['id']}: a wrong answer passes")
+    return found
+
+
+def test_some_tasks() -> None:
+    """Those with random arguments or helpers of the prompt, and some of the others."""
+    assert mistakes({*SOLUTIONS, *(f"HumanEval/{number}" for number in range(0, 164, 30))}) == []
+
+
+@pytest.mark.abuse
+def test_every_task() -> None:
+    assert mistakes() == []
