@@ -56,7 +56,9 @@ def random_pair(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> L
         )
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(**SHAPES[shape]), dtype=dtype, trust_remote_code=False
+        )
     target = Target(model, name=shape)
     layers: dict[Method, int] = {"p-eagle": 4, "eagle3": 1}
     drafters = {method: random_drafter(target, method, count) for method, count in layers.items()}
