@@ -140,6 +140,22 @@ Variables = Annotated[
         "--env", metavar="NAME=VALUE", help="Additional environment variable of the container."
     ),
 ]
+Secrets = Annotated[
+    list[str] | None,
+    optional(
+        "--secret",
+        metavar="NAME[=@FILE]",
+        help="The same, with the value from this environment or from a file. Never printed.",
+    ),
+]
+PublicVariables = Annotated[
+    list[str] | None,
+    optional(
+        "--public",
+        metavar="NAME",
+        help="Print the value of this variable in dry runs, like those of known options.",
+    ),
+]
 Isolated = Annotated[
     bool | None,
     optional(

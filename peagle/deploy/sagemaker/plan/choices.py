@@ -51,6 +51,7 @@ class EndpointSettings:
     startup_seconds: int = 1800  # timeout of the container's start, and of the download
     notify: str = ""  # ARN of an SNS topic for alarms
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment
+    public: frozenset[str] = frozenset()  # names of variables whose values may be printed
 
     def __post_init__(self) -> None:
         check_name(self.name)
