@@ -41,6 +41,7 @@ def sagemaker(
     autoscale: option.AutoscaleLimits = None,
     wait: option.Wait = False,
     bucket: option.Bucket = None,
+    owner: option.BucketOwner = None,
     from_hub: option.FromHub = False,
     image: option.ContainerImage = None,
     k: K = None,
@@ -69,9 +70,8 @@ def sagemaker(
         from_hub=from_hub,
         isolated=not from_hub if isolated is None else isolated,
         startup_seconds=startup_seconds,
-        variables=container_variables(variables or [], secrets or []),
-        public=frozenset(public or []),
-        **without_empty(bucket=bucket, image=image, ami=ami, notify=notify),
+        **variable_settings(variables or [], secrets or [], public or []),
+        **without_empty(bucket=bucket, bucket_owner=owner, image=image, ami=ami, notify=notify),
     )
     options = DeployOptions(k, concurrency, drafter, method, context=context)
     plan = plan_endpoint(pair, settings, options, gpus)
@@ -99,6 +99,10 @@ def pair_defaults(
         raise UserError("--region is missing: give it, or set AWS_REGION")
     default_name = f"peagle-{dns_label(Path(entry.name).name)}"
     return {"name": name or default_name, "instance": instance, "region": region}
+
+
+def variable_settings(env: list[str], secrets: list[str], public: list[str]) -> dict[str, Any]:
+    return {"variables": container_variables(env, secrets), "public": frozenset(public)}
 
 
 def container_variables(env: list[str], secrets: list[str]) -> dict[str, str]:
@@ -240,7 +244,8 @@ def upload_weights(
         stack = build_stack(settings, plan.deployment, target, drafter)
         with translate_aws_errors():
             for upload in stack.uploads:
-                upload_files(clients["s3"], upload, progress)
+                owner = settings.bucket_owner or clients.account
+                upload_files(clients["s3"], upload, owner, progress)
     return stack
 
 

@@ -119,6 +119,14 @@ Bucket = Annotated[
         "--bucket", help="s3://BUCKET/PREFIX/ for the weights. Default: SageMaker's own bucket."
     ),
 ]
+BucketOwner = Annotated[
+    str | None,
+    optional(
+        "--bucket-owner",
+        metavar="ACCOUNT",
+        help="Account that must own the bucket. Default: the account of the credentials.",
+    ),
+]
 FromHub = Annotated[
     bool, typer.Option("--from-hub", help="The container downloads the weights itself.")
 ]
