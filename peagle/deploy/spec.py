@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.catalog.entry import check_flags
 from peagle.core import Method
 from peagle.errors import UserError
 
@@ -57,6 +58,7 @@ class Deployment:
         if not IMAGE_PATTERN.fullmatch(self.image):
             raise UserError(f"`image` {self.image!r} has no version: give NAME:TAG")
         self._check_printable()
+        check_flags(self.flags, "`flags`")
 
     def _check_fields(self) -> None:
         context_valid = self.context is None or self.context >= 2
