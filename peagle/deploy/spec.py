@@ -168,6 +168,16 @@ class Deployment:
         return 64 if self.weights_gb is None else max(16, math.ceil(1.25 * self.weights_gb))
 
     @property
+    def shm_gb(self) -> int:
+        """Shared memory, through which the processes of a replica exchange data."""
+        return 8
+
+    @property
+    def host_limit_gb(self) -> int:
+        """Memory above which a replica is killed: twice the expected use, and the shared memory."""
+        return 2 * self.host_gb + self.shm_gb
+
+    @property
     def gpu_gb(self) -> int | None:
         """Minimum memory of each GPU; None: unknown."""
         need = self.need_gb or self.weights_gb
