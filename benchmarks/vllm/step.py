@@ -45,7 +45,9 @@ def write_configs(shape: str, method: "Method", root: Path) -> tuple[Path, Path]
     config = LlamaConfig(**SHAPES[shape], architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(root / "target")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
     layers = 4 if method == "p-eagle" else 1
     mask = config.vocab_size - 1
     drafter = config_for(

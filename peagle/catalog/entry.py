@@ -26,6 +26,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 VLLM_VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 INSTANCE_TYPE = re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9]+")
 # vLLM options that `peagle deploy` sets
+FLAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 RESERVED_FLAGS = (
     "model",
     "host",
@@ -167,11 +168,22 @@ def parse_production(entry: Any, location: str) -> Production:
 
 
 def check_flags(flags: Mapping[str, Any], location: str) -> None:
+    """Names and values become command lines and YAML: neither may begin a new line there."""
     for flag, value in flags.items():
         if flag in RESERVED_FLAGS or flag.startswith("-"):
             raise UserError(
                 f"{location}: flags cannot have {flag!r}: leave the dashes out,"
                 " and options that `peagle deploy` sets"
+            )
+        if not FLAG_NAME.fullmatch(flag):
+            raise UserError(
+                f"{location}: flags has {flag!r}, but the name of an option consists of letters,"
+                " digits, dashes, dots and _"
+            )
+        if isinstance(value, str) and not value.isprintable():
+            raise UserError(
+                f"{location}: {flag} is {value!r}, which contains line breaks or control"
+                " characters: write it on one line, or give the path of a file"
             )
         if value is False or isinstance(value, list):
             raise UserError(

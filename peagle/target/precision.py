@@ -1,7 +1,6 @@
-"""The dtype for computation. `auto` on a CPU is measured once per machine and stored."""
+"""The dtype for computation. `auto` on a CPU is measured once per kind of machine and stored."""
 
 import json
-import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,12 +9,14 @@ import torch
 from torch.nn.functional import linear
 
 from peagle.errors import UserError
+from peagle.machine import cpu_name
 from peagle.paths import cache_home, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEASURED_DTYPES = ("float32", "bfloat16")
 MATRIX_SHAPE = (1536, 576)  # one MLP projection of the default target
 ROW_COUNTS = (1, 8)  # a plain step, and a verify step with K = 7
+MAX_STORED = 64  # kinds of machines, thread counts and versions of PyTorch; the oldest are dropped
 MIN_SPEEDUP = 1.1  # bfloat16 must be clearly faster, because float32 is more precise
 Times = dict[str, float]  # dtype -> microseconds
 
@@ -59,11 +60,16 @@ def _faster_on_cpu(measure: Callable[[], Times]) -> torch.dtype:
     except (OSError, ValueError, TypeError, KeyError):
         times = measure()
         with suppress(OSError):  # in a read-only folder, the next call measures again
-            write_json(path, stored | {key: times})
+            stored.pop(key, None)  # the new one is the last
+            stored[key] = times
+            write_json(path, dict(list(stored.items())[-MAX_STORED:]))
     faster = times["bfloat16"] * MIN_SPEEDUP < times["float32"]
     return torch.bfloat16 if faster else torch.float32
 
 
 def cpu_capability() -> str:
-    """The machine and PyTorch's instruction set on it: several machines may share the folder."""
-    return f"{platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    """The CPU and PyTorch's instruction set on it: several machines may share the folder.
+
+    The name of the host is no part of it: every container has a new one.
+    """
+    return f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}"

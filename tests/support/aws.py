@@ -17,7 +17,8 @@ from peagle.deploy.sagemaker.resources.stack import Stack, build_stack
 from peagle.deploy.spec import Deployment
 
 REGION = "us-west-2"
-ROLE = "arn:aws:iam::123456789012:role/service/SageMaker"
+ACCOUNT = "123456789012"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/service/SageMaker"
 NAME = "peagle-tiny"
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -61,7 +62,7 @@ def weights(tmp_path: Path) -> tuple[Artifact, Artifact]:
 
 def deployment(**changes: Any) -> Deployment:
     flags = {"enforce-eager": True, "limit-mm-per-prompt": {"image": 0}}
-    given = {
+    given: dict[str, Any] = {
         "pair": "tiny",
         "target": "org/tiny",
         "drafter": "org/drafter",
@@ -75,7 +76,7 @@ def deployment(**changes: Any) -> Deployment:
 
 
 def endpoint_settings(**changes: Any) -> EndpointSettings:
-    given = {
+    given: dict[str, Any] = {
         "name": NAME,
         "role": ROLE,
         "instance": "ml.g7e.2xlarge",
@@ -123,7 +124,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, operation: str, name: str = "") -> N
     def call(self: Clients, call: Call) -> dict[str, Any]:
         if call.operation == operation and name in str(call.parameters):
             response = {"Error": {"Code": "ResourceLimitExceeded", "Message": "no quota"}}
-            raise ClientError(response, operation)  # type: ignore[arg-type]
+            raise ClientError(response, operation)
         return real(self, call)
 
     monkeypatch.setattr(Clients, "call", call)

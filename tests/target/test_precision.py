@@ -1,6 +1,7 @@
 """The dtype is measured once per machine, remembered, and obeyed."""
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,33 @@ def test_a_spoilt_memory_is_measured_again(own_home: Path) -> None:
     for content in ("{", "[]", "null", '{"x": {}}'):
         (own_home / "precision.json").write_text(content)
         assert precision.choose_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+
+
+def test_containers_with_new_host_names_share_one_measurement(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def measure() -> dict[str, float]:
+        calls.append(1)
+        return {"float32": 2.0, "bfloat16": 1.0}
+
+    for host in range(5):
+        monkeypatch.setattr(platform, "node", lambda host=host: f"pod-{host}")
+        precision.choose_dtype("auto", "cpu", measure)
+    assert len(calls) == 1
+    assert len(json.loads((own_home / "precision.json").read_text())) == 1
+
+
+def test_the_file_is_bounded(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest kinds of machines stay."""
+    times = {"float32": 2.0, "bfloat16": 1.0}
+    for kind in range(precision.MAX_STORED + 20):
+        monkeypatch.setattr(precision, "cpu_name", lambda kind=kind: f"kind-{kind}")
+        precision.choose_dtype("auto", "cpu", lambda: times)
+    stored = list(json.loads((own_home / "precision.json").read_text()))
+    assert len(stored) == precision.MAX_STORED
+    assert stored[0].startswith("kind-20 ") and stored[-1].startswith("kind-83 ")
 
 
 def test_words() -> None:

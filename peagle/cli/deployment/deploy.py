@@ -21,7 +21,7 @@ app.add_typer(deploy_app, name="deploy")
 KINDS = {
     "vllm": "a script and a config file for `vllm serve`",
     "compose": "docker compose, with Prometheus",
-    "kubernetes": "Deployment, Service, volume, monitor",
+    "kubernetes": "Deployment, Service, volume, network policy, monitor",
     "helm": "values for the vLLM production stack's chart",
     "kserve": "an InferenceService",
     "ray": "a Ray Serve LLM application",

@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ def sagemaker(
     autoscale: option.AutoscaleLimits = None,
     wait: option.Wait = False,
     bucket: option.Bucket = None,
+    owner: option.BucketOwner = None,
     from_hub: option.FromHub = False,
     image: option.ContainerImage = None,
     k: K = None,
@@ -50,6 +52,8 @@ def sagemaker(
     count: option.InstanceCount = 1,
     gpus: option.InstanceGpus = None,
     variables: option.Variables = None,
+    secrets: option.Secrets = None,
+    public: option.PublicVariables = None,
     isolated: option.Isolated = None,
     ami: option.Ami = None,
     startup_seconds: option.StartupSeconds = 1800,
@@ -58,7 +62,6 @@ def sagemaker(
     profile: option.Profile = None,
     as_json: Json = False,
 ) -> None:
-    texts = without_empty(bucket=bucket, image=image, ami=ami, notify=notify)
     settings = EndpointSettings(
         role=role,
         **pair_defaults(pair, name, instance, region),
@@ -67,8 +70,8 @@ def sagemaker(
         from_hub=from_hub,
         isolated=not from_hub if isolated is None else isolated,
         startup_seconds=startup_seconds,
-        variables=parse_variables(variables or []),
-        **texts,
+        **variable_settings(variables or [], secrets or [], public or []),
+        **without_empty(bucket=bucket, bucket_owner=owner, image=image, ami=ami, notify=notify),
     )
     options = DeployOptions(k, concurrency, drafter, method, context=context)
     plan = plan_endpoint(pair, settings, options, gpus)
@@ -98,14 +101,44 @@ def pair_defaults(
     return {"name": name or default_name, "instance": instance, "region": region}
 
 
-def parse_variables(words: list[str]) -> dict[str, str]:
+def variable_settings(env: list[str], secrets: list[str], public: list[str]) -> dict[str, Any]:
+    return {"variables": container_variables(env, secrets), "public": frozenset(public)}
+
+
+def container_variables(env: list[str], secrets: list[str]) -> dict[str, str]:
+    """The variables of --env NAME=VALUE and of --secret NAME or NAME=@FILE."""
     variables = {}
-    for word in words:
+    for word in env:
         name, separator, value = word.partition("=")
         if not separator:
-            raise UserError(f"--env {word!r} is not valid: use NAME=VALUE")
+            raise UserError(
+                "--env is not NAME=VALUE: use `--secret NAME` for a value of this environment"
+            )
+        variables[name] = value
+    for word in secrets:
+        name, value = read_secret(word)
+        if name in variables:
+            raise UserError(f"{name} is given by --env and by --secret: omit one of them")
         variables[name] = value
     return variables
+
+
+def read_secret(word: str) -> tuple[str, str]:
+    """NAME or NAME=@FILE -> the name and its value."""
+    name, separator, source = word.partition("=")
+    if not separator:
+        if name not in os.environ:
+            raise UserError(f"--secret {name}: the environment has no such variable, so export it")
+        return name, os.environ[name]
+    if not source.startswith("@"):
+        raise UserError(
+            f"--secret {name}: other users of this machine see values on the command line,"
+            " so use NAME or NAME=@FILE"
+        )
+    try:
+        return name, Path(source[1:]).expanduser().read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--secret {name}: cannot read {source[1:]} ({error})") from error
 
 
 def plan_endpoint(
@@ -211,7 +244,8 @@ def upload_weights(
         stack = build_stack(settings, plan.deployment, target, drafter)
         with translate_aws_errors():
             for upload in stack.uploads:
-                upload_files(clients["s3"], upload, progress)
+                owner = settings.bucket_owner or clients.account
+                upload_files(clients["s3"], upload, owner, progress)
     return stack
 
 

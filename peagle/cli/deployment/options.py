@@ -119,6 +119,14 @@ Bucket = Annotated[
         "--bucket", help="s3://BUCKET/PREFIX/ for the weights. Default: SageMaker's own bucket."
     ),
 ]
+BucketOwner = Annotated[
+    str | None,
+    optional(
+        "--bucket-owner",
+        metavar="ACCOUNT",
+        help="Account that must own the bucket. Default: the account of the credentials.",
+    ),
+]
 FromHub = Annotated[
     bool, typer.Option("--from-hub", help="The container downloads the weights itself.")
 ]
@@ -138,6 +146,22 @@ Variables = Annotated[
     list[str] | None,
     optional(
         "--env", metavar="NAME=VALUE", help="Additional environment variable of the container."
+    ),
+]
+Secrets = Annotated[
+    list[str] | None,
+    optional(
+        "--secret",
+        metavar="NAME[=@FILE]",
+        help="The same, with the value from this environment or from a file. Never printed.",
+    ),
+]
+PublicVariables = Annotated[
+    list[str] | None,
+    optional(
+        "--public",
+        metavar="NAME",
+        help="Print the value of this variable in dry runs, like those of known options.",
     ),
 ]
 Isolated = Annotated[

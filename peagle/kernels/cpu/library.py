@@ -1,16 +1,17 @@
 """The C kernels (c/*.c) as a shared library, compiled at first use by the machine's compiler.
 
 The library is cached under a hash of its sources, the compiler, the flags and the CPU's features.
-Without a compiler, or with PEAGLE_NATIVE=0, PyTorch computes instead; `kernel_state()` reports
-which of them runs, and why. The threads are those of the OpenMP runtime that PyTorch has loaded: a
-second runtime would compete with it for the cores.
+Compilers are tried in turn until one of them builds it: gcc 9 or newer, or clang. Without one, or
+with PEAGLE_NATIVE=0, PyTorch computes instead; `kernel_state()` reports which of them runs, and
+why. The threads are those of the OpenMP runtime that PyTorch has loaded: a second runtime would
+compete with it for the cores. A library without that runtime (clang's code does not fit GNU's
+OpenMP, for example) has one thread, and is used only if no other compiler builds one with threads.
 """
 
 import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -20,12 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from peagle.kernels.cpu.compiler import (
+    COMPILER_FLAGS,
+    compiler_names,
+    compiler_version,
+    failure_reason,
+    installed,
+    run,
+)
 from peagle.paths import cache_home
 
 SOURCE_FOLDER = Path(__file__).parent / "c"
-COMPILER_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11")
-COMPILE_TIMEOUT = 300  # seconds
-VERSION_TIMEOUT = 60  # seconds
 DTYPE_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 POINTER = ctypes.c_void_p
@@ -53,6 +59,7 @@ class Library:
         for name, types in ARGUMENT_TYPES.items():
             for dtype, suffix in DTYPE_SUFFIXES.items():
                 self.functions[name, dtype] = declared(loaded, f"{name}_{suffix}", types)
+        self.has_threads = bool(loaded.has_openmp())
         self.panel_width: int = loaded.panel_width()  # outputs in a panel of a packed matrix
         # Packed matrices need a CPU with dot products of bf16 and int8.
         self.has_packed_matrices = self.panel_width > 0
@@ -72,7 +79,7 @@ def declared(loaded: ctypes.CDLL, name: str, types: list[Any]) -> Any:
 
 class LoadResult(NamedTuple):
     library: Library | None
-    state: str  # `c`, or `pytorch: ` and the reason
+    state: str  # `c`, `c, one thread: ` or `pytorch: ` and the reason
 
 
 def library() -> Library | None:
@@ -80,7 +87,10 @@ def library() -> Library | None:
 
 
 def kernel_state() -> str:
-    """`c` if the C kernels run, else `pytorch: ` and the reason."""
+    """`c` if the C kernels run, else `pytorch: ` and the reason.
+
+    `c, one thread: ` and the reason, if they run on one thread however many there are.
+    """
     return _load_once().state
 
 
@@ -90,23 +100,37 @@ def _load_once() -> LoadResult:
 
 
 def load_library(compilers: Sequence[str]) -> LoadResult:
-    """Load the library, compiled by the first of these compilers that is installed."""
+    """Load the library, compiled by the first of these compilers that builds it with threads.
+
+    If none does, the first library without threads is used.
+    """
     if os.environ.get("PEAGLE_NATIVE") == "0":
         return LoadResult(None, "pytorch: PEAGLE_NATIVE=0")
-    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
-    if compiler is None:
-        return LoadResult(None, "pytorch: no C compiler found (gcc, cc or clang)")
-    try:
-        return LoadResult(load_or_build(compiler), "c")
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        message = (getattr(error, "stderr", None) or str(error)).strip()
-        reason = message.splitlines()[-1] if message else "no reason given"
-        return LoadResult(None, f"pytorch: {compiler} failed: {reason}")
+    one_thread: LoadResult | None = None
+    failures: list[str] = []
+    for compiler in installed(compilers):
+        try:
+            loaded = load_or_build(compiler)
+        except (OSError, subprocess.SubprocessError, AttributeError) as error:
+            failures.append(f"{compiler} failed: {failure_reason(error)}")
+            continue
+        if loaded.has_threads:
+            return LoadResult(loaded, "c")
+        one_thread = one_thread or LoadResult(loaded, one_thread_state(compiler))
+    if one_thread is not None:
+        return one_thread
+    reason = "; ".join(failures) or "no C compiler found (gcc 9 or newer, or clang)"
+    return LoadResult(None, f"pytorch: {reason}")
 
 
-def compiler_names() -> list[str]:
-    chosen = os.environ.get("CC")
-    return [*([chosen] if chosen else []), "gcc", "cc", "clang"]
+def one_thread_state(compiler: str) -> str:
+    runtime = openmp_runtime()
+    if runtime is None:
+        return "c, one thread: PyTorch has loaded no OpenMP runtime"
+    return (
+        f"c, one thread: the code of {compiler} does not fit PyTorch's OpenMP runtime"
+        f" ({Path(runtime).name}): install gcc"
+    )
 
 
 def load_or_build(compiler: str) -> Library:
@@ -133,16 +157,9 @@ def cache_key(
     cpu: str | None = None,
 ) -> str:
     """A hash of everything that the compiled library depends on."""
-    version = subprocess.run(
-        [compiler, "--version"],
-        capture_output=True,
-        text=True,
-        timeout=VERSION_TIMEOUT,
-        check=True,
-    ).stdout
     parts = [
         *(f"{file.name}\n{file.read_text()}" for file in source_files()),
-        version,
+        compiler_version(compiler),
         *flags,
         cpu_features() if cpu is None else cpu,
         runtime or "",
@@ -205,10 +222,6 @@ def compile_with_openmp(compiler: str, runtime: str, files: list[str], built: Pa
         objects.append(str(built.parent / f"{Path(file).stem}.o"))
         run([compiler, *flags, "-fopenmp", "-c", file, "-o", objects[-1]])
     run([compiler, "-shared", *objects, runtime, "-lm", "-Wl,-z,defs", "-o", str(built)])
-
-
-def run(command: list[str]) -> None:
-    subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=True)
 
 
 def file_digest(path: Path) -> str | None:

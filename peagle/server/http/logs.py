@@ -56,7 +56,7 @@ def log_worker_line(line: str, worker: str) -> None:
     """Log a worker's line: JSON gets the worker's name added, other text becomes an event."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         event = None
     if isinstance(event, dict):
         # One write of the whole line: other threads write too.

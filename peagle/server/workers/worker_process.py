@@ -28,6 +28,7 @@ class WorkerProcess:
     def __init__(self, spec: LaunchSpec) -> None:
         self.name = spec.name
         self._log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+        self._lost_lines = 0  # lines since the last one that could be written
         guard = (sys.executable, "-I", "-S", str(PROCESS_GUARD), str(spec.socket))
         self._process = subprocess.Popen(
             [*guard, *spec.command],
@@ -85,7 +86,18 @@ class WorkerProcess:
             for raw in lines:
                 if line := raw.decode(errors="replace").rstrip():
                     self._log_tail.append(line)
-                    log_worker_line(line, self.name)
+                    self._log_line(line)
+
+    def _log_line(self, line: str) -> None:
+        """Log one line. Where that fails, reading goes on: a worker blocks on a full pipe."""
+        try:
+            log_worker_line(line, self.name)
+        except (OSError, ValueError):  # the disk is full, or stderr is closed
+            self._lost_lines += 1
+            return
+        if self._lost_lines:
+            log_event("log lines lost", logging.WARNING, worker=self.name, lines=self._lost_lines)
+            self._lost_lines = 0
 
 
 def log_message(line: str) -> str:
@@ -93,5 +105,5 @@ def log_message(line: str) -> str:
     try:
         event = json.loads(line)
         return str(event.get("reason") or event["event"])
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         return line

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from peagle.errors import UserError
 from peagle.paths import publish_folder, save_tensors, write_json
 from peagle.progress import Progress, silent
+from peagle.target.loading_error import loading_reason
 from peagle.target.quantized.card import TITLE, card
 from peagle.target.quantized.codes import quantize_matrix
 from peagle.target.quantized.formats import WeightFormat, quantization_config
@@ -180,12 +181,13 @@ def build_without_weights(source: Path) -> Any:
             f"no target in {source}: config.json is missing. Give a folder from `peagle pull`"
         )
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises exceptions of any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"transformers cannot read the target in {source}: {reason}") from error
+        raise UserError(
+            f"transformers cannot read the target in {source}: {loading_reason(error)}"
+        ) from error
     if getattr(config, "quantization_config", None):
         raise UserError(f"the target in {source} is quantized already: give its source")
     return model

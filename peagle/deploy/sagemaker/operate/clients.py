@@ -60,6 +60,12 @@ class Clients:
             raise UserError("no region: give `region`, or set AWS_REGION")
         return session
 
+    @cached_property
+    def account(self) -> str:
+        """The AWS account of the credentials."""
+        with translate_aws_errors():
+            return str(self["sts"].get_caller_identity()["Account"])
+
     def __getitem__(self, service: str) -> Any:
         if service not in self._clients:
             self._clients[service] = self.session.client(service, config=client_config(service))
@@ -110,6 +116,11 @@ def is_not_found(error: Any) -> bool:
     if code == "ValidationException":
         return bool(NOT_FOUND_MESSAGE.search(message))
     return code in NOT_FOUND_CODES
+
+
+def is_denied(error: Any) -> bool:
+    """Whether AWS refuses the call; for HEAD requests, the status is the only code."""
+    return error.response["Error"].get("Code", "") in ("403", "AccessDenied")
 
 
 @contextmanager

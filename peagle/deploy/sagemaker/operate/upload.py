@@ -1,23 +1,40 @@
-"""Upload of folders to S3. Files that are there with the same size and SHA-256 are skipped."""
+"""Upload of folders to S3. Files that are there with the same size and SHA-256 are skipped.
 
+Names of buckets are global and can be guessed: every call names the account that must own the
+bucket, so that nothing is read from or written to a bucket that somebody else created first.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.deploy.sagemaker.operate.clients import is_not_found
+from peagle.deploy.sagemaker.operate.clients import is_denied, is_not_found
 from peagle.deploy.sagemaker.plan.artifact import hash_file
 from peagle.deploy.sagemaker.resources.stack import Upload
 from peagle.errors import UserError
 from peagle.progress import Progress, silent
 
 
-def upload_files(client: Any, upload: Upload, progress: Progress = silent) -> int:
-    """Upload the missing files and return their number.
+@dataclass(frozen=True, slots=True)
+class OwnedBucket:
+    name: str
+    owner: str  # id of an account
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The parameters of S3's calls; S3 refuses them for a bucket of another account."""
+        return {"Bucket": self.name, "ExpectedBucketOwner": self.owner}
+
+
+def upload_files(client: Any, upload: Upload, owner: str, progress: Progress = silent) -> int:
+    """Upload the missing files to a bucket of the account `owner`, and return their number.
 
     After an interruption, the next call continues with the file that was interrupted.
     """
     folder = upload.artifact.folder
     assert folder is not None, "an artifact is fetched before it is uploaded"
-    bucket, _, prefix = upload.uri.removeprefix("s3://").partition("/")
+    name, _, prefix = upload.uri.removeprefix("s3://").partition("/")
+    bucket = OwnedBucket(name, owner)
     require_bucket(client, bucket)
     count = 0
     for path in upload.artifact.files():
@@ -29,24 +46,30 @@ def upload_files(client: Any, upload: Upload, progress: Progress = silent) -> in
     return count
 
 
-def require_bucket(client: Any, bucket: str) -> None:
+def require_bucket(client: Any, bucket: OwnedBucket) -> None:
     from botocore.exceptions import ClientError
 
     try:
-        client.head_bucket(Bucket=bucket)
+        client.head_bucket(**bucket.parameters)
     except ClientError as error:
         if is_not_found(error):
             raise UserError(
-                f"there is no bucket {bucket}: run `aws s3 mb s3://{bucket}`, or give `bucket`"
+                f"there is no bucket {bucket.name}: run `aws s3 mb s3://{bucket.name}`, or give"
+                " `bucket`"
+            ) from error
+        if is_denied(error):
+            raise UserError(
+                f"the bucket {bucket.name} does not belong to account {bucket.owner}, or you may"
+                " not read it: check `bucket`, or give the account with `bucket_owner`"
             ) from error
         raise
 
 
-def is_uploaded(client: Any, bucket: str, key: str, size: int, digest: str) -> bool:
+def is_uploaded(client: Any, bucket: OwnedBucket, key: str, size: int, digest: str) -> bool:
     from botocore.exceptions import ClientError
 
     try:
-        head = client.head_object(Bucket=bucket, Key=key)
+        head = client.head_object(**bucket.parameters, Key=key)
     except ClientError as error:
         if is_not_found(error):
             return False
@@ -55,7 +78,7 @@ def is_uploaded(client: Any, bucket: str, key: str, size: int, digest: str) -> b
 
 
 def upload_file(
-    client: Any, path: Path, bucket: str, key: str, digest: str, progress: Progress
+    client: Any, path: Path, bucket: OwnedBucket, key: str, digest: str, progress: Progress
 ) -> None:
     """Upload one file with its digest as metadata.
 
@@ -71,10 +94,9 @@ def upload_file(
         done += count
         progress(f"{path.name}: sending", done, total)
 
+    extra = {"Metadata": {"sha256": digest}, "ExpectedBucketOwner": bucket.owner}
     try:
-        client.upload_file(
-            str(path), bucket, key, ExtraArgs={"Metadata": {"sha256": digest}}, Callback=advance
-        )
+        client.upload_file(str(path), bucket.name, key, ExtraArgs=extra, Callback=advance)
     except S3UploadFailedError as error:
         raise UserError(
             f"{error}; the uploaded files stay: run the command again to continue"

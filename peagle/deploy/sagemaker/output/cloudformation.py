@@ -5,7 +5,7 @@ CloudFormation does not support data channels: build the stack with `channel=Fal
 
 from typing import Any
 
-from peagle.deploy.sagemaker.output.secrets import redacted_parameters, secret_names
+from peagle.deploy.sagemaker.output.secrets import redacted_parameters, template_names
 from peagle.deploy.sagemaker.resources.calls import Parameters, Resource
 from peagle.deploy.sagemaker.resources.stack import Stack
 
@@ -20,10 +20,7 @@ RESOURCE_TYPES = {
 
 
 def cloudformation_template(stack: Stack) -> dict[str, Any]:
-    secrets = {
-        parameter_name(name): {"Type": "String", "NoEcho": True}
-        for name in secret_names(stack.resources[0])
-    }
+    secrets = {name: {"Type": "String", "NoEcho": True} for name in parameter_names(stack).values()}
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
         "Description": (
@@ -47,7 +44,7 @@ def logical_id(resource: Resource) -> str:
 def resource_entry(resource: Resource, stack: Stack) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "Type": RESOURCE_TYPES[resource.kind],
-        "Properties": resource_properties(resource),
+        "Properties": resource_properties(resource, stack),
     }
     if resource.kind == "endpoint":
         entry["DependsOn"] = [logical_id(other) for other in stack.resources if is_alarm(other)]
@@ -58,11 +55,12 @@ def resource_entry(resource: Resource, stack: Stack) -> dict[str, Any]:
     return entry
 
 
-def resource_properties(resource: Resource) -> Parameters:
+def resource_properties(resource: Resource, stack: Stack) -> Parameters:
     """The parameters that create the resource, with references to other resources."""
     properties = dict(resource.create.parameters)
     if resource.kind == "model":
-        return redacted_parameters(resource, lambda name: {"Ref": parameter_name(name)})
+        names = parameter_names(stack)
+        return redacted_parameters(resource, stack, lambda name: {"Ref": names[name]})
     if resource.kind == "endpoint config":
         model = {"ModelName": get_attribute("Model", "ModelName")}
         variants = [variant | model for variant in properties["ProductionVariants"]]
@@ -80,6 +78,12 @@ def resource_properties(resource: Resource) -> Parameters:
 
 def is_alarm(resource: Resource) -> bool:
     return resource.kind == "alarm"
+
+
+def parameter_names(stack: Stack) -> dict[str, str]:
+    """Secret variable -> parameter. Parameters and resources share their names."""
+    resources = [logical_id(resource) for resource in stack.resources]
+    return template_names(stack, parameter_name, resources)
 
 
 def parameter_name(variable: str) -> str:

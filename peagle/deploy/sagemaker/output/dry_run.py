@@ -11,7 +11,7 @@ def dry_run_steps(stack: Stack) -> list[dict[str, Any]]:
     has_scaling = any(resource.kind == "scaling policy" for resource in stack.resources)
     steps = [upload_step(upload) for upload in stack.uploads]
     for resource in stack.resources:
-        steps.append(resource_step(resource))
+        steps.append(resource_step(resource, stack))
         if resource.kind == "endpoint" and has_scaling:
             steps.append({"wait": f"until {resource.name} is InService"})
     return steps
@@ -31,10 +31,10 @@ def upload_step(upload: Upload) -> dict[str, Any]:
     return step
 
 
-def resource_step(resource: Resource) -> dict[str, Any]:
+def resource_step(resource: Resource, stack: Stack) -> dict[str, Any]:
     step = call_to_json(resource.create)
     if resource.kind == "model":
-        step["parameters"] = redacted_parameters(resource, lambda name: "***")
+        step["parameters"] = redacted_parameters(resource, stack, lambda name: "***")
     if resource.update is not None and resource.update != resource.create:
         step["if_it_exists_otherwise"] = call_to_json(resource.update)
     return step

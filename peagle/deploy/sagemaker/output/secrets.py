@@ -1,34 +1,35 @@
-"""Redaction of secret environment variables.
+"""Redaction of secret environment variables: `Stack.secrets` says which they are."""
 
-A variable is secret if the last word of its name says so: HF_TOKEN, SM_VLLM_API_KEY.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from peagle.deploy.sagemaker.resources.calls import Parameters, Resource
-
-SECRET_SUFFIXES = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIALS")
-
-
-def secret_names(model: Resource) -> list[str]:
-    return [
-        name
-        for name in environment_variables(model)
-        if name.upper().split("_")[-1] in SECRET_SUFFIXES
-    ]
+from peagle.deploy.sagemaker.resources.stack import Stack
 
 
-def redacted_parameters(model: Resource, placeholder: Callable[[str], Any]) -> Parameters:
+def redacted_parameters(
+    model: Resource, stack: Stack, placeholder: Callable[[str], Any]
+) -> Parameters:
     """The parameters that create the model, with `placeholder(name)` as value of each secret."""
     parameters = model.create.parameters
     container = parameters["PrimaryContainer"]
-    secrets = {name: placeholder(name) for name in secret_names(model)}
-    variables = environment_variables(model) | secrets
+    variables = {
+        name: placeholder(name) if name in stack.secrets else value
+        for name, value in container["Environment"].items()
+    }
     return parameters | {"PrimaryContainer": container | {"Environment": variables}}
 
 
-def environment_variables(model: Resource) -> dict[str, Any]:
-    variables = model.create.parameters["PrimaryContainer"]["Environment"]
-    assert isinstance(variables, dict)
-    return variables
+def template_names(
+    stack: Stack, convert: Callable[[str], str], taken: Collection[str]
+) -> dict[str, str]:
+    """The names of the secrets in a template, each different from the others and from `taken`."""
+    names: dict[str, str] = {}
+    used = set(taken)
+    for variable in sorted(stack.secrets):
+        name = convert(variable)
+        while name in used:
+            name += "x"
+        names[variable] = name
+        used.add(name)
+    return names

@@ -7,7 +7,7 @@ of keys and values as maps.
 import re
 from typing import Any
 
-from peagle.deploy.sagemaker.output.secrets import secret_names
+from peagle.deploy.sagemaker.output.secrets import template_names
 from peagle.deploy.sagemaker.resources.calls import Parameters, Resource
 from peagle.deploy.sagemaker.resources.stack import Stack
 
@@ -29,6 +29,16 @@ NAME_ARGUMENTS = {
 }
 RENAMED_ARGUMENTS = {"additional_model_data_sources": "additional_model_data_source"}
 USER_KEYED_MAPS = ("environment", "tags", "dimensions")  # their keys are not converted
+RESERVED_VARIABLES = (  # names that no variable of Terraform may have
+    "count",
+    "depends_on",
+    "for_each",
+    "lifecycle",
+    "locals",
+    "providers",
+    "source",
+    "version",
+)
 REPLACED_BEFORE_DESTROYED = {"create_before_destroy": True}
 
 
@@ -38,8 +48,7 @@ def terraform_config(stack: Stack) -> dict[str, Any]:
         labels = resources.setdefault(RESOURCE_TYPES[resource.kind], {})
         labels[resource_label(resource)] = resource_arguments(resource, stack)
     secrets = {
-        name.lower(): {"type": "string", "sensitive": True}
-        for name in secret_names(stack.resources[0])
+        name: {"type": "string", "sensitive": True} for name in variable_names(stack).values()
     }
     weights = {upload.uri: upload.artifact.source for upload in stack.uploads}
     return {
@@ -70,7 +79,7 @@ def resource_arguments(resource: Resource, stack: Stack) -> dict[str, Any]:
         arguments["lifecycle"] = REPLACED_BEFORE_DESTROYED
     if resource.kind == "model":
         arguments["primary_container"]["environment"] |= {
-            name: f"${{var.{name.lower()}}}" for name in secret_names(resource)
+            name: f"${{var.{variable}}}" for name, variable in variable_names(stack).items()
         }
         arguments["lifecycle"] = REPLACED_BEFORE_DESTROYED
     if resource.kind == "endpoint":
@@ -80,6 +89,11 @@ def resource_arguments(resource: Resource, stack: Stack) -> dict[str, Any]:
     if resource.kind == "scaling policy":
         arguments["depends_on"] = ["aws_appautoscaling_target.peagle"]
     return arguments
+
+
+def variable_names(stack: Stack) -> dict[str, str]:
+    """Secret environment variable -> Terraform's variable."""
+    return template_names(stack, str.lower, RESERVED_VARIABLES)
 
 
 def endpoint_arguments(endpoint: Resource, stack: Stack) -> dict[str, Any]:

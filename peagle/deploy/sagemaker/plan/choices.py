@@ -42,6 +42,7 @@ class EndpointSettings:
     region: str
     # s3://BUCKET/PREFIX/; empty: SageMaker's default bucket of the account and region.
     bucket: str = ""
+    bucket_owner: str = ""  # id of an account; empty: that of the credentials
     image: str = ""  # empty: AWS's vLLM image
     ami: str = ""  # InferenceAmiVersion; empty: the one that the image needs, where known
     count: int = 1
@@ -51,6 +52,7 @@ class EndpointSettings:
     startup_seconds: int = 1800  # timeout of the container's start, and of the download
     notify: str = ""  # ARN of an SNS topic for alarms
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment
+    public: frozenset[str] = frozenset()  # names of variables whose values may be printed
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -72,6 +74,10 @@ class EndpointSettings:
             raise UserError(
                 f"`instance` {self.instance!r} is not an instance type of SageMaker:"
                 " give one like ml.g7e.2xlarge"
+            )
+        if self.bucket_owner and not re.fullmatch(r"\d{12}", self.bucket_owner, re.ASCII):
+            raise UserError(
+                f"`bucket_owner` {self.bucket_owner!r} is not the id of an account: give 12 digits"
             )
         if not self.image and not self.role.startswith("arn:aws:"):
             raise UserError(

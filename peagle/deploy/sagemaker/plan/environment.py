@@ -7,6 +7,8 @@ from peagle.deploy.spec import Deployment
 
 VLLM_PREFIX = "SM_VLLM_"
 MODEL_FOLDER = "/opt/ml/model"
+# Folder of the tiktoken files: with it, gpt-oss starts without a network.
+TIKTOKEN_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 CHANNEL = "eagle"
 CHANNEL_FOLDER = f"/opt/ml/additional-model-data-sources/{CHANNEL}"
 

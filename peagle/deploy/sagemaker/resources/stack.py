@@ -12,10 +12,12 @@ from peagle.deploy.sagemaker.plan.environment import (
     CHANNEL,
     CHANNEL_FOLDER,
     MODEL_FOLDER,
+    TIKTOKEN_VARIABLE,
     VLLM_PREFIX,
     container_environment,
 )
 from peagle.deploy.sagemaker.plan.limits import check_environment, check_s3_prefix
+from peagle.deploy.sagemaker.plan.public_names import secret_names
 from peagle.deploy.sagemaker.resources.alarms import alarm_resources
 from peagle.deploy.sagemaker.resources.calls import Parameters, Resource
 from peagle.deploy.sagemaker.resources.endpoint import (
@@ -27,8 +29,6 @@ from peagle.deploy.sagemaker.resources.scaling import scaling_resources
 from peagle.deploy.spec import Deployment
 from peagle.errors import UserError
 
-# Folder of the tiktoken files: with it, gpt-oss starts without a network.
-TIKTOKEN_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 LOG_GROUP_PREFIX = "/aws/sagemaker/Endpoints/"
 
 
@@ -45,6 +45,7 @@ class Stack:
     region: str
     uploads: tuple[Upload, ...]
     resources: tuple[Resource, ...]
+    secrets: frozenset[str]  # environment variables whose values are never printed
 
     @property
     def log_group(self) -> str:
@@ -93,9 +94,12 @@ def build_stack(
     variables = container["Environment"] | settings.variables
     check_environment(variables)
     check_vllm_config(settings, variables)
+    if unknown := sorted(settings.public - variables.keys()):
+        raise UserError(f"`public` has {unknown[0]!r}, which is not a variable of the container")
     container |= {"Image": settings.image, "Environment": variables}
     resources = stack_resources(settings, deployment.pair, container)
-    return Stack(settings.name, settings.region, uploads, resources)
+    secrets = secret_names(variables, settings.public)
+    return Stack(settings.name, settings.region, uploads, resources, secrets)
 
 
 def stack_resources(

@@ -15,6 +15,22 @@
 #define MAX_QUERIES       64 /* rows x heads of a group, in one call of attend_rows */
 #define UNSEEN_SCORE      -1e30f
 
+/* Whether `#pragma omp` had an effect; without it, one thread computes. */
+int has_openmp(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* gcc has __builtin_shufflevector only since version 12, clang has no __builtin_shuffle. */
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
+
 /* Transpose 16 x 16 numbers of 32 bits, by interleaving the halves four times. */
 static inline void transpose_tile(vec tile[LANES]) {
     for (int round = 0; round < 4; round++) {
@@ -22,10 +38,9 @@ static inline void transpose_tile(vec tile[LANES]) {
         memcpy(from, tile, sizeof from);
         for (int i = 0; i < LANES / 2; i++) {
             vec a = from[i], b = from[i + LANES / 2];
-            tile[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
-                                                  22, 7, 23);
-            tile[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28,
-                                                      13, 29, 14, 30, 15, 31);
+            tile[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            tile[2 * i + 1] =
+                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
         }
     }
 }
