@@ -1,6 +1,7 @@
 """Grammars, and a pair whose tokens spell them."""
 
 from functools import cache
+from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase, digits
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.core import Method
 from peagle.drafter import Drafter
+from peagle.drafter.formats import compact
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
 from peagle.target import Target
@@ -77,6 +79,16 @@ def bound_pair(device: str = "cpu") -> LoadedPair:
         "eagle3": make_drafter(target, "eagle3", 1),
     }
     return pair_of(target, drafters)
+
+
+def bound_folder(root: Path) -> Path:
+    """A target with the same tokenizer, and a drafter, on disk: `target` and `p-eagle`."""
+    target = make_target(seed=3, num_hidden_layers=7)
+    target.model.save_pretrained(root / "target")
+    letters().save_pretrained(root / "target")
+    target.name = str(root / "target")
+    compact.save(make_drafter(target, "p-eagle", 1), root / "p-eagle", target)
+    return root
 
 
 # The parser accepts its beginning, and reaches its limit of items near the end.

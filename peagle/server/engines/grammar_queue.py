@@ -53,7 +53,7 @@ class GrammarQueue:
         self._jobs: dict[Grammar, GrammarJob] = {}
         # Waiting jobs by user, never empty; the first user's turn is next.
         self._waiting: dict[str, deque[GrammarJob]] = {}
-        self._running = 0
+        self.running = 0
         self._started = asyncio.Lock()
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -104,13 +104,13 @@ class GrammarQueue:
 
     def _start_next(self) -> None:
         """Give free turns to waiting jobs."""
-        while self._running < MAX_RUNNING and self._waiting:
+        while self.running < MAX_RUNNING and self._waiting:
             user = next(iter(self._waiting))
             queue = self._waiting.pop(user)
             queue.popleft().turn.set_result(None)
             if queue:
                 self._waiting[user] = queue  # Behind the other users.
-            self._running += 1
+            self.running += 1
 
     def _leave(self, job: GrammarJob) -> None:
         """Give back the turn of a job, or its place in the queue."""
@@ -121,7 +121,7 @@ class GrammarQueue:
             if not queue:
                 del self._waiting[job.user]
         elif job.turn.done():
-            self._running -= 1
+            self.running -= 1
         self._start_next()
 
     def _forget(self, job: GrammarJob) -> None:
