@@ -27,7 +27,7 @@ MAX_WAITING = 64
 LIVE_BYTES = 1 << 30  # Memory of compiled grammars, cached or in use.
 # The limit of CPU time in the probe is lower, and counts unless the machine is overloaded.
 PROBE_SECONDS = 10.0
-# A probe that has run for so long is ended when another grammar waits.
+# A probe that has run for so long is ended when another grammar waits or the server stops.
 CONTENDED_SECONDS = 1.5
 WAIT_SECONDS = 10.0
 POLL_SECONDS = 0.1
@@ -47,6 +47,8 @@ class GrammarQueue:
     """All methods must be called on the event loop."""
 
     def __init__(self) -> None:
+        # Raises an error when the server shuts down; set by the backend.
+        self.check_accepting: Callable[[], None] = lambda: None
         # Some threads remain for short work while others compile.
         self._threads = ThreadPoolExecutor(MAX_RUNNING + 2, "peagle-grammar")
         self._probe: GrammarProbe | None = None
@@ -133,10 +135,7 @@ class GrammarQueue:
 
     async def _run_job(self, job: GrammarJob) -> CompiledGrammar:
         try:
-            await asyncio.wait({job.turn}, timeout=WAIT_SECONDS)
-            if not job.turn.done():
-                message = "too many grammars are waiting to be compiled: try again later"
-                raise ApiError(429, message, retry_after=5)
+            await self._wait_for_turn(job)
             report = await self._try(job)
             if report.problem:
                 raise UserError(report.problem)
@@ -146,6 +145,16 @@ class GrammarQueue:
             raise ApiError(503, f"{error}: try again", retry_after=1) from error
         finally:
             self._leave(job)
+
+    async def _wait_for_turn(self, job: GrammarJob) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + WAIT_SECONDS
+        while not job.turn.done():
+            self.check_accepting()
+            if loop.time() > deadline:
+                message = "too many grammars are waiting to be compiled: try again later"
+                raise ApiError(429, message, retry_after=5)
+            await asyncio.wait({job.turn}, timeout=POLL_SECONDS)
 
     async def _try(self, job: GrammarJob) -> ProbeReport:
         probe = await self._ready_probe(job.compiler)
@@ -172,6 +181,8 @@ class GrammarQueue:
             raise UserError(
                 f"the grammar was not compiled within {PROBE_SECONDS:g} seconds: make it smaller"
             )
+        if seconds > CONTENDED_SECONDS:
+            self.check_accepting()
         if seconds > CONTENDED_SECONDS and self._waiting:
             raise ApiError(
                 429,
