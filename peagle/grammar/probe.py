@@ -8,7 +8,6 @@ that is known by then.
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -24,6 +23,14 @@ from peagle.grammar.matcher import Vocabulary
 from peagle.grammar.probe_report import ProbeReport
 
 PACKAGE_FOLDER = Path(__file__).parents[2]
+# The process must import the same package, wherever this one found it.
+PROGRAM = """
+import sys
+if sys.argv[1] not in sys.path:
+    sys.path.insert(0, sys.argv[1])
+from peagle.grammar.probe_process import main
+main()
+"""
 STOP_SECONDS = 2.0
 
 
@@ -125,13 +132,10 @@ class GrammarProbe:
 
 def start(vocabulary: Vocabulary) -> ProbeProcess:
     """Start a process; UserError: the vocabulary cannot be used with grammars."""
-    paths = [str(PACKAGE_FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     popen = subprocess.Popen(
-        [sys.executable, "-P", "-m", "peagle.grammar.probe_process"],
+        [sys.executable, "-P", "-c", PROGRAM, str(PACKAGE_FOLDER)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment,
     )
     process = ProbeProcess(popen)
     try:

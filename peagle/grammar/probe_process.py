@@ -1,4 +1,4 @@
-"""The process of a GrammarProbe: python -m peagle.grammar.probe_process
+"""The process of a GrammarProbe, which starts it and calls `main`.
 
 It reads a vocabulary from standard input once, and then compiles every grammar in a forked child of
 its own, which has limits of time, memory and stack. So no grammar can harm this process, and the
@@ -213,7 +213,3 @@ def read_line() -> bytes:
     while not line.endswith(b"\n") and (data := os.read(0, READ_BYTES)):
         line += data
     return bytes(line)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,15 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
-from tests.support.grammars import BOB, COMPACT, LATE, VOCAB, bound_pair
+from tests.support.grammars import (
+    BOB,
+    COMPACT,
+    FUZZ_GRAMMARS,
+    LATE,
+    VOCAB,
+    bound_pair,
+    spelling_target,
+)
 from tests.support.statistics import p_value
 from tests.support.tiny_models import make_target
 
@@ -248,6 +256,23 @@ def test_logprobs_are_of_what_the_grammar_allows() -> None:
     assert set(first.top) == {VOCAB.index(letter) for letter in "abc"}
     assert sum(2.718281828**value for value in first.top.values()) == pytest.approx(1, abs=1e-4)
     assert first.logprob == max(first.top.values()) and first.rank == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_other_targets(name: str) -> None:
+    """The grammars for fuzzing, on the fused path and on that of transformers."""
+    pair = pair_of(spelling_target(name))
+    asked = [
+        (ids, {"max_tokens": 24, "grammar": grammar})
+        for (ids, _), grammar in zip(
+            some_requests(len(FUZZ_GRAMMARS), seed=5), FUZZ_GRAMMARS, strict=True
+        )
+    ]
+    expected = [ask(engine_of(pair, "none"), ids, **settings)[0] for ids, settings in asked]
+    assert [tokens_of(steps) for steps in serve(engine_of(pair, "none"), asked)] == expected
+    assert re.fullmatch("[ab]{2,9}", pair.decode(expected[0]))
+    assert pair.decode(expected[2]) in ("yes", "no", "nobody", "name")
+    assert json.loads(pair.decode(expected[6]))["a"] in range(100)
 
 
 @pytest.mark.gpu

@@ -102,3 +102,34 @@ LATE = Grammar.json(
         "items": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}},
     }
 )
+
+# Short answers of all kinds, for any tiny target with the tokenizer `letters` (fuzzing).
+FUZZ_GRAMMARS = (
+    Grammar.regex("[ab]{2,9}"),
+    Grammar.regex("(ok|na){1,6}[0-9]{1,3}"),
+    Grammar.choice(["yes", "no", "nobody", "name"]),
+    Grammar.ebnf('root ::= "[" item ("," item){0,4} "]"\nitem ::= "ab" | "bb" | "12"'),
+    Grammar.ebnf('root ::= "ab" | "(" root ")"'),
+    Grammar.json(
+        COMPACT | {"type": "array", "items": {"enum": ["ok", 12]}, "minItems": 1, "maxItems": 3}
+    ),
+    Grammar.json(
+        COMPACT
+        | {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+def spelling_target(name: str = "llama", seed: int = 0) -> Target:
+    """A tiny random target of an architecture, whose tokens spell these grammars.
+
+    The word-level tokenizer of other tests cannot: llguidance needs the bytes of each token.
+    """
+    target = make_target(name, seed)
+    target.tokenizer = letters()
+    return target

@@ -99,6 +99,8 @@ class GrammarQueue:
         loop = asyncio.get_running_loop()
         job = GrammarJob(compiler, grammar, user, loop.create_future())
         job.task = loop.create_task(self._run_job(job))
+        # An error that comes after all clients have left is nobody's.
+        job.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._jobs[grammar] = job
         self._waiting.setdefault(user, deque()).append(job)
         self._start_next()
