@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
-from peagle.grammar import Grammar, matcher
+from peagle.grammar import Grammar, GrammarCompiler, matcher
 from peagle.loaded import LoadedPair
 from peagle.server.engines.local_backend import LocalBackend
 from tests.support import serving
@@ -278,25 +278,21 @@ def test_a_shared_job_ends_with_its_last_client() -> None:
     served(test)
 
 
-def test_an_evicted_grammar_is_not_compiled_again() -> None:
-    """The request carries the compiled grammar: the engine does not need the cache."""
+def test_an_evicted_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request carries the compiled grammar: the engine does not ask the cache."""
+    compiled: list[str] = []
+    build = matcher.build_matcher
+
+    def counted(tokenizer: Any, grammar: Grammar, *limits: Any) -> Any:
+        compiled.append(threading.current_thread().name)
+        return build(tokenizer, grammar, *limits)
 
     async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
-        compiler = backend.engines.require_ready().grammars
-        compiler._cache_chars = 0  # Only the newest one is kept.
-        replies = [
-            asyncio.create_task(content(client, guided_regex=f"a{{{i}}}")) for i in range(2, 8)
-        ]
-        event_loop = threading.get_ident()
-        build = matcher.build_matcher
-
-        def checked(*arguments: Any) -> Any:
-            assert threading.get_ident() != event_loop, "compiled on the event loop"
-            return build(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("peagle.grammar.compiler.build_matcher", checked)
-            assert [await reply for reply in replies] == ["a" * i for i in range(2, 8)]
+        monkeypatch.setattr(GrammarCompiler, "cached", lambda self, grammar: None)
+        monkeypatch.setattr("peagle.grammar.compiler.build_matcher", counted)
+        for i in (2, 3):
+            assert await content(client, guided_regex=f"a{{{i}}}") == "a" * i
+        assert len(compiled) == 2 and all("peagle-grammar" in name for name in compiled)
 
     served(test)
 
