@@ -13,7 +13,7 @@ from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.request import Request, RequestLimits
 from peagle.engine.stream import Stream
 from peagle.errors import UserError
-from peagle.grammar import Grammar
+from peagle.grammar import CompiledGrammar, Grammar
 from peagle.model_pair import ModelPair
 
 
@@ -24,7 +24,7 @@ class RequestOptions:
     sampling: Sampling
     limits: RequestLimits
     include_stop: bool = False  # The text of the answer includes the stop string.
-    grammar: Grammar | None = None
+    grammar: Grammar | CompiledGrammar | None = None
     user: str = ""
     id: str | None = None  # None: the engine chooses one.
 
@@ -58,13 +58,19 @@ class Admission:
             stop_ids |= self.pair.target.stop_ids
         grammar_state = None
         if options.grammar is not None:
-            grammar_state = GrammarState(
-                self.pair.grammars, options.grammar, stop_ids, limits.min_tokens
-            )
+            compiled = self._compile(options.grammar)
+            executor = self.pair.grammars.executor
+            grammar_state = GrammarState(compiled, executor, stop_ids, limits.min_tokens)
         id = options.id or f"r{next(self._ids)}"
         request = Request(id, prompt, options.sampling, limits, options.user)
         stream = Stream(id, len(prompt), abort)
         return request, RequestState(stream, detokenizer, stop_ids, grammar_state)
+
+    def _compile(self, grammar: Grammar | CompiledGrammar) -> CompiledGrammar:
+        """A server compiles grammars before, because this would hold up its event loop."""
+        if isinstance(grammar, CompiledGrammar):
+            return grammar
+        return self.pair.grammars.compile(grammar)
 
     def _bounded(self, limits: RequestLimits, prompt_tokens: int) -> RequestLimits:
         """The limits of an answer that fits into the context."""

@@ -37,7 +37,7 @@ from peagle.engine.sizing import (
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
 from peagle.errors import UserError
-from peagle.grammar import Grammar
+from peagle.grammar import CompiledGrammar, Grammar
 from peagle.kernels.cpu.library import kernel_state
 from peagle.model_pair import ModelPair, Prompt, load_models
 
@@ -100,7 +100,7 @@ class Engine:
         id: str | None = None,
         raw: bool = False,
         include_stop: bool = False,
-        grammar: Grammar | None = None,
+        grammar: Grammar | CompiledGrammar | None = None,
         **sampling: Any,
     ) -> Stream:
         """Queue a request. Its answer arrives through the stream and follows `grammar` if given.

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-import time
+import threading
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,13 @@ import jsonschema
 import pytest
 
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
-from peagle.grammar import GrammarCompiler
+from peagle.grammar import Grammar, GrammarCompiler, matcher
 from peagle.loaded import LoadedPair
 from peagle.server.engines.local_backend import LocalBackend
 from tests.support import serving
+from tests.support.grammar_bombs import RULES
 from tests.support.grammars import BOB, COMPACT, LATE, bound_pair
-from tests.support.serving import TEXT
+from tests.support.serving import TEXT, until
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "bob", "schema": BOB, "strict": True}}
 
@@ -211,24 +212,97 @@ def test_any_json_and_late_refusals() -> None:
     served(test)
 
 
-def test_slow_grammar_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_ = GrammarCompiler._compile
+async def until_no_jobs(backend: LocalBackend) -> None:
+    await until(lambda: not backend.engines.grammar_queue.running)
 
-    def slow(self: GrammarCompiler, grammar: Any) -> Any:
-        time.sleep(1.0)
-        return compile_(self, grammar)
+
+def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are turns, from one user; another user's grammar does not wait for all."""
+    monkeypatch.setattr("peagle.server.engines.grammar_queue.CONTENDED_SECONDS", 0.2)
 
     async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
-        monkeypatch.setattr("peagle.server.openai.response_format.COMPILE_SECONDS", 0.2)
-        waiting = asyncio.create_task(ask(client, code=400, guided_regex="ab{3}"))
-        await asyncio.sleep(0)
+        await content(client, guided_regex="ok")
+        bombs = [
+            asyncio.create_task(ask(client, code=429, guided_grammar=f"{RULES} // {i}", user="a"))
+            for i in range(6)
+        ]
+        await until(lambda: backend.engines.grammar_queue.waiting == 4)
         assert (await ask(client, max_tokens=2))["choices"]
-        assert "compiled within" in (await waiting)["error"]["message"]
-        monkeypatch.setattr("peagle.server.openai.response_format.COMPILE_SECONDS", 30.0)
-        await asyncio.sleep(1.0)
-        assert await content(client, guided_regex="ab{3}") == "abbb", (
-            "the grammar was compiled and cached after the timeout"
-        )
+        assert await content(client, guided_regex="ab{3}", user="b") == "abbb"
+        assert sum(bomb.done() for bomb in bombs) < 6, "the users did not take turns"
+        for bomb in bombs[:4]:
+            assert "others are waiting" in (await bomb)["error"]["message"]
+        for bomb in bombs[4:]:
+            bomb.cancel()
+        await until_no_jobs(backend)
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    served(test)
+
+
+def test_a_full_queue_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.server.engines.grammar_queue.MAX_WAITING", 1)
+    monkeypatch.setattr("peagle.server.engines.grammar_queue.WAIT_SECONDS", 0.3)
+
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        await content(client, guided_regex="ok")
+        queue = backend.engines.grammar_queue
+        bombs = [
+            asyncio.create_task(ask(client, code=429, guided_grammar=f"{RULES} // {i}"))
+            for i in range(3)
+        ]
+        await until(lambda: queue.waiting == 1)
+        error = (await ask(client, code=429, guided_regex="ab"))["error"]
+        assert "already waiting" in error["message"] and error["param"] == "guided_regex"
+        assert "too many grammars" in (await bombs[2])["error"]["message"]
+        for bomb in bombs:
+            bomb.cancel()
+        await until_no_jobs(backend)
+        assert await content(client, guided_regex="ab") == "ab"
+
+    served(test)
+
+
+def test_a_shared_job_ends_with_its_last_client() -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        queue, compiler = backend.engines.grammar_queue, bound_pair().grammars
+        bomb = Grammar("lark", RULES)
+        clients = [asyncio.create_task(queue.compile(compiler, bomb, "")) for _ in range(3)]
+        await until(lambda: queue.running == 1)
+        for i in (0, 1):
+            clients[i].cancel()
+            await asyncio.sleep(0.1)
+            assert queue.running == 1, "a client that waits was forgotten"
+        clients[2].cancel()
+        await until_no_jobs(backend)
+
+    served(test)
+
+
+def test_an_evicted_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request carries the compiled grammar: the engine does not ask the cache."""
+    compiled: list[str] = []
+    build = matcher.build_matcher
+
+    def counted(tokenizer: Any, grammar: Grammar, *limits: Any) -> Any:
+        compiled.append(threading.current_thread().name)
+        return build(tokenizer, grammar, *limits)
+
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        monkeypatch.setattr(GrammarCompiler, "cached", lambda self, grammar: None)
+        monkeypatch.setattr("peagle.grammar.compiler.build_matcher", counted)
+        for i in (2, 3):
+            assert await content(client, guided_regex=f"a{{{i}}}") == "a" * i
+        assert len(compiled) == 2 and all("peagle-grammar" in name for name in compiled)
+
+    served(test)
+
+
+def test_grammars_that_occupy_too_much_memory_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.server.engines.grammar_queue.LIVE_BYTES", 0)
+    large = [f"{i:030d}" for i in range(3000)]
+
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        error = (await ask(client, code=429, guided_choice=large))["error"]
+        assert "memory" in error["message"]
+
     served(test)

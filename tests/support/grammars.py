@@ -1,6 +1,7 @@
 """Grammars, and a pair whose tokens spell them."""
 
 from functools import cache
+from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase, digits
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.core import Method
 from peagle.drafter import Drafter
+from peagle.drafter.formats import compact
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
 from peagle.target import Target
@@ -79,6 +81,16 @@ def bound_pair(device: str = "cpu") -> LoadedPair:
     return pair_of(target, drafters)
 
 
+def bound_folder(root: Path) -> Path:
+    """A target with the same tokenizer, and a drafter, on disk: `target` and `p-eagle`."""
+    target = make_target(seed=3, num_hidden_layers=7)
+    target.model.save_pretrained(root / "target")
+    letters().save_pretrained(root / "target")
+    target.name = str(root / "target")
+    compact.save(make_drafter(target, "p-eagle", 1), root / "p-eagle", target)
+    return root
+
+
 # The parser accepts its beginning, and reaches its limit of items near the end.
 LATE = Grammar.json(
     COMPACT
@@ -90,3 +102,34 @@ LATE = Grammar.json(
         "items": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}},
     }
 )
+
+# Short answers of all kinds, for any tiny target with the tokenizer `letters` (fuzzing).
+FUZZ_GRAMMARS = (
+    Grammar.regex("[ab]{2,9}"),
+    Grammar.regex("(ok|na){1,6}[0-9]{1,3}"),
+    Grammar.choice(["yes", "no", "nobody", "name"]),
+    Grammar.ebnf('root ::= "[" item ("," item){0,4} "]"\nitem ::= "ab" | "bb" | "12"'),
+    Grammar.ebnf('root ::= "ab" | "(" root ")"'),
+    Grammar.json(
+        COMPACT | {"type": "array", "items": {"enum": ["ok", 12]}, "minItems": 1, "maxItems": 3}
+    ),
+    Grammar.json(
+        COMPACT
+        | {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+def spelling_target(name: str = "llama", seed: int = 0) -> Target:
+    """A tiny random target of an architecture, whose tokens spell these grammars.
+
+    The word-level tokenizer of other tests cannot: llguidance needs the bytes of each token.
+    """
+    target = make_target(name, seed)
+    target.tokenizer = letters()
+    return target

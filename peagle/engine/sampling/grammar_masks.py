@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from peagle.engine.device import to_device
-from peagle.grammar import Grammar, GrammarCompiler, clean_error_text
+from peagle.grammar import CompiledGrammar
+from peagle.grammar.matcher import clean_error_text
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor
 
 
 class GrammarState:
@@ -25,13 +26,14 @@ class GrammarState:
 
     def __init__(
         self,
-        grammars: GrammarCompiler,
-        grammar: Grammar,
+        compiled: CompiledGrammar,
+        executor: "LLExecutor",
         stop_ids: Collection[int],
         min_tokens: int,
     ) -> None:
-        self.matcher: LLMatcher = grammars.matcher(grammar)
-        self.executor = grammars.executor
+        self.compiled = compiled  # Its memory is accounted for as long as a request holds it.
+        self.matcher = compiled.new_matcher()
+        self.executor = executor
         self.stop_ids = sorted(stop_ids)
         self.min_tokens = min_tokens
         self.token_count = 0

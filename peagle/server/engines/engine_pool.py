@@ -22,6 +22,7 @@ from peagle.server.engines.driver import Driver
 from peagle.server.engines.engine_factory import EngineFactory
 from peagle.server.engines.engine_slot import EngineSlot, RequestTiming
 from peagle.server.engines.generation_params import GenerationParams
+from peagle.server.engines.grammar_queue import GrammarQueue
 from peagle.server.engines.method_choice import EngineKey
 from peagle.server.engines.restart_timer import RestartTimer
 from peagle.server.engines.status_counts import CountKey, StatusCounts
@@ -65,6 +66,7 @@ class EnginePool:
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.driver = Driver(self._engine_failed)
         self.tokenizer_thread = ThreadPoolExecutor(1, "peagle-tokenizer")
+        self.grammar_queue = GrammarQueue()
         self._ids = itertools.count()
         self._restart_timer = RestartTimer(settings.backoff)
 
@@ -79,6 +81,7 @@ class EnginePool:
         for slot in self.slots:
             slot.engine.close()
         self.tokenizer_thread.shutdown(wait=False)
+        self.grammar_queue.close()
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from peagle.core import Sampling
 
 if TYPE_CHECKING:
-    from peagle.grammar import Grammar
+    from peagle.grammar import CompiledGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,5 +19,5 @@ class GenerationParams:
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: int | None = None  # Number of alternatives per token; None: no log-probabilities.
-    grammar: "Grammar | None" = None
+    grammar: "CompiledGrammar | None" = None
     user: str = ""

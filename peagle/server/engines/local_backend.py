@@ -31,6 +31,7 @@ class LocalBackend:
     def __post_init__(self) -> None:
         self.model_name = self.settings.model_names[0]
         self.drain = Drain(self.settings.drain_seconds)
+        self.engines.grammar_queue.check_accepting = self.drain.check_accepting
         self.response_counts = ResponseCounts(self.model_name)
         self.request_metrics = RequestMetrics(self.model_name, self.engines, self.response_counts)
 

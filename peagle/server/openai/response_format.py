@@ -1,18 +1,15 @@
 """The grammar of an answer, from OpenAI's response_format or vLLM's fields for the same."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import UserError
-from peagle.grammar import Grammar
+from peagle.grammar import CompiledGrammar, Grammar
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import GenerationRequest, ResponseFormat, StructuredOutputs
 
-# The first grammar also waits until the vocabulary is read.
-COMPILE_SECONDS = 20.0
 ANY_OBJECT = {"type": "object"}
 
 
@@ -25,8 +22,8 @@ class GrammarField:
     value: Any
 
 
-async def compile_grammar(backend: LocalBackend, body: GenerationRequest) -> Grammar | None:
-    """The grammar that the answer must follow, compiled on a thread and cached for all engines."""
+async def compile_grammar(backend: LocalBackend, body: GenerationRequest) -> CompiledGrammar | None:
+    """The grammar that the answer must follow, compiled in GrammarQueue."""
     fields = [field for field in grammar_fields(body) if field.value is not None]
     if not fields:
         return None
@@ -36,21 +33,22 @@ async def compile_grammar(backend: LocalBackend, body: GenerationRequest) -> Gra
         raise ApiError(
             400, f"{field.name} and {second} both constrain the answer: give one of them", second
         )
-    grammars = backend.engines.require_ready().grammars
-
-    def compile_field() -> Grammar:
-        grammar = field.parse(field.value)
-        grammars.matcher(grammar)
-        return grammar
-
+    compiler = backend.engines.require_ready().grammars
+    queue = backend.engines.grammar_queue
     try:
-        async with asyncio.timeout(COMPILE_SECONDS):
-            return await asyncio.to_thread(compile_field)
+        grammar = await queue.run(lambda: parse_field(field))
+        return await queue.compile(compiler, grammar, body.user or "")
     except UserError as error:
         raise ApiError(400, f"{field.name}: {error}", field.name) from error
-    except TimeoutError as error:
-        reason = f"the grammar was not compiled within {COMPILE_SECONDS:g} seconds"
-        raise ApiError(400, f"{field.name}: {reason}: make it smaller", field.name) from error
+    except ApiError as error:
+        error.param = error.param or field.name
+        raise
+
+
+def parse_field(field: GrammarField) -> Grammar:
+    grammar = field.parse(field.value)
+    grammar.check()
+    return grammar
 
 
 def grammar_fields(body: GenerationRequest) -> list[GrammarField]:

@@ -20,7 +20,7 @@ from peagle.server.openai.response_format import compile_grammar
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob
-    from peagle.grammar import Grammar
+    from peagle.grammar import CompiledGrammar
 
 SEED_RANGE = 2**63
 
@@ -77,7 +77,7 @@ def start_choice(
 
 
 def generation_params(
-    body: ChatRequest | CompletionRequest, room: int, grammar: "Grammar | None"
+    body: ChatRequest | CompletionRequest, room: int, grammar: "CompiledGrammar | None"
 ) -> GenerationParams:
     """The request for the engine, with OpenAI's defaults. `room`: tokens left in the context."""
     return GenerationParams(
