@@ -196,6 +196,11 @@ class Engine:
     def live_requests(self) -> int:
         return len(self._scheduler.live)
 
+    @property
+    def waiting_requests(self) -> int:
+        with self._lock:
+            return len(self._scheduler.waiting)
+
     def is_waiting(self, id: str) -> bool:
         """Whether this request is still in the queue, before its first step."""
         request = self._scheduler.live.get(id)
