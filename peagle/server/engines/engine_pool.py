@@ -24,7 +24,7 @@ from peagle.server.engines.engine_factory import EngineFactory
 from peagle.server.engines.engine_slot import EngineSlot, RequestTiming
 from peagle.server.engines.generation_params import GenerationParams
 from peagle.server.engines.method_choice import EngineKey
-from peagle.server.engines.restart_timer import MAX_FAILURES, RestartTimer
+from peagle.server.engines.restart_timer import RestartTimer
 from peagle.server.engines.status_counts import CountKey, StatusCounts
 from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.errors import ApiError
@@ -359,11 +359,9 @@ class EnginePool:
     def _schedule_restart(self, reload: bool) -> None:
         if self.state == "closed":
             return
-        if self._restart_timer.failures >= MAX_FAILURES:
-            reason = (
-                f"the engine failed {MAX_FAILURES} times in a row and answered nothing: the log has"
-                " the errors"
-            )
+        if self._restart_timer.exhausted:
+            failures = self._restart_timer.failures
+            reason = f"the engine failed {failures} times in a row: the log has the errors"
             log_event("gave up", logging.ERROR, reason=reason)
             self._give_up(reason)
             return

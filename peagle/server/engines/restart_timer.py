@@ -22,6 +22,10 @@ class RestartTimer:
     def engine_ready(self) -> None:
         self._ready_since = time.monotonic()
 
+    @property
+    def exhausted(self) -> bool:
+        return self.failures >= MAX_FAILURES
+
     def engine_died(self, answered: bool) -> None:
         self.failures = 0 if answered else self.failures + 1
 
