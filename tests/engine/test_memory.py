@@ -61,6 +61,18 @@ def test_closed_engine_is_freed_without_the_collector(
     assert [reference() for reference in references] == [None] * len(references)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma2"])
+def test_engine_of_a_transformers_target_is_freed_too(name: str, no_collector: None) -> None:
+    target = make_target(name)
+    engine = engine_of(pair_of(target, {"p-eagle": make_drafter(target, "p-eagle", 2)}), "p-eagle")
+    engine.add([5, 6, 7], max_tokens=4)
+    engine.drain()
+    references = [ref(engine), ref(engine.loop.stepper.kv_cache), ref(engine.loop.stepper.verifier)]
+    engine.close()
+    del engine
+    assert [reference() for reference in references] == [None] * 3
+
+
 def test_stream_of_a_closed_engine_holds_no_kv_cache(no_collector: None) -> None:
     """A client that reads slowly keeps its stream, and thereby the engine object, for long."""
     engine = engine_of(small(), "p-eagle")

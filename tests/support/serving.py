@@ -76,7 +76,7 @@ def tiny_pair() -> LoadedPair:
 
 def tiny_folder(root: Path, **overrides: int) -> Path:
     """The same pair on disk: `target` and `p-eagle`; `overrides` of the target's config."""
-    target = make_target(**overrides)
+    target = make_target("llama", 0, **overrides)
     target.model.save_pretrained(root / "target")
     word_tokenizer().save_pretrained(root / "target")
     target.name = str(root / "target")
