@@ -1,6 +1,8 @@
 """LoadedPair: what `peagle.load` returns, a pair that generates one answer at a time."""
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from peagle.progress import Progress, silent
 from peagle.target import Target
 
 MIN_ENGINE_TOKENS = 4096  # KV positions of the smallest engine.
+MAX_ENGINES = 4  # Engines that a pair keeps; the one unused for the longest time is closed first.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class LoadedPair(ModelPair):
         self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None
     ) -> None:
         super().__init__(pair, target, drafters)
-        self._engines: dict[EngineKey, Engine] = {}
+        self._engines: OrderedDict[EngineKey, Engine] = OrderedDict()  # The last used one is last.
+        self._engines_lock = threading.Lock()  # No engine is closed before its request is added.
 
     def generate(
         self,
@@ -85,9 +89,10 @@ class LoadedPair(ModelPair):
         ids = self.encode(prompt, raw)
         positions = min(len(ids) + max_tokens, self.target.context) + max(2 * k, 2 * tree)
         key = EngineKey(parsed_method, k, tree, exact, int8, engine_tokens(positions))
-        engine = self._engine(key)
-        started = time.perf_counter()
-        stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
+        with self._engines_lock:
+            engine = self._engine(key)
+            started = time.perf_counter()
+            stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
         answer = run_to_end(engine, stream, on_text)
         tokens = [token for step in answer.steps for token in step.tokens]
         return Generation(
@@ -111,8 +116,16 @@ class LoadedPair(ModelPair):
     def _engine(self, key: EngineKey) -> Engine:
         """An engine for one request at a time, kept for the next request with the same key."""
         if key not in self._engines:
+            self._close_idle_engines(MAX_ENGINES - 1)
             self._engines[key] = Engine(self, key.config())
+        self._engines.move_to_end(key)
         return self._engines[key]
+
+    def _close_idle_engines(self, keep: int) -> None:
+        """Close the engines unused for the longest time; one that is answering stays open."""
+        idle = [key for key, engine in self._engines.items() if not engine.busy]
+        for key in idle[: max(len(self._engines) - keep, 0)]:
+            self._engines.pop(key).close()
 
 
 def engine_tokens(positions: int) -> int:

@@ -142,6 +142,7 @@ class Engine:
             self._closed = True
             for state in list(self.loop.states.values()):
                 state.stream.put(StreamPiece(None, reason="error", error=reason))
+            self.loop.release()
             return error
         return None
 
@@ -162,15 +163,21 @@ class Engine:
         self.loop.warm_up()
 
     def close(self) -> None:
-        """Fail the requests that are not answered yet."""
+        """Fail the requests that are not answered yet, and free the engine's memory.
+
+        Whoever still holds a stream of it, such as a client that reads slowly, holds no memory of
+        the device.
+        """
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self.loop.fail_all(self._failure or "the engine was closed")
-            self._lock.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+            if not self._closed:
+                self._closed = True
+                self.loop.fail_all(self._failure or "the engine was closed")
+                self._lock.notify_all()
+        if self._thread is threading.current_thread():
+            return  # A listener of a stream closes the engine: its step is still running.
+        if self._thread is not None:
             self._thread.join()
+        self.loop.release()
 
     def __enter__(self) -> "Engine":
         return self
@@ -196,6 +203,11 @@ class Engine:
     @property
     def live_requests(self) -> int:
         return len(self._scheduler.live)
+
+    @property
+    def waiting_requests(self) -> int:
+        with self._lock:
+            return len(self._scheduler.waiting)
 
     def is_waiting(self, id: str) -> bool:
         """Whether this request is still in the queue, before its first step."""

@@ -100,6 +100,13 @@ class EngineLoop:
         for request in list(self.scheduler.live.values()):
             self.outputs.finish(request, "error", reason)
 
+    def release(self) -> None:
+        """Drop everything that holds device memory, after the last request. No step may follow."""
+        self.in_flight.clear()
+        self._sampler_cache = ((), None)
+        self.step_hook = None
+        self.stepper.release()
+
     def check_integrity(self) -> None:
         """Assert that pages, slots and requests agree."""
         with self.lock:

@@ -60,8 +60,11 @@ class Stream:
         if (on_piece := self._on_piece) is not None:
             on_piece()
 
-    def on_piece(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the engine's thread whenever a piece has arrived; see `poll`."""
+    def on_piece(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback` on the engine's thread whenever a piece has arrived; see `poll`.
+
+        None: no longer.
+        """
         self._on_piece = callback
 
     def abort(self) -> None:

@@ -103,8 +103,8 @@ def serve(settings: ServerSettings) -> None:
     server.run(sockets=[listener])
     if server.failure is not None:
         raise UserError(server.failure)
-    if isinstance(backend, LocalBackend) and backend.engines.driver.alive:
-        # The engine's thread loads a model or runs a long pass: do not wait for it.
+    if isinstance(backend, LocalBackend) and backend.engines.threads_alive:
+        # A thread loads a model, builds an engine or runs a long pass: do not wait for it.
         sys.stderr.flush()
         os._exit(0)
 

@@ -48,6 +48,7 @@ VALUE_OPTIONS = (
     "target",
     "max-body-mb",
     "timeout",
+    "step-timeout",
     "drain-seconds",
     "engine",
     "replicas",

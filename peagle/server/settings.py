@@ -58,6 +58,7 @@ class ServerSettings:
     max_body_mb: float = 25
     timeout: float = 600.0  # seconds for a whole answer; 0: no limit
     body_timeout: float = 60.0  # seconds to receive the body of a request
+    step_timeout: float = 300.0  # seconds of one step before it counts as hung; 0: no limit
     drain_seconds: float = 25.0
     backoff: float = 1.0  # seconds before the first restart of a failed engine; then doubled
     log_prompts: bool = False
@@ -93,6 +94,9 @@ class ServerSettings:
         require(self.context is None or self.context >= 2, "`context` must be 2 or more")
         require(self.max_body_bytes > 0, "`max_body_mb` must be above 0")
         require(0 <= self.timeout < float("inf"), "`timeout` must be 0 (no limit) or more")
+        require(
+            0 <= self.step_timeout < float("inf"), "`step_timeout` must be 0 (no limit) or more"
+        )
         require(0 <= self.drain_seconds < float("inf"), "`drain_seconds` must be 0 or more")
         require(all(self.api_keys), "`api_keys` must not be empty: leave it out")
         require(

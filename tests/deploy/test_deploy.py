@@ -31,7 +31,11 @@ HISTOGRAMS = {
     "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
 }
-ENGINES = {"peagle:engine_up", "peagle:engine_restarts_total"}
+ENGINES = {
+    "peagle:engine_up",
+    "peagle:engine_restarts_total",
+    "peagle:driver_heartbeat_age_seconds",
+}
 METRICS = (
     COUNTERS
     | GAUGES
@@ -128,6 +132,7 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
     assert {rule["alert"] for rule in rules if ENGINES & names(rule["expr"])} == {
         "PeagleNoEngine",
         "PeagleRestarts",
+        "PeagleHung",
     }
     scrape = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
     assert (

@@ -74,9 +74,9 @@ def tiny_pair() -> LoadedPair:
     return LoadedPair(pair, target, drafters)
 
 
-def tiny_folder(root: Path) -> Path:
-    """The same pair on disk: `target` and `p-eagle`."""
-    target = make_target()
+def tiny_folder(root: Path, **overrides: int) -> Path:
+    """The same pair on disk: `target` and `p-eagle`; `overrides` of the target's config."""
+    target = make_target("llama", 0, **overrides)
     target.model.save_pretrained(root / "target")
     word_tokenizer().save_pretrained(root / "target")
     target.name = str(root / "target")

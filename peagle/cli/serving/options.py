@@ -177,6 +177,13 @@ MaxBodyMb = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", help="Maximum seconds for an answer; 0: no limit.")
 ]
+StepTimeout = Annotated[
+    float,
+    typer.Option(
+        "--step-timeout",
+        help="Seconds of one engine step after which /health is 503; 0: no limit.",
+    ),
+]
 DrainSeconds = Annotated[
     float,
     typer.Option("--drain-seconds", help="Seconds that running requests get after SIGTERM."),

@@ -41,6 +41,7 @@ def serve(
     vllm_arguments: options.VllmArguments = None,
     max_body_mb: options.MaxBodyMb = 25,
     timeout: options.Timeout = 600,
+    step_timeout: options.StepTimeout = 300,
     drain_seconds: options.DrainSeconds = 25,
     log_prompts: options.LogPrompts = False,
     device: Device = "auto",

@@ -4,11 +4,15 @@ PyTorch's linear layer passes plain rows to its matrix library every time; for t
 step, reordering them takes as long as the product. On a CPU in half precision our own kernel
 (kernels/cpu/matrix.py) reads a copy that is packed once, at the speed of memory. Where that kernel
 is not available, the copy is in the matrix library's layout. The model's modules keep their own.
+Engines on the same weights share the copies, so weights must not change while an engine uses them.
 
 A weight of a quantized target comes with its codes. `use_codes` replaces the weight by them where a
 kernel reads them: int8 on a CPU with int8 dot products, int8 and fp8 on a GPU for the few rows of a
 step and large matrices. Elsewhere the dequantized weight is used.
 """
+
+from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,6 +34,18 @@ MKLDNN_ROWS = 8
 MIN_GPU_CODES = 32 << 20
 
 
+class PackedCopy:
+    """A copy of a weight in the layout of a kernel."""
+
+    def __init__(self, source: tuple[object, ...], packed: PackedMatrix | Tensor) -> None:
+        self.source = source  # Kept alive: the addresses of its tensors identify the copy.
+        self.packed = packed
+
+
+# The copies that some engine uses, by their layout and the address of the weight.
+_copies: "WeakValueDictionary[tuple[object, ...], PackedCopy]" = WeakValueDictionary()
+
+
 class Weight:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, codes: QuantizedWeight | None = None
@@ -40,11 +56,16 @@ class Weight:
         # What the kernel for few rows reads: the weight, or codes with one scale per output.
         self.skinny_weight = self.weight
         self.skinny_scales: Tensor | None = None
-        self.matrix = PackedMatrix(self.weight, self.bias) if can_pack(self.weight) else None
+        self.matrix: PackedMatrix | None = None
         self.mkldnn_weight: Tensor | None = None
-        if self.matrix is None and can_reorder(weight):
+        self._copy: PackedCopy | None = None  # Owns the packed matrix or the reordered weight.
+        if can_pack(self.weight):
+            self._use_matrix("bf16", lambda: PackedMatrix(self.weight, self.bias))
+        elif can_reorder(weight):
             reorder = torch.ops.mkldnn._reorder_linear_weight
-            self.mkldnn_weight = reorder(self.weight, MKLDNN_ROWS)
+            self._copy = self._shared_copy("mkldnn", lambda: reorder(self.weight, MKLDNN_ROWS))
+            assert isinstance(self._copy.packed, Tensor)
+            self.mkldnn_weight = self._copy.packed
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]"""
@@ -72,8 +93,12 @@ class Weight:
     def quantize(self) -> None:
         """Multiply in int8 from now on. Requires the packed matrix of a CPU."""
         assert self.matrix is not None
-        codes, scales = quantize_int8(self.weight)
-        self.matrix = PackedMatrix(codes, self.bias, scales)
+
+        def pack() -> PackedMatrix:
+            codes, scales = quantize_int8(self.weight)
+            return PackedMatrix(codes, self.bias, scales)
+
+        self._use_matrix("int8", pack)
 
     def use_codes(self, min_gpu_weights: int = MIN_GPU_CODES) -> bool:
         """Multiply with the codes of the quantized checkpoint from now on.
@@ -86,7 +111,7 @@ class Weight:
         codes = self.codes.codes
         scales = self.codes.scales[:, 0].float()
         if self.matrix is not None and codes.dtype == torch.int8:
-            self.matrix = PackedMatrix(codes, self.bias, scales)
+            self._use_matrix("codes", lambda: PackedMatrix(codes, self.bias, scales))
             return True
         device = self.weight.device
         large = device.type != "cuda" or self.weight.numel() >= min_gpu_weights
@@ -100,6 +125,22 @@ class Weight:
             self.skinny_scales = scales.to(device)
             return True
         return False
+
+    def _use_matrix(self, layout: str, pack: Callable[[], PackedMatrix]) -> None:
+        self._copy = self._shared_copy(layout, pack)
+        assert isinstance(self._copy.packed, PackedMatrix)
+        self.matrix = self._copy.packed
+
+    def _shared_copy(self, layout: str, pack: Callable[[], PackedMatrix | Tensor]) -> PackedCopy:
+        """The copy that another engine made of this weight, or a new one."""
+        weight = self.weight
+        codes = None if self.codes is None else self.codes.codes
+        addresses = [None if x is None else x.data_ptr() for x in (weight, self.bias, codes)]
+        key = (layout, weight.shape, weight.stride(), *addresses)
+        copy = _copies.get(key)
+        if copy is None:
+            copy = _copies.setdefault(key, PackedCopy((weight, self.bias, codes), pack()))
+        return copy
 
 
 def can_reorder(weight: Tensor) -> bool:

@@ -48,7 +48,8 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in self.graphs.values()), None)
         try:
-            with torch.cuda.graph(graph, pool=pool):
+            # Another thread may allocate the memory of another engine meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.outputs[key] = work()
         except torch.OutOfMemoryError:
             raise

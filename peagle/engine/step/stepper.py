@@ -94,6 +94,15 @@ class Stepper:
         if self.drafter is not None:
             self.drafter.quantize()
 
+    def release(self) -> None:
+        """Drop the KV cache, the packed weights and the graphs. No step may follow."""
+        self.__dict__.pop("kv_cache", None)
+        self.__dict__.pop("verifier", None)
+        self.__dict__.pop("prefill", None)
+        self.drafter = None
+        self.graphs = Graphs()
+        self._slot_indices.clear()
+
     # --- one step ---------------------------------------------------------------------------------
 
     @torch.inference_mode()

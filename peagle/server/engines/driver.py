@@ -1,7 +1,8 @@
-"""Driver: the only thread that uses the device.
+"""Driver: the thread that steps the engines.
 
 Each round runs one job, one part of a long job, and one step of every engine. The engines share
-their target, so their passes must take turns.
+their target, so their passes must take turns. Extra engines are built on another thread
+(engine_builder.py), so that nobody waits for them.
 """
 
 import threading
@@ -9,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,18 +20,35 @@ from peagle.server.engines.loop_wakeup import LoopWakeup
 T = TypeVar("T")
 STOP_SECONDS = 5.0  # Time for a pass or a download to end when the driver stops.
 IDLE_SECONDS = 1.0  # An idle driver looks for work this often even if it is not woken.
+# Tokens of the long jobs that are under way at once: each holds a KV cache of its own, outside the
+# pages of the engines. A longer job runs alone.
+MAX_LONG_JOB_TOKENS = 1 << 13
+
+
+@dataclass(slots=True, eq=False)
+class LongJob:
+    future: Future[Any]
+    parts: Generator[None, None, Any]
+    tokens: int
 
 
 class Driver:
-    def __init__(self, on_engine_failure: Callable[[EngineSlot, Exception], None]) -> None:
-        """`on_engine_failure` is called on this thread when a step of an engine raises."""
+    def __init__(
+        self,
+        on_engine_failure: Callable[[EngineSlot, Exception], None],
+        on_crash: Callable[[Exception], None],
+    ) -> None:
+        """Both are called on this thread: when a step of an engine raises, and when it ends."""
         self.on_engine_failure = on_engine_failure
+        self.on_crash = on_crash
         self.wakeup = LoopWakeup()
         self.slots: list[EngineSlot] = []  # Only the driver's thread changes this list.
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._long_jobs: deque[tuple[Future[Any], Generator[None, None, Any]]] = deque()
+        self._waiting: deque[LongJob] = deque()
+        self._started: deque[LongJob] = deque()
         self._wake = threading.Event()
         self._stopped = False
+        self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="peagle-driver", daemon=True)
 
     def start(self) -> None:
@@ -46,8 +65,13 @@ class Driver:
         return self._thread.is_alive()
 
     @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the thread began a round or a step: large if one of them hangs."""
+        return time.monotonic() - self._last_beat
+
+    @property
     def long_jobs(self) -> int:
-        return len(self._long_jobs)
+        return len(self._waiting) + len(self._started)
 
     def wake(self) -> None:
         """Make the thread look for work now."""
@@ -60,16 +84,26 @@ class Driver:
         self._wake.set()
         return future
 
-    def submit_long(self, parts: Generator[None, None, T]) -> Future[T]:
-        """Run a long job, one part between two steps. Canceling the future stops it."""
+    def submit_long(self, parts: Generator[None, None, T], tokens: int) -> Future[T]:
+        """Run a long job, one part between two steps. Canceling the future stops it.
+
+        `tokens`: the size of the KV cache that it holds from its first part on.
+        """
         future: Future[T] = Future()
-        self._long_jobs.append((future, parts))
+        self._waiting.append(LongJob(future, parts, tokens))
         self._wake.set()
         return future
 
     def _run(self) -> None:
+        try:
+            self._run_rounds()
+        except Exception as error:
+            self.on_crash(error)
+
+    def _run_rounds(self) -> None:
         while not self._stopped:
             self._wake.clear()  # Before looking for work, so that no wake-up is lost.
+            self._last_beat = time.monotonic()
             worked = self._run_job()
             worked |= self._run_part()
             for slot in list(self.slots):
@@ -87,34 +121,54 @@ class Driver:
                 future.set_result(job())
             except Exception as error:
                 future.set_exception(error)
+        del future, job  # The error's traceback holds this frame: it must not hold the future.
         return True
 
     def _run_part(self) -> bool:
-        if not self._long_jobs:
+        self._start_long_jobs()
+        if not self._started:
             return False
-        future, parts = self._long_jobs[0]
-        if future.cancelled():
-            parts.close()
-            self._long_jobs.popleft()
-            return True
-        try:
-            next(parts)
-        except StopIteration as end:
-            self._long_jobs.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_result(end.value)
-        except Exception as error:
-            self._long_jobs.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        self._last_beat = time.monotonic()
+        job = self._started[0]
+        if self._job_continues(job):
+            self._started.rotate(-1)  # Long jobs take turns.
         else:
-            self._long_jobs.rotate(-1)  # Long jobs take turns.
+            self._started.popleft()
         return True
+
+    def _job_continues(self, job: LongJob) -> bool:
+        """Run the next part of a job. Returns False after the last one."""
+        if job.future.cancelled():
+            job.parts.close()
+            return False
+        try:
+            next(job.parts)
+            return True
+        except StopIteration as end:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_result(end.value)
+        except Exception as error:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
+        del job  # As above.
+        return False
+
+    def _start_long_jobs(self) -> None:
+        """Start waiting jobs in their order while their KV caches are small enough together."""
+        for job in list(self._waiting):
+            if job.future.cancelled():
+                self._waiting.remove(job)
+        tokens = sum(job.tokens for job in self._started)
+        while self._waiting:
+            tokens += self._waiting[0].tokens
+            if self._started and tokens > MAX_LONG_JOB_TOKENS:
+                return
+            self._started.append(self._waiting.popleft())
 
     def _step(self, slot: EngineSlot) -> bool:
         if not slot.busy:
             return False
-        started = time.monotonic()
+        self._last_beat = started = time.monotonic()
         self.wakeup.hold()
         try:
             worked = slot.engine.step()

@@ -11,14 +11,15 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from peagle.core import Method
 from peagle.errors import UserError, did_you_mean
 from peagle.server.engines.driver import Driver
+from peagle.server.engines.engine_builder import EngineBuilder
 from peagle.server.engines.engine_factory import EngineFactory
 from peagle.server.engines.engine_slot import EngineSlot, RequestTiming
 from peagle.server.engines.generation_params import GenerationParams
@@ -36,9 +37,12 @@ if TYPE_CHECKING:
     from peagle.engine.stream import Stream
     from peagle.loaded import LoadedPair
 
+T = TypeVar("T")
 PoolState = Literal["loading", "ready", "restarting", "failed", "closed"]
 MAX_EXTRA_ENGINES = 4
 MIN_IDLE_SECONDS = 1.0  # An extra engine used more recently is not closed for another one.
+DRIVER_POLL_SECONDS = 1.0
+STALLED = "a step of the engine hangs"
 UNAVAILABLE = {
     "ready": "the engine was closed just now",
     "loading": "the model is still loading",
@@ -63,21 +67,26 @@ class EnginePool:
         self.max_extra = max_extra
         self.status_counts = StatusCounts()
         self.restarts = 0
+        self.scorings = 0  # Prompts whose own log-probabilities are awaited.
         self.on_failure: Callable[[str], None] = lambda reason: None
-        self.driver = Driver(self._engine_failed)
+        self.driver = Driver(self._engine_failed, self._driver_crashed)
+        self.builder = EngineBuilder()
         self.tokenizer_thread = ThreadPoolExecutor(1, "peagle-tokenizer")
         self.grammar_queue = GrammarQueue()
+        self._builds: dict[EngineKey, asyncio.Future[EngineSlot]] = {}
         self._ids = itertools.count()
         self._restart_timer = RestartTimer(settings.backoff)
 
     def start(self) -> None:
         self.driver.start()
+        self.builder.start()
         self.driver.submit(self._load)
 
     def close(self) -> None:
         self.state = "closed"
         self._restart_timer.cancel()
         self.driver.stop()
+        self.builder.stop()
         for slot in self.slots:
             slot.engine.close()
         self.tokenizer_thread.shutdown(wait=False)
@@ -86,15 +95,20 @@ class EnginePool:
     # --- requests ---------------------------------------------------------------------------------
 
     @property
+    def threads_alive(self) -> bool:
+        """Whether a step or a build is still running after `close`."""
+        return self.driver.alive or self.builder.alive
+
+    @property
     def unavailable_reason(self) -> str:
-        return UNAVAILABLE[self.state]
+        return STALLED if self.stalled else UNAVAILABLE[self.state]
 
     def unavailable(self) -> ApiError:
         return ApiError(503, f"{self.unavailable_reason}: try again later", retry_after=2)
 
     def require_ready(self) -> "LoadedPair":
         pair = self.factory.pair
-        if self.state != "ready" or pair is None:
+        if self.state != "ready" or pair is None or self.stalled:
             raise self.unavailable()
         return pair
 
@@ -150,9 +164,39 @@ class EnginePool:
         if slot is None and key == self.key:  # It failed just now.
             raise ApiError(503, "the engine stopped: try again later", retry_after=2)
         if slot is None:
-            slot = await asyncio.wrap_future(self.driver.submit(lambda: self._extra_slot(key)))
+            slot = await self._build_extra(key)
         slot.last_used = time.monotonic()
         return slot
+
+    async def _build_extra(self, key: EngineKey) -> EngineSlot:
+        """Wait for an extra engine. Requests for the same one share its build."""
+        build = self._builds.get(key)
+        if build is None:
+            if len(self._builds) >= self.max_extra:
+                raise busy_error()
+            build = asyncio.wrap_future(self.builder.submit(lambda: self._extra_slot(key)))
+            self._builds[key] = build
+            build.add_done_callback(lambda done: self._build_ended(key, done))
+        return await asyncio.shield(build)  # A client that leaves does not cancel it for others.
+
+    def _build_ended(self, key: EngineKey, build: "asyncio.Future[EngineSlot]") -> None:
+        del self._builds[key]
+        if not build.cancelled():
+            build.exception()  # Retrieved here, because every client may have left.
+
+    @contextmanager
+    def scoring(self, prompts: int) -> Iterator[None]:
+        """Count prompts whose own log-probabilities are computed. They take places in the queue."""
+        max_queue = self.settings.max_queue
+        queued = self.scorings + (self.main.engine.waiting_requests if self.main else 0)
+        if queued + prompts > max_queue:
+            waiting = f"{queued} requests are already waiting, and the queue holds {max_queue}"
+            raise ApiError(429, f"{waiting}: try again later", retry_after=1)
+        self.scorings += prompts
+        try:
+            yield
+        finally:
+            self.scorings -= prompts
 
     def add(
         self, slot: EngineSlot, ids: list[int], params: GenerationParams
@@ -172,6 +216,17 @@ class EnginePool:
         return stream, timing
 
     # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the driver's last sign of life; 0 unless it should answer requests."""
+        return self.driver.heartbeat_age if self.state == "ready" else 0.0
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step takes so long that it must be taken for hung."""
+        limit = self.settings.step_timeout
+        return bool(limit) and self.heartbeat_age > limit
 
     @property
     def slots(self) -> list[EngineSlot]:
@@ -218,14 +273,35 @@ class EnginePool:
         return engine
 
     def _extra_slot(self, key: EngineKey) -> EngineSlot:
+        """Build an extra engine; on the builder's thread, unlike the others here."""
+        self.require_ready()
         if key in self.extra:
             return self.extra[key]
         if len(self.extra) >= self.max_extra:
-            self._close_idle_engine()
+            self._on_driver(self._close_idle_engine)
         slot = EngineSlot(self.factory.engine_name(key), self.factory.build_extra(key))
+        try:
+            self._on_driver(lambda: self._add_extra(key, slot))
+        except BaseException:
+            slot.engine.close()
+            raise
+        return slot
+
+    def _add_extra(self, key: EngineKey, slot: EngineSlot) -> None:
+        if self.state == "closed":
+            raise self.unavailable()
         self.extra[key] = slot
         self.driver.slots.append(slot)
-        return slot
+
+    def _on_driver(self, job: Callable[[], T]) -> T:
+        """Run a short job on the driver's thread, and wait for it."""
+        future = self.driver.submit(job)
+        while True:
+            try:
+                return future.result(DRIVER_POLL_SECONDS)
+            except TimeoutError:
+                if not self.driver.alive:
+                    raise self.unavailable() from None
 
     def _close_idle_engine(self) -> None:
         """Close the extra engine that was unused for the longest time."""
@@ -236,9 +312,7 @@ class EnginePool:
             if not slot.busy and not slot.preparing and now - slot.last_used > MIN_IDLE_SECONDS
         ]
         if not idle:
-            raise ApiError(
-                503, "all engines beside the server's own are busy: try again later", retry_after=2
-            )
+            raise busy_error()
         slot = min(idle, key=lambda slot: slot.last_used)
         slot.engine.close()
         self._remove(slot)
@@ -272,10 +346,27 @@ class EnginePool:
             )
         self._remove(slot)
         if is_main:
+            self._restart_timer.engine_died(answered=slot.has_answered)
             self._schedule_restart(reload=False)
+
+    def _driver_crashed(self, error: Exception) -> None:
+        log_event("the driver died", logging.ERROR, error)
+        self._give_up(f"the thread that runs the engines stopped: {type(error).__name__}: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        """Let the process exit with an error, so that a supervisor starts a new one."""
+        if self.state != "closed":
+            self.state = "failed"
+            self.on_failure(reason)
 
     def _schedule_restart(self, reload: bool) -> None:
         if self.state == "closed":
+            return
+        if self._restart_timer.exhausted:
+            failures = self._restart_timer.failures
+            reason = f"the engine failed {failures} times in a row: the log has the errors"
+            log_event("gave up", logging.ERROR, reason=reason)
+            self._give_up(reason)
             return
         wait = self._restart_timer.schedule(
             lambda: self.driver.submit(lambda: self._restart(reload))
@@ -287,13 +378,20 @@ class EnginePool:
     def _restart(self, reload: bool) -> None:
         """Rebuild the main engine from the loaded weights; if that failed, from the files."""
         self.restarts += 1
-        self.factory.release_memory()
         try:
+            self.factory.release_memory()
             if reload:
                 self.factory.reload()
             self._start_main()
         except Exception as error:
             log_event("restart failed", logging.ERROR, error)
+            self._restart_timer.restart_failed()
             self._schedule_restart(reload=True)
             return
         log_event("restarted", engine=self.key.method, restarts=self.restarts)
+
+
+def busy_error() -> ApiError:
+    return ApiError(
+        503, "all engines beside the server's own are busy: try again later", retry_after=2
+    )

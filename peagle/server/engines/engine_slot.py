@@ -33,6 +33,12 @@ class EngineSlot:
     def busy(self) -> bool:
         return self.engine.busy
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether the engine has completed an answer."""
+        finished = self.engine.metrics.finished
+        return bool(finished["stop"] or finished["length"])
+
     def add(
         self, request_id: str, ids: list[int], params: GenerationParams
     ) -> "tuple[Stream, RequestTiming]":

@@ -46,6 +46,7 @@ class LocalBackend:
         return (
             self.engines.state == "ready"
             and self.engines.driver.alive
+            and not self.engines.stalled
             and not self.drain.is_draining
         )
 
@@ -70,6 +71,8 @@ class LocalBackend:
             "model": self.model_name,
             "state": engines.state,
             "restarts": engines.restarts,
+            "heartbeat_age": round(engines.heartbeat_age, 3),
+            "scorings": engines.scorings,
             "methods": list(engines.methods),
             "method": engines.key.method,
             "k": engines.key.k,

@@ -71,6 +71,13 @@ class EngineStatus(Protocol):
 
     state: Any
     restarts: int
+    scorings: int
+
+    @property
+    def heartbeat_age(self) -> float: ...
+
+    @property
+    def stalled(self) -> bool: ...
 
     def counts(self) -> Mapping[str, Counter[CountKey]]: ...
 
@@ -150,8 +157,23 @@ class EngineCollector(Collector):
         up = GaugeMetricFamily(
             "peagle:engine_up", "1 while requests are answered, else 0.", labels=["model_name"]
         )
-        up.add_metric([self.model], float(self.engines.state == "ready"))
+        ready = self.engines.state == "ready" and not self.engines.stalled
+        up.add_metric([self.model], float(ready))
         yield up
+        heartbeat = GaugeMetricFamily(
+            "peagle:driver_heartbeat_age_seconds",
+            "Seconds since the driver began a step or looked for work; large if a step hangs.",
+            labels=["model_name"],
+        )
+        heartbeat.add_metric([self.model], self.engines.heartbeat_age)
+        yield heartbeat
+        scorings = GaugeMetricFamily(
+            "peagle:num_prompt_scorings",
+            "Prompts whose own log-probabilities (echo) are computed or waited for.",
+            labels=["model_name"],
+        )
+        scorings.add_metric([self.model], self.engines.scorings)
+        yield scorings
         restarts = CounterMetricFamily(
             "peagle:engine_restarts", "Restarts of the engine.", labels=["model_name"]
         )

@@ -126,8 +126,10 @@ class Answer:
         if self._timer is not None:
             self._timer.cancel()
         for choice in self.choices:
-            if choice.stream is not None and choice.finish_reason is None:
-                choice.stream.abort()
+            if choice.stream is not None:
+                choice.stream.on_piece(None)  # It held this answer, which holds the engine.
+                if choice.finish_reason is None:
+                    choice.stream.abort()
         self.backend.engines.driver.wake()
         self.backend.drain.in_flight.discard(self)
         self.backend.open_streams -= bool(self._last_chunk)

@@ -1,6 +1,7 @@
 """Log-probabilities of a prompt's own tokens, from one teacher-forced pass of the target.
 
-The pass is cut into parts, so that the engines can step between them.
+The pass is cut into parts, so that the engines can step between them. Its KV cache is not one of
+the engines' pages: the driver limits how many tokens are scored at once.
 """
 
 from collections.abc import Generator
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from peagle.engine.sampling.sampler import Logprobs, logprobs
 from peagle.engine.stream import TokenLogprob
+from peagle.server.http.errors import ApiError
 
 if TYPE_CHECKING:
     from peagle.target import Target
@@ -28,7 +30,18 @@ def score_prompt(
     for start in range(0, len(ids) - 1, ROWS_PER_PART):
         end = min(start + ROWS_PER_PART, len(ids) - 1)
         next_ids = ids[start + 1 : end + 1]
-        part = score_part(target, cache, ids[start:end], next_ids, max(top, 1))
+        try:
+            part = score_part(target, cache, ids[start:end], next_ids, max(top, 1))
+        except torch.OutOfMemoryError:
+            part = None
+        if part is None:
+            del cache  # The traceback of the error must not keep it.
+            raise ApiError(
+                503,
+                f"no memory is left to score a prompt of {len(ids)} tokens: shorten it, or lower"
+                " the server's --kv-tokens",
+                retry_after=2,
+            )
         own = part.chosen[0].tolist()
         rank = part.rank[0].tolist()
         top_ids = part.ids[0, :, :top].tolist()

@@ -127,8 +127,10 @@ async def score_prompts(
 
     target = backend.engines.require_ready().target
     scores: list[list[TokenLogprob] | None] = []
-    for ids in prompts:
-        job = backend.engines.driver.submit_long(score_prompt(target, ids, body.logprobs))
-        score = await asyncio.wrap_future(job)
-        scores.append(score)
+    with backend.engines.scoring(len(prompts)):
+        for ids in prompts:
+            parts = score_prompt(target, ids, body.logprobs)
+            job = backend.engines.driver.submit_long(parts, len(ids))
+            score = await asyncio.wrap_future(job)
+            scores.append(score)
     return scores

@@ -1,0 +1,54 @@
+"""EngineBuilder: the thread that builds extra engines, while the driver steps the others."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TypeVar
+
+from peagle.server.engines.engine_slot import EngineSlot
+
+T = TypeVar("T")
+STOP_SECONDS = 5.0  # Time for a build to end when the builder stops.
+Job = tuple[Future[EngineSlot], Callable[[], EngineSlot]]
+
+
+class EngineBuilder:
+    """Builds one engine after the other. Its thread does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="peagle-builder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join(STOP_SECONDS)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, build: Callable[[], EngineSlot]) -> Future[EngineSlot]:
+        future: Future[EngineSlot] = Future()
+        self._jobs.put((future, build))
+        return future
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            run_build(*job)
+            del job
+
+
+def run_build(future: Future[EngineSlot], build: Callable[[], EngineSlot]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(build())
+        except Exception as error:
+            future.set_exception(error)
+    # The traceback of an error holds this frame, which must not hold the error's future: half an
+    # engine would stay in memory with them.
+    del future, build

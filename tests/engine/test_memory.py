@@ -1,0 +1,161 @@
+"""Memory of engines: closed ones are freed at once, weights are packed once, a pair keeps few."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+
+from peagle.engine import Engine, EngineConfig
+from peagle.engine.model import weight
+from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.weight import Weight, can_reorder
+from peagle.engine.stream import RequestFailed
+from peagle.errors import UserError
+from peagle.kernels.cpu.matrix import can_pack
+from peagle.loaded import MAX_ENGINES, LoadedPair
+from tests.support.cpu_features import needs_dots
+from tests.support.engines import TIGHT, engine_of, pair_of, small, small_with_words
+from tests.support.tiny_models import make_drafter, make_target
+
+SHAPES: list[dict[str, Any]] = [
+    {"method": "none"},
+    {"method": "eagle3", "k": 3},
+    {"method": "p-eagle", "k": 3},
+    {"method": "p-eagle", "k": "auto"},
+    {"method": "p-eagle", "k": 3, "tree": 8},
+]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def bf16_pair() -> LoadedPair:
+    target = make_target()
+    target.model.to(torch.bfloat16)
+    return pair_of(target, {"p-eagle": make_drafter(target, "p-eagle", 2)})
+
+
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_closed_engine_is_freed_without_the_collector(
+    shape: dict[str, Any], thread: bool, no_collector: None
+) -> None:
+    engine = Engine(small(), EngineConfig(thread=thread, **TIGHT, **shape))
+    stream = engine.add([5, 6, 7], max_tokens=4, temperature=1.0)
+    if not thread:
+        engine.drain()
+    assert list(stream)
+    parts = [engine, engine.loop, engine.loop.stepper, engine.loop.stepper.kv_cache]
+    parts.append(engine.loop.stepper.verifier)
+    references = [ref(part) for part in parts]
+    engine.close()
+    del engine, stream, parts
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma2"])
+def test_engine_of_a_transformers_target_is_freed_too(name: str, no_collector: None) -> None:
+    target = make_target(name)
+    engine = engine_of(pair_of(target, {"p-eagle": make_drafter(target, "p-eagle", 2)}), "p-eagle")
+    engine.add([5, 6, 7], max_tokens=4)
+    engine.drain()
+    references = [ref(engine), ref(engine.loop.stepper.kv_cache), ref(engine.loop.stepper.verifier)]
+    engine.close()
+    del engine
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_stream_of_a_closed_engine_holds_no_kv_cache(no_collector: None) -> None:
+    """A client that reads slowly keeps its stream, and thereby the engine object, for long."""
+    engine = engine_of(small(), "p-eagle")
+    stream = engine.add([5, 6, 7], max_tokens=40)
+    engine.step()
+    stepper = engine.loop.stepper
+    references = [ref(stepper.kv_cache), ref(stepper.verifier), ref(stepper.prefill)]
+    engine.close()
+    assert [reference() for reference in references] == [None] * 3
+    assert engine.status()["finished"] == {"error": 1} and not engine.busy
+    engine.check_integrity()
+    stream.abort()
+    engine.close()  # A second time changes nothing.
+    with pytest.raises(RequestFailed, match="the engine was closed"):
+        list(stream)
+    with pytest.raises(UserError, match="closed"):
+        engine.step()
+
+
+@needs_dots
+def test_engines_of_a_pair_share_packed_weights() -> None:
+    pair = bf16_pair()
+    before = len(weight._copies)
+    engines = [engine_of(pair, "p-eagle", k=k) for k in (1, 2, 3)]
+    packed = len(weight._copies) - before
+    first, *others = [packed_matrices(engine) for engine in engines]
+    assert first and all(other == first for other in others)
+    engines.append(engine_of(pair, "p-eagle", k=4))
+    assert len(weight._copies) - before == packed
+    engines.append(engine_of(pair, "p-eagle", k=1, int8=True))
+    assert not set(packed_matrices(engines[-1])) & set(first)
+    for engine in engines:
+        engine.close()
+    assert len(weight._copies) == before
+
+
+def packed_matrices(engine: Engine) -> list[int]:
+    """The identities of the target's packed matrices."""
+    verifier = engine.loop.stepper.verifier
+    assert isinstance(verifier, FusedLlamaTarget)
+    weights = [*(weight for layer in verifier.layers for weight in layer.weights), verifier.lm_head]
+    assert all(weight.matrix is not None for weight in weights)
+    return [id(weight.matrix) for weight in weights]
+
+
+def test_packed_copy_is_made_of_its_own_weight() -> None:
+    """A weight at the address of a freed one must not get the freed one's copy."""
+    if not can_pack(one := torch.ones(64, 64, dtype=torch.bfloat16)) and not can_reorder(one):
+        pytest.skip("nothing is packed on this CPU")
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    for value in range(1, 6):
+        plain = torch.full((64, 64), float(value), dtype=torch.bfloat16)
+        first, second = Weight(plain), Weight(plain)
+        assert first._copy is second._copy
+        assert (first(x) == 64 * value).all()
+        bias = torch.ones(64, dtype=torch.bfloat16)
+        assert (Weight(plain, bias)(x) == 64 * value + 1).all()
+        del plain, first, second
+
+
+def test_pair_keeps_few_engines() -> None:
+    pair = pair_of(small().target, small().loaded_drafters)
+    kept: list[ref[Engine]] = []
+    answers = []
+    for k in (*range(1, MAX_ENGINES + 4), 1):
+        answers.append(pair.generate([5, 6, 7], k=k, method="p-eagle", max_tokens=6).token_ids)
+        kept += [ref(engine) for engine in pair._engines.values()]
+        assert len(pair._engines) <= MAX_ENGINES
+    assert [key.k for key in pair._engines] == [5, 6, 7, 1]
+    assert all(answer == answers[0] for answer in answers)
+    alive = {id(engine) for reference in kept if (engine := reference()) is not None}
+    assert alive == {id(engine) for engine in pair._engines.values()}
+
+
+def test_pair_closes_no_engine_that_is_answering() -> None:
+    """A listener may ask the same pair for other answers meanwhile."""
+    pair = small_with_words()
+    nested = []
+
+    def listen(_: str) -> None:
+        for k in range(2, MAX_ENGINES + 4):
+            nested.append(pair.generate([8, 9], k=k, method="p-eagle", max_tokens=2).token_ids)
+
+    expected = pair.generate([5, 6, 7], k=1, method="p-eagle", max_tokens=8)
+    answer = pair.generate([5, 6, 7], k=1, method="p-eagle", max_tokens=8, on_text=listen)
+    assert nested and answer.token_ids == expected.token_ids
