@@ -17,6 +17,7 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.engine.admission import Admission, RequestOptions
 from peagle.engine.config import EngineConfig
+from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
@@ -29,7 +30,7 @@ from peagle.engine.schedule.request import RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
 from peagle.engine.sizing import build_stepper, check_int8, max_draft_shape, scheduler_config
 from peagle.engine.step.step_output import StepRecord
-from peagle.engine.stream import Stream, StreamPiece
+from peagle.engine.stream import Stream
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.kernels.cpu.library import kernel_state
@@ -90,6 +91,7 @@ class Engine:
         logprobs: int | None = None,
         user: str = "",
         id: str | None = None,
+        cache_salt: str = "",
         raw: bool = False,
         include_stop: bool = False,
         grammar: Grammar | None = None,
@@ -97,15 +99,19 @@ class Engine:
     ) -> Stream:
         """Queue a request. Its answer arrives through the stream and follows `grammar` if given.
 
-        `sampling`: the fields of `core.Sampling`.
+        `cache_salt`: only requests with the same salt share prefixes in the KV cache. `sampling`:
+        the fields of `core.Sampling`.
         """
         sampling_settings = Sampling(**sampling).seeded()
         limits = RequestLimits(
             max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs
         )
-        options = RequestOptions(sampling_settings, limits, include_stop, grammar, user, id)
+        options = RequestOptions(
+            sampling_settings, limits, include_stop, grammar, user, id, cache_salt
+        )
         ids = list(self.pair.encode(prompt, raw))
-        request, state = self._admission.prepare(ids, options, self.abort)
+        request, state = self._admission.prepare(ids, options, self.loop.abort_request)
+        self._scheduler.hash_pages(request)  # Without the lock: it takes long for a long prompt.
         with self._lock:
             self._require_open()
             self.loop.add(request, state)
@@ -131,18 +137,25 @@ class Engine:
         try:
             self.close()
         except Exception as error:
-            self._closed = True
-            for state in list(self.loop.states.values()):
-                state.stream.put(StreamPiece(None, reason="error", error=reason))
             return error
         return None
 
     # --- running ----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one step. Returns False if there was nothing to do."""
+        """Run one step. Returns False if there was nothing to do.
+
+        DeviceLost: the engine is closed, every request has failed, and the process must end.
+        """
         self._require_open()
-        return self.loop.run()
+        try:
+            return self.loop.run()
+        except Exception as error:
+            if not is_device_lost(error):
+                raise
+            lost = DeviceLost(f"the device is lost, start a new process: {first_line(error)}")
+            self.fail(str(lost))
+            raise lost from error
 
     def drain(self) -> None:
         """Run until every request is answered; for engines without a thread."""
@@ -154,13 +167,13 @@ class Engine:
         self.loop.warm_up()
 
     def close(self) -> None:
-        """Fail the requests that are not answered yet."""
+        """Fail the requests that are not answered yet. The device is not touched."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            self._lock.notify_all()  # The thread goes on when the lock is released.
             self.loop.fail_all(self._failure or "the engine was closed")
-            self._lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -322,3 +335,8 @@ class Engine:
             return FixedPolicy(self.max_shape)
         nodes = 0 if self.max_shape.is_chain else self.max_shape.nodes
         return AdaptivePolicy(candidate_shapes(self.max_k, nodes))
+
+
+def first_line(error: Exception) -> str:
+    """CUDA errors continue with hints for debugging."""
+    return str(error).partition("\n")[0]

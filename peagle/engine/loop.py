@@ -33,6 +33,7 @@ from peagle.engine.schedule.scheduler import Scheduler, StepPlan
 from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
+from peagle.engine.stream import StreamPiece
 
 T = TypeVar("T")
 
@@ -88,10 +89,24 @@ class EngineLoop:
             if request is not None:
                 self.outputs.finish(request, "abort")
 
+    def abort_request(self, request: Request) -> None:
+        """End this request, unless it has finished; another one may have its id by now."""
+        with self.lock:
+            if self.scheduler.live.get(request.id) is request:
+                self.outputs.finish(request, "abort")
+
     def fail_all(self, reason: str) -> None:
-        """End every live request with an error."""
-        for request in list(self.scheduler.live.values()):
-            self.outputs.finish(request, "error", reason)
+        """End every live request with an error. No pass runs after this.
+
+        The device is not touched, because it may be lost. Every stream ends, even where the
+        bookkeeping of its request raises.
+        """
+        try:
+            for request in list(self.scheduler.live.values()):
+                self.outputs.finish(request, "error", reason)
+        finally:
+            for state in self.states.values():
+                state.stream.put(StreamPiece(None, reason="error", error=reason))
 
     def check_integrity(self) -> None:
         """Assert that pages, slots and requests agree."""
@@ -176,7 +191,10 @@ class EngineLoop:
     ) -> PageTableUpdate:
         pages = request.pages
         shared = request.cached // self.scheduler.allocator.page_size
-        self.stepper.kv_cache.reset_pages(pages[max(state.known_pages, shared) :])
+        new_pages = pages[max(state.known_pages, shared) :]
+        self.stepper.kv_cache.reset_pages(
+            new_pages, self.scheduler.allocator.take_unverified(new_pages)
+        )
         answer_end = len(request.prompt) + request.limits.max_tokens + self.max_shape.k
         state.known_pages = len(pages)
         return PageTableUpdate(slot, min(self.scheduler.context, answer_end), pages)
