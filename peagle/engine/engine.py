@@ -30,7 +30,7 @@ from peagle.engine.schedule.request import RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
 from peagle.engine.sizing import build_stepper, check_int8, max_draft_shape, scheduler_config
 from peagle.engine.step.step_output import StepRecord
-from peagle.engine.stream import Stream
+from peagle.engine.stream import Stream, StreamPiece
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.kernels.cpu.library import kernel_state
@@ -173,7 +173,7 @@ class Engine:
                 return
             self._closed = True
             self._lock.notify_all()  # The thread goes on when the lock is released.
-            self.loop.fail_all(self._failure or "the engine was closed")
+            self._fail_requests(self._failure or "the engine was closed")
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -282,8 +282,16 @@ class Engine:
                     if not self._closed:
                         self._failure = f"the engine stopped: {type(error).__name__}: {error}"
                         self._closed = True
-                        self.loop.fail_all(self._failure)
+                        self._fail_requests(self._failure)
                 return
+
+    def _fail_requests(self, reason: str) -> None:
+        """End all streams, also those whose requests the bookkeeping fails to end."""
+        try:
+            self.loop.fail_all(reason)
+        finally:
+            for state in self.loop.states.values():
+                state.stream.put(StreamPiece(None, reason="error", error=reason))
 
     def _require_open(self) -> None:
         if self._closed:

@@ -33,7 +33,6 @@ from peagle.engine.schedule.scheduler import Scheduler, StepPlan
 from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
-from peagle.engine.stream import StreamPiece
 
 T = TypeVar("T")
 
@@ -96,17 +95,12 @@ class EngineLoop:
                 self.outputs.finish(request, "abort")
 
     def fail_all(self, reason: str) -> None:
-        """End every live request with an error. No pass runs after this.
+        """End every live request with an error; no pass may run after this.
 
-        The device is not touched, because it may be lost. Every stream ends, even where the
-        bookkeeping of its request raises.
+        The device is not touched, because it may be lost: pages are not overwritten.
         """
-        try:
-            for request in list(self.scheduler.live.values()):
-                self.outputs.finish(request, "error", reason)
-        finally:
-            for state in self.states.values():
-                state.stream.put(StreamPiece(None, reason="error", error=reason))
+        for request in list(self.scheduler.live.values()):
+            self.outputs.finish(request, "error", reason)
 
     def check_integrity(self) -> None:
         """Assert that pages, slots and requests agree."""

@@ -21,9 +21,14 @@ IDLE_SECONDS = 1.0  # An idle driver looks for work this often even if it is not
 
 
 class Driver:
-    def __init__(self, on_engine_failure: Callable[[EngineSlot, Exception], None]) -> None:
-        """`on_engine_failure` is called on this thread when a step of an engine raises."""
+    def __init__(
+        self,
+        on_engine_failure: Callable[[EngineSlot, Exception], None],
+        on_job_failure: Callable[[Exception], object],
+    ) -> None:
+        """Both are called on this thread: when a step of an engine raises, and when a job does."""
         self.on_engine_failure = on_engine_failure
+        self.on_job_failure = on_job_failure
         self.wakeup = LoopWakeup()
         self.slots: list[EngineSlot] = []  # Only the driver's thread changes this list.
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -87,6 +92,7 @@ class Driver:
                 future.set_result(job())
             except Exception as error:
                 future.set_exception(error)
+                self.on_job_failure(error)
         return True
 
     def _run_part(self) -> bool:
@@ -107,6 +113,7 @@ class Driver:
             self._long_jobs.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
+            self.on_job_failure(error)
         else:
             self._long_jobs.rotate(-1)  # Long jobs take turns.
         return True

@@ -4,6 +4,7 @@ The main engine serves the server's own method and K and is rebuilt when it fail
 are built when a request asks for another method or K.
 
     loading -> ready <-> restarting        failed: the pair or its settings cannot be served
+                                           lost: the device is, and the process must end
 """
 
 import asyncio
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from peagle.engine.stream import Stream
     from peagle.loaded import LoadedPair
 
-PoolState = Literal["loading", "ready", "restarting", "failed", "closed"]
+PoolState = Literal["loading", "ready", "restarting", "failed", "lost", "closed"]
 MAX_EXTRA_ENGINES = 4
 MIN_IDLE_SECONDS = 1.0  # An extra engine used more recently is not closed for another one.
 UNAVAILABLE = {
@@ -43,6 +44,7 @@ UNAVAILABLE = {
     "loading": "the model is still loading",
     "restarting": "the engine stopped and is being started again",
     "failed": "the model could not be loaded",
+    "lost": "the device is lost, and the server ends",
     "closed": "the server is shutting down",
 }
 
@@ -63,7 +65,8 @@ class EnginePool:
         self.status_counts = StatusCounts()
         self.restarts = 0
         self.on_failure: Callable[[str], None] = lambda reason: None
-        self.driver = Driver(self._engine_failed)
+        self.device_lost = False
+        self.driver = Driver(self._engine_failed, self._end_if_device_lost)
         self.tokenizer_thread = ThreadPoolExecutor(1, "peagle-tokenizer")
         self._ids = itertools.count()
         self._restart_timer = RestartTimer(settings.backoff)
@@ -189,7 +192,7 @@ class EnginePool:
             self.factory.load()
             engine = self._start_main()
         except Exception as error:
-            if self.state == "closed":
+            if self.state == "closed" or self._end_if_device_lost(error):
                 return
             self.state = "failed"
             known = isinstance(error, UserError | OSError)
@@ -259,6 +262,8 @@ class EnginePool:
             engine=slot.name,
             live=slot.engine.live_requests,
         )
+        if self._end_if_device_lost(error) or self.device_lost:
+            return
         is_main = slot is self.main
         if is_main and self.state == "ready":
             self.state = "restarting"
@@ -270,6 +275,26 @@ class EnginePool:
         self._remove(slot)
         if is_main:
             self._schedule_restart(reload=False)
+
+    def _end_if_device_lost(self, error: Exception) -> bool:
+        """After a sticky error of the device, end the process: nothing can run in its context.
+
+        A supervisor starts a new one; for a replica, the gateway does.
+        """
+        from peagle.engine.device import is_device_lost
+
+        if not is_device_lost(error):
+            return False
+        if not self.device_lost:
+            self.device_lost = True
+            if self.state != "closed":
+                self.state = "lost"
+            log_event("device lost", logging.CRITICAL, error)
+            for slot in self.slots:
+                slot.engine.fail("the engine stopped: try again")
+                self._remove(slot)
+            self.on_failure(f"the device is lost: {error}")
+        return True
 
     def _schedule_restart(self, reload: bool) -> None:
         if self.state == "closed":
@@ -290,6 +315,8 @@ class EnginePool:
                 self.factory.reload()
             self._start_main()
         except Exception as error:
+            if self._end_if_device_lost(error):
+                return
             log_event("restart failed", logging.ERROR, error)
             self._schedule_restart(reload=True)
             return
