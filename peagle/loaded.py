@@ -95,8 +95,9 @@ class LoadedPair(ModelPair):
             stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
         answer = run_to_end(engine, stream, on_text)
         tokens = [token for step in answer.steps for token in step.tokens]
+        ends_with_stop = answer.reason == "stop" and tokens[-1] in self.target.stop_ids
         return Generation(
-            text=self.decode(tokens),
+            text=self.decode(tokens[:-1] if ends_with_stop else tokens),
             token_ids=tokens,
             prompt_tokens=len(ids),
             steps=answer.steps,

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from peagle.core import Sampling
 from peagle.engine.detokenizer import Detokenizer, token_decoder
@@ -23,10 +24,11 @@ class RequestOptions:
 
     sampling: Sampling
     limits: RequestLimits
-    include_stop: bool = False  # The text of the answer includes the stop string.
+    include_stop: bool = False  # The text of the answer includes the stop string or stop token.
     grammar: Grammar | CompiledGrammar | None = None
     user: str = ""
     id: str | None = None  # None: the engine chooses one.
+    cache_salt: str = ""  # Requests with different salts share no KV pages.
 
     def __post_init__(self) -> None:
         if self.grammar is not None and self.limits.ignore_eos:
@@ -44,9 +46,9 @@ class Admission:
         self._ids = itertools.count()
 
     def prepare(
-        self, prompt: list[int], options: RequestOptions, abort: Callable[[str], None]
+        self, prompt: list[int], options: RequestOptions, abort: Callable[[Request], None]
     ) -> tuple[Request, RequestState]:
-        """Check a request, and build its state; `abort`: called by its stream, with its id."""
+        """Check a request, and build its state; `abort`: called by its stream."""
         self.rules.check(prompt)
         check_logit_bias(options.sampling, self.rules.vocab_size)
         limits = self._bounded(options.limits, len(prompt))
@@ -62,8 +64,10 @@ class Admission:
             executor = self.pair.grammars.executor
             grammar_state = GrammarState(compiled, executor, stop_ids, limits.min_tokens)
         id = options.id or f"r{next(self._ids)}"
-        request = Request(id, prompt, options.sampling, limits, options.user)
-        stream = Stream(id, len(prompt), abort)
+        request = Request(
+            id, prompt, options.sampling, limits, options.user, cache_salt=options.cache_salt
+        )
+        stream = Stream(id, len(prompt), partial(abort, request))
         return request, RequestState(stream, detokenizer, stop_ids, grammar_state)
 
     def _compile(self, grammar: Grammar | CompiledGrammar) -> CompiledGrammar:

@@ -17,6 +17,7 @@ from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.engine.admission import Admission, RequestOptions
 from peagle.engine.config import EngineConfig
+from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
@@ -98,6 +99,7 @@ class Engine:
         logprobs: int | None = None,
         user: str = "",
         id: str | None = None,
+        cache_salt: str = "",
         raw: bool = False,
         include_stop: bool = False,
         grammar: Grammar | CompiledGrammar | None = None,
@@ -105,15 +107,19 @@ class Engine:
     ) -> Stream:
         """Queue a request. Its answer arrives through the stream and follows `grammar` if given.
 
-        `sampling`: the fields of `core.Sampling`.
+        `cache_salt`: only requests with the same salt share prefixes in the KV cache. `sampling`:
+        the fields of `core.Sampling`.
         """
         sampling_settings = Sampling(**sampling).seeded()
         limits = RequestLimits(
             max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs
         )
-        options = RequestOptions(sampling_settings, limits, include_stop, grammar, user, id)
+        options = RequestOptions(
+            sampling_settings, limits, include_stop, grammar, user, id, cache_salt
+        )
         ids = list(self.pair.encode(prompt, raw))
-        request, state = self._admission.prepare(ids, options, self.abort)
+        request, state = self._admission.prepare(ids, options, self.loop.abort_request)
+        self._scheduler.hash_pages(request)  # Without the lock: it takes long for a long prompt.
         with self._lock:
             self._require_open()
             self.loop.add(request, state)
@@ -139,9 +145,6 @@ class Engine:
         try:
             self.close()
         except Exception as error:
-            self._closed = True
-            for state in list(self.loop.states.values()):
-                state.stream.put(StreamPiece(None, reason="error", error=reason))
             self.loop.release()
             return error
         return None
@@ -149,9 +152,19 @@ class Engine:
     # --- running ----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one step. Returns False if there was nothing to do."""
+        """Run one step. Returns False if there was nothing to do.
+
+        DeviceLost: the engine is closed, every request has failed, and the process must end.
+        """
         self._require_open()
-        return self.loop.run()
+        try:
+            return self.loop.run()
+        except Exception as error:
+            if not is_device_lost(error):
+                raise
+            lost = DeviceLost(f"the device is lost, start a new process: {first_line(error)}")
+            self.fail(str(lost))
+            raise lost from error
 
     def drain(self) -> None:
         """Run until every request is answered; for engines without a thread."""
@@ -171,8 +184,8 @@ class Engine:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self.loop.fail_all(self._failure or "the engine was closed")
-                self._lock.notify_all()
+                self._lock.notify_all()  # The thread goes on when the lock is released.
+                self._fail_requests(self._failure or "the engine was closed")
         if self._thread is threading.current_thread():
             return  # A listener of a stream closes the engine: its step is still running.
         if self._thread is not None:
@@ -289,8 +302,16 @@ class Engine:
                     if not self._closed:
                         self._failure = f"the engine stopped: {type(error).__name__}: {error}"
                         self._closed = True
-                        self.loop.fail_all(self._failure)
+                        self._fail_requests(self._failure)
                 return
+
+    def _fail_requests(self, reason: str) -> None:
+        """End all streams, also those whose requests the bookkeeping fails to end."""
+        try:
+            self.loop.fail_all(reason)
+        finally:
+            for state in self.loop.states.values():
+                state.stream.put(StreamPiece(None, reason="error", error=reason))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -342,3 +363,8 @@ class Engine:
             return FixedPolicy(self.max_shape)
         nodes = 0 if self.max_shape.is_chain else self.max_shape.nodes
         return AdaptivePolicy(candidate_shapes(self.max_k, nodes))
+
+
+def first_line(error: Exception) -> str:
+    """CUDA errors continue with hints for debugging."""
+    return str(error).partition("\n")[0]

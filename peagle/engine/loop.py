@@ -95,8 +95,17 @@ class EngineLoop:
             if request is not None:
                 self.outputs.finish(request, "abort")
 
+    def abort_request(self, request: Request) -> None:
+        """End this request, unless it has finished; another one may have its id by now."""
+        with self.lock:
+            if self.scheduler.live.get(request.id) is request:
+                self.outputs.finish(request, "abort")
+
     def fail_all(self, reason: str) -> None:
-        """End every live request with an error."""
+        """End every live request with an error; no pass may run after this.
+
+        The device is not touched, because it may be lost: pages are not overwritten.
+        """
         for request in list(self.scheduler.live.values()):
             self.outputs.finish(request, "error", reason)
 
@@ -194,7 +203,10 @@ class EngineLoop:
     ) -> PageTableUpdate:
         pages = request.pages
         shared = request.cached // self.scheduler.allocator.page_size
-        self.stepper.kv_cache.reset_pages(pages[max(state.known_pages, shared) :])
+        new_pages = pages[max(state.known_pages, shared) :]
+        self.stepper.kv_cache.reset_pages(
+            new_pages, self.scheduler.allocator.take_unverified(new_pages)
+        )
         answer_end = len(request.prompt) + request.limits.max_tokens + self.max_shape.k
         state.known_pages = len(pages)
         return PageTableUpdate(slot, min(self.scheduler.context, answer_end), pages)

@@ -44,8 +44,11 @@ class OutputProcessor:
         for index, request in enumerate(launched.requests):
             request.ahead -= ahead
             if request.finished:
+                if batch.broken[index]:  # Its own pages count as unverified since its abort.
+                    self._zero_pages([])
                 continue
             if batch.broken[index]:
+                self._zero_pages(self.scheduler.allocator.unshared(request.pages))
                 self.finish(request, "error", NOT_FINITE)
                 continue
             self._deliver_tokens(request, launched, batch, index)
@@ -69,7 +72,7 @@ class OutputProcessor:
             reason = f"the answer cannot follow its grammar: {grammar.error}"
             self.finish(request, "refused", reason)
             return
-        pushed = state.detokenizer.push(tokens)
+        pushed = state.detokenizer.push(state.shown(tokens))
         if pushed.stopped:
             tokens = tokens[: pushed.tokens_used]
         if launched.is_prefill:
@@ -93,17 +96,17 @@ class OutputProcessor:
             self.finish(request, finish_reason)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a live request, and send the last piece to its stream."""
-        if reason == "error":
-            # Its pages may hold NaN, and so may the page of rows that are not stored.
-            kv_cache = self.stepper.kv_cache
-            own_pages = self.scheduler.allocator.unshared(request.pages)
-            kv_cache.zero_pages([*own_pages, kv_cache.discard_page])
+        """End a live request, and send the last piece to its stream. The device is not touched."""
         self.scheduler.finish(request, reason, error)
         state = self.states.pop(request.id)
         self.release_slot(state)
         self.metrics.finished[reason] += 1
         state.stream.put(StreamPiece(None, reason=reason, error=error))
+
+    def _zero_pages(self, own_pages: list[int]) -> None:
+        """Overwrite pages that may hold NaN, and the page of rows that are not stored likewise."""
+        kv_cache = self.stepper.kv_cache
+        kv_cache.zero_pages([*own_pages, kv_cache.discard_page])
 
     def release_slot(self, state: RequestState) -> None:
         if state.slot is not None:

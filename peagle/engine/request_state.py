@@ -32,3 +32,13 @@ class RequestState:
         if grammar is None:
             return tokens, stopped
         return tokens[: grammar.consume(tokens)], grammar.terminated or stopped
+
+    def shown(self, tokens: list[int]) -> list[int]:
+        """The part of cut tokens whose text belongs to the answer, as in vLLM.
+
+        A stop token counts as a token of the answer, but its text is shown only with
+        `include_stop`.
+        """
+        if self.detokenizer.include_stop or self.stop_ids.isdisjoint(tokens[-1:]):
+            return tokens
+        return tokens[:-1]

@@ -10,6 +10,7 @@ from peagle.draft_shape import (
 )
 from peagle.drafter import Drafter
 from peagle.engine.config import EngineConfig
+from peagle.engine.device import is_device_lost
 from peagle.engine.schedule.scheduler import SchedulerConfig
 from peagle.engine.step.stepper import Stepper
 from peagle.engine.step.stepper_size import StepperSize, kv_shapes
@@ -101,7 +102,7 @@ def build_stepper(
     try:
         return Stepper(pair.target, drafter, size)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        if "memory" not in str(error).lower():
+        if "memory" not in str(error).lower() or is_device_lost(error):
             raise
         raise UserError(
             f"{tokens:,} KV positions do not fit into memory: lower `kv_tokens`, `max_batch` or"

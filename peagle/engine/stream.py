@@ -46,7 +46,8 @@ class RequestRefused(RequestFailed):
 class Stream:
     """An answer to iterate over once, with `for` or `async for`; `abort()` ends it early."""
 
-    def __init__(self, id: str, prompt_tokens: int, abort: Callable[[str], None]) -> None:
+    def __init__(self, id: str, prompt_tokens: int, abort: Callable[[], None]) -> None:
+        """`abort`: ends the request of this stream, and no other with the same id."""
         self.id = id
         self.prompt_tokens = prompt_tokens
         self.ended = False
@@ -68,7 +69,7 @@ class Stream:
         self._on_piece = callback
 
     def abort(self) -> None:
-        self._abort(self.id)
+        self._abort()
 
     def poll(self) -> list[StreamPiece]:
         """Return the pieces that have arrived since the last call; never blocks."""

@@ -23,6 +23,7 @@ from peagle.server.workers.vllm_worker import VllmKind
 
 LISTEN_BACKLOG = 2048  # connections
 KEEP_ALIVE_SECONDS = 30
+DEVICE_LOST_EXIT_CODE = 3  # another attempt may succeed, in a new process
 SHUTDOWN_SECONDS = 3  # for connections that are open after the drain
 
 
@@ -101,6 +102,10 @@ def serve(settings: ServerSettings) -> None:
     backend = create_backend(settings)
     server = Server(backend)
     server.run(sockets=[listener])
+    if isinstance(backend, LocalBackend) and backend.engines.device_lost:
+        # Without destructors, which would use the device.
+        sys.stderr.flush()
+        os._exit(DEVICE_LOST_EXIT_CODE)
     if server.failure is not None:
         raise UserError(server.failure)
     if isinstance(backend, LocalBackend) and backend.engines.threads_alive:

@@ -59,6 +59,36 @@ def test_stop_strings(method: Method, prompt) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_the_text_of_a_stop_token_is_no_part_of_the_answer(method: Method, prompt) -> None:
+    """Its token is, as in vLLM; `include_stop` shows its text."""
+    pair, ids = small_with_words(), prompt(13)
+    answer = tokens_of(alone(pair, "none", ids, max_tokens=24, ignore_eos=True))
+    engine = engine_of(pair, method)
+    # No word of two digits is the beginning of another one.
+    firsts = [i for i, token in enumerate(answer) if i and token > 9 and token not in answer[:i]]
+    assert len(firsts) > 3
+    for i in firsts:
+        options = {"max_tokens": 24, "ignore_eos": True, "stop_ids": frozenset({answer[i]})}
+        # A stop string that only the stop token would complete changes nothing.
+        for stop in ((), (f"w{answer[i]}",), (f"w{answer[i - 1]} w{answer[i]}",)):
+            for include, end in ((False, i), (True, i + 1)):
+                tokens, pieces = ask(engine, ids, stop=stop, include_stop=include, **options)
+                text = " ".join(f"w{token}" for token in answer[:end])
+                assert (tokens, pieces[-1].reason) == (answer[: i + 1], "stop")
+                assert "".join(piece.text for piece in pieces).strip() == text
+
+
+def test_the_text_of_the_end_token_is_no_part_of_the_answer(prompt) -> None:
+    pair = small_with_words()  # whose token 1 is the word w1, and not special
+    options = {"max_tokens": 12, "temperature": 1.5, "seed": 4, "logit_bias": {1: 9.0}}
+    tokens, pieces = ask(engine_of(pair, "p-eagle"), prompt(6), **options)
+    assert tokens[-1] == 1 and pieces[-1].reason == "stop"
+    assert "".join(piece.text for piece in pieces).split() == [f"w{i}" for i in tokens[:-1]]
+    whole = pair.generate(prompt(6), k=3, method="p-eagle", **options)
+    assert whole.token_ids == tokens and whole.text.split() == [f"w{i}" for i in tokens[:-1]]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_no_stop_string_before_min_tokens(method: Method, prompt) -> None:
     pair, ids = small_with_words(), prompt(13)
     answer = tokens_of(alone(pair, "none", ids, max_tokens=12))

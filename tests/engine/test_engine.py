@@ -10,8 +10,8 @@ import torch
 from peagle.core import METHODS, Method
 from peagle.draft_shape import DraftShape
 from peagle.engine import Engine
-from peagle.engine.kv.page_allocator import ROOT_KEY, PageAllocator
 from peagle.engine.policy.draft_policy import DraftChoice, FixedPolicy
+from peagle.engine.schedule import scheduler
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.decoding import PATTERNS, tokens_of, transformers_generate
@@ -31,7 +31,7 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
-from tests.support.tiny_models import make_drafter
+from tests.support.tiny_models import make_drafter, make_target
 
 # Every architecture.
 
@@ -156,12 +156,8 @@ def test_a_known_prefix_is_not_computed_again(method: Method, prompt) -> None:
     assert engine.metrics.cached_tokens - before == 40 + len(more) // 4 * 4
 
 
-def without_the_next_token(
-    self: PageAllocator, tokens: list[int], first: int = 0, key: bytes = ROOT_KEY
-) -> Any:
-    for start in range(first * self.page_size, len(tokens) - self.page_size, self.page_size):
-        key += bytes(tokens[start : start + self.page_size])
-        yield key
+def without_the_next_token(parent: bytes, tokens: list[int]) -> bytes:
+    return parent + bytes(tokens[:-1])
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
@@ -171,7 +167,7 @@ def test_a_page_is_shared_with_its_next_token_only(
 ) -> None:
     """The drafter's last row of a page reads the token after it, so that token must match too."""
     if broken:  # the test can tell
-        monkeypatch.setattr(PageAllocator, "_page_keys", without_the_next_token)
+        monkeypatch.setattr(scheduler, "page_key", without_the_next_token)
     shared, apart = prompt(24), 0
     engine = engine_of(small(), method, prefill_chunk=32, kv_tokens=800)
     for tail in range(10, 16):
@@ -187,6 +183,45 @@ def test_a_page_is_shared_with_its_next_token_only(
         apart += any(not torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
     assert apart == (5 if broken else 0)
     assert engine.metrics.cached_tokens == 5 * (24 if broken else 20)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])  # fused layers, and transformers' own
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("chunk", [64, 16])
+def test_choices_of_one_prompt_share_its_prefill(
+    name: str, method: Method, chunk: int, prompt
+) -> None:
+    """Added at once, they read pages that the same pass writes: of the target and the drafter."""
+    target = make_target(name)
+    drafters = {m: make_drafter(target, m, 1) for m in METHODS[1:]}
+    pair, ids = pair_of(target, drafters), prompt(38)
+    options = {"prefill_chunk": chunk, "kv_tokens": 400}
+    engine, plain = (engine_of(pair, method, prefix_caching=on, **options) for on in (True, False))
+    sampled = [{"max_tokens": 9, "temperature": 1.0, "seed": i} for i in range(4)]
+    streams = [engine.add(ids, **settings) for settings in sampled]
+    lone = plain.add(ids, **sampled[0])
+    for each in (engine, plain):
+        while any(request.computed < 38 for request in each.loop.scheduler.live.values()):
+            each.step()
+            each.check_integrity()
+    assert engine.metrics.cached_tokens == 3 * 36  # the last two tokens are on no full page
+    # The drafter's row at position 37 has seen the first token of the answer.
+    right = [cache[:37] for cache in computed(plain, lone.id)]
+    for stream in streams:
+        for ours, theirs in zip(computed(engine, stream.id), right, strict=True):
+            assert torch.allclose(ours[:37], theirs, atol=1e-5)
+    engine.drain()
+    expected = [tokens_of(alone(pair, "none", ids, **settings)) for settings in sampled]
+    assert [tokens_of(steps_of(stream)) for stream in streams] == expected
+
+
+def test_requests_with_different_salts_share_no_pages(prompt) -> None:
+    engine = engine_of(small(), "p-eagle", kv_tokens=400)
+    expected = tokens_of(alone(small(), "none", prompt(30), max_tokens=6))
+    for salt, cached in (("", 0), ("one", 0), ("two", 0), ("one", 28), ("", 28)):
+        before = engine.metrics.cached_tokens
+        assert ask(engine, prompt(30), max_tokens=6, cache_salt=salt)[0] == expected
+        assert engine.metrics.cached_tokens - before == cached, salt
 
 
 def computed(engine: Engine, id: str) -> list[torch.Tensor]:

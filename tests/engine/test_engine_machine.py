@@ -71,17 +71,23 @@ class Machine(RuleBasedStateMachine):
         self.engine = engine_of(small(), method, k, prefix_caching=caching, **options)
         self.k, self.streams = k, dict[str, tuple[int, Stream]]()
 
-    @rule(number=st.integers(0, len(ASKED) - 1), user=st.sampled_from("ab"))
-    def add(self, number: int, user: str) -> None:
+    @rule(
+        number=st.integers(0, len(ASKED) - 1),
+        user=st.sampled_from("ab"),
+        salt=st.sampled_from(["", "", "salt"]),
+        choices=st.sampled_from([1, 1, 3]),
+    )
+    def add(self, number: int, user: str, salt: str, choices: int) -> None:
         ids, options = ASKED[number]
-        full = len(self.engine.loop.scheduler.waiting) >= QUEUE
-        try:
-            stream = self.engine.add(ids, user=user, **options)
-        except QueueFull:
-            assert full
-        else:
-            assert not full
-            self.streams[stream.id] = number, stream
+        for _ in range(choices):
+            full = len(self.engine.loop.scheduler.waiting) >= QUEUE
+            try:
+                stream = self.engine.add(ids, user=user, cache_salt=salt, **options)
+            except QueueFull:
+                assert full
+            else:
+                assert not full
+                self.streams[stream.id] = number, stream
 
     @rule(count=st.integers(1, 3))
     def step(self, count: int) -> None:

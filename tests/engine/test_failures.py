@@ -10,9 +10,15 @@ import torch
 
 from peagle.core import METHODS, Method
 from peagle.engine import Engine, EngineConfig
+from peagle.engine.device import DeviceLost, is_device_lost
+from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model import hf_paged
+from peagle.engine.model.hf_paged import PagedContext
 from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.stream import RequestFailed, Stream
 from peagle.errors import UserError
+from peagle.kernels.attention_params import AttentionParams
+from peagle.kernels.triton import paged_attention
 from tests.support.decoding import tokens_of
 from tests.support.engines import TIGHT, alone, engine_of, pair_of, small, some_requests, steps_of
 from tests.support.tiny_models import make_drafter, make_target
@@ -189,6 +195,179 @@ def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
     with pytest.raises(RequestFailed, match="not finite"):
         next(pieces)
     assert stream.ended
+
+
+def reset_as_on_a_gpu(self: KVCache, pages: list[int], unverified: list[int]) -> None:
+    """A GPU overwrites only what may hold NaN."""
+    self.zero_pages(unverified)
+
+
+def attend_as_on_a_gpu(
+    run: Any, module: Any, query: torch.Tensor, paged: PagedContext, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The rule of the Triton kernel: keys are read up to the last row, and masked by zeros."""
+    keys, values = (
+        cache[module.layer_idx] for cache in (paged.kv_cache.keys, paged.kv_cache.values)
+    )
+    params = AttentionParams(kwargs["scaling"])
+    return paged_attention.reference(query[0].transpose(0, 1), keys, values, paged.rows, params)[
+        None
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("abort", [True, False])
+def test_pages_of_a_broken_request_in_flight(
+    monkeypatch: pytest.MonkeyPatch, method: Method, abort: bool
+) -> None:
+    """Aborted before its logits are read back: the next owner of its pages meets no NaN.
+
+    Rows of drafts beyond the context are not stored, so keys there are what a page held before.
+    """
+    monkeypatch.setattr(KVCache, "reset_pages", reset_as_on_a_gpu)
+    monkeypatch.setattr(hf_paged, "attend_by_blocks", attend_as_on_a_gpu)
+    poisoned = Poisoned()
+    options = {"page_size": 16, "kv_tokens": 96, "context": 42, "prefill_chunk": 64}
+    ids = poisoned.good[0][0]
+    expected = tokens_of(
+        alone(poisoned.pair, "none", ids, max_tokens=42 - len(ids), ignore_eos=True)
+    )
+    engine = engine_of(poisoned.pair, method, **options)
+    assert isinstance(engine.loop.stepper.verifier, hf_paged.HFPagedTarget)
+    engine.loop.lookahead = 1
+    broken = [engine.add([poisoned.token] * 16, max_tokens=8) for _ in range(3)]
+    engine.step()
+    assert engine.loop.in_flight
+    for stream in broken:
+        if abort:
+            stream.abort()
+    if not abort:
+        engine.drain()
+    good = engine.add(ids, max_tokens=42, ignore_eos=True)
+    engine.drain()
+    engine.check_integrity()
+    assert tokens_of(steps_of(good)) == expected
+
+
+def test_choices_of_a_broken_prompt_fail_and_leave_nothing(poisoned: Poisoned) -> None:
+    """They share pages that hold NaN: the last one to leave clears them."""
+    engine = engine_of(poisoned.pair, "p-eagle", kv_tokens=96)
+    (ids, options), steps = poisoned.good[0], poisoned.expected["p-eagle"][0]
+    for _ in range(2):
+        failed = [engine.add(poisoned.bad(), max_tokens=8) for _ in range(3)]
+        engine.step()
+        failed.pop().abort()
+        good = engine.add(ids, **options)
+        engine.drain()
+        engine.check_integrity()
+        assert steps_of(good) == steps
+        for stream in failed:
+            with pytest.raises(RequestFailed, match="not finite"):
+                list(stream)
+    kv_cache = engine.loop.stepper.kv_cache
+    engine.add(poisoned.good[1][0], **poisoned.good[1][1])
+    engine.drain()
+    unverified = engine.loop.scheduler.allocator.unverified
+    for page in set(range(kv_cache.num_pages + 1)) - unverified:
+        cells = slice(page * kv_cache.page_size, (page + 1) * kv_cache.page_size)
+        assert all(cache[cells].isfinite().all() for cache in (*kv_cache.keys, *kv_cache.values))
+
+
+# A device that is lost.
+
+ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(ILLEGAL_ACCESS), True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+            True,
+        ),
+        (RuntimeError("CUDA error: unknown error"), True),
+        (DeviceLost("the device is lost"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), False),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError(ILLEGAL_ACCESS), False),
+    ],
+)
+def test_which_errors_mean_a_lost_device(error: Exception, lost: bool) -> None:
+    assert is_device_lost(error) is lost
+    wrapped = UserError("the KV cache does not fit")
+    wrapped.__cause__ = error
+    assert is_device_lost(wrapped) is lost
+
+
+def lose_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every call to the device raises, as after a sticky CUDA error."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(ILLEGAL_ACCESS)
+
+    stepper = engine.loop.stepper
+    monkeypatch.setattr(stepper, "decode", fail)
+    monkeypatch.setattr(stepper.prefill, "run", fail)
+    monkeypatch.setattr(stepper.kv_cache, "zero_pages", fail)
+    monkeypatch.setattr(stepper.slots, "write_tables", fail)
+
+
+LOST = "the device is lost, start a new process: CUDA error: an illegal memory access.*encountered$"
+
+
+def test_a_lost_device_leaves_no_caller_waiting(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
+    engine = Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT | {"max_batch": 2}))
+    with engine.loop.lock:
+        streams = [engine.add(prompt(5 + i), max_tokens=90, ignore_eos=True) for i in range(4)]
+        lose_device(engine, monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        for future in [pool.submit(list, stream) for stream in streams]:
+            with pytest.raises(RequestFailed, match=LOST):
+                future.result(timeout=60)
+    with pytest.raises(UserError, match=LOST):
+        engine.add(prompt(5))
+    engine.close()
+    assert engine._thread is not None and not engine._thread.is_alive()
+    engine.check_integrity()
+
+
+def test_a_caller_of_step_is_told_that_the_device_is_lost(
+    monkeypatch: pytest.MonkeyPatch, prompt
+) -> None:
+    engine = engine_of(small(), "p-eagle", max_batch=2)
+    streams = [engine.add(prompt(5 + i), max_tokens=9) for i in range(4)]
+    engine.step()
+    lose_device(engine, monkeypatch)
+    with pytest.raises(DeviceLost, match=LOST):
+        engine.step()
+    for stream in streams:
+        with pytest.raises(RequestFailed, match=LOST):
+            list(stream)
+    assert engine.closed and not engine.busy
+    engine.close()
+    with pytest.raises(UserError, match=LOST):
+        engine.step()
+
+
+def test_every_stream_ends_even_if_the_bookkeeping_raises(
+    monkeypatch: pytest.MonkeyPatch, prompt
+) -> None:
+    engine = engine_of(small(), "none")
+    streams = [engine.add(prompt(5 + i), max_tokens=9) for i in range(3)]
+    engine.step()
+    monkeypatch.setattr(engine.loop.scheduler, "finish", lambda *_: 1 / 0)
+    assert isinstance(engine.fail("it stopped"), ZeroDivisionError)
+    for stream in streams:
+        with pytest.raises(RequestFailed, match="it stopped"):
+            list(stream)
 
 
 # The loop.

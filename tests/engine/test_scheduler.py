@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from peagle.engine.kv.page_keys import page_key
+from peagle.engine.schedule import scheduler as scheduler_module
 from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.queue import FairQueue, QueueFull
 from peagle.engine.schedule.request import FinishReason, RequestLimits
@@ -132,7 +134,7 @@ def test_pages_are_published_when_the_next_token_is_known() -> None:
     scheduler.mark_prefilled(plan.prefill[0])
     a = scheduler.running[0]
     published = scheduler.allocator.prefix_table
-    assert len(published) == 0 and a.in_flight
+    assert len(published) == 1 and a.in_flight  # The token after 3 4 is not known yet.
     scheduler.append_first(a, 5)
     assert len(published) == 2 and not a.in_flight
     scheduler.append(a, [6])
@@ -143,6 +145,65 @@ def test_pages_are_published_when_the_next_token_is_known() -> None:
     scheduler.add(make_request("b", [1, 2, 3, 4, 5, 6, 9]))
     b = scheduler.plan(STEP_ROWS).prefill[0]
     assert (b.start, b.end, b.request.cached) == (4, 7, 4)  # 5 6 was followed by 7.
+
+
+def test_choices_of_one_prompt_compute_it_once() -> None:
+    """They are admitted together and share the pages of the first, which is not computed yet."""
+    scheduler = make_scheduler(prefill_chunk=30)
+    for id in ("a", "b", "c"):
+        scheduler.add(make_request(id, 18))
+    chunks = scheduler.plan(STEP_ROWS).prefill
+    assert [(chunk.start, chunk.end) for chunk in chunks] == [(0, 18), (16, 18), (16, 18)]
+    assert chunks[1].request.pages[:4] == chunks[0].request.pages[:4]
+    assert (scheduler.allocator.hit_tokens, scheduler.allocator.queried_tokens) == (32, 54)
+    scheduler.check_integrity()
+
+
+def test_choices_of_a_prompt_in_chunks_compute_it_once() -> None:
+    scheduler = make_scheduler(prefill_chunk=10)
+    for id in ("a", "b", "c"):
+        scheduler.add(make_request(id, 26))
+    chunks = []
+    for _ in range(4):
+        plan = scheduler.plan(STEP_ROWS)
+        chunks.append([(chunk.request.id, chunk.start, chunk.end) for chunk in plan.prefill])
+        run_plan(scheduler, plan)
+    assert chunks == [
+        [("a", 0, 10)],
+        [("a", 10, 20)],
+        [("a", 20, 26), ("b", 24, 26), ("c", 24, 26)],
+        [],
+    ]
+
+
+def test_requests_share_pages_of_their_own_salt_only() -> None:
+    scheduler = make_scheduler()
+    salts = {"a": "", "b": "key", "c": "", "d": "key"}
+    for id, salt in salts.items():
+        request = make_request(id, 9)
+        request.cache_salt = salt
+        scheduler.add(request)
+    cached = {chunk.request.id: chunk.start for chunk in scheduler.plan(STEP_ROWS).prefill}
+    assert cached == {"a": 0, "b": 0, "c": 8, "d": 8}
+
+
+def test_a_waiting_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many plans look for its pages; and pages that are full later are hashed alone."""
+    hashed: list[list[int]] = []
+
+    def count(parent: bytes, tokens: list[int]) -> bytes:
+        hashed.append(tokens)
+        return page_key(parent, tokens)
+
+    monkeypatch.setattr(scheduler_module, "page_key", count)
+    scheduler = make_scheduler(8)
+    scheduler.add(make_request("a", [9] * 13, max_tokens=14))
+    scheduler.add(make_request("b", [8] * 17, max_tokens=8))
+    for steps in range(1, 7):
+        run_plan(scheduler, scheduler.plan(STEP_ROWS))
+        assert scheduler.live["b"].status == "waiting"
+        assert len(hashed) == 3 + 4 + (steps > 3), steps
+    assert hashed[-1] == [9, 7, 7, 7, 7]
 
 
 @pytest.mark.parametrize(("reason", "cached"), [("stop", 8), ("error", 0)])

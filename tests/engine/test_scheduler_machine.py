@@ -28,38 +28,41 @@ def says(tokens: tuple[int, ...]) -> int:
     return (sum(tokens) * 5 + len(tokens) // 3) % 3
 
 
+KV = dict[tuple[int, int], tuple[str | int, ...]]  # salt and tokens, by page and offset
+
+
 class Engine:
     """Steps run on the device when launched, and are read back later; drafts may be right or wrong.
 
     The KV of position j is right if it was computed from tokens 0..j, and the drafter's KV if it
-    was computed from tokens 0..j + 1.
+    was computed from tokens 0..j + 1, both by a request with the same salt.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.target: dict[tuple[int, int], tuple[int, ...]] = {}  # by page and offset
-        self.drafter: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.target: KV = {}
+        self.drafter: KV = {}
         self.tokens: dict[str, tuple[int, ...]] = {}  # all that the device knows of a request
         self.unread: deque[list[tuple[Request, list[int]]]] = deque()
 
     def write(
         self,
-        kv: dict[tuple[int, int], tuple[int, ...]],
+        kv: KV,
         to: Request,
         j: int,
         value: tuple[int, ...],
     ) -> None:
         size = self.scheduler.allocator.page_size
         if j // size < len(to.pages):
-            kv[to.pages[j // size], j % size] = value
+            kv[to.pages[j // size], j % size] = (to.cache_salt, *value)
 
     def verify(self, of: Request, end: int) -> None:
         """Everything that a row at position `end` would see is right."""
         tokens, size = self.tokens[of.id], self.scheduler.allocator.page_size
         for j in range(min(end, self.scheduler.max_length(of))):
             slot = of.pages[j // size], j % size
-            assert self.target[slot] == tokens[: j + 1]
-            assert self.drafter[slot] == tokens[: j + 2]
+            assert self.target[slot] == (of.cache_salt, *tokens[: j + 1])
+            assert self.drafter[slot] == (of.cache_salt, *tokens[: j + 2])
 
     def launch(self, accepted: list[int]) -> StepPlan:
         plan = self.scheduler.plan(STEP_ROWS)
@@ -181,18 +184,24 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         user=st.sampled_from("abc"),
         stops=st.booleans(),
+        salt=st.sampled_from(["", "", "salt"]),
+        choices=st.sampled_from([1, 1, 3]),
     )
-    def add(self, prompt: list[int], max_tokens: int, user: str, stops: bool) -> None:
+    def add(
+        self, prompt: list[int], max_tokens: int, user: str, stops: bool, salt: str, choices: int
+    ) -> None:
         limits = RequestLimits(max_tokens, stop_ids=frozenset([2] if stops else []))
-        new = Request(str(len(self.requests)), prompt, Sampling(), limits, user)
         if len(prompt) >= self.scheduler.context:
             return
-        try:
-            self.scheduler.add(new)
-        except QueueFull:
-            assert len(self.scheduler.waiting) >= QUEUE
-        else:
-            self.requests.append(new)
+        for _ in range(choices):
+            id = str(len(self.requests))
+            new = Request(id, prompt, Sampling(), limits, user, cache_salt=salt)
+            try:
+                self.scheduler.add(new)
+            except QueueFull:
+                assert len(self.scheduler.waiting) >= QUEUE
+            else:
+                self.requests.append(new)
 
     @precondition(lambda self: len(self.engine.unread) < 3)
     @rule(accepted=ACCEPTED)

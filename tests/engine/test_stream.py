@@ -100,6 +100,22 @@ def test_abort_in_the_middle_and_while_waiting(expected) -> None:
     engine.check_integrity()
 
 
+def test_an_old_stream_does_not_abort_a_new_request_with_its_id(expected) -> None:
+    engine = engine_of(small(), "p-eagle")
+    ids, options = ASKED[0]
+    old = engine.add(ids, id="chat", **options)
+    engine.drain()
+    new = engine.add(ids, id="chat", **options)
+    engine.step()
+    old.abort()
+    engine.drain()
+    assert steps_of(new) == steps_of(old) == expected[0]
+    third = engine.add(ids, id="chat", **options)
+    engine.step()
+    third.abort()
+    assert list(third)[-1].reason == "abort" and engine.idle
+
+
 def test_abort_from_other_threads(engine: Engine, expected) -> None:
     """At any moment of a step: the loop goes on."""
 

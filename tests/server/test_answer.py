@@ -28,7 +28,7 @@ def answer_of(count: int, steps: int, streams: int = 0, reason: Any = "length") 
         ),
     )
     choices = [
-        Choice([1], RequestTiming(time.monotonic()), Stream(str(i), 1, lambda _: None), i)
+        Choice([1], RequestTiming(time.monotonic()), Stream(str(i), 1, lambda: None), i)
         for i in range(count)
     ]
     slot: Any = SimpleNamespace(name="none", engine=SimpleNamespace(closed=False))

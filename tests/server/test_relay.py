@@ -44,7 +44,8 @@ def chunks(reply: httpx.Response) -> list[dict[str, Any]]:
 
 def test_requests_are_checked_and_relayed(live: Live) -> None:
     gateway, url, folder = live
-    assert post(url, "hello", seed=3).json()["body"] == {"prompt": "hello", "seed": 3}
+    body = post(url, "hello", seed=3).json()["body"]
+    assert body.pop("cache_salt") and body == {"prompt": "hello", "seed": 3}
     events = chunks(post(url, "hello", stream=True, max_tokens=9))
     assert [event["i"] for event in events] == list(range(9))
     log = (folder / "fake-0.log").read_text()
@@ -75,6 +76,37 @@ def test_requests_are_checked_and_relayed(live: Live) -> None:
     assert [worker["state"] for worker in status["workers"]] == ["ready", "ready"]
     assert status["restarts"] == 0
     assert gateway.workers.in_flight == 0
+
+
+def test_workers_get_a_salt_instead_of_the_key(tmp_path: Path) -> None:
+    """Each key and each `cache_salt` of a client has its own; without both there is none."""
+
+    def salt(url: str, key: str | None, **body: Any) -> str | None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        reply = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "x"} | body, headers=headers, timeout=60
+        )
+        assert reply.status_code == 200, reply.text
+        return reply.json()["body"].get("cache_salt")  # type: ignore[no-any-return]
+
+    with running_gateway(make_gateway(tmp_path, count=1, api_keys=("one", "two"))) as (_, url):
+        salts = [
+            salt(url, key, **body) for key in ("one", "two") for body in ({}, {"cache_salt": "a"})
+        ]
+        assert len(set(salts)) == 4 and None not in salts
+        assert salts[1] == salt(url, "one", cache_salt="a") != "a"
+        assert not any(key in str(salts) for key in ("one", "two"))
+        for wrong in ("", 7, ["a"], "a" * 513):
+            reply = post_with(url, "one", cache_salt=wrong)
+            assert reply.status_code == 400 and "cache_salt" in reply.json()["error"]["message"]
+    with running_gateway(make_gateway(tmp_path, count=1)) as (_, url):
+        assert salt(url, None) is None
+        assert salt(url, None, cache_salt="a") not in (None, "a", salts[1])
+
+
+def post_with(url: str, key: str, **body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/v1/completions", json={"prompt": "x"} | body, headers=headers)
 
 
 def test_metrics_of_several_workers(live: Live) -> None:

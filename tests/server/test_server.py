@@ -222,6 +222,15 @@ def test_stops() -> None:
             by_id["choices"][0]["finish_reason"] == "stop"
             and by_id["usage"]["completion_tokens"] == position + 1
         )
+        assert by_id["choices"][0]["text"].strip() == before
+        shown = await ask(
+            client,
+            TEXT,
+            max_tokens=12,
+            stop_token_ids=[int(stop[1:])],
+            include_stop_str_in_output=True,
+        )
+        assert shown["choices"][0]["text"].strip() == f"{before} {stop}"
         later = await ask(
             client, TEXT, max_tokens=12, stop_token_ids=[int(stop[1:])], min_tokens=position + 2
         )
@@ -230,6 +239,46 @@ def test_stops() -> None:
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks).strip() == before
 
     served(test)
+
+
+def test_choices_of_one_prompt_compute_it_once() -> None:
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        assert backend.engines.main is not None
+        words = " ".join(f"w{6 + i % 60}" for i in range(140))  # two full pages of 64, and a rest
+        await ask(client, TEXT, words=words, n=4, temperature=1, seed=1)
+        assert backend.engines.main.engine.metrics.cached_tokens == 3 * 128
+
+    served(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("keys", [(), ("one", "two")])
+def test_keys_and_salts_keep_prefixes_apart(path: str, keys: tuple[str, ...]) -> None:
+    """What one key has asked is not faster for another one; nor is it with another salt."""
+    words = " ".join(f"w{6 + i % 60}" for i in range(140))
+
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        assert backend.engines.main is not None
+        metrics = backend.engines.main.engine.metrics
+
+        async def cached(key: str, **body: Any) -> int:
+            before = metrics.cached_tokens
+            client.headers["authorization"] = f"Bearer {key}"
+            await ask(client, path, words=words, **body)
+            return metrics.cached_tokens - before
+
+        apart = bool(keys)
+        assert await cached("one") == 0 and await cached("one") == 128
+        assert await cached("two") == (0 if apart else 128)
+        assert await cached("two") == await cached("one") == 128
+        assert await cached("one", cache_salt="a") == 0
+        assert await cached("one", cache_salt="a") == 128
+        assert await cached("two", cache_salt="a") == (0 if apart else 128)
+        assert await cached("one", cache_salt="b") == 0
+        for wrong in ("", 7, "a" * 513):
+            await ask(client, path, code=400, cache_salt=wrong)
+
+    served(test, api_keys=keys)
 
 
 def test_sampling_fields() -> None:

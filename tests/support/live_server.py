@@ -55,9 +55,11 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(folder: Path, *options: str, **environment: str) -> Iterator[LiveServer]:
+def live_server(
+    folder: Path, *options: str, module: str = "peagle", **environment: str
+) -> Iterator[LiveServer]:
     """Serve the tiny pair in `folder` (made by `tiny_folder`) until the block ends."""
-    command = [sys.executable, "-m", "peagle", "serve", str(folder / "target")]
+    command = [sys.executable, "-m", module, "serve", str(folder / "target")]
     command += ["--drafter", str(folder / "p-eagle"), "--dtype", "float32", "--port", "0", *options]
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     process = subprocess.Popen(

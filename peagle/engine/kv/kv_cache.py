@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from peagle.engine.device import to_device
 from peagle.kernels.triton.compact_kv import compact_kv
 from peagle.kernels.triton.paged_attention import new_split_counters
 
@@ -69,18 +70,18 @@ class KVCache:
         for block in self.target_blocks:
             compact_kv(block, first, accepted, path, tables, self.page_size)
 
-    def reset_pages(self, pages: list[int]) -> None:
-        """Prepare pages for a new owner.
+    def reset_pages(self, pages: list[int], unverified: list[int]) -> None:
+        """Prepare pages for a new owner; `unverified`: those of them that may hold NaN.
 
-        CPU attention reads whole pages, also beyond the positions that their owner has written.
+        CPU attention reads whole pages, also beyond the positions that their owner has written. On
+        a GPU a pass reads as far as its last row, and rows beyond the context are not written.
         """
-        if self.keys[0].device.type == "cpu":
-            self.zero_pages(pages)
+        self.zero_pages(pages if self.keys[0].device.type == "cpu" else unverified)
 
     def zero_pages(self, pages: list[int]) -> None:
         """Overwrite pages with zeros: a masked key is still multiplied, and NaN * 0 is NaN."""
         if pages:
-            index = torch.tensor(pages, device=self.keys[0].device)
+            index = to_device(torch.tensor(pages), self.keys[0].device)
             for cache in (*self.keys, *self.values):
                 cache.unflatten(0, (-1, self.page_size))[index] = 0
 

@@ -1,31 +1,23 @@
 """PageAllocator: KV pages of target and drafter, and the prefixes that requests share.
 
 A page holds `page_size` positions of both models. Page i of a request holds positions
-i * page_size .. (i + 1) * page_size - 1. The drafter's row at position j reads token j + 1, so a
-page may be shared only where its tokens, all tokens before it and the one token right after it are
-the same. Its key is a hash chain over exactly these:
-
-    page_size 2, tokens 5 6 7 8 9
-    key 0 = H(root, 5 6, 7)
-    key 1 = H(key 0, 7 8, 9)
-    token 9 is not in a full page
-
-A page is in one of three states:
+i * page_size .. (i + 1) * page_size - 1. Requests share a page by its key (page_keys.py). A page is
+in one of three states:
 
     fresh    no request holds it, and its contents do not matter
-    held     its reference count is above 0; it has a key once it is full, and it is in the prefix
-             table unless another page had that key before
+    held     its reference count is above 0; it has a key once the pass that fills it is planned,
+             and it is in the prefix table unless another page had that key before
     idle     in the prefix table, but held by no request; when no page is fresh, the idle page that
              was unused for longest is evicted
+
+A page is *unverified* if it was released before the logits of the passes that wrote it were read
+back: it may hold NaN. It is overwritten with zeros before its next owner uses it.
 """
 
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
 
-KEY_BYTES = 32  # 256 bits: equal keys are taken for equal prefixes.
-ROOT_KEY = bytes(KEY_BYTES)
+from peagle.engine.kv.page_keys import ROOT_KEY
 
 
 class PageAllocator:
@@ -41,6 +33,7 @@ class PageAllocator:
         self.prefix_table: dict[bytes, int] = {}
         self.fresh = list(reversed(range(num_pages)))  # A stack with page 0 on top.
         self.idle: OrderedDict[int, None] = OrderedDict()  # The longest unused page comes first.
+        self.unverified: set[int] = set()  # Released or held: see above.
         self.queried_tokens = 0  # Tokens looked up in the prefix table.
         self.hit_tokens = 0  # Those of them that were in it.
 
@@ -73,59 +66,63 @@ class PageAllocator:
             self.ref_counts[page] += 1
             self.idle.pop(page, None)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference to each page.
+    def release(self, pages: Sequence[int], verified: bool = True) -> None:
+        """Drop a reference to each page; `verified`: their contents are known to be finite.
 
         The last page goes first, so that it is evicted first: it is useless without its prefix.
         """
+        if not verified:
+            self.unverified.update(pages)
         for page in reversed(pages):
             assert self.ref_counts[page] > 0, f"page {page} is released more often than held"
             self.ref_counts[page] -= 1
             if self.ref_counts[page] == 0:
                 self._put_back(page)
 
-    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Hold and return the longest chain of published pages that `tokens` begin with.
+    def take_unverified(self, pages: Sequence[int]) -> list[int]:
+        """Those of `pages` that may hold NaN. The caller overwrites them: they count as clean."""
+        if not self.unverified:
+            return []
+        dirty = [page for page in pages if page in self.unverified]
+        self.unverified.difference_update(dirty)
+        return dirty
 
-        A page needs the token after it, so at least one token is always left to compute.
-        """
+    def find_prefix(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of the longest beginning of `keys` that is published; none gets a reference."""
         pages: list[int] = []
-        for key in self._page_keys(tokens) if self.caching else ():
-            if key not in self.prefix_table:
+        for key in keys if self.caching else ():
+            page = self.prefix_table.get(key)
+            if page is None:
                 break
-            pages.append(self.prefix_table[key])
-        self.share(pages)
-        self.queried_tokens += len(tokens)
-        self.hit_tokens += len(pages) * self.page_size
-        assert not tokens or len(pages) * self.page_size < len(tokens)
+            pages.append(page)
         return pages
 
-    def undo_match(self, tokens: Sequence[int], pages: list[int]) -> None:
-        """Undo `match_prefix(tokens)`, which returned `pages`, counters included."""
-        self.release(pages)
-        self.queried_tokens -= len(tokens)
-        self.hit_tokens -= len(pages) * self.page_size
+    def free_beside(self, pages: Iterable[int]) -> int:
+        """The number of pages that `allocate` can return once `pages` are shared."""
+        return self.num_free - sum(page in self.idle for page in pages)
+
+    def count_query(self, tokens: int, pages: Sequence[int]) -> None:
+        """Count a prompt of so many tokens, of which `pages` were found."""
+        self.queried_tokens += tokens
+        self.hit_tokens += len(pages) * self.page_size
 
     def is_sealed(self, page: int) -> bool:
-        """Whether `publish` has seen this page full: it is not written until it is fresh again."""
+        """Whether this page has a key: beyond the pass that fills it, it is not written again."""
         return self.keys[page] is not None
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make full pages shareable: `pages` hold the KV of all `tokens` but the last.
+    def publish(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Make full pages shareable: page i of `pages` has the i-th key.
 
+        The pass that fills them must run before, or be the same as, the first pass that reads them.
         A page whose key another page already has stays private. Publishing twice changes nothing.
         """
         if not self.caching:
             return
-        full = max(0, len(tokens) - 1) // self.page_size
-        assert full <= len(pages), "more tokens than their pages hold"
-        sealed = full
+        assert len(keys) <= len(pages), "more keys than pages"
+        sealed = len(keys)
         while sealed and self.keys[pages[sealed - 1]] is None:
             sealed -= 1
-        parent_key = self.keys[pages[sealed - 1]] if sealed else ROOT_KEY
-        assert parent_key is not None
-        new_keys = self._page_keys(tokens, sealed, parent_key)
-        for page, key in zip(pages[sealed:full], new_keys, strict=True):
+        for page, key in zip(pages[sealed:], keys[sealed:], strict=False):
             assert self.ref_counts[page] > 0 and self.keys[page] is None
             self.keys[page] = key
             self.prefix_table.setdefault(key, page)
@@ -142,20 +139,6 @@ class PageAllocator:
             self.keys[page] = None
             if key is not None and self.prefix_table.get(key) == page:
                 del self.prefix_table[key]
-
-    def _page_keys(
-        self, tokens: Sequence[int], first: int = 0, key: bytes = ROOT_KEY
-    ) -> Iterator[bytes]:
-        """Yield the keys of the pages from `first` on that `tokens` fill and exceed.
-
-        `key` is the key of the page before `first`.
-        """
-        size = self.page_size
-        for start in range(first * size, len(tokens) - size, size):
-            # The tokens of the page, and the one after it.
-            ids = array("q", tokens[start : start + size + 1])
-            key = blake2b(key + ids.tobytes(), digest_size=KEY_BYTES).digest()
-            yield key
 
     def _put_back(self, page: int) -> None:
         key = self.keys[page]

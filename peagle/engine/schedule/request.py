@@ -62,6 +62,7 @@ class Request:
     sampling: Sampling
     limits: RequestLimits
     user: str = ""  # Users take turns in the queue.
+    cache_salt: str = ""  # Requests with different salts share no pages.
     arrival: float = field(default_factory=time.monotonic)
 
     output: list[int] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Request:
     # Upper bound of tokens that launched steps, not read back yet, will add; the loop counts them.
     ahead: int = 0
     pages: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)  # Of the first pages, each hashed once.
     cached: int = 0  # Tokens found in the prefix table at the last admission.
     status: RequestStatus = "waiting"
     finish_reason: FinishReason | None = None
@@ -79,6 +81,14 @@ class Request:
     def tokens(self) -> list[int]:
         """Prompt and output as a new list, which is expensive for long prompts."""
         return self.prompt + self.output
+
+    def token_range(self, start: int, end: int) -> list[int]:
+        """Tokens start .. end - 1, without a copy of the others."""
+        prompt_tokens = len(self.prompt)
+        if end <= prompt_tokens:
+            return self.prompt[start:end]
+        output = self.output[max(start - prompt_tokens, 0) : end - prompt_tokens]
+        return self.prompt[start:] + output
 
     @property
     def length(self) -> int:
@@ -109,7 +119,7 @@ class PrefillChunk:
 
     @property
     def ids(self) -> list[int]:
-        return self.request.tokens[self.start : self.end]
+        return self.request.token_range(self.start, self.end)
 
     @property
     def next_id(self) -> int | None:
@@ -117,4 +127,5 @@ class PrefillChunk:
 
         None: the pass itself gives it, as the first token of the answer.
         """
-        return self.request.tokens[self.end] if self.end < self.request.length else None
+        following = self.request.token_range(self.end, self.end + 1)
+        return following[0] if following else None

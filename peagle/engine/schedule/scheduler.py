@@ -19,6 +19,9 @@ passes run later on the device.
 * A waiting request is admitted when all running requests have the pages for this step, and the
   free pages hold everything the new one has to compute, one decode step included. No request
   overtakes the first one in the queue.
+* The pages that a chunk fills are published when it is planned, and requests admitted behind it, in
+  the same plan or later, share them: `n` choices of one prompt compute it once. A pass stores the
+  keys and values of all its rows before its attention reads them, layer by layer.
 * No request gets pages beyond `max_length`, except for `answer_slack`. A row whose position has no
   page must not be stored, and its result is cut.
 """
@@ -27,6 +30,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from peagle.engine.kv.page_allocator import PageAllocator
+from peagle.engine.kv.page_keys import page_key, root_key
 from peagle.engine.schedule.queue import FairQueue
 from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.errors import UserError
@@ -81,6 +85,20 @@ class Scheduler:
         self.live[request.id] = request
         self.num_added += 1
 
+    def hash_pages(self, request: Request) -> list[bytes]:
+        """The keys of the full pages whose next token is known. No page is hashed twice.
+
+        Hashing a long prompt takes milliseconds: call this before the request is added, without
+        the loop's lock.
+        """
+        keys = request.page_keys
+        size = self.allocator.page_size
+        full = (request.length - 1) // size if self.allocator.caching else 0
+        for start in range(len(keys) * size, full * size, size):
+            parent = keys[-1] if keys else root_key(request.cache_salt)
+            keys.append(page_key(parent, request.token_range(start, start + size + 1)))
+        return keys
+
     def plan(self, step_rows: int) -> StepPlan:
         """Plan the next step.
 
@@ -102,7 +120,7 @@ class Scheduler:
             if decodes:
                 plan.decode.append(request)
             else:
-                plan.prefill.append(PrefillChunk(request, request.computed, end))
+                self._plan_chunk(plan, request, end)
                 budget -= end - request.computed
         if not plan.preempted:
             self._admit(plan, budget, step_rows)
@@ -133,14 +151,18 @@ class Scheduler:
         self._set_computed(request, request.computed + len(tokens))
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """Release the pages of a request. Published ones stay shareable, except after an error."""
+        """Release the pages of a request. Published ones stay shareable, except after an error.
+
+        After an error the caller has overwritten the pages, or never runs another pass.
+        """
         assert self.live.get(request.id) is request, f"request {request.id!r} is not live"
         if reason == "error":
             self.allocator.withdraw(request.pages)
         if request.status == "waiting":
             self.waiting.remove(request.id)
         else:
-            self._stop(request)
+            # A pass of an aborted request may be in flight, or planned and not launched yet.
+            self._stop(request, verified=reason != "abort")
         del self.live[request.id]
         request.status = "finished"
         request.finish_reason = reason
@@ -180,7 +202,8 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._stop(request)
+        # The logits of the chunks before the last are never read back.
+        self._stop(request, verified=request.status == "decode")
         request.computed = 0
         request.status = "waiting"
         self.waiting.push_front(request)
@@ -193,13 +216,15 @@ class Scheduler:
             if request is None:
                 break
             prefill_end = request.prefill_end
-            tokens = request.tokens[:prefill_end]
-            request.pages = allocator.match_prefix(tokens)
+            # A page needs the token after it, so at least one token is left to compute.
+            usable = (prefill_end - 1) // allocator.page_size
+            shared = allocator.find_prefix(self.hash_pages(request)[:usable])
             positions = self._positions(request, prefill_end, step_rows, with_step=True)
-            if self._missing_pages(request, positions) > allocator.num_free:
-                allocator.undo_match(tokens, request.pages)
-                request.pages = []
+            if allocator.pages_for(positions) - len(shared) > allocator.free_beside(shared):
                 break
+            allocator.share(shared)
+            allocator.count_query(prefill_end, shared)
+            request.pages = shared
             self.running.append(self.waiting.pop())
             request.computed = request.cached = len(request.pages) * allocator.page_size
             request.status = "prefill"
@@ -207,26 +232,33 @@ class Scheduler:
             positions = self._positions(request, end, step_rows, end == prefill_end)
             fits = self._ensure_pages(request, positions, plan)
             assert fits, "enough pages were free"
-            plan.prefill.append(PrefillChunk(request, request.computed, end))
+            self._plan_chunk(plan, request, end)
             budget -= end - request.computed
 
+    def _plan_chunk(self, plan: StepPlan, request: Request, end: int) -> None:
+        """Plan the prefill up to `end`; requests that are planned behind it may share its pages."""
+        plan.prefill.append(PrefillChunk(request, request.computed, end))
+        self._publish(request, end)
+
     def _set_computed(self, request: Request, computed: int) -> None:
-        """Record computed KV, and publish the pages that are full with their next token known.
-
-        Nothing is published before the first token of the answer is read back: a prompt whose
-        logits are not finite must fail alone.
-        """
         request.computed = computed
-        allocator = self.allocator
-        if not request.output or not allocator.caching:
-            return
-        full = min(computed, request.length - 1) // allocator.page_size
-        if full and not allocator.is_sealed(request.pages[full - 1]):
-            allocator.publish(request.tokens[: full * allocator.page_size + 1], request.pages)
+        self._publish(request, computed)
 
-    def _stop(self, request: Request) -> None:
+    def _publish(self, request: Request, end: int) -> None:
+        """Publish the pages below position `end` that are full with their next token known.
+
+        The KV of a page depends on the tokens of its key alone. If it is not finite, a request that
+        shares the page would have computed the same, and fails by itself.
+        """
+        allocator = self.allocator
+        full = min(end, request.length - 1) // allocator.page_size
+        if full and allocator.caching and not allocator.is_sealed(request.pages[full - 1]):
+            allocator.publish(self.hash_pages(request)[:full], request.pages)
+
+    def _stop(self, request: Request, verified: bool) -> None:
+        """`verified`: the contents of its pages are known to be finite, or overwritten."""
         self.running.remove(request)
-        self.allocator.release(request.pages)
+        self.allocator.release(request.pages, verified)
         request.pages = []
 
     def check_integrity(self) -> None:

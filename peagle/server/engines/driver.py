@@ -36,10 +36,13 @@ class Driver:
     def __init__(
         self,
         on_engine_failure: Callable[[EngineSlot, Exception], None],
+        on_job_failure: Callable[[Exception], object],
         on_crash: Callable[[Exception], None],
     ) -> None:
-        """Both are called on this thread: when a step of an engine raises, and when it ends."""
+        """All are called on this thread: after an error of an engine's step or of a job, and
+        before the thread ends because of one."""
         self.on_engine_failure = on_engine_failure
+        self.on_job_failure = on_job_failure
         self.on_crash = on_crash
         self.wakeup = LoopWakeup()
         self.slots: list[EngineSlot] = []  # Only the driver's thread changes this list.
@@ -121,6 +124,7 @@ class Driver:
                 future.set_result(job())
             except Exception as error:
                 future.set_exception(error)
+                self.on_job_failure(error)
         del future, job  # The error's traceback holds this frame: it must not hold the future.
         return True
 
@@ -150,6 +154,7 @@ class Driver:
         except Exception as error:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
+            self.on_job_failure(error)
         del job  # As above.
         return False
 

@@ -4,6 +4,7 @@ The main engine serves the server's own method and K and is rebuilt when it fail
 are built when a request asks for another method or K.
 
     loading -> ready <-> restarting        failed: the pair or its settings cannot be served
+                                           lost: the device is, and the process must end
 """
 
 import asyncio
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
 
 T = TypeVar("T")
-PoolState = Literal["loading", "ready", "restarting", "failed", "closed"]
+PoolState = Literal["loading", "ready", "restarting", "failed", "lost", "closed"]
 MAX_EXTRA_ENGINES = 4
 MIN_IDLE_SECONDS = 1.0  # An extra engine used more recently is not closed for another one.
 DRIVER_POLL_SECONDS = 1.0
@@ -48,6 +49,7 @@ UNAVAILABLE = {
     "loading": "the model is still loading",
     "restarting": "the engine stopped and is being started again",
     "failed": "the model could not be loaded",
+    "lost": "the device is lost, and the server ends",
     "closed": "the server is shutting down",
 }
 
@@ -69,7 +71,8 @@ class EnginePool:
         self.restarts = 0
         self.scorings = 0  # Prompts whose own log-probabilities are awaited.
         self.on_failure: Callable[[str], None] = lambda reason: None
-        self.driver = Driver(self._engine_failed, self._driver_crashed)
+        self.device_lost = False
+        self.driver = Driver(self._engine_failed, self._end_if_device_lost, self._driver_crashed)
         self.builder = EngineBuilder()
         self.tokenizer_thread = ThreadPoolExecutor(1, "peagle-tokenizer")
         self.grammar_queue = GrammarQueue()
@@ -247,7 +250,7 @@ class EnginePool:
             self.factory.load()
             engine = self._start_main()
         except Exception as error:
-            if self.state == "closed":
+            if self.state == "closed" or self._end_if_device_lost(error):
                 return
             self.state = "failed"
             known = isinstance(error, UserError | OSError)
@@ -279,7 +282,12 @@ class EnginePool:
             return self.extra[key]
         if len(self.extra) >= self.max_extra:
             self._on_driver(self._close_idle_engine)
-        slot = EngineSlot(self.factory.engine_name(key), self.factory.build_extra(key))
+        try:
+            slot = EngineSlot(self.factory.engine_name(key), self.factory.build_extra(key))
+        except Exception as error:
+            failure = error  # The name `error` ends with this block.
+            self.driver.submit(lambda: self._end_if_device_lost(failure))
+            raise
         try:
             self._on_driver(lambda: self._add_extra(key, slot))
         except BaseException:
@@ -288,7 +296,7 @@ class EnginePool:
         return slot
 
     def _add_extra(self, key: EngineKey, slot: EngineSlot) -> None:
-        if self.state == "closed":
+        if self.state in ("closed", "lost", "failed"):
             raise self.unavailable()
         self.extra[key] = slot
         self.driver.slots.append(slot)
@@ -336,6 +344,8 @@ class EnginePool:
             engine=slot.name,
             live=slot.engine.live_requests,
         )
+        if self._end_if_device_lost(error) or self.device_lost:
+            return
         is_main = slot is self.main
         if is_main and self.state == "ready":
             self.state = "restarting"
@@ -355,9 +365,29 @@ class EnginePool:
 
     def _give_up(self, reason: str) -> None:
         """Let the process exit with an error, so that a supervisor starts a new one."""
-        if self.state != "closed":
+        if self.state not in ("closed", "lost"):
             self.state = "failed"
             self.on_failure(reason)
+
+    def _end_if_device_lost(self, error: Exception) -> bool:
+        """After a sticky error of the device, end the process: nothing can run in its context.
+
+        A supervisor starts a new one; for a replica, the gateway does.
+        """
+        from peagle.engine.device import is_device_lost
+
+        if not is_device_lost(error):
+            return False
+        if not self.device_lost:
+            self.device_lost = True
+            if self.state != "closed":
+                self.state = "lost"
+            log_event("device lost", logging.CRITICAL, error)
+            for slot in self.slots:
+                slot.engine.fail("the engine stopped: try again")
+                self._remove(slot)
+            self.on_failure(f"the device is lost: {error}")
+        return True
 
     def _schedule_restart(self, reload: bool) -> None:
         if self.state == "closed":
@@ -384,6 +414,8 @@ class EnginePool:
                 self.factory.reload()
             self._start_main()
         except Exception as error:
+            if self._end_if_device_lost(error):
+                return
             log_event("restart failed", logging.ERROR, error)
             self._restart_timer.restart_failed()
             self._schedule_restart(reload=True)

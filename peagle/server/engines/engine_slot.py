@@ -56,6 +56,7 @@ class EngineSlot:
             logprobs=params.logprobs,
             grammar=params.grammar,
             user=params.user,
+            cache_salt=params.cache_salt,
             **asdict(params.sampling),
         )
         self.pending[request_id] = timing

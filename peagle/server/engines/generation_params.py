@@ -21,3 +21,4 @@ class GenerationParams:
     logprobs: int | None = None  # Number of alternatives per token; None: no log-probabilities.
     grammar: "CompiledGrammar | None" = None
     user: str = ""
+    cache_salt: str = ""  # Requests with different salts share no prefixes.

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.server.http.errors import ApiError
 
+API_KEY_DIGEST = "peagle.api_key_digest"  # of the key that a request came with, in its scope
 PUBLIC_PATHS = ("/", "/health", "/ping", "/metrics", "/version")  # and /page/*
 
 
@@ -18,13 +19,13 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self.digests = [digest(key) for key in keys]
 
-    def accept(self, header: str) -> bool:
-        """Return whether the Authorization header carries one of the keys."""
+    def accept(self, header: str) -> bytes | None:
+        """Return the digest of the key in the Authorization header; None: it is not a valid one."""
         scheme, _, key = header.partition(" ")
         given = digest(key.strip() if scheme.lower() == "bearer" else "")
         # Compare with every key, so that the time does not depend on which one matches.
         matches = [hmac.compare_digest(given, known) for known in self.digests]
-        return any(matches)
+        return given if any(matches) else None
 
 
 def digest(key: str) -> bytes:
@@ -41,11 +42,13 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self.keys.digests and not is_public(scope["path"]):
             header = Headers(scope=scope).get("authorization", "")
-            if not self.keys.accept(header):
+            key_digest = self.keys.accept(header)
+            if key_digest is None:
                 problem = "the API key is wrong" if header else "the API key is missing"
                 error = ApiError(401, f"{problem}: send Authorization: Bearer KEY")
                 await error.response(scope, receive, send)
                 return
+            scope[API_KEY_DIGEST] = key_digest
         await self.app(scope, receive, send)
 
 

@@ -24,6 +24,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions.
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARS)]
+Salt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
 # Fields that other servers support, and what to do instead.
 UNSUPPORTED = {
     "tools": "tools are not parsed by this server: leave them out",
@@ -117,6 +118,7 @@ class GenerationRequest(RequestModel):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     user: Name | None = None
+    cache_salt: Salt | None = None
     peagle: Extension | None = None
 
     @property

@@ -6,6 +6,7 @@ from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
 from peagle.server.engines.token_text import TokenTexts
+from peagle.server.http.cache_salt import derive_salt
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
 from peagle.server.http.schema import ChatRequest
@@ -32,7 +33,8 @@ async def respond(request: Request, backend: LocalBackend, body: ChatRequest) ->
     if backend.settings.log_prompts:
         messages = [message.for_template() for message in body.messages]
         request_log_fields(request.scope)["prompt"] = messages
-    answer = await submit(backend, body, [ids])
+    salt = derive_salt(request.scope, body.cache_salt)
+    answer = await submit(backend, body, [ids], salt)
     layout = ChatLayout(backend.engines.texts, body.logprobs_count is not None)
     return await Reply(backend, body, answer, layout).response(request)
 

@@ -7,6 +7,7 @@ from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
 from peagle.server.engines.token_text import TokenTexts
+from peagle.server.http.cache_salt import derive_salt
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
 from peagle.server.http.schema import CompletionRequest
@@ -36,7 +37,8 @@ async def respond(request: Request, backend: LocalBackend, body: CompletionReque
     if backend.settings.log_prompts:
         request_log_fields(request.scope)["prompt"] = body.prompts
     echo = [prompt_text(backend, prompt) for prompt in body.prompts] if body.echo else None
-    answer = await submit(backend, body, prompts)
+    salt = derive_salt(request.scope, body.cache_salt)
+    answer = await submit(backend, body, prompts, salt)
     layout = CompletionLayout(
         backend.engines.texts, body.logprobs_count is not None, echo, body.choices
     )

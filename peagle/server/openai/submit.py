@@ -26,9 +26,15 @@ SEED_RANGE = 2**63
 
 
 async def submit(
-    backend: LocalBackend, body: ChatRequest | CompletionRequest, prompts: list[list[int]]
+    backend: LocalBackend,
+    body: ChatRequest | CompletionRequest,
+    prompts: list[list[int]],
+    cache_salt: str = "",
 ) -> Answer:
-    """Start the answers to these prompts, `body.choices` for each."""
+    """Start the answers to these prompts, `body.choices` for each.
+
+    `cache_salt`: see http/cache_salt.py.
+    """
     extension = body.peagle
     key = backend.engines.choose(
         extension.method if extension else None, extension.k if extension else None
@@ -45,7 +51,8 @@ async def submit(
         choices: list[Choice] = []
         with abort_on_error(choices):
             for ids, logprobs in zip(prompts, prompt_logprobs, strict=True):
-                params = generation_params(body, slot.engine.context - len(ids), grammar)
+                room = slot.engine.context - len(ids)
+                params = generation_params(body, room, grammar, cache_salt)
                 for i in range(body.choices):
                     choice = start_choice(backend, slot, ids, with_seed(params, i))
                     choice.index = len(choices)
@@ -77,7 +84,10 @@ def start_choice(
 
 
 def generation_params(
-    body: ChatRequest | CompletionRequest, room: int, grammar: "CompiledGrammar | None"
+    body: ChatRequest | CompletionRequest,
+    room: int,
+    grammar: "CompiledGrammar | None",
+    cache_salt: str,
 ) -> GenerationParams:
     """The request for the engine, with OpenAI's defaults. `room`: tokens left in the context."""
     return GenerationParams(
@@ -91,6 +101,7 @@ def generation_params(
         logprobs=body.logprobs_count,
         grammar=grammar,
         user=body.user or "",
+        cache_salt=cache_salt,
     )
 
 

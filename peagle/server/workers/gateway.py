@@ -17,6 +17,7 @@ from fastapi import Request, Response
 
 from peagle.errors import UserError
 from peagle.server.http.backend import RouteHandler, check_model_name
+from peagle.server.http.cache_salt import with_salt
 from peagle.server.http.drain import Drain
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event, request_log_fields
@@ -36,6 +37,7 @@ RELAYED_PATHS = {
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
+SALTED_PATHS = ("/v1/chat/completions", "/v1/completions")
 # Length of the path of the temporary folder. With the rest of the path, a Unix socket's stays
 # below 103 bytes, the limit on every system.
 MAX_TMPDIR_BYTES = 72
@@ -114,6 +116,8 @@ class Gateway:
     def _relay_handler(self, path: str) -> RouteHandler:
         async def relay(request: Request, body: dict[str, Any]) -> Response:
             body = self._check_request(body)
+            if path in SALTED_PATHS:
+                body = with_salt(request.scope, body)
             if self.settings.log_prompts:
                 prompt = body.get("messages") or body.get("prompt")
                 request_log_fields(request.scope)["prompt"] = prompt

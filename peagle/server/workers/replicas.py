@@ -21,7 +21,7 @@ from peagle.server.workers.launch_spec import LaunchSpec, inherited_environment
 from peagle.server.workers.worker import Worker
 from peagle.server.workers.worker_status import sum_statuses
 
-# A replica restarts a failed engine by itself, unless the device is broken for good.
+# A replica restarts a failed engine by itself; it ends if its device is lost.
 UNHEALTHY_TIMEOUT_SECONDS = 60.0
 
 
