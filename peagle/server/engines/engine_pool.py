@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,9 +22,11 @@ from peagle.server.engines.engine_factory import EngineFactory
 from peagle.server.engines.engine_slot import EngineSlot, RequestTiming
 from peagle.server.engines.generation_params import GenerationParams
 from peagle.server.engines.method_choice import EngineKey
+from peagle.server.engines.prompt_tokenizer import PromptTokenizer
 from peagle.server.engines.restart_timer import RestartTimer
 from peagle.server.engines.status_counts import CountKey, StatusCounts
 from peagle.server.engines.token_text import TokenTexts
+from peagle.server.engines.tokenizer_threads import TokenizerThreads
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
 from peagle.server.settings import ServerSettings
@@ -64,7 +65,7 @@ class EnginePool:
         self.restarts = 0
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.driver = Driver(self._engine_failed)
-        self.tokenizer_thread = ThreadPoolExecutor(1, "peagle-tokenizer")
+        self.tokenizer_threads = TokenizerThreads(settings.max_queue)
         self._ids = itertools.count()
         self._restart_timer = RestartTimer(settings.backoff)
 
@@ -78,7 +79,7 @@ class EnginePool:
         self.driver.stop()
         for slot in self.slots:
             slot.engine.close()
-        self.tokenizer_thread.shutdown(wait=False)
+        self.tokenizer_threads.close()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -104,6 +105,11 @@ class EnginePool:
     def methods(self) -> tuple[Method, ...]:
         """The methods that a request may choose."""
         return self.factory.methods
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        assert self.factory.tokenizer is not None, "the pair is not loaded yet"
+        return self.factory.tokenizer
 
     @property
     def texts(self) -> TokenTexts:

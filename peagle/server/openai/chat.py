@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 async def chat(request: Request, body: dict[str, Any]) -> Response:
     backend = local_backend_of(request)
-    chat_request = validate_body(ChatRequest, body)
+    chat_request = await validate_body(request, ChatRequest, body)
     backend.require(chat_request.model)
     return await cancel_on_disconnect(request, respond(request, backend, chat_request))
 

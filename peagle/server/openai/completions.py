@@ -13,7 +13,7 @@ from peagle.server.http.schema import CompletionRequest
 from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.logprobs import completion_logprobs
-from peagle.server.openai.prompts import encode_text
+from peagle.server.openai.prompts import encode_text, run_tokenizer
 from peagle.server.openai.reply import Reply
 from peagle.server.openai.submit import submit
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 async def complete(request: Request, body: dict[str, Any]) -> Response:
     backend = local_backend_of(request)
-    completion_request = validate_body(CompletionRequest, body)
+    completion_request = await validate_body(request, CompletionRequest, body)
     backend.require(completion_request.model)
     return await cancel_on_disconnect(request, respond(request, backend, completion_request))
 
@@ -35,7 +35,9 @@ async def respond(request: Request, backend: LocalBackend, body: CompletionReque
     ]
     if backend.settings.log_prompts:
         request_log_fields(request.scope)["prompt"] = body.prompts
-    echo = [prompt_text(backend, prompt) for prompt in body.prompts] if body.echo else None
+    echo = None
+    if body.echo:
+        echo = [await prompt_text(backend, prompt) for prompt in body.prompts]
     answer = await submit(backend, body, prompts)
     layout = CompletionLayout(
         backend.engines.texts, body.logprobs_count is not None, echo, body.choices
@@ -43,8 +45,11 @@ async def respond(request: Request, backend: LocalBackend, body: CompletionReque
     return await Reply(backend, body, answer, layout).response(request)
 
 
-def prompt_text(backend: LocalBackend, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else backend.engines.require_ready().decode(prompt)
+async def prompt_text(backend: LocalBackend, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    pair = backend.engines.require_ready()
+    return await run_tokenizer(backend, len(prompt), lambda: pair.decode(prompt))
 
 
 class CompletionLayout:
