@@ -15,6 +15,7 @@ import pytest
 from peagle.server.http import connections
 from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
 from peagle.server.openai import answer
+from peagle.server.run import Server
 from tests.support.serving import SETTINGS, TEXT, all_idle, make_backend, raw_request, running
 
 HEAD = "POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\n"
@@ -194,6 +195,20 @@ def test_slow_headers_on_a_socket(http: str, monkeypatch: pytest.MonkeyPatch) ->
         assert read_all(silent) == b"" and time.monotonic() - started < 10
 
 
+def test_idle_connections_do_not_keep_others_out() -> None:
+    with running(make_backend()) as (server, url):
+        server.connections.max_open = 20
+        port = int(url.rpartition(":")[2])
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(60)]
+        for _ in range(5):
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        assert httpx.post(f"{url}{TEXT}", json=LONG, timeout=60).status_code == 200
+        assert len(server.connections.states) <= 20
+        assert read_all(idle[0]) == b""
+        for connection in idle[1:]:
+            connection.close()
+
+
 def unread_request(url: str, body: dict[str, Any]) -> socket.socket:
     """A connection with a small window whose client asks and does not read."""
     content = json.dumps(body).encode()
@@ -213,14 +228,20 @@ def wait_for(condition: Any, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+def shrink_send_buffers(server: Server) -> None:
+    """Let the kernel keep little of what a client does not read."""
+    listener = server.servers[0].sockets[0]
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_never_read_are_disconnected(stream: bool) -> None:
     """Also those whose answer is complete: closing a connection waits for unsent data."""
-    front = make_backend(body_timeout=1.0, max_batch=64, kv_tokens=32768)
-    big = LONG | {"n": 16, "logprobs": 20, "stream": stream}  # more than the kernel buffers
+    front = make_backend(body_timeout=1.0)
     with running(front) as (server, url):
-        stalled = unread_request(url, big)
-        wait_for(lambda: server.connections.states)
+        shrink_send_buffers(server)
+        stalled = unread_request(url, LONG | {"n": 4, "logprobs": 20, "stream": stream})
+        wait_for(lambda: any(state.unsent_bytes for state in server.connections.states.values()))
         wait_for(lambda: not server.connections.states and all_idle(front))
         assert httpx.post(f"{url}{TEXT}", json=LONG, timeout=60).status_code == 200
         stalled.close()
@@ -229,11 +250,11 @@ def test_clients_that_never_read_are_disconnected(stream: bool) -> None:
 def test_an_unread_stream_keeps_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "MAX_UNREAD_PIECES", 50)
     monkeypatch.setattr(answer, "MAX_UNREAD_PIECES_PER_CHOICE", 1)
-    front = make_backend(max_batch=64, kv_tokens=32768)
-    with running(front) as (_, url):
-        stalled = unread_request(url, LONG | {"n": 64, "logprobs": 20, "stream": True})
+    front = make_backend()
+    with running(front) as (server, url):
+        shrink_send_buffers(server)
+        stalled = unread_request(url, LONG | {"n": 4, "logprobs": 20, "stream": True})
         wait_for(lambda: front.drain.in_flight)
         wait_for(lambda: all_idle(front))
-        status = front.engines.status()["p-eagle"]["finished"]
-        assert status["abort"] > 0
+        assert front.engines.status()["p-eagle"]["finished"]["abort"] == 4
         stalled.close()
