@@ -33,8 +33,8 @@ def repeated(start: str, item: str, end: str, size: int) -> bytes:
 
 
 WRONG_BODIES = {
-    "prompts": (TEXT, repeated('{"prompt": [', "{}", "]}", 4 * MB)),
-    "token ids": (TEXT, repeated('{"prompt": [[', "{}", "]]}", 4 * MB)),
+    "prompts": (TEXT, repeated('{"prompt": [', "{}", "]}", 3 * MB - 100)),
+    "token ids": (TEXT, repeated('{"prompt": [[', "{}", "]]}", 3 * MB - 100)),
     "choices": (TEXT, repeated('{"prompt": "a", "guided_choice": [', "1", "]}", 2 * MB)),
     "messages": (CHAT, repeated('{"messages": [', "1", "]}", 2 * MB)),
     "parts": (CHAT, repeated('{"messages": [{"role": "user", "content": [', "1", "]}]}", 2 * MB)),
@@ -46,7 +46,16 @@ WRONG_BODIES = {
     "empty lists": (TEXT, repeated('{"prompt": "a", "x": [', "[]", "]}", 25 * MB - 100)),
     "empty objects": (TEXT, repeated('{"prompt": "a", "x": [', "{}", "]}", 25 * MB - 100)),
     "numbers": (TEXT, repeated('{"prompt": [', "1", "]}", 25 * MB - 100)),
-    "one text": (TEXT, repeated('{"prompt": "', "hello", '"}', 25 * MB - 100)),
+    "one text": (TEXT, b'{"prompt": "' + b"hello " * (4 * MB) + b'"}'),
+    "template arguments": (
+        CHAT,
+        repeated(
+            '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"more": [',
+            '"the quick brown fox"',
+            "]}}",
+            4 * MB,
+        ),
+    ),
 }
 
 

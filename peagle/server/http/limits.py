@@ -135,7 +135,9 @@ def check_value_count(data: bytes | bytearray) -> None:
     """Refuse a body of too many values. Marks inside texts count too: no context is so long."""
     if len(data) > MAX_JSON_VALUES and sum(map(data.count, VALUE_MARKS)) > MAX_JSON_VALUES:
         raise ApiError(
-            413, f"the body has more than {MAX_JSON_VALUES} JSON values: send several requests"
+            413,
+            f"the body has more than {MAX_JSON_VALUES} commas, colons and brackets, which stand for"
+            " JSON values: send several requests",
         )
 
 

@@ -6,10 +6,12 @@ from typing import Any, TypeVar
 from peagle.errors import UserError
 from peagle.server.engines.engine_slot import EngineSlot
 from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.engines.tokenizer_threads import SHORT_CHARS
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import Message
 
 T = TypeVar("T")
+LONG_CHARS = SHORT_CHARS + 1
 # Tokens of a text that /tokenize counts, where the context is shorter.
 MAX_TOKENIZE_TOKENS = 1 << 20
 # Arguments of `apply_chat_template` that a request must not set.
@@ -49,7 +51,7 @@ async def encode_chat(
             )
     conversation = [message.for_template() for message in messages]
     characters = sum(len(message["content"]) for message in conversation)
-    characters += sum(map(count_characters, template_kwargs.values()))
+    characters += sum(map(argument_characters, template_kwargs.values()))
     max_tokens = max_text_tokens(backend, is_prompt)
     return await run_tokenizer(
         backend,
@@ -99,13 +101,11 @@ async def run_tokenizer(
         raise ApiError(400, str(error)) from error
 
 
-def count_characters(value: Any) -> int:
-    """The characters of a JSON value, roughly; its depth is limited (limits.py)."""
-    if isinstance(value, dict):
-        return sum(len(key) + count_characters(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return sum(map(count_characters, value))
-    return len(value) if isinstance(value, str) else 1
+def argument_characters(value: Any) -> int:
+    """The characters of a template's argument; a list or an object counts as a long text."""
+    if isinstance(value, str):
+        return len(value)
+    return LONG_CHARS if isinstance(value, list | dict) and value else 1
 
 
 def check_prompt(slot: EngineSlot, ids: list[int], max_new_tokens: int | None) -> None:
