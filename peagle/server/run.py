@@ -13,7 +13,8 @@ from peagle.errors import UserError
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.app import build_app
 from peagle.server.http.backend import Backend
-from peagle.server.http.header_limit import limited_protocol
+from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
+from peagle.server.http.header_limit import server_protocol
 from peagle.server.http.logs import log_event, set_up_logging
 from peagle.server.openai.routes import create_local_backend
 from peagle.server.settings import ServerSettings
@@ -24,6 +25,7 @@ from peagle.server.workers.vllm_worker import VllmKind
 LISTEN_BACKLOG = 2048  # connections
 KEEP_ALIVE_SECONDS = 30
 DEVICE_LOST_EXIT_CODE = 3  # another attempt may succeed, in a new process
+SWEEP_TICKS = 5  # of a tenth of a second, between two checks of all connections
 SHUTDOWN_SECONDS = 3  # for connections that are open after the drain
 
 
@@ -54,6 +56,9 @@ def listen_unix(path: str) -> socket.socket:
 
 class Server(uvicorn.Server):
     def __init__(self, backend: Backend) -> None:
+        descriptors = raise_descriptor_limit()
+        max_open = connection_limit(backend.settings, descriptors)
+        self.connections = Connections(backend.settings, max_open)
         super().__init__(
             uvicorn.Config(
                 build_app(backend, self.fail),
@@ -64,7 +69,8 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
                 backlog=LISTEN_BACKLOG,
                 lifespan="on",
-                http=limited_protocol(),
+                http=server_protocol(self.connections),
+                ws="none",
             )
         )
         self.backend = backend
@@ -74,6 +80,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            self.connections.sweep()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start a drain at the first signal; exit at once at the second."""

@@ -29,6 +29,7 @@ VALUE_OPTIONS = (
     "host",
     "port",
     "api-key",
+    "allow-origin",
     "served-model-name",
     "speculative-config",
     "max-model-len",

@@ -171,6 +171,11 @@ class ServerSettings:
         require(self.replicas is None or self.replicas >= 1, "`replicas` must be 1 or more")
 
     @property
+    def receive_seconds(self) -> float:
+        """Time to receive a request: its headers, then its body; and to take data of an answer."""
+        return min(self.body_timeout, self.timeout or self.body_timeout)
+
+    @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * (1 << 20))
 

@@ -391,3 +391,11 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(server, "REQUIRED_PACKAGES", ("no_such_package",))
     assert "pip install 'peagle[serve]'" in settings_of(monkeypatch, code=2)
+
+
+def test_origins_are_accepted(tmp_path: Path) -> None:
+    one = {"SM_VLLM_ALLOW_ORIGIN": "https://a.example"}
+    assert serve_arguments(one, tmp_path)[-2:] == ["--allow-origin", "https://a.example"]
+    two = {"SM_VLLM_ALLOW_ORIGIN": '["https://a.example", "https://b.example"]'}
+    words = ["--allow-origin", "https://a.example", "--allow-origin", "https://b.example"]
+    assert serve_arguments(two, tmp_path)[-4:] == words

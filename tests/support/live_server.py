@@ -33,6 +33,9 @@ class LiveServer:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
+    def open_descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
     def health_seconds(self, timeout: float = 60.0) -> float:
         """Seconds until `/health` answers 200."""
         start = time.perf_counter()
@@ -56,11 +59,20 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    folder: Path, *options: str, module: str = "peagle", **environment: str
+    folder: Path,
+    *options: str,
+    module: str = "peagle",
+    descriptors: int | None = None,
+    **environment: str,
 ) -> Iterator[LiveServer]:
-    """Serve the tiny pair in `folder` (made by `tiny_folder`) until the block ends."""
+    """Serve the tiny pair in `folder` (made by `tiny_folder`) until the block ends.
+
+    `descriptors` limits the files and sockets that the process may open.
+    """
     command = [sys.executable, "-m", module, "serve", str(folder / "target")]
     command += ["--drafter", str(folder / "p-eagle"), "--dtype", "float32", "--port", "0", *options]
+    if descriptors is not None:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     process = subprocess.Popen(
         command, env=os.environ | threads | environment, stderr=subprocess.PIPE, text=True

@@ -7,8 +7,9 @@ from peagle.core import Method
 from peagle.engine.gc_tuning import freeze_live_objects
 from peagle.errors import UserError
 from peagle.server.engines.method_choice import EngineKey, choose_method
-from peagle.server.engines.token_text import TokenTexts
 from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.prompt_tokenizer import PromptTokenizer
+from peagle.server.tokenization.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine import Engine
@@ -25,6 +26,7 @@ class EngineFactory:
         self.settings = settings
         self.pair: LoadedPair | None = None
         self.texts: TokenTexts | None = None
+        self.tokenizer: PromptTokenizer | None = None
         self.key = EngineKey("none", 0)  # The main engine's, once the pair is loaded.
         self.methods: tuple[Method, ...] = ()  # The methods that a request may choose.
         self._loader = loader or (lambda: load_pair(settings))
@@ -37,6 +39,7 @@ class EngineFactory:
                 " folder"
             )
         self.texts = TokenTexts(pair.target.tokenizer)
+        self.tokenizer = PromptTokenizer(pair.target.tokenizer)
         self.key, self.methods = choose_method(self.settings, pair.pair)
 
     def reload(self) -> None:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,10 +27,12 @@ from peagle.server.engines.grammar_queue import GrammarQueue
 from peagle.server.engines.method_choice import EngineKey
 from peagle.server.engines.restart_timer import RestartTimer
 from peagle.server.engines.status_counts import CountKey, StatusCounts
-from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
 from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.prompt_tokenizer import PromptTokenizer
+from peagle.server.tokenization.token_text import TokenTexts
+from peagle.server.tokenization.tokenizer_threads import TokenizerThreads
 
 if TYPE_CHECKING:
     from peagle.engine import Engine
@@ -74,7 +75,7 @@ class EnginePool:
         self.device_lost = False
         self.driver = Driver(self._engine_failed, self._end_if_device_lost, self._driver_crashed)
         self.builder = EngineBuilder()
-        self.tokenizer_thread = ThreadPoolExecutor(1, "peagle-tokenizer")
+        self.tokenizer_threads = TokenizerThreads(settings.max_queue)
         self.grammar_queue = GrammarQueue()
         self._builds: dict[EngineKey, asyncio.Future[EngineSlot]] = {}
         self._ids = itertools.count()
@@ -92,7 +93,7 @@ class EnginePool:
         self.builder.stop()
         for slot in self.slots:
             slot.engine.close()
-        self.tokenizer_thread.shutdown(wait=False)
+        self.tokenizer_threads.close()
         self.grammar_queue.close()
 
     # --- requests ---------------------------------------------------------------------------------
@@ -124,6 +125,11 @@ class EnginePool:
     def methods(self) -> tuple[Method, ...]:
         """The methods that a request may choose."""
         return self.factory.methods
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        assert self.factory.tokenizer is not None, "the pair is not loaded yet"
+        return self.factory.tokenizer
 
     @property
     def texts(self) -> TokenTexts:

@@ -17,7 +17,7 @@ from peagle import __version__
 from peagle.server.http.auth import Auth
 from peagle.server.http.backend import Backend, RouteHandler, get_backend
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
-from peagle.server.http.limits import read_object
+from peagle.server.http.limits import MAX_LARGE_BODIES, MIN_BODY_BUDGET, BodyBudget, read_object
 from peagle.server.http.logs import RequestLog
 from peagle.server.http.openapi import ERROR_RESPONSES, add_body_schemas, describe_body
 from peagle.server.http.origins import Origins
@@ -64,20 +64,21 @@ def build_app(backend: Backend, on_failure: Callable[[str], None] = lambda reaso
         },
     )
     app.state.backend = backend
-    add_routes(app, backend.route_handlers)
+    budget = BodyBudget(max(MIN_BODY_BUDGET, MAX_LARGE_BODIES * backend.settings.max_body_bytes))
+    add_routes(app, backend.route_handlers, budget)
     add_body_schemas(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
     guarded = Origins(Auth(app, backend.settings.api_keys), backend.settings)
     return RequestLog(guarded, backend.drain, backend.response_counts)
 
 
-def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler]) -> None:
+def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler], budget: BodyBudget) -> None:
     for path, name, schema in (
         ("/v1/chat/completions", "chat", ChatRequest),
         ("/v1/completions", "complete", CompletionRequest),
         ("/tokenize", "tokenize", TokenizeRequest),
         ("/detokenize", "detokenize", DetokenizeRequest),
     ):
-        endpoint = with_body(handlers[name])
+        endpoint = with_body(handlers[name], budget)
         body = describe_body(schema)
         app.post(path, name=name, openapi_extra=body, responses=ERROR_RESPONSES)(endpoint)
     app.post(
@@ -85,7 +86,7 @@ def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler]) -> None:
         name="invoke",
         openapi_extra=describe_body(ChatRequest, CompletionRequest),
         responses=ERROR_RESPONSES,
-    )(with_body(invocation_handler(handlers), any_content_type=True))
+    )(with_body(invocation_handler(handlers), budget, any_content_type=True))
     for path in ("/health", "/ping"):
         app.get(path, name=path[1:], responses={503: ERROR_RESPONSES[503]})(health)
         app.post(path, include_in_schema=False)(health)
@@ -99,15 +100,13 @@ def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler]) -> None:
 
 
 def with_body(
-    handler: RouteHandler, any_content_type: bool = False
+    handler: RouteHandler, budget: BodyBudget, any_content_type: bool = False
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint that reads the JSON body and calls `handler` with it."""
 
     async def read(request: Request) -> Response:
         settings = get_backend(request).settings
-        body = await read_object(
-            request, settings.max_body_bytes, settings.body_timeout, any_content_type
-        )
+        body = await read_object(request, settings, budget, any_content_type)
         return await handler(request, body)
 
     return read

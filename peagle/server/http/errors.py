@@ -20,6 +20,7 @@ ERROR_TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+MAX_FIELD_CHARS = 256  # Names of fields may come from the client.
 INTERNAL_ERROR = "internal server error: the server's log has the details under this request's id"
 
 
@@ -59,6 +60,7 @@ def from_validation(error: ValidationError) -> ApiError:
     details = error.errors(include_url=False, include_input=False, include_context=False)
     deepest = max(details, key=lambda detail: len(detail["loc"]))
     field = ".".join(str(part) for part in deepest["loc"] if is_field(part))
+    field = field[:MAX_FIELD_CHARS]
     message = deepest["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{field}: {message}" if field else message, field or None)
 

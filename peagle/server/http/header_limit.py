@@ -1,4 +1,4 @@
-"""A limit on the size of request headers, which are read before the API key is checked.
+"""The protocol of a connection, with limits that hold before the API key is checked.
 
 The httptools parser buffers a header of any length; h11, used where httptools is missing, has a
 limit of its own.
@@ -6,8 +6,9 @@ limit of its own.
 
 import asyncio
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any
 
+from peagle.server.http.connections import Connections, raw_response
 from peagle.server.http.errors import ApiError
 
 # Bytes that may arrive without a complete header section or a piece of a body: headers, or the
@@ -15,10 +16,31 @@ from peagle.server.http.errors import ApiError
 MAX_HEADER_BYTES = 1 << 16
 
 
-def limited_protocol() -> "type[asyncio.Protocol] | Literal['h11']":
-    """Return what uvicorn takes as its `http` setting."""
+def server_protocol(connections: Connections) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol with limits, as its `http` setting."""
+    base: Any = limited_protocol()
+
+    class WatchedProtocol(base):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            connections.opened(self)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            connections.lost(self)
+            super().connection_lost(error)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            connections.responded(self)
+
+    return WatchedProtocol
+
+
+def limited_protocol() -> type[asyncio.Protocol]:
     if find_spec("httptools") is None:
-        return "h11"
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        return H11Protocol
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class LimitedProtocol(HttpToolsProtocol):
@@ -29,7 +51,7 @@ def limited_protocol() -> "type[asyncio.Protocol] | Literal['h11']":
             super().data_received(data)
             if self.buffered_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 if self.cycle is None or self.cycle.response_complete:
-                    self.transport.write(too_large_response())
+                    self.transport.write(raw_response(too_large()))
                 self.transport.close()
 
         def on_headers_complete(self) -> None:
@@ -47,13 +69,5 @@ def limited_protocol() -> "type[asyncio.Protocol] | Literal['h11']":
     return LimitedProtocol
 
 
-def too_large_response() -> bytes:
-    """Return a whole HTTP response with status 431."""
-    message = f"the headers are longer than {MAX_HEADER_BYTES >> 10} KB: send fewer"
-    response = ApiError(431, message).response
-    response.headers["connection"] = "close"
-    lines = [
-        b"HTTP/1.1 431 Request Header Fields Too Large",
-        *(b": ".join(header) for header in response.raw_headers),
-    ]
-    return b"\r\n".join([*lines, b"", bytes(response.body)])
+def too_large() -> ApiError:
+    return ApiError(431, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KB: send fewer")

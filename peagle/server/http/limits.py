@@ -1,7 +1,13 @@
-"""Reading a request's body: size and time limits, UTF-8, JSON, an object, and its schema."""
+"""Reading a request's body: size and time limits, UTF-8, JSON, an object, and its schema.
+
+Parsing and validation hold the interpreter's lock, also on a thread. What bounds their time is the
+number of values in a body, which is counted before it is parsed.
+"""
 
 import asyncio
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -10,28 +16,65 @@ from starlette.requests import ClientDisconnect
 
 from peagle.server.http.errors import ApiError, from_validation
 from peagle.server.http.schema import RequestModel, refuse_unsupported
+from peagle.server.settings import ServerSettings
 
 M = TypeVar("M", bound=RequestModel)
+T = TypeVar("T")
 # Bodies above this size are parsed on a thread, so that they do not block the event loop.
 THREAD_PARSE_BYTES = 1 << 18
+# Few threads: each of them may hold a parsed body, which is larger than its text.
+BODY_THREADS = ThreadPoolExecutor(2, "peagle-body")
 MAX_JSON_DEPTH = 64  # levels of arrays and objects
+# Numbers, texts, arrays and objects of a body. Two million take a quarter of a second.
+MAX_JSON_VALUES = 1 << 21
+VALUE_MARKS = (b",", b":", b"[", b"{")  # One of them precedes every value but the first.
+# Bodies of the largest size that may be received at the same time.
+MAX_LARGE_BODIES = 16
+MIN_BODY_BUDGET = 256 << 20  # bytes
+
+
+class BodyBudget:
+    """The memory of all bodies that are being received; a request beyond it is refused."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+
+    def take(self, count: int) -> None:
+        if self.used_bytes + count > self.max_bytes:
+            raise ApiError(
+                503, "too many large bodies are being received: try again later", retry_after=1
+            )
+        self.used_bytes += count
+
+    def release(self, count: int) -> None:
+        self.used_bytes -= count
+
+
+async def run_for_size(size: int, work: Callable[[], T]) -> T:
+    """Run `work` on a body of this size: here if it is small, else on a thread."""
+    if size <= THREAD_PARSE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(BODY_THREADS, work)
 
 
 async def read_object(
-    request: Request, max_bytes: int, timeout_seconds: float, any_content_type: bool = False
+    request: Request, settings: ServerSettings, budget: BodyBudget, any_content_type: bool = False
 ) -> dict[str, Any]:
     """Read the body of a request as a JSON object."""
     if not any_content_type:
         check_content_type(request.headers.get("content-type", ""))
+    data = bytearray()
     try:
-        async with asyncio.timeout(timeout_seconds):
-            data = await read_bytes(request, max_bytes)
+        async with asyncio.timeout(settings.receive_seconds):
+            await read_bytes(request, settings.max_body_bytes, data, budget)
+        request.scope["peagle.body_bytes"] = len(data)
+        return await run_for_size(len(data), lambda: parse_object(data))
     except TimeoutError as error:
-        message = f"the body was not complete after {timeout_seconds:g} seconds"
+        message = f"the body was not complete after {settings.receive_seconds:g} seconds"
         raise ApiError(408, message) from error
-    if len(data) > THREAD_PARSE_BYTES:
-        return await asyncio.to_thread(parse_object, data)
-    return parse_object(data)
+    finally:
+        budget.release(len(data))
 
 
 def check_content_type(header: str) -> None:
@@ -48,19 +91,19 @@ def check_content_type(header: str) -> None:
         )
 
 
-async def read_bytes(request: Request, max_bytes: int) -> bytes:
+async def read_bytes(request: Request, max_bytes: int, data: bytearray, budget: BodyBudget) -> None:
+    """Append the body to `data`, whose bytes are taken from the budget."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
         raise too_long(max_bytes)
-    data = bytearray()
     try:
         async for chunk in request.stream():
-            data += chunk
-            if len(data) > max_bytes:
+            if len(data) + len(chunk) > max_bytes:
                 raise too_long(max_bytes)
+            budget.take(len(chunk))
+            data += chunk
     except ClientDisconnect as error:
         raise ApiError(400, "the body is incomplete") from error
-    return bytes(data)
 
 
 def too_long(max_bytes: int) -> ApiError:
@@ -68,7 +111,8 @@ def too_long(max_bytes: int) -> ApiError:
     return ApiError(413, f"the body is longer than {size}: shorten it, or raise --max-body-mb")
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes | bytearray) -> dict[str, Any]:
+    check_value_count(data)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -85,6 +129,16 @@ def parse_object(data: bytes) -> dict[str, Any]:
     if "\\u" in text:
         check_surrogates(body)
     return body
+
+
+def check_value_count(data: bytes | bytearray) -> None:
+    """Refuse a body of too many values. Marks inside texts count too: no context is so long."""
+    if len(data) > MAX_JSON_VALUES and sum(map(data.count, VALUE_MARKS)) > MAX_JSON_VALUES:
+        raise ApiError(
+            413,
+            f"the body has more than {MAX_JSON_VALUES} commas, colons and brackets, which stand for"
+            " JSON values: send several requests",
+        )
 
 
 def refuse_constant(word: str) -> None:
@@ -119,8 +173,15 @@ def check_surrogates(body: dict[str, Any]) -> None:
         raise ApiError(400, "the body contains half of a surrogate pair") from error
 
 
-def validate_body(model: type[M], body: dict[str, Any]) -> M:
-    """Check a body against its schema."""
+async def validate_body(request: Request, model: type[M], body: dict[str, Any]) -> M:
+    """Check a body against its schema, and empty it: unknown fields are not kept in memory."""
+    size = request.scope.get("peagle.body_bytes", 0)
+    checked = await run_for_size(size, lambda: validate(model, body))
+    body.clear()
+    return checked
+
+
+def validate(model: type[M], body: dict[str, Any]) -> M:
     refuse_unsupported(body)
     try:
         request = model.model_validate(body)

@@ -18,6 +18,7 @@ from peagle.server.http.response_counts import ResponseCounts
 
 log = logging.getLogger("peagle.server")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # request ids accepted from clients
+UNSAFE = re.compile(r"[^ -~]")  # may be unprintable
 # Paths that monitoring polls every few seconds.
 UNLOGGED_PATHS = ("/health", "/ping", "/metrics", "/v1/peagle/status")
 
@@ -32,14 +33,29 @@ class JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return encode_line(line)
+
+
+def encode_line(line: dict[str, Any]) -> str:
+    """Return a JSON object on one line that is safe to print on a terminal.
+
+    Besides what JSON requires, control characters (C1 too), line separators, invisible and
+    direction marks and halves of surrogate pairs are escaped: users choose some of the text.
+    """
+    text = json.dumps(line, ensure_ascii=False, default=str)
+    return text if text.isprintable() else UNSAFE.sub(escape_unprintable, text)
+
+
+def escape_unprintable(match: re.Match[str]) -> str:
+    character = match[0]
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
-    """Write the lines of the server and of uvicorn in one format."""
+    """Write the lines of the server, of uvicorn and of asyncio in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name in ("peagle.server", "uvicorn.error"):
+    for name in ("peagle.server", "uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
@@ -60,7 +76,7 @@ def log_worker_line(line: str, worker: str) -> None:
         event = None
     if isinstance(event, dict):
         # One write of the whole line: other threads write too.
-        sys.stderr.write(json.dumps(event | {"worker": worker}, ensure_ascii=False) + "\n")
+        sys.stderr.write(encode_line(event | {"worker": worker}) + "\n")
     else:
         log_event("log", worker=worker, line=line)
 

@@ -1,11 +1,13 @@
 """Request bodies of the OpenAI API, as Pydantic models.
 
-Unknown fields are ignored. Known fields that the server does not support are refused.
+Unknown fields are ignored. Known fields that the server does not support are refused. Lists stop at
+their first wrong item: the errors of a million items would take gigabytes and many seconds.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WrapValidator
 
 from peagle.server.http.errors import ApiError
 
@@ -14,17 +16,28 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_IDS = 1024
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 4096
+MAX_GUIDED_CHOICES = 1 << 14
+MAX_LOGIT_BIAS = 1 << 16
+MAX_DETOKENIZE_IDS = 1 << 20
 MAX_TOP_LOGPROBS = 20
 MAX_K = 31
 MAX_INT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_NAME_CHARS = 512
+MAX_TYPE_CHARS = 64
+DICT_PART = 64  # Entries of a dictionary that are checked at once.
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions.
 
+T = TypeVar("T")
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+Items = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARS)]
 Salt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+GuidedChoices = Annotated[Items[str], Field(max_length=MAX_GUIDED_CHOICES)]
 # Fields that other servers support, and what to do instead.
 UNSUPPORTED = {
     "tools": "tools are not parsed by this server: leave them out",
@@ -47,6 +60,22 @@ UNSUPPORTED = {
     "return_token_ids": "use logprobs, whose entries are tokens",
     "return_tokens_as_token_ids": "use logprobs, whose entries are tokens",
 }
+
+
+def check_in_parts(value: Any, check: Callable[[Any], dict[int, float]]) -> dict[int, float]:
+    """Check a dictionary part by part, and stop at the first part with a wrong entry.
+
+    Pydantic before 2.14 always collects the errors of all entries of a dictionary.
+    """
+    if not isinstance(value, dict):
+        return check(value)
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"there are {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+    entries = list(value.items())
+    checked: dict[int, float] = {}
+    for start in range(0, len(entries), DICT_PART):
+        checked |= check(dict(entries[start : start + DICT_PART]))
+    return checked
 
 
 class RequestModel(BaseModel):
@@ -77,7 +106,7 @@ class StructuredOutputs(RequestModel):
     schema_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: GuidedChoices | None = None
     grammar: str | None = None
 
 
@@ -98,24 +127,24 @@ class GenerationRequest(RequestModel):
     top_k: int | None = Field(None, ge=-1, le=MAX_INT)
     min_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], WrapValidator(check_in_parts)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: GuidedChoices | None = None
     guided_grammar: str | None = None
     user: Name | None = None
     cache_salt: Salt | None = None
@@ -142,13 +171,13 @@ class GenerationRequest(RequestModel):
 
 
 class ContentPart(RequestModel):
-    type: str
+    type: Annotated[str, StringConstraints(max_length=MAX_TYPE_CHARS)]
     text: str | None = None
 
 
 class Message(RequestModel):
-    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    role: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TYPE_CHARS)]
+    content: str | Annotated[Items[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
 
     def for_template(self) -> dict[str, str]:
         """The message as chat templates expect it: one text, no role "developer"."""
@@ -165,8 +194,11 @@ class Message(RequestModel):
         return {"role": role, "content": "\n".join(part.text or "" for part in self.content)}
 
 
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool | None = None
@@ -194,12 +226,9 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
-        ]
+        | TokenIds
+        | Annotated[Items[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Items[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -237,14 +266,14 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(RequestModel):
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(RequestModel):
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[Items[TokenId], Field(max_length=MAX_DETOKENIZE_IDS)]
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 # Seconds between two chunks of an answer, per answer that is being streamed.
 CHUNK_INTERVAL = 100e-6
+# Pieces that a client may be behind. The engine is not slowed down for a client that does not read:
+# its answer would keep KV pages from others.
+MAX_UNREAD_PIECES = 8192
+MAX_UNREAD_PIECES_PER_CHOICE = 256
 MIN_SLEEP = 500e-6  # Shorter waits are skipped: a sleep costs more than it saves.
 
 
@@ -33,6 +37,7 @@ class Answer:
         self._queue: deque[tuple[Choice | None, StreamPiece | Exception]] = deque()
         self._arrived = asyncio.Event()
         self._unfinished = sum(choice.stream is not None for choice in choices)
+        self._max_unread = max(MAX_UNREAD_PIECES, MAX_UNREAD_PIECES_PER_CHOICE * len(choices))
         self._closed = False
         self._last_chunk = 0.0  # Loop time of the last streamed chunk; 0: none yet.
         for choice in choices:
@@ -125,12 +130,7 @@ class Answer:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for choice in self.choices:
-            if choice.stream is not None:
-                choice.stream.on_piece(None)  # It held this answer, which holds the engine.
-                if choice.finish_reason is None:
-                    choice.stream.abort()
-        self.backend.engines.driver.wake()
+        self._abort_streams()
         self.backend.drain.in_flight.discard(self)
         self.backend.open_streams -= bool(self._last_chunk)
         for choice in self.choices:
@@ -138,6 +138,14 @@ class Answer:
                 self.backend.request_metrics.observe_request(
                     self.slot.name, choice.finished_request()
                 )
+
+    def _abort_streams(self) -> None:
+        for choice in self.choices:
+            if choice.stream is not None:
+                choice.stream.on_piece(None)  # It held this answer, which holds the engine.
+                if choice.finish_reason is None:
+                    choice.stream.abort()
+        self.backend.engines.driver.wake()
 
     def log_fields(self) -> dict[str, Any]:
         """The fields of this answer in the log line of its request."""
@@ -174,6 +182,10 @@ class Answer:
     def _put(self, choice: Choice | None, piece: "StreamPiece | Exception") -> None:
         self._queue.append((choice, piece))
         self._arrived.set()
+        if len(self._queue) > self._max_unread:
+            self._abort_streams()
+            self._queue.clear()
+            self._queue.append((None, ApiError(400, "the client reads its answer too slowly")))
 
     def _api_error(self, error: Exception) -> ApiError:
         from peagle.engine.stream import RequestRefused

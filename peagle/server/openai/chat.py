@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
-from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.cache_salt import derive_salt
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
@@ -16,6 +15,7 @@ from peagle.server.openai.logprobs import chat_logprobs
 from peagle.server.openai.prompts import encode_chat
 from peagle.server.openai.reply import Reply
 from peagle.server.openai.submit import submit
+from peagle.server.tokenization.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.stream import StreamPiece
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 async def chat(request: Request, body: dict[str, Any]) -> Response:
     backend = local_backend_of(request)
-    chat_request = validate_body(ChatRequest, body)
+    chat_request = await validate_body(request, ChatRequest, body)
     backend.require(chat_request.model)
     return await cancel_on_disconnect(request, respond(request, backend, chat_request))
 

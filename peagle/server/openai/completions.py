@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.engines.local_backend import LocalBackend, local_backend_of
-from peagle.server.engines.token_text import TokenTexts
 from peagle.server.http.cache_salt import derive_salt
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
@@ -14,9 +13,10 @@ from peagle.server.http.schema import CompletionRequest
 from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.logprobs import completion_logprobs
-from peagle.server.openai.prompts import encode_text
+from peagle.server.openai.prompts import encode_text, run_tokenizer
 from peagle.server.openai.reply import Reply
 from peagle.server.openai.submit import submit
+from peagle.server.tokenization.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.stream import StreamPiece, TokenLogprob
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 async def complete(request: Request, body: dict[str, Any]) -> Response:
     backend = local_backend_of(request)
-    completion_request = validate_body(CompletionRequest, body)
+    completion_request = await validate_body(request, CompletionRequest, body)
     backend.require(completion_request.model)
     return await cancel_on_disconnect(request, respond(request, backend, completion_request))
 
@@ -36,7 +36,9 @@ async def respond(request: Request, backend: LocalBackend, body: CompletionReque
     ]
     if backend.settings.log_prompts:
         request_log_fields(request.scope)["prompt"] = body.prompts
-    echo = [prompt_text(backend, prompt) for prompt in body.prompts] if body.echo else None
+    echo = None
+    if body.echo:
+        echo = [await prompt_text(backend, prompt) for prompt in body.prompts]
     salt = derive_salt(request.scope, body.cache_salt)
     answer = await submit(backend, body, prompts, salt)
     layout = CompletionLayout(
@@ -45,8 +47,11 @@ async def respond(request: Request, backend: LocalBackend, body: CompletionReque
     return await Reply(backend, body, answer, layout).response(request)
 
 
-def prompt_text(backend: LocalBackend, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else backend.engines.require_ready().decode(prompt)
+async def prompt_text(backend: LocalBackend, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    pair = backend.engines.require_ready()
+    return await run_tokenizer(backend, len(prompt), lambda: pair.decode(prompt))
 
 
 class CompletionLayout:

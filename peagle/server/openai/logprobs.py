@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from peagle.server.engines.token_text import TokenTexts
+from peagle.server.tokenization.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob

@@ -1,17 +1,19 @@
-"""Prompts as token ids. A thread of its own tokenizes, so that long texts delay no one else."""
+"""Prompts as token ids, made on the tokenizer's threads."""
 
-import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from peagle.errors import UserError
 from peagle.server.engines.engine_slot import EngineSlot
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import Message
+from peagle.server.tokenization.tokenizer_threads import SHORT_CHARS
 
-# No token is longer: a text with more characters per token of context cannot fit.
-MAX_TOKEN_CHARS = 128
+T = TypeVar("T")
+LONG_CHARS = SHORT_CHARS + 1
+# Tokens of a text that /tokenize counts, where the context is shorter.
+MAX_TOKENIZE_TOKENS = 1 << 20
 # Arguments of `apply_chat_template` that a request must not set.
 RESERVED_TEMPLATE_KWARGS = (
     "chat_template",
@@ -27,6 +29,8 @@ RESERVED_TEMPLATE_KWARGS = (
     "documents",
     "tokenizer_kwargs",
     "messages",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
 )
 
 
@@ -34,64 +38,74 @@ async def encode_chat(
     backend: LocalBackend,
     messages: Sequence[Message],
     template_kwargs: dict[str, Any] | None = None,
+    is_prompt: bool = True,
 ) -> list[int]:
     """Token ids of the messages under the target's chat template."""
-    conversation = [message.for_template() for message in messages]
-    for name in template_kwargs or {}:
+    template_kwargs = template_kwargs or {}
+    for name in template_kwargs:
         if name in RESERVED_TEMPLATE_KWARGS:
             raise ApiError(
                 400,
                 f"chat_template_kwargs.{name} is set by the server: leave it out",
                 "chat_template_kwargs",
             )
-    check_characters(backend, sum(len(message["content"]) for message in conversation))
-    pair = backend.engines.require_ready()
-    if not template_kwargs:
-        return await run_tokenizer(backend, lambda: pair.encode(conversation))
-    tokenizer = pair.target.tokenizer
-
-    def encode() -> list[int]:
-        try:
-            return tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, **template_kwargs
-            )["input_ids"]
-        except Exception as error:  # A template may raise anything.
-            raise UserError(f"the messages do not fit the chat template: {error}") from error
-
-    return await run_tokenizer(backend, encode)
-
-
-async def encode_text(
-    backend: LocalBackend, prompt: str | list[int], add_special_tokens: bool = True
-) -> list[int]:
-    """Token ids of a prompt, which may be token ids already."""
-    if isinstance(prompt, list):
-        return prompt
-    check_characters(backend, len(prompt))
-    tokenizer = backend.engines.require_ready().target.tokenizer
+    conversation = [message.for_template() for message in messages]
+    characters = sum(len(message["content"]) for message in conversation)
+    characters += sum(map(argument_characters, template_kwargs.values()))
+    max_tokens = max_text_tokens(backend, is_prompt)
     return await run_tokenizer(
         backend,
-        lambda: list(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]),
+        characters,
+        lambda: backend.engines.tokenizer.encode_chat(conversation, template_kwargs, max_tokens),
+        is_prompt,
     )
 
 
-async def run_tokenizer(backend: LocalBackend, encode: Callable[[], list[int]]) -> list[int]:
-    loop = asyncio.get_running_loop()
+async def encode_text(
+    backend: LocalBackend,
+    prompt: str | list[int],
+    add_special_tokens: bool = True,
+    is_prompt: bool = True,
+) -> list[int]:
+    """Token ids of a prompt, which may be token ids already."""
+    if isinstance(prompt, list):
+        context = backend.engines.context
+        if len(prompt) > context:
+            raise ApiError(
+                400, f"a prompt of {len(prompt)} tokens does not fit the context of {context}"
+            )
+        return prompt
+    max_tokens = max_text_tokens(backend, is_prompt)
+    return await run_tokenizer(
+        backend,
+        len(prompt),
+        lambda: backend.engines.tokenizer.encode(prompt, max_tokens, add_special_tokens),
+        is_prompt,
+    )
+
+
+def max_text_tokens(backend: LocalBackend, is_prompt: bool) -> int:
+    """Tokens above which a text is refused before it is tokenized whole."""
+    context = backend.engines.context
+    return context if is_prompt else max(context, MAX_TOKENIZE_TOKENS)
+
+
+async def run_tokenizer(
+    backend: LocalBackend, characters: int, work: Callable[[], T], is_prompt: bool = True
+) -> T:
+    """Run `work` on a text of so many characters, on a thread of the tokenizer."""
+    backend.engines.require_ready()
     try:
-        return await loop.run_in_executor(backend.engines.tokenizer_thread, encode)
+        return await backend.engines.tokenizer_threads.run(characters, work, is_prompt)
     except UserError as error:
         raise ApiError(400, str(error)) from error
 
 
-def check_characters(backend: LocalBackend, characters: int) -> None:
-    """Refuse, before it is tokenized, a text that cannot fit the context."""
-    context = backend.engines.context
-    if characters > context * MAX_TOKEN_CHARS:
-        raise ApiError(
-            400,
-            f"a prompt of {characters} characters does not fit the context of {context} tokens:"
-            " shorten it",
-        )
+def argument_characters(value: Any) -> int:
+    """The characters of a template's argument; a list or an object counts as a long text."""
+    if isinstance(value, str):
+        return len(value)
+    return LONG_CHARS if isinstance(value, list | dict) and value else 1
 
 
 def check_prompt(slot: EngineSlot, ids: list[int], max_new_tokens: int | None) -> None:

@@ -8,7 +8,12 @@ from peagle.errors import UserError
 from peagle.grammar import CompiledGrammar, Grammar
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.http.errors import ApiError
-from peagle.server.http.schema import GenerationRequest, ResponseFormat, StructuredOutputs
+from peagle.server.http.schema import (
+    MAX_NAME_CHARS,
+    GenerationRequest,
+    ResponseFormat,
+    StructuredOutputs,
+)
 
 ANY_OBJECT = {"type": "object"}
 
@@ -55,7 +60,7 @@ def grammar_fields(body: GenerationRequest) -> list[GrammarField]:
     outputs = body.structured_outputs or StructuredOutputs.model_validate({})
     for name, value in (outputs.model_extra or {}).items():
         if value:
-            field = f"structured_outputs.{name}"
+            field = f"structured_outputs.{name[:MAX_NAME_CHARS]}"
             raise ApiError(
                 400,
                 f"{field} is not supported: use json, json_object, regex, choice or grammar",

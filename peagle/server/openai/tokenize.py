@@ -9,45 +9,51 @@ from peagle.server.engines.local_backend import local_backend_of
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import validate_body
 from peagle.server.http.schema import DetokenizeRequest, TokenizeRequest
-from peagle.server.openai.prompts import check_characters, encode_chat, encode_text
+from peagle.server.openai.prompts import encode_chat, encode_text, run_tokenizer
 
 
 async def tokenize(request: Request, body: dict[str, Any]) -> Response:
     backend = local_backend_of(request)
-    tokenize_request = validate_body(TokenizeRequest, body)
+    tokenize_request = await validate_body(request, TokenizeRequest, body)
     backend.require(tokenize_request.model)
     prompt = tokenize_request.prompt
     messages = tokenize_request.messages
     if messages is not None and prompt is None:
-        ids = await encode_chat(backend, messages)
+        ids = await encode_chat(backend, messages, is_prompt=False)
     elif prompt is not None and messages is None:
         add_special_tokens = tokenize_request.add_special_tokens is not False
-        ids = await encode_text(backend, prompt, add_special_tokens)
+        ids = await encode_text(backend, prompt, add_special_tokens, is_prompt=False)
     else:
         raise ApiError(400, "give either prompt or messages")
-    texts = None
-    if tokenize_request.return_token_strs:
-        texts = [backend.engines.texts.text(token) for token in ids]
-    return JSONResponse(
-        {
-            "count": len(ids),
-            "max_model_len": backend.engines.context,
-            "tokens": ids,
-            "token_strs": texts,
-        }
-    )
+    texts = backend.engines.texts if tokenize_request.return_token_strs else None
+
+    def answer() -> Response:
+        strings = None if texts is None else [texts.text(token) for token in ids]
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": backend.engines.context,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
+
+    return await run_tokenizer(backend, len(ids), answer, is_prompt=False)
 
 
 async def detokenize(request: Request, body: dict[str, Any]) -> Response:
     backend = local_backend_of(request)
-    detokenize_request = validate_body(DetokenizeRequest, body)
+    detokenize_request = await validate_body(request, DetokenizeRequest, body)
     target = backend.require(detokenize_request.model).target
     ids = detokenize_request.tokens
-    check_characters(backend, len(ids))
     # Unlike a prompt, it may hold added tokens that the target has no embedding for.
     vocab_size = max(target.vocab_size, len(target.tokenizer))
-    if invalid := [token for token in ids if token >= vocab_size]:
-        raise ApiError(
-            400, f"token ids {invalid[:5]} are outside the vocabulary of {vocab_size}", "tokens"
-        )
-    return JSONResponse({"prompt": target.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    def answer() -> Response:
+        if invalid := [token for token in ids if token >= vocab_size]:
+            raise ApiError(
+                400, f"token ids {invalid[:5]} are outside the vocabulary of {vocab_size}", "tokens"
+            )
+        return JSONResponse({"prompt": target.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    return await run_tokenizer(backend, len(ids), answer, is_prompt=False)
