@@ -78,9 +78,9 @@ class LoadedPair(ModelPair):
     ) -> Generation:
         """Generate the target's answer; `on_text` receives it as it grows.
 
-        `exact`: bit-equal with and without drafts, in any dtype; None: where it is necessary and
-        supported. `int8`: 8-bit weights, on a CPU. `tree`: draft a tree with this many nodes; 0: a
-        chain. `sampling`: the fields of `core.Sampling`.
+        `exact`: bit-equal with and without drafts, in any dtype; None: where necessary and
+        supported. `int8`: 8-bit weights, on a CPU. `tree`: nodes of a draft tree; 0: a chain.
+        `sampling`: the fields of `core.Sampling`.
         """
         parsed_method = parse_method(method or self.pair.method)
         k = check_k(self.pair.k if k is None else k) if parsed_method != "none" else 0
@@ -95,9 +95,8 @@ class LoadedPair(ModelPair):
             stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
         answer = run_to_end(engine, stream, on_text)
         tokens = [token for step in answer.steps for token in step.tokens]
-        ends_with_stop = answer.reason == "stop" and tokens[-1] in self.target.stop_ids
         return Generation(
-            text=self.decode(tokens[:-1] if ends_with_stop else tokens),
+            text=self._text(tokens, answer.reason),
             token_ids=tokens,
             prompt_tokens=len(ids),
             steps=answer.steps,
@@ -113,6 +112,12 @@ class LoadedPair(ModelPair):
             trained=parsed_method == "none" or self.drafter(parsed_method).config.trained,
             tree=tree,
         )
+
+    def _text(self, tokens: list[int], reason: FinishReason | None) -> str:
+        """The text of an answer; that of a stop token at its end does not belong to it."""
+        if reason == "stop" and tokens[-1] in self.target.stop_ids:
+            return self.decode(tokens[:-1])
+        return self.decode(tokens)
 
     def _engine(self, key: EngineKey) -> Engine:
         """An engine for one request at a time, kept for the next request with the same key."""

@@ -77,7 +77,7 @@ def test_a_lost_device_found_by_a_job_ends_the_server_too(monkeypatch: pytest.Mo
             yield
             lost()
 
-        backend.engines.driver.submit_long(scoring())
+        backend.engines.driver.submit_long(scoring(), tokens=1)
         await ask(client, code=503)
         assert len(failures) == 1
 

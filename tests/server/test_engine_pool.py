@@ -119,9 +119,9 @@ def test_scorings_count_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         replies = await asyncio.gather(*posts)
         codes = [reply.status_code for reply in replies]
         assert codes.count(200) == 4 and codes.count(429) == 26
-        refused = next(reply for reply in replies if reply.status_code == 429)
-        assert refused.headers["retry-after"] == "1"
-        assert "the queue holds 4" in refused.json()["error"]["message"]
+        refused = [reply for reply in replies if reply.status_code == 429]
+        assert {reply.headers["retry-after"] for reply in refused} == {"1"}
+        assert any("the queue holds 4" in reply.text for reply in refused)
         # All prompts of a body are counted, and a generation is not refused because of them.
         scored = asyncio.create_task(ask(client, TEXT, prompt=[WORDS] * 3, **SCORED))
         await until(lambda: backend.engines.scorings == 3)
@@ -183,7 +183,7 @@ def test_restart_is_tried_again_if_memory_cannot_be_released(
         def fail_once() -> None:
             calls.append(1)
             if len(calls) == 1:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                raise RuntimeError("memory cannot be released now")
             release()
 
         monkeypatch.setattr(backend.engines.factory, "release_memory", fail_once)

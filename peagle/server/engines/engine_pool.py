@@ -75,7 +75,7 @@ class EnginePool:
         self.device_lost = False
         self.driver = Driver(self._engine_failed, self._end_if_device_lost, self._driver_crashed)
         self.builder = EngineBuilder()
-        self.tokenizer_threads = TokenizerThreads(settings.max_queue)
+        self.tokenizer_threads = TokenizerThreads(settings.max_batch + settings.max_queue)
         self.grammar_queue = GrammarQueue()
         self._builds: dict[EngineKey, asyncio.Future[EngineSlot]] = {}
         self._ids = itertools.count()
