@@ -1,11 +1,15 @@
 """Graphs: CUDA graphs by key, for work of a fixed shape."""
 
+import threading
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
 
 WARM_UP_RUNS = 2  # Before a capture, to compile kernels and to allocate workspaces.
+# Engines capture one after the other: PyTorch has one stream for all captures of a process.
+CAPTURE_LOCK = threading.Lock()
 
 
 class Graphs:
@@ -14,8 +18,6 @@ class Graphs:
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, Any] = {}
-        # One stream for all warm-ups, because the matrix library keeps a workspace per stream.
-        self.warm_up_stream: Any = None
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.graphs
@@ -31,9 +33,9 @@ class Graphs:
         return self.outputs[key]
 
     def warm_up(self, work: Callable[[], Any]) -> None:
-        stream = self.warm_up_stream = self.warm_up_stream or torch.cuda.Stream()
+        stream = warm_up_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with CAPTURE_LOCK, torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
                 work()
         torch.cuda.current_stream().wait_stream(stream)
@@ -49,7 +51,8 @@ class Graphs:
         pool = next((other.pool() for other in self.graphs.values()), None)
         try:
             # Another thread may allocate the memory of another engine meanwhile.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+            with CAPTURE_LOCK, capturing:
                 self.outputs[key] = work()
         except torch.OutOfMemoryError:
             raise
@@ -72,3 +75,9 @@ class Graphs:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / repeats
+
+
+@cache
+def warm_up_stream(device: int) -> Any:
+    """One stream for the warm-ups of all engines: the matrix library keeps a workspace for each."""
+    return torch.cuda.Stream(device)
