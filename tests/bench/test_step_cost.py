@@ -2,18 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from peagle.bench import step_cost
 from peagle.bench.random_models import random_pair
 from peagle.bench.step_cost import (
     PROFILE,
+    StepCell,
     build_engine,
     conditional_probabilities,
 )
 from peagle.cli import app
+from peagle.loaded import LoadedPair
 
 ARGUMENTS = [
     "bench-step",
@@ -101,3 +105,21 @@ def test_a_profile_may_repeat_a_value() -> None:
     assert result.exit_code == 0, result.output
     [cell] = json.loads(result.output[result.output.index("[{") :])
     assert cell["acceptance_length"] == pytest.approx(4, rel=0.05)
+
+
+def test_an_interrupted_run_keeps_its_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = step_cost.measure_random
+
+    def interrupted(pair: LoadedPair, method: str, *args: Any) -> StepCell:
+        if method == "p-eagle":
+            raise KeyboardInterrupt
+        return real(pair, "none", *args)
+
+    monkeypatch.setattr(step_cost, "measure_random", interrupted)
+    out = tmp_path / "steps.json"
+    arguments = [*ARGUMENTS, "--methods", "none,p-eagle", "--concurrency", "1", "--repeats", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert result.exit_code != 0
+    assert [cell["method"] for cell in json.loads(out.read_text())["cells"]] == ["none"]

@@ -87,7 +87,9 @@ def bench_step(
         for length in ks if method != "none" else ks[:1]:
             err.print(f"{shape}, {method}, K={length}, {count} at a time ...", highlight=False)
             cells.append(measurement.run(pair, method, length, count, prompts))
-    show_cells(cells, as_json, out_file)
+            if out_file is not None:  # After each cell, so that an interrupted run loses nothing.
+                write_json(out_file, {"cells": [cell.to_json() for cell in cells]})
+    show_cells(cells, as_json)
 
 
 @dataclass(frozen=True)
@@ -137,12 +139,9 @@ def load_pair(
     return pair, [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
 
 
-def show_cells(cells: list["StepCell"], as_json: bool, out_file: Path | None) -> None:
-    content = [cell.to_json() for cell in cells]
-    if out_file is not None:
-        write_json(out_file, {"cells": content})
+def show_cells(cells: list["StepCell"], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(content))
+        print(json.dumps([cell.to_json() for cell in cells]))
     else:
         out.print(cell_table(cells))
 
