@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class LoadedPair(ModelPair):
     ) -> None:
         super().__init__(pair, target, drafters)
         self._engines: OrderedDict[EngineKey, Engine] = OrderedDict()  # The last used one is last.
-        self._engines_lock = threading.Lock()  # No engine is closed before its request is added.
+        self._engine_users: Counter[EngineKey] = Counter()  # Calls that are using an engine.
+        self._engines_lock = threading.Lock()
 
     def generate(
         self,
@@ -89,11 +91,11 @@ class LoadedPair(ModelPair):
         ids = self.encode(prompt, raw)
         positions = min(len(ids) + max_tokens, self.target.context) + max(2 * k, 2 * tree)
         key = EngineKey(parsed_method, k, tree, exact, int8, engine_tokens(positions))
-        with self._engines_lock:
-            engine = self._engine(key)
+        compiled = self.grammars.compile(grammar) if grammar is not None else None
+        with self._engine(key) as engine:
             started = time.perf_counter()
-            stream = engine.add(ids, max_tokens=max_tokens, grammar=grammar, **asdict(settings))
-        answer = run_to_end(engine, stream, on_text)
+            stream = engine.add(ids, max_tokens=max_tokens, grammar=compiled, **asdict(settings))
+            answer = run_to_end(engine, stream, on_text)
         tokens = [token for step in answer.steps for token in step.tokens]
         return Generation(
             text=self._text(tokens, answer.reason),
@@ -119,17 +121,25 @@ class LoadedPair(ModelPair):
             return self.decode(tokens[:-1])
         return self.decode(tokens)
 
-    def _engine(self, key: EngineKey) -> Engine:
-        """An engine for one request at a time, kept for the next request with the same key."""
-        if key not in self._engines:
-            self._close_idle_engines(MAX_ENGINES - 1)
-            self._engines[key] = Engine(self, key.config())
-        self._engines.move_to_end(key)
-        return self._engines[key]
+    @contextmanager
+    def _engine(self, key: EngineKey) -> Iterator[Engine]:
+        """The engine for this key, kept for the next call; it stays open inside the block."""
+        with self._engines_lock:
+            if key not in self._engines:
+                self._close_idle_engines(MAX_ENGINES - 1)
+                self._engines[key] = Engine(self, key.config())
+            self._engines.move_to_end(key)
+            engine = self._engines[key]
+            self._engine_users[key] += 1
+        try:
+            yield engine
+        finally:
+            with self._engines_lock:
+                self._engine_users[key] -= 1
 
     def _close_idle_engines(self, keep: int) -> None:
         """Close the engines unused for the longest time; one that is answering stays open."""
-        idle = [key for key, engine in self._engines.items() if not engine.busy]
+        idle = [key for key in self._engines if not self._engine_users[key]]
         for key in idle[: max(len(self._engines) - keep, 0)]:
             self._engines.pop(key).close()
 

@@ -145,7 +145,6 @@ class Engine:
         try:
             self.close()
         except Exception as error:
-            self.loop.release()
             return error
         return None
 
@@ -165,6 +164,9 @@ class Engine:
             lost = DeviceLost(f"the device is lost, start a new process: {first_line(error)}")
             self.fail(str(lost))
             raise lost from error
+        finally:
+            if self._closed:  # A listener of a stream closed the engine during this step.
+                self._release()
 
     def drain(self) -> None:
         """Run until every request is answered; for engines without a thread."""
@@ -178,16 +180,23 @@ class Engine:
     def close(self) -> None:
         """Fail the requests that are not answered yet, and free the engine's memory.
 
-        Whoever still holds a stream of it, such as a client that reads slowly, holds no memory of
-        the device.
+        Whoever still holds a stream of it, such as a client that reads slowly, holds no KV cache,
+        packed weights or graphs.
         """
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._lock.notify_all()  # The thread goes on when the lock is released.
-                self._fail_requests(self._failure or "the engine was closed")
-        if self._thread is threading.current_thread():
-            return  # A listener of a stream closes the engine: its step is still running.
+        try:
+            with self._lock:
+                if not self._closed:
+                    self._closed = True
+                    self._lock.notify_all()  # The thread goes on when the lock is released.
+                    self._fail_requests(self._failure or "the engine was closed")
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Free memory, once no step is running; a step that closes its own engine does it later."""
+        current = threading.current_thread()
+        if self.loop.stepping_thread is current or self._thread is current:
+            return
         if self._thread is not None:
             self._thread.join()
         self.loop.release()
@@ -289,6 +298,12 @@ class Engine:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        finally:
+            self.loop.release()
+
+    def _run_steps(self) -> None:
         while True:
             with self._lock:
                 while not self._closed and not self.busy:
@@ -310,7 +325,7 @@ class Engine:
         try:
             self.loop.fail_all(reason)
         finally:
-            for state in self.loop.states.values():
+            for state in list(self.loop.states.values()):
                 state.stream.put(StreamPiece(None, reason="error", error=reason))
 
     def _require_open(self) -> None:

@@ -62,6 +62,8 @@ class EngineLoop:
         self.lock = threading.Condition()  # Guards everything here except the device's work.
         # Steps run one after the other, whichever threads call `run`.
         self._step_lock = threading.Lock()
+        self.stepping_thread: threading.Thread | None = None  # The one that runs a step now.
+        self._released = False
         self.metrics = Metrics(k=max_shape.k)
         self.outputs = OutputProcessor(stepper, scheduler, self.metrics)
         self.states = self.outputs.states
@@ -111,10 +113,12 @@ class EngineLoop:
 
     def release(self) -> None:
         """Drop everything that holds device memory, after the last request. No step may follow."""
-        self.in_flight.clear()
-        self._sampler_cache = ((), None)
-        self.step_hook = None
-        self.stepper.release()
+        with self._step_lock:
+            self._released = True
+            self.in_flight.clear()
+            self._sampler_cache = ((), None)
+            self.step_hook = None
+            self.stepper.release()
 
     def check_integrity(self) -> None:
         """Assert that pages, slots and requests agree."""
@@ -131,11 +135,27 @@ class EngineLoop:
     def run(self) -> bool:
         """Launch one step and read back what is due. Returns False if there was nothing to do."""
         with self._step_lock:
-            return self._run()
+            if self._released:
+                return False
+            self.stepping_thread = threading.current_thread()
+            try:
+                return self._run()
+            finally:
+                self.stepping_thread = None
 
     def _run(self) -> bool:
         with self.lock:
             plan = self._plan()
+        try:
+            return self._run_plan(plan)
+        except BaseException:
+            with self.lock:
+                for request in self.scheduler.cancel_prefill(plan):
+                    self.outputs.release_slot(self.states[request.id])
+            raise
+
+    def _run_plan(self, plan: StepPlan) -> bool:
+        with self.lock:
             updates: list[PageTableUpdate] = []
             chunks = [(chunk, self._enter(chunk.request, updates)) for chunk in plan.prefill]
             entries = [self._enter(request, updates) for request in plan.decode]
@@ -325,6 +345,11 @@ class EngineLoop:
 
     def warm_up(self) -> None:
         """Compile kernels and capture CUDA graphs before the first request."""
+        with self._step_lock:
+            if not self._released:
+                self._warm_up()
+
+    def _warm_up(self) -> None:
         adaptive = self.policy if isinstance(self.policy, AdaptivePolicy) else None
         chain = DraftShape(self.max_shape.k, self.max_shape.k)  # For batches with a grammar.
         shapes = {self.max_shape, chain} if adaptive is None else adaptive.candidates

@@ -117,7 +117,7 @@ class OutputProcessor:
 def token_logprobs(
     logprobs: Logprobs | None, row: int, tokens: list[int], top: int | None
 ) -> tuple[TokenLogprob, ...]:
-    """The log-probabilities of a request's tokens, with the `top` greedy_tokens of each.
+    """The log-probabilities of a request's tokens, with the `top` most likely ones of each.
 
     `logprobs` may hold more of them, which another request asked for. None: not asked for.
     """

@@ -13,14 +13,14 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability and the rank of a token, and the greedy_tokens tokens at its position.
+    """The log-probability and the rank of a token, and the most likely tokens at its position.
 
     They are those of the target's raw distribution; with a grammar, of the tokens it allows.
     """
 
     token: int
     logprob: float
-    rank: int  # 1: the greedy_tokens token.
+    rank: int  # 1: the most likely token.
     top: dict[int, float] = field(default_factory=dict)  # Log-probabilities by token.
 
 

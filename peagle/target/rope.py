@@ -70,7 +70,8 @@ def freeze_parameters(
         return dict(parameters)
     if rope_type != "longrope":
         theta = dynamic_base(parameters, context, max_positions, head_dim)
-        return {"rope_type": "default", "rope_theta": theta}
+        kept = {key: value for key, value in parameters.items() if key != "factor"}
+        return kept | {"rope_type": "default", "rope_theta": theta}
     original = original_length(parameters, max_positions)
     chosen = "long" if context > original else "short"
     factors = list(parameters[f"{chosen}_factor"])

@@ -432,3 +432,34 @@ def test_pages_for_one_request_only(method: Method) -> None:
         alone(small(), method, ids, **options) for ids, options in asked
     ]
     assert engine.status()["finished"] == {"length": 6}
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_pages_of_a_prefill_that_failed_are_not_shared(abort: bool) -> None:
+    """Pages are shareable when their chunk is planned; a failed pass takes that back."""
+    [(ids, _)] = some_requests(1, seed=5)
+    ids = ids * 3  # Several full pages.
+    options = {"page_size": 8, "prefill_chunk": 64, "kv_tokens": 400}
+    engine = engine_of(small(), "p-eagle", **options)
+    first = engine.add(ids, max_tokens=12, ignore_eos=True)
+    engine.drain()
+    expected = tokens_of(steps_of(first))
+    engine = engine_of(small(), "p-eagle", **options)
+    run = engine.loop.stepper.prefill.run
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    engine.loop.stepper.prefill.run = broken  # type: ignore[method-assign]
+    streams = [engine.add(ids, max_tokens=12, ignore_eos=True) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    engine.check_integrity()
+    engine.loop.stepper.prefill.run = run  # type: ignore[method-assign]
+    if abort:
+        streams[0].abort()
+        streams = [*streams[1:], engine.add(ids, max_tokens=12, ignore_eos=True)]
+    engine.drain()
+    engine.check_integrity()
+    for stream in streams:
+        assert tokens_of(steps_of(stream)) == expected

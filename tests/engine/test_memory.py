@@ -1,6 +1,8 @@
 """Memory of engines: closed ones are freed at once, weights are packed once, a pair keeps few."""
 
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from weakref import ref
@@ -8,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 
+from peagle import loaded
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.model import weight
 from peagle.engine.model.fused_llama import FusedLlamaTarget
@@ -15,7 +18,7 @@ from peagle.engine.model.weight import Weight, can_reorder
 from peagle.engine.stream import RequestFailed
 from peagle.errors import UserError
 from peagle.kernels.cpu.matrix import can_pack
-from peagle.loaded import MAX_ENGINES, LoadedPair
+from peagle.loaded import MAX_ENGINES, EngineKey, LoadedPair
 from tests.support.cpu_features import needs_dots
 from tests.support.engines import TIGHT, engine_of, pair_of, small, small_with_words
 from tests.support.tiny_models import make_drafter, make_target
@@ -133,7 +136,16 @@ def test_packed_copy_is_made_of_its_own_weight() -> None:
         del plain, first, second
 
 
-def test_pair_keeps_few_engines() -> None:
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_pair_keeps_few_engines(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a lookahead, as on a GPU, a pass is still in flight when an answer has ended."""
+
+    def build(*args: Any) -> Engine:
+        engine = Engine(*args)
+        engine.loop.lookahead = lookahead
+        return engine
+
+    monkeypatch.setattr(loaded, "Engine", build)
     pair = pair_of(small().target, small().loaded_drafters)
     kept: list[ref[Engine]] = []
     answers = []
@@ -159,3 +171,60 @@ def test_pair_closes_no_engine_that_is_answering() -> None:
     expected = pair.generate([5, 6, 7], k=1, method="p-eagle", max_tokens=8)
     answer = pair.generate([5, 6, 7], k=1, method="p-eagle", max_tokens=8, on_text=listen)
     assert nested and answer.token_ids == expected.token_ids
+
+
+def test_pair_closes_no_engine_whose_answer_is_not_read() -> None:
+    """Another thread's step may complete an answer, before its own thread reads it."""
+    pair = pair_of(small().target, small().loaded_drafters)
+    with pair._engine(EngineKey("p-eagle", 2, 0, None, False, 256)) as engine:
+        stream = engine.add([5, 6, 7], max_tokens=6)
+        engine.drain()
+        for k in range(3, MAX_ENGINES + 5):
+            pair.generate([5, 6, 7], k=k, method="p-eagle", max_tokens=3)
+        assert not engine.closed and list(stream)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_engine_closed_by_a_listener_is_freed_after_its_step(thread: bool) -> None:
+    engine = Engine(small(), EngineConfig(method="p-eagle", k=3, thread=thread, **TIGHT))
+    reference = ref(engine.loop.stepper.kv_cache)
+    with engine.loop.lock:
+        stream = engine.add([5, 6, 7], max_tokens=40, ignore_eos=True)
+        stream.on_piece(engine.close)
+    if not thread:
+        engine.step()
+    with pytest.raises(RequestFailed, match="closed"):
+        list(stream)
+    engine.close()
+    assert reference() is None
+
+
+def test_close_waits_for_the_step_of_another_thread() -> None:
+    engine = engine_of(small(), "p-eagle")
+    engine.add([5, 6, 7], max_tokens=40, ignore_eos=True)
+    in_step = threading.Event()
+    closing = threading.Event()
+    errors: list[Exception] = []
+    decode = engine.loop.stepper.prefill.run
+
+    def slow(*args: Any) -> Any:
+        in_step.set()
+        closing.wait(20)
+        time.sleep(0.1)  # So that `close` would release the KV cache before this pass.
+        return decode(*args)
+
+    engine.loop.stepper.prefill.run = slow  # type: ignore[method-assign]
+
+    def run() -> None:
+        try:
+            engine.step()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    in_step.wait(20)
+    closing.set()
+    engine.close()
+    thread.join(20)
+    assert not errors and not engine.loop.run()  # A step after the release does nothing.

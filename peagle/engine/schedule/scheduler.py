@@ -135,6 +135,23 @@ class Scheduler:
         if request.computed == request.prefill_end:
             request.status = "decode"
 
+    def cancel_prefill(self, plan: StepPlan) -> list[Request]:
+        """Return requests to the queue whose chunks were planned, but not launched.
+
+        Their pages are withdrawn: requests of the same plan may share them, and start again too.
+        """
+        canceled = [
+            chunk
+            for chunk in plan.prefill
+            if not chunk.request.finished and chunk.request.computed < chunk.end
+        ]
+        for chunk in canceled:
+            first = chunk.start // self.allocator.page_size
+            self.allocator.withdraw(chunk.request.pages[first:])
+        for chunk in reversed(canceled):
+            self._preempt(chunk.request)
+        return [chunk.request for chunk in canceled]
+
     def append_first(self, request: Request, token: int) -> None:
         """Append the first token of the answer, which the last chunk of the prompt gave."""
         assert request.status == "decode"
@@ -161,7 +178,8 @@ class Scheduler:
         if request.status == "waiting":
             self.waiting.remove(request.id)
         else:
-            # A pass of an aborted request may be in flight, or planned and not launched yet.
+            # A pass of an aborted request may be in flight, or planned and not launched yet. After
+            # another end, one may be in flight as well, but it only writes behind the answer.
             self._stop(request, verified=reason != "abort")
         del self.live[request.id]
         request.status = "finished"
