@@ -25,8 +25,8 @@ PAIR_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 VLLM_VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 INSTANCE_TYPE = re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9]+")
-# vLLM options that `peagle deploy` sets
 FLAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
+# vLLM options that `peagle deploy` sets
 RESERVED_FLAGS = (
     "model",
     "host",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from peagle.catalog import find_pair
 from peagle.catalog.catalog import shipped_pairs
 from peagle.cli import app
-from peagle.cli.deployment.deploy_sagemaker import container_variables
+from peagle.cli.deployment.deploy_sagemaker import container_variables, variable_settings
 from peagle.deploy.sagemaker.output.cloudformation import cloudformation_template
 from peagle.deploy.sagemaker.output.dry_run import dry_run_steps
 from peagle.deploy.sagemaker.output.terraform import terraform_config
@@ -243,6 +243,21 @@ def test_secrets_are_not_printed() -> None:
         "environment"
     ]
     assert environment["HF_TOKEN"] == "${var.hf_token}"
+
+
+def test_what_was_given_as_a_secret_is_never_printed() -> None:
+    """Also if its name is known to be public."""
+    name = "SM_VLLM_MAX_NUM_BATCHED_TOKENS"
+    given = variable_settings([], [], [])
+    assert given["secret"] == frozenset()
+    settings = endpoint_settings(variables={name: "47110815"}, secret=frozenset({name}))
+    stack = build_stack(settings, deployment(), *WEIGHTS, channel=False)
+    assert not any("47110815" in printed for printed in printed_stacks(stack))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("API_TOKEN", "47110815")
+        assert variable_settings([], ["API_TOKEN"], [])["secret"] == frozenset({"API_TOKEN"})
+        with pytest.raises(UserError, match="by --secret and by --public"):
+            variable_settings([], ["API_TOKEN"], ["API_TOKEN"])
 
 
 def test_every_secret_has_a_parameter_of_its_own() -> None:

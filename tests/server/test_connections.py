@@ -13,7 +13,12 @@ import httpx
 import pytest
 
 from peagle.server.http import connections
-from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
+from peagle.server.http.connections import (
+    Connections,
+    connection_limit,
+    delivered_bytes,
+    raise_descriptor_limit,
+)
 from peagle.server.openai import answer
 from peagle.server.run import Server
 from tests.support.serving import SETTINGS, TEXT, all_idle, make_backend, raw_request, running
@@ -32,6 +37,9 @@ class FakeTransport:
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
+
+    def get_extra_info(self, name: str) -> Any:
+        return None
 
     def is_closing(self) -> bool:
         return self.closing
@@ -258,3 +266,40 @@ def test_an_unread_stream_keeps_few_pieces(monkeypatch: pytest.MonkeyPatch) -> N
         wait_for(lambda: all_idle(front))
         assert front.engines.status()["p-eagle"]["finished"]["abort"] == 4
         stalled.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the system has no TCP_INFO")
+def test_what_a_slow_client_reads_counts_as_progress() -> None:
+    """Our own buffer may be as full as before, while the client reads what the system holds."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+    with client, server:
+
+        class Transport(FakeTransport):
+            def get_extra_info(self, name: str) -> Any:
+                return server
+
+        protocol = FakeProtocol()
+        protocol.transport = Transport()
+        assert delivered_bytes(protocol) == 0
+        server.sendall(b"x" * 1000)
+        client.recv(1000)
+        deadline = time.monotonic() + 10
+        while delivered_bytes(protocol) < 1000 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert delivered_bytes(protocol) == 1000
+        protocol.transport.unsent = 500
+        swept = Connections(replace(SETTINGS, timeout=0.05), 16)
+        swept.opened(protocol)
+        for _ in range(4):
+            swept.sweep()
+            server.sendall(b"x" * 1000)
+            client.recv(1000)
+            time.sleep(0.04)
+        assert not protocol.transport.aborted
+        time.sleep(0.1)
+        swept.sweep()
+        time.sleep(0.1)
+        swept.sweep()
+        assert protocol.transport.aborted or protocol.transport.closing

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from peagle.server import run
-from peagle.server.engines import engine_pool
 from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.settings import ServerSettings
 from tests.support.serving import (
@@ -67,7 +66,7 @@ def test_a_lost_device_found_by_a_job_ends_the_server_too(monkeypatch: pytest.Mo
         failures: list[str] = []
         backend.engines.on_failure = failures.append
         monkeypatch.setattr(backend.engines.factory, "build", lost)
-        await ask(client, code=500, peagle={"k": 2})
+        await ask(client, code=503, peagle={"k": 2})
         await until(lambda: failures)
         assert backend.engines.state == "lost" and not backend.is_healthy
         error = await ask(client, code=503)
@@ -115,5 +114,4 @@ def test_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "set_up_logging", lambda: None)
     with pytest.raises(Exited):
         run.serve(ServerSettings(pair="tiny", port=0))
-    assert codes == [run.DEVICE_LOST_EXIT_CODE] and run.DEVICE_LOST_EXIT_CODE not in (0, 2)
-    assert backend.engines.device_lost and engine_pool.UNAVAILABLE["lost"]
+    assert codes == [3] and backend.engines.device_lost

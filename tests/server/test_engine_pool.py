@@ -14,6 +14,7 @@ import pytest
 
 from peagle.server.engines import driver, restart_timer
 from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.engines.method_choice import EngineKey
 from peagle.server.openai import prompt_logprobs
 from tests.support.serving import TEXT, WORDS, ask, client_of, make_backend, running, served, until
 
@@ -72,6 +73,28 @@ def test_failed_build_is_an_error_of_its_request(monkeypatch: pytest.MonkeyPatch
         await ask(client, code=500, peagle={"k": 1})
         monkeypatch.setattr(backend.engines.factory, "build_extra", build)
         assert (await ask(client, peagle={"k": 1}))["usage"]["completion_tokens"] == 8
+
+    served(test)
+
+
+def test_failed_build_leaves_nothing_in_memory(
+    monkeypatch: pytest.MonkeyPatch, no_collector: None
+) -> None:
+    parts: list[ref[Any]] = []
+
+    class Part:
+        pass
+
+    def build(key: EngineKey) -> None:
+        half = Part()
+        parts.append(ref(half))
+        raise RuntimeError("no memory for the rest")
+
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        monkeypatch.setattr(backend.engines.factory, "build_extra", build)
+        for k in (1, 2):
+            await ask(client, code=500, peagle={"k": k})
+        assert len(parts) == 2 and [part() for part in parts] == [None, None]
 
     served(test)
 

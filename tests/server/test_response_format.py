@@ -240,19 +240,19 @@ def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_queue_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.server.engines.grammar_queue.MAX_WAITING", 1)
     monkeypatch.setattr("peagle.server.engines.grammar_queue.WAIT_SECONDS", 0.3)
 
     async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
         await content(client, guided_regex="ok")
         queue = backend.engines.grammar_queue
+        queue.max_waiting = 1
         bombs = [
             asyncio.create_task(ask(client, code=429, guided_grammar=f"{RULES} // {i}"))
             for i in range(3)
         ]
         await until(lambda: queue.waiting == 1)
         error = (await ask(client, code=429, guided_regex="ab"))["error"]
-        assert "already waiting" in error["message"] and error["param"] == "guided_regex"
+        assert "1 grammars are waiting" in error["message"] and error["param"] == "guided_regex"
         assert "too many grammars" in (await bombs[2])["error"]["message"]
         for bomb in bombs:
             bomb.cancel()
@@ -306,3 +306,25 @@ def test_grammars_that_occupy_too_much_memory_wait(monkeypatch: pytest.MonkeyPat
         assert "memory" in error["message"]
 
     served(test)
+
+
+def test_a_burst_of_grammars_is_answered() -> None:
+    """As many as the server takes requests; and one user cannot take all places."""
+
+    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+        asked = [content(client, guided_choice=[f"a{i}", f"b{i}"]) for i in range(70)]
+        answers = await asyncio.gather(*asked)
+        assert all(answer in (f"a{i}", f"b{i}") for i, answer in enumerate(answers))
+        queue = backend.engines.grammar_queue
+        queue.max_waiting = 4
+        bombs = [
+            asyncio.create_task(ask(client, code=429, guided_grammar=f"{RULES} // {i}", user="a"))
+            for i in range(6)
+        ]
+        await until(lambda: queue.waiting == 2)
+        assert await content(client, guided_regex="ab{3}", user="b") == "abbb"
+        for bomb in bombs:
+            bomb.cancel()
+        await until_no_jobs(backend)
+
+    served(test, max_queue=200)

@@ -102,7 +102,11 @@ def pair_defaults(
 
 
 def variable_settings(env: list[str], secrets: list[str], public: list[str]) -> dict[str, Any]:
-    return {"variables": container_variables(env, secrets), "public": frozenset(public)}
+    secret = frozenset(word.partition("=")[0] for word in secrets)
+    if both := sorted(secret & set(public)):
+        raise UserError(f"{both[0]} is given by --secret and by --public: omit one of them")
+    variables = container_variables(env, secrets)
+    return {"variables": variables, "public": frozenset(public), "secret": secret}
 
 
 def container_variables(env: list[str], secrets: list[str]) -> dict[str, str]:

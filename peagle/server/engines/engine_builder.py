@@ -1,6 +1,7 @@
 """EngineBuilder: the thread that builds extra engines, while the driver steps the others."""
 
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -48,7 +49,7 @@ def run_build(future: Future[EngineSlot], build: Callable[[], EngineSlot]) -> No
         try:
             future.set_result(build())
         except Exception as error:
+            # The frames of its traceback hold half an engine.
+            traceback.clear_frames(error.__traceback__)
             future.set_exception(error)
-    # The traceback of an error holds this frame, which must not hold the error's future: half an
-    # engine would stay in memory with them.
-    del future, build
+    del future, build  # Nor may this frame hold the error's future.

@@ -7,6 +7,7 @@ from peagle.core import Method
 from peagle.engine.gc_tuning import freeze_live_objects
 from peagle.errors import UserError
 from peagle.server.engines.method_choice import EngineKey, choose_method
+from peagle.server.http.errors import ApiError
 from peagle.server.settings import ServerSettings
 from peagle.server.tokenization.prompt_tokenizer import PromptTokenizer
 from peagle.server.tokenization.token_text import TokenTexts
@@ -61,7 +62,9 @@ class EngineFactory:
         """Build an engine without a thread of its own: the driver runs its steps."""
         from peagle.engine import Engine, EngineConfig
 
-        assert self.pair is not None
+        pair = self.pair
+        if pair is None:
+            raise ApiError(503, "the model is being loaded again: try again later", retry_after=2)
         settings = self.settings
         # Only the server's own method and K draft trees; others draft chains.
         trees = key == (self.key.method, settings.k)
@@ -80,7 +83,7 @@ class EngineFactory:
             cuda_graphs=settings.graphs,
             thread=False,
         )
-        return Engine(self.pair, config)
+        return Engine(pair, config)
 
     def engine_name(self, key: EngineKey) -> str:
         """Such as "p-eagle", or "p-eagle k=3" where K is not the server's own."""

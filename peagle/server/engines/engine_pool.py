@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PoolState = Literal["loading", "ready", "restarting", "failed", "lost", "closed"]
+ENDED: tuple[PoolState, ...] = ("failed", "lost", "closed")  # No engine is built any more.
 MAX_EXTRA_ENGINES = 4
 MIN_IDLE_SECONDS = 1.0  # An extra engine used more recently is not closed for another one.
 DRIVER_POLL_SECONDS = 1.0
@@ -75,8 +76,9 @@ class EnginePool:
         self.device_lost = False
         self.driver = Driver(self._engine_failed, self._end_if_device_lost, self._driver_crashed)
         self.builder = EngineBuilder()
-        self.tokenizer_threads = TokenizerThreads(settings.max_batch + settings.max_queue)
-        self.grammar_queue = GrammarQueue()
+        max_requests = settings.max_batch + settings.max_queue
+        self.tokenizer_threads = TokenizerThreads(max_requests)
+        self.grammar_queue = GrammarQueue(max_requests)
         self._builds: dict[EngineKey, asyncio.Future[EngineSlot]] = {}
         self._ids = itertools.count()
         self._restart_timer = RestartTimer(settings.backoff)
@@ -277,12 +279,15 @@ class EnginePool:
         engine = self.factory.build_main()
         self.main = EngineSlot(self.key.method, engine)
         self.driver.slots.append(self.main)
-        self.state = "ready"
+        if self.state not in ENDED:
+            self.state = "ready"
         self._restart_timer.engine_ready()
         return engine
 
     def _extra_slot(self, key: EngineKey) -> EngineSlot:
         """Build an extra engine; on the builder's thread, unlike the others here."""
+        from peagle.engine.device import is_device_lost
+
         self.require_ready()
         if key in self.extra:
             return self.extra[key]
@@ -291,9 +296,11 @@ class EnginePool:
         try:
             slot = EngineSlot(self.factory.engine_name(key), self.factory.build_extra(key))
         except Exception as error:
-            failure = error  # The name `error` ends with this block.
-            self.driver.submit(lambda: self._end_if_device_lost(failure))
-            raise
+            if not is_device_lost(error):
+                raise
+            lost = error  # The name `error` ends with this block.
+            self.driver.submit(lambda: self._end_if_device_lost(lost))
+            raise self.unavailable() from error
         try:
             self._on_driver(lambda: self._add_extra(key, slot))
         except BaseException:
@@ -302,7 +309,7 @@ class EnginePool:
         return slot
 
     def _add_extra(self, key: EngineKey, slot: EngineSlot) -> None:
-        if self.state in ("closed", "lost", "failed"):
+        if self.state in ENDED:
             raise self.unavailable()
         self.extra[key] = slot
         self.driver.slots.append(slot)
@@ -371,7 +378,7 @@ class EnginePool:
 
     def _give_up(self, reason: str) -> None:
         """Let the process exit with an error, so that a supervisor starts a new one."""
-        if self.state not in ("closed", "lost"):
+        if self.state not in ENDED:
             self.state = "failed"
             self.on_failure(reason)
 
@@ -389,14 +396,16 @@ class EnginePool:
             if self.state != "closed":
                 self.state = "lost"
             log_event("device lost", logging.CRITICAL, error)
-            for slot in self.slots:
-                slot.engine.fail("the engine stopped: try again")
-                self._remove(slot)
-            self.on_failure(f"the device is lost: {error}")
+            try:
+                for slot in self.slots:
+                    slot.engine.fail("the engine stopped: try again")
+                    self._remove(slot)
+            finally:
+                self.on_failure(f"the device is lost: {error}")
         return True
 
     def _schedule_restart(self, reload: bool) -> None:
-        if self.state == "closed":
+        if self.state in ENDED:
             return
         if self._restart_timer.exhausted:
             failures = self._restart_timer.failures
@@ -413,6 +422,8 @@ class EnginePool:
 
     def _restart(self, reload: bool) -> None:
         """Rebuild the main engine from the loaded weights; if that failed, from the files."""
+        if self.state in ENDED:
+            return
         self.restarts += 1
         try:
             self.factory.release_memory()

@@ -23,7 +23,6 @@ from peagle.server.http.logs import log_event
 
 T = TypeVar("T")
 MAX_RUNNING = 2
-MAX_WAITING = 64
 LIVE_BYTES = 1 << 30  # Memory of compiled grammars, cached or in use.
 # The limit of CPU time in the probe is lower, and counts unless the machine is overloaded.
 PROBE_SECONDS = 10.0
@@ -46,7 +45,9 @@ class GrammarJob:
 class GrammarQueue:
     """All methods must be called on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting: int) -> None:
+        """`max_waiting` grammars may wait, and one user's may take half of the places."""
+        self.max_waiting = max_waiting
         # Raises an error when the server shuts down; set by the backend.
         self.check_accepting: Callable[[], None] = lambda: None
         # Some threads remain for short work while others compile.
@@ -93,8 +94,9 @@ class GrammarQueue:
         return sum(map(len, self._waiting.values()))
 
     def _add_job(self, compiler: GrammarCompiler, grammar: Grammar, user: str) -> GrammarJob:
-        if self.waiting >= MAX_WAITING:
-            message = f"{MAX_WAITING} grammars are already waiting to be compiled: try again later"
+        own = len(self._waiting.get(user, ()))
+        if self.waiting >= self.max_waiting or own >= max(self.max_waiting // 2, 1):
+            message = f"{self.waiting} grammars are waiting to be compiled: try again later"
             raise ApiError(429, message, retry_after=1)
         loop = asyncio.get_running_loop()
         job = GrammarJob(compiler, grammar, user, loop.create_future())

@@ -5,6 +5,8 @@ A stalled client does not read its answer. Both are disconnected after a time. W
 many connections, the longest idle one makes room: idle clients do not keep others out.
 """
 
+import socket
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ REASONS = {
     431: "Request Header Fields Too Large",
     503: "Service Unavailable",
 }
+# The end of `tcpi_bytes_acked`, 8 bytes long, in Linux's struct tcp_info.
+ACKED_BYTES_END = 128
 DELIVERY_SECONDS = 600.0  # where there is no time limit for answers
 
 
@@ -32,6 +36,7 @@ class ConnectionState:
 
     idle_since: float
     unsent_bytes: int = 0
+    delivered_bytes: int = 0
     stalled_since: float = 0.0
     closing_since: float = 0.0
 
@@ -87,11 +92,14 @@ class Connections:
 
     def _observe(self, protocol: Any, state: ConnectionState, now: float) -> None:
         unsent = protocol.transport.get_write_buffer_size()
+        delivered = delivered_bytes(protocol) if unsent else 0
+        progress = unsent < state.unsent_bytes or delivered > state.delivered_bytes
         if not unsent:
             state.stalled_since = 0.0
-        elif unsent < state.unsent_bytes or not state.stalled_since:
+        elif progress or not state.stalled_since:
             state.stalled_since = now
         state.unsent_bytes = unsent
+        state.delivered_bytes = delivered
         if protocol.transport.is_closing() and not state.closing_since:
             state.closing_since = now
 
@@ -110,6 +118,21 @@ class Connections:
             respond_and_close(protocol, ApiError(408, message))
         else:
             protocol.transport.close()
+
+
+def delivered_bytes(protocol: Any) -> int:
+    """Bytes that the client's side has acknowledged; 0 where the system does not tell.
+
+    Our own buffer may stay as long as it is while the client empties those of the system.
+    """
+    tcp_info = getattr(socket, "TCP_INFO", None)
+    connection = protocol.transport.get_extra_info("socket")
+    if tcp_info is None or connection is None or connection.family == socket.AF_UNIX:
+        return 0
+    info = connection.getsockopt(socket.IPPROTO_TCP, tcp_info, ACKED_BYTES_END)
+    if len(info) < ACKED_BYTES_END:
+        return 0
+    return int.from_bytes(info[ACKED_BYTES_END - 8 :], sys.byteorder)
 
 
 def is_idle(protocol: Any) -> bool:

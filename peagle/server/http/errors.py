@@ -56,9 +56,12 @@ class ApiError(Exception):
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Convert pydantic's deepest error: in a union, that is the branch that matched best."""
+    """Convert pydantic's deepest error: in a union, that is the branch that matched best.
+
+    A list that is too long has matched its branch, although its error is not deep.
+    """
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    deepest = max(details, key=lambda detail: len(detail["loc"]))
+    deepest = max(details, key=lambda detail: (detail["type"] == "too_long", len(detail["loc"])))
     field = ".".join(str(part) for part in deepest["loc"] if is_field(part))
     field = field[:MAX_FIELD_CHARS]
     message = deepest["msg"].removeprefix("Value error, ")

@@ -34,21 +34,30 @@ MIN_BODY_BUDGET = 256 << 20  # bytes
 
 
 class BodyBudget:
-    """The memory of all bodies that are being received; a request beyond it is refused."""
+    """The memory of all large bodies that are being received; one beyond it is refused.
+
+    The first THREAD_PARSE_BYTES of a body are free: large bodies must not keep small ones out.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
 
-    def take(self, count: int) -> None:
+    def grow(self, size: int, new_size: int) -> None:
+        """Charge what a body grows by."""
+        count = charged_bytes(new_size) - charged_bytes(size)
         if self.used_bytes + count > self.max_bytes:
             raise ApiError(
                 503, "too many large bodies are being received: try again later", retry_after=1
             )
         self.used_bytes += count
 
-    def release(self, count: int) -> None:
-        self.used_bytes -= count
+    def release(self, size: int) -> None:
+        self.used_bytes -= charged_bytes(size)
+
+
+def charged_bytes(size: int) -> int:
+    return max(0, size - THREAD_PARSE_BYTES)
 
 
 async def run_for_size(size: int, work: Callable[[], T]) -> T:
@@ -100,7 +109,7 @@ async def read_bytes(request: Request, max_bytes: int, data: bytearray, budget: 
         async for chunk in request.stream():
             if len(data) + len(chunk) > max_bytes:
                 raise too_long(max_bytes)
-            budget.take(len(chunk))
+            budget.grow(len(data), len(data) + len(chunk))
             data += chunk
     except ClientDisconnect as error:
         raise ApiError(400, "the body is incomplete") from error

@@ -53,6 +53,7 @@ class EndpointSettings:
     notify: str = ""  # ARN of an SNS topic for alarms
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment
     public: frozenset[str] = frozenset()  # names of variables whose values may be printed
+    secret: frozenset[str] = frozenset()  # and of those that are never printed
 
     def __post_init__(self) -> None:
         check_name(self.name)

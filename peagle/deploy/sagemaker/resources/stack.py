@@ -98,7 +98,7 @@ def build_stack(
         raise UserError(f"`public` has {unknown[0]!r}, which is not a variable of the container")
     container |= {"Image": settings.image, "Environment": variables}
     resources = stack_resources(settings, deployment.pair, container)
-    secrets = secret_names(variables, settings.public)
+    secrets = secret_names(variables, settings.public) | settings.secret
     return Stack(settings.name, settings.region, uploads, resources, secrets)
 
 
