@@ -99,8 +99,10 @@ def routes() -> set[str]:
     """The routes of our server, which are vLLM's (tests/vllm checks vLLM itself)."""
     from fastapi import FastAPI
 
+    from peagle.server.http.limits import BodyBudget
+
     app = FastAPI()
-    add_routes(app, make_backend().route_handlers)
+    add_routes(app, make_backend().route_handlers, BodyBudget(1))
     return {route.path for route in app.routes}
 
 
