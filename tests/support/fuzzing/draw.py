@@ -76,7 +76,10 @@ def draw_prompt(
     if earlier and chance.random() < 0.2:
         return chance.choice(earlier).prompt
     own = [chance.choice(VOCAB) for _ in range(chance.randint(1, 14))]
-    return (*common[: chance.choice((0, 0, 9, 16, 30, 40))], *own)
+    shared = common[: chance.choice((0, 0, 9, 16, 30, 40))]
+    if chance.random() < 0.2:  # the same tokens at other positions
+        return (*own, *shared)
+    return (*shared, *own)
 
 
 def draw_options(chance: Random, index: int, letters: bool, grammars: bool) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle.core import Step
+from peagle.engine import Engine
 from peagle.engine.stream import RequestFailed, RequestRefused, Stream, TokenLogprob
+from tests.support.fuzzing.case import FuzzRequest
 
 LOGPROB_ERROR = 2e-3  # float32, computed in another order
 
@@ -42,6 +44,25 @@ def read_outcome(stream: Stream) -> Outcome:
     tokens = tuple(token for step in steps for token in step.tokens)
     accepted = sum(step.accepted for step in steps)
     return Outcome(tokens, text, reason, tuple(logprobs), accepted)
+
+
+def check_limits(request: FuzzRequest, outcome: Outcome, engine: Engine) -> None:
+    """What plain decoding might get wrong as well: the length of an answer, its end, its text."""
+    options = request.options
+    longest = min(options["max_tokens"], engine.loop.scheduler.context - len(request.prompt))
+    stops = set(options.get("stop_ids", ()))
+    stops |= set() if options.get("ignore_eos") else set(engine.target.stop_ids)
+    length = len(outcome.tokens)
+    assert length <= longest and (outcome.reason != "length" or length == longest)
+    if outcome.reason == "length":
+        assert outcome.text == engine.pair.decode(list(outcome.tokens)), "text is missing"
+    assert stops.isdisjoint(outcome.tokens[:-1]), "the answer goes on behind a stop token"
+    if "grammar" in options:
+        return  # It may end an answer before `min_tokens`.
+    early = length <= min(options.get("min_tokens", 0), longest)
+    assert not early or stops.isdisjoint(outcome.tokens[-1:]), "a stop token before `min_tokens`"
+    if outcome.reason == "stop" and stops.isdisjoint(outcome.tokens[-1:]):
+        assert options.get("stop"), "the answer ends without a reason"
 
 
 def difference(found: Outcome, expected: Outcome, exact: bool = False) -> str | None:

@@ -6,6 +6,8 @@ from itertools import count
 from random import Random
 from typing import Any
 
+import torch
+
 from peagle.draft_shape import DraftShape
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.policy.accepted import AcceptedCounts
@@ -13,12 +15,13 @@ from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.draft_policy import DraftChoice
 from peagle.engine.stream import Stream
 from tests.support.fuzzing.case import FuzzCase, FuzzRequest
-from tests.support.fuzzing.outcome import Outcome, difference, read_outcome
+from tests.support.fuzzing.outcome import Outcome, check_limits, difference, read_outcome
 from tests.support.fuzzing.targets import fuzz_pair
 from tests.support.planting import plant_random
 
 MAX_STEPS = 5000  # a case takes at most a few hundred
 NEAR_TIE = 2e-4  # logits: more than float32 may differ in another order of sums
+NUDGES = 8  # attempts to tell a near tie from an error
 
 
 class WrongAnswer(AssertionError):
@@ -97,6 +100,7 @@ def run_case(case: FuzzCase) -> FuzzCounts:
     for index, request in enumerate(case.requests):
         found = outcomes[index]
         message = difference(found, expected[index], engine.exact)
+        check_limits(request, found, engine)
         if found.reason == "abort" and request.abort_after is request.abort_at_piece is None:
             message = "aborted, and nobody asked for it"
         if message is None:
@@ -114,7 +118,16 @@ def build_engine(case: FuzzCase) -> Engine:
     policy = engine.loop.policy
     if case.shape_seed is not None and isinstance(policy, AdaptivePolicy):
         engine.loop.policy = RandomPolicy(policy.candidates, case.shape_seed)
+    poison_pages(engine)
     return engine
+
+
+def poison_pages(engine: Engine) -> None:
+    """Fill the KV pages with NaN: a page that nobody wrote or cleared spoils the logits."""
+    kv_cache = engine.loop.stepper.kv_cache
+    end = kv_cache.num_pages * kv_cache.page_size  # The page of rows that are not stored stays.
+    for cache in (*kv_cache.keys, *kv_cache.values):
+        cache[:end] = torch.nan
 
 
 def reference_engine(case: FuzzCase, engine: Engine) -> Engine:
@@ -143,14 +156,15 @@ def answer_alone(reference: Engine, request: FuzzRequest) -> Outcome:
 def serve_case(engine: Engine, case: FuzzCase, expected: Sequence[Outcome]) -> list[Stream]:
     """Run the engine until every request has ended, and check it after every step."""
     streams: dict[int, Stream] = {}
-    answers = {str(index): list(outcome.tokens) for index, outcome in enumerate(expected)}
+    answers: dict[str, list[int]] = {}  # of plain decoding, by the id of the request
     chance = None if case.draft_seed is None else Random(case.draft_seed)
     for step in range(MAX_STEPS):
         for index, request in enumerate(case.requests):
             if request.arrival == step:
-                streams[index] = add_request(engine, str(index), request)
+                streams[index] = stream = add_request(engine, request)
+                answers[stream.id] = list(expected[index].tokens)
             if request.abort_after is not None and step == request.arrival + request.abort_after:
-                streams[index].abort()
+                abort_request(engine, streams[index])
         engine.check_integrity()
         busy = engine.busy
         assert engine.step() == busy, "requests wait, and nothing was done"
@@ -165,20 +179,29 @@ def serve_case(engine: Engine, case: FuzzCase, expected: Sequence[Outcome]) -> l
     return [streams[index] for index in range(len(streams))]
 
 
-def add_request(engine: Engine, id: str, request: FuzzRequest) -> Stream:
+def add_request(engine: Engine, request: FuzzRequest) -> Stream:
+    """Ids of requests that have ended are used again."""
+    id = next(name for name in map(str, count()) if name not in engine.loop.states)
     stream = engine.add(list(request.prompt), id=id, **request.options)
     pieces = count()
 
     def abort_when_due() -> None:
         if next(pieces) == request.abort_at_piece:
-            stream.abort()
+            abort_request(engine, stream)
 
     stream.on_piece(abort_when_due)
     return stream
 
 
+def abort_request(engine: Engine, stream: Stream) -> None:
+    """Also one that has ended, unless its id belongs to another request now."""
+    state = engine.loop.states.get(stream.id)
+    if state is None or state.stream is stream:
+        stream.abort()
+
+
 def is_near_tie(reference: Engine, request: FuzzRequest, found: Outcome, expected: Outcome) -> bool:
-    """Whether a tiny addend to one logit gives the found token in plain decoding, too.
+    """Whether tiny addends to the logits give the found token in plain decoding, too.
 
     Passes with and without drafts sum in another order, and about one token in a million lies
     within the rounding errors. What follows that token cannot be compared.
@@ -187,9 +210,14 @@ def is_near_tie(reference: Engine, request: FuzzRequest, found: Outcome, expecte
     position = next((i for i, (a, b) in pairs if a != b), None)
     if position is None:
         return False
-    token = found.tokens[position]
-    bias = dict(request.options.get("logit_bias", {}))
-    bias[token] = bias.get(token, 0.0) + NEAR_TIE
-    nudged = replace(request, options=request.options | {"logit_bias": bias})
-    beginning = answer_alone(reference, nudged).tokens[: position + 1]
-    return beginning == found.tokens[: position + 1]
+    given = request.options.get("logit_bias", {})
+    for attempt in range(NUDGES):
+        chance = Random(attempt)
+        addends = {t: chance.uniform(-NEAR_TIE, NEAR_TIE) for t in range(reference.vocab_size)}
+        addends |= {found.tokens[position]: NEAR_TIE, expected.tokens[position]: -NEAR_TIE}
+        bias = {t: max(-100.0, given.get(t, 0.0) + addend) for t, addend in addends.items()}
+        nudged = replace(request, options=request.options | {"logit_bias": bias})
+        beginning = answer_alone(reference, nudged).tokens[: position + 1]
+        if beginning == found.tokens[: position + 1]:
+            return True
+    return False
