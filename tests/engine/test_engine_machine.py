@@ -1,6 +1,7 @@
 """Thousands of random operations on a real engine: nothing leaks, and every answer is right."""
 
 from functools import cache
+from random import Random
 from typing import Any
 
 from hypothesis import settings
@@ -13,6 +14,7 @@ from peagle.engine.stream import Stream
 from tests.support.decoding import tokens_of
 from tests.support.engines import SETTINGS, alone, ask, engine_of, some_requests
 from tests.support.grammars import FUZZ_GRAMMARS, small_with_letters
+from tests.support.planting import plant_random
 
 ASKED = [
     (ids, {"max_tokens": 9 + 5 * i % 11, "seed": i, **SETTINGS[5 * i % len(SETTINGS)]})
@@ -61,6 +63,7 @@ class Machine(RuleBasedStateMachine):
         chunk=st.integers(3, 40),
         caching=st.booleans(),
         lookahead=st.sampled_from([0, 1]),  # passes in flight while the next one is planned
+        plants=st.booleans(),  # drafts that hold a part of the true answer
     )
     def start(
         self,
@@ -73,6 +76,7 @@ class Machine(RuleBasedStateMachine):
         chunk: int,
         caching: bool,
         lookahead: int,
+        plants: bool,
     ) -> None:
         options: dict[str, Any] = {
             "page_size": page,
@@ -87,7 +91,8 @@ class Machine(RuleBasedStateMachine):
             options["kv_tokens"] += tree  # a request needs the pages of its nodes as well
         self.engine = engine_of(small_with_letters(), method, k, **options)
         self.engine.loop.lookahead = lookahead
-        self.chains_of_three = k == 3 and not options["tree"]
+        self.chance = Random(0) if plants else None
+        self.as_alone = k == 3 and not options["tree"] and not plants
         self.streams = dict[str, tuple[int, Stream]]()
 
     @rule(number=st.integers(0, len(ASKED) - 1), user=st.sampled_from("ab"))
@@ -108,6 +113,10 @@ class Machine(RuleBasedStateMachine):
             busy = self.engine.busy
             assert self.engine.step() == busy, "somebody waits, and nothing was done"
             self.engine.check_integrity()
+            if self.chance is not None:
+                live = self.engine.loop.states.keys() & self.streams.keys()
+                answers = {id: expected(self.streams[id][0]) for id in live}
+                plant_random(self.engine, answers, self.chance)
 
     @precondition(lambda self: self.streams)
     @rule(number=st.integers(0, 100))
@@ -139,7 +148,7 @@ class Machine(RuleBasedStateMachine):
         steps, truth = [piece.step for piece in pieces if piece.step], expected(number)
         tokens = tokens_of(steps)
         assert tokens == (truth[: len(tokens)] if pieces[-1].reason == "abort" else truth)
-        if self.chains_of_three and ASKED[number][1].keys() <= PLAIN:
+        if self.as_alone and ASKED[number][1].keys() <= PLAIN:
             assert steps == expected_steps(number, self.engine.method)[: len(steps)]
 
 
