@@ -6,8 +6,10 @@ VLLM := .venv-vllm
 DEPLOY := .venv-deploy
 WORKERS ?= 2
 DATA ?= ../shared/data/bench
+SEED ?= 0
+MINUTES ?= 3
 
-.PHONY: help demo test lint types test-slow test-abuse test-vllm test-deploy bench-vllm comparison clean
+.PHONY: help demo test lint types test-slow test-abuse fuzz test-vllm test-deploy bench-vllm comparison clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -37,6 +39,9 @@ test-slow: $(READY) ## The long proof on the real target: 20 prompts x 128 token
 
 test-abuse: $(READY) ## Hostile requests and programs against live servers (minutes)
 	$(BIN)/pytest -m abuse -n 1
+
+fuzz: $(READY) ## Random requests to random engines against plain decoding; SEED=0 MINUTES=3
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.fuzzing --seed $(SEED) --minutes $(MINUTES)
 
 $(VLLM)/.ready: tests/vllm/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

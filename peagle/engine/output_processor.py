@@ -92,7 +92,7 @@ class OutputProcessor:
         logprobs = token_logprobs(launched.output.logprobs, index, tokens, request.limits.logprobs)
         step = Step(tuple(tokens), drafted, accepted)
         state.stream.put(StreamPiece(step, text, logprobs))
-        if finish_reason is not None:
+        if finish_reason is not None and not request.finished:  # A listener may have aborted it.
             self.finish(request, finish_reason)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:

@@ -1,6 +1,7 @@
 """Thousands of random operations on a real engine: nothing leaks, and every answer is right."""
 
 from functools import cache
+from random import Random
 from typing import Any
 
 from hypothesis import settings
@@ -11,11 +12,19 @@ from peagle.core import METHODS, Method, Step
 from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.stream import Stream
 from tests.support.decoding import tokens_of
-from tests.support.engines import SETTINGS, alone, ask, engine_of, small, some_requests
+from tests.support.engines import SETTINGS, alone, ask, engine_of, some_requests
+from tests.support.grammars import FUZZ_GRAMMARS, small_with_letters
+from tests.support.planting import plant_random
 
 ASKED = [
     (ids, {"max_tokens": 9 + 5 * i % 11, "seed": i, **SETTINGS[5 * i % len(SETTINGS)]})
     for i, (ids, _) in enumerate(some_requests(24, seed=2))
+]
+ASKED += [
+    (ids, {"max_tokens": 16, "seed": i, "grammar": grammar, **SETTINGS[3 * i % len(SETTINGS)]})
+    for i, ((ids, _), grammar) in enumerate(
+        zip(some_requests(len(FUZZ_GRAMMARS), seed=4), FUZZ_GRAMMARS, strict=True)
+    )
 ]
 PLAIN = {
     "max_tokens",
@@ -32,34 +41,42 @@ QUEUE = 5
 def expected(number: int) -> list[int]:
     """The answer of the request alone, without speculation."""
     return ask(
-        engine_of(small(), "none", prefix_caching=False), ASKED[number][0], **ASKED[number][1]
+        engine_of(small_with_letters(), "none", prefix_caching=False),
+        ASKED[number][0],
+        **ASKED[number][1],
     )[0]
 
 
 @cache
 def expected_steps(number: int, method: Method) -> list[Step]:
-    return alone(small(), method, ASKED[number][0], **ASKED[number][1])
+    return alone(small_with_letters(), method, ASKED[number][0], **ASKED[number][1])
 
 
 class Machine(RuleBasedStateMachine):
     @initialize(
         method=st.sampled_from(METHODS),
         k=st.sampled_from([3, 3, 3, 5, "auto"]),
+        tree=st.sampled_from([0, 0, 9, 15]),  # for parallel drafters
         page=st.integers(2, 6),
         tokens=st.integers(66, 110),  # the longest request fits, two of them hardly
         batch=st.integers(1, 5),
         chunk=st.integers(3, 40),
         caching=st.booleans(),
+        lookahead=st.sampled_from([0, 1]),  # passes in flight while the next one is planned
+        plants=st.booleans(),  # drafts that hold a part of the true answer
     )
     def start(
         self,
         method: Method,
         k: int | str,
+        tree: int,
         page: int,
         tokens: int,
         batch: int,
         chunk: int,
         caching: bool,
+        lookahead: int,
+        plants: bool,
     ) -> None:
         options: dict[str, Any] = {
             "page_size": page,
@@ -67,9 +84,16 @@ class Machine(RuleBasedStateMachine):
             "max_batch": batch,
             "prefill_chunk": chunk,
             "max_queue": QUEUE,
+            "tree": tree if method == "p-eagle" else 0,
+            "prefix_caching": caching,
         }
-        self.engine = engine_of(small(), method, k, prefix_caching=caching, **options)
-        self.k, self.streams = k, dict[str, tuple[int, Stream]]()
+        if options["tree"]:
+            options["kv_tokens"] += tree  # a request needs the pages of its nodes as well
+        self.engine = engine_of(small_with_letters(), method, k, **options)
+        self.engine.loop.lookahead = lookahead
+        self.chance = Random(0) if plants else None
+        self.as_alone = k == 3 and not options["tree"] and not plants
+        self.streams = dict[str, tuple[int, Stream]]()
 
     @rule(
         number=st.integers(0, len(ASKED) - 1),
@@ -92,9 +116,13 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def step(self, count: int) -> None:
         for _ in range(count):
-            busy = bool(self.engine.loop.scheduler.live)
+            busy = self.engine.busy
             assert self.engine.step() == busy, "somebody waits, and nothing was done"
             self.engine.check_integrity()
+            if self.chance is not None:
+                live = self.engine.loop.states.keys() & self.streams.keys()
+                answers = {id: expected(self.streams[id][0]) for id in live}
+                plant_random(self.engine, answers, self.chance)
 
     @precondition(lambda self: self.streams)
     @rule(number=st.integers(0, 100))
@@ -126,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         steps, truth = [piece.step for piece in pieces if piece.step], expected(number)
         tokens = tokens_of(steps)
         assert tokens == (truth[: len(tokens)] if pieces[-1].reason == "abort" else truth)
-        if self.k == 3 and ASKED[number][1].keys() <= PLAIN:
+        if self.as_alone and ASKED[number][1].keys() <= PLAIN:
             assert steps == expected_steps(number, self.engine.method)[: len(steps)]
 
 

@@ -212,3 +212,21 @@ def test_a_listener_that_goes_away_harms_nobody(engine: Engine, expected) -> Non
         within(impatient(engine.add(ids, max_tokens=150, ignore_eos=True)))
     with ThreadPoolExecutor() as pool:
         assert pool.submit(steps_of, engine.add(ids, **options)).result(timeout=60) == expected[0]
+
+
+def test_a_listener_may_abort_on_the_last_token(prompt) -> None:
+    """The answer is complete, its end is not reported yet, and the abort comes in between."""
+    engine = engine_of(small(), "none", kv_tokens=None)
+    stream, other = (engine.add(prompt(n), max_tokens=3, ignore_eos=True) for n in (5, 6))
+    pieces: list[StreamPiece] = []
+
+    def listen() -> None:
+        pieces.extend(stream.poll())
+        if len(pieces) == 3:
+            stream.abort()
+
+    stream.on_piece(listen)
+    engine.drain()
+    engine.check_integrity()
+    assert pieces[-1].reason == "abort" and len(pieces) == 4
+    assert list(other)[-1].reason == "length" and engine.idle

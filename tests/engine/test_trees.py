@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from peagle.draft_shape import MAX_TREE_NODES, NO_DRAFT, DraftShape
-from peagle.engine import Engine
 from peagle.engine.batch import verifiable_shape
 from peagle.engine.policy.accepted import AcceptedCounts, accepted_counts
 from peagle.engine.policy.adaptive import AdaptivePolicy
@@ -36,6 +35,7 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
+from tests.support.planting import plant_trees
 from tests.support.sampling import OPTIONS, PROMPT, target, three_tokens
 from tests.support.statistics import p_value
 from tests.support.tiny_models import make_drafter, make_target
@@ -110,30 +110,6 @@ def branching(any_target: Target) -> LoadedPair:
     return pair_of(any_target, {"p-eagle": make_drafter(any_target, "p-eagle", 2)})
 
 
-def plant(engine: Engine, answers: dict[str, list[int]], chance: random.Random) -> None:
-    """Replace the drafts by random trees that hold the true answer up to a random depth."""
-    trees = engine.loop.stepper.slots.trees
-    for id, state in engine.loop.states.items():
-        if state.slot is None:
-            continue
-        emitted = len(engine.loop.scheduler.live[id].output)
-        truth = (answers[id][emitted:] + [3] * K)[:K]
-        grown = tree_topology(torch.randn(1, K, 1, 5).log_softmax(-1), NODES)
-        parents = grown.parents[0].tolist()
-        depths = grown.depths[0].tolist()
-        ids = [(truth[depth - 1] + 1 + node) % 96 for node, depth in enumerate(depths)]
-        row = chance.randrange(NODES) + 1
-        true_depth = chance.randrange(K + 1)
-        while row:  # a random node and its ancestors
-            if depths[row - 1] <= true_depth:
-                ids[row - 1] = truth[depths[row - 1] - 1]
-            row = parents[row - 1]
-        rows = (torch.tensor(ids), grown.parents[0], grown.depths[0])
-        for whole, own in zip(trees[1:4], rows, strict=True):
-            whole[state.slot, :NODES] = own
-        trees.masks[state.slot, : NODES + 1] = grown.masks[0]
-
-
 def test_whatever_is_accepted(branching: LoadedPair) -> None:
     generated = [transformers_generate(branching.target, ids, COUNT) for ids, _ in ASKED]
     engine = engine_of(branching, "p-eagle", K, tree=NODES, kv_tokens=140)
@@ -141,7 +117,9 @@ def test_whatever_is_accepted(branching: LoadedPair) -> None:
     streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
     while engine.step():
         engine.check_integrity()
-        plant(engine, {str(i): answer for i, answer in enumerate(generated)}, chance)
+        plant_trees(
+            engine, {str(i): answer for i, answer in enumerate(generated)}, chance, K, NODES
+        )
     answers = [steps_of(stream) for stream in streams]
     assert [tokens_of(steps) for steps in answers] == generated
     assert {step.accepted for step in chain(*answers)} >= {0, 1, 2, 3}

@@ -14,7 +14,7 @@ from peagle.drafter.formats import compact
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.support.engines import pair_of
+from tests.support.engines import pair_of, small
 from tests.support.tiny_models import make_drafter, make_target
 
 SPECIAL = ("<pad>", "<eos>", "<bos>")
@@ -133,3 +133,8 @@ def spelling_target(name: str = "llama", seed: int = 0) -> Target:
     target = make_target(name, seed)
     target.tokenizer = letters()
     return target
+
+
+def small_with_letters() -> LoadedPair:
+    """The pair of three layers with trained drafters; its tokens spell the grammars."""
+    return pair_of(Target(small().target.model, letters(), "tiny"), small()._drafters)

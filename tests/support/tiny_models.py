@@ -76,9 +76,14 @@ def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
 
 
 def make_drafter(
-    target: Target, method: Method, layers: int, draft_vocab: int | None = None, **switches: Any
+    target: Target,
+    method: Method,
+    layers: int,
+    draft_vocab: int | None = None,
+    aux: tuple[int, ...] = AUX,
+    **switches: Any,
 ) -> Drafter:
-    config = config_for(target, method, layers, AUX, MASK, draft_vocab, trained=False, **switches)
+    config = config_for(target, method, layers, aux, MASK, draft_vocab, trained=False, **switches)
     ids = None
     if draft_vocab is not None:
         generator = torch.Generator().manual_seed(1)

@@ -1,0 +1,47 @@
+"""The pairs that the fuzz runs on: tiny, in memory, built once per process."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from peagle.core import Method
+from peagle.drafter import Drafter
+from peagle.loaded import LoadedPair
+from tests.support.engines import pair_of, small_with_words
+from tests.support.grammars import letters, small_with_letters
+from tests.support.tiny_models import make_drafter, make_target
+
+# Tokens of the longest answer with its prompt; "exact": in bfloat16 and exact mode.
+CONTEXTS = {"llama": 256, "llama words": 256, "qwen3-moe": 256, "gpt2": 64, "exact": 256}
+
+LAYERS = 3
+AUX = (0, 1, 2)
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"draft_vocab": 64, "dependency": 8},
+    "gpt2": {"inject": True, "bidirectional": True, "confidence": True},
+}
+
+
+def spells(target: str) -> bool:
+    """Whether grammars can be used: the word-level tokenizer has no bytes."""
+    return target != "llama words"
+
+
+@cache
+def fuzz_pair(name: str) -> LoadedPair:
+    """The drafters of "llama" are trained, those of the others are random, of several kinds."""
+    if name == "llama":
+        return small_with_letters()
+    if name == "llama words":
+        return small_with_words()
+    target = make_target("llama" if name == "exact" else name, num_hidden_layers=LAYERS)
+    target.tokenizer = letters()
+    if name == "exact":
+        target.model.to(torch.bfloat16)
+    switches = DRAFTERS.get(name, {})
+    drafters: dict[Method, Drafter] = {
+        "p-eagle": make_drafter(target, "p-eagle", 1, aux=AUX, **switches),
+        "eagle3": make_drafter(target, "eagle3", 1, aux=AUX),
+    }
+    return pair_of(target, drafters)
