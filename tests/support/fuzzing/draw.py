@@ -97,6 +97,8 @@ def draw_options(chance: Random, index: int, letters: bool, grammars: bool) -> d
         options["include_stop"] = True
     if chance.random() < 0.3:
         options["logprobs"] = chance.choice((0, 1, 5))
+    if chance.random() < 0.2:
+        options["cache_salt"] = chance.choice("xy")
     if grammars and chance.random() < 0.4:
         options["grammar"] = chance.choice(FUZZ_GRAMMARS)
     elif chance.random() < 0.2:

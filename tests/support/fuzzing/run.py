@@ -164,7 +164,7 @@ def serve_case(engine: Engine, case: FuzzCase, expected: Sequence[Outcome]) -> l
                 streams[index] = stream = add_request(engine, request)
                 answers[stream.id] = list(expected[index].tokens)
             if request.abort_after is not None and step == request.arrival + request.abort_after:
-                abort_request(engine, streams[index])
+                streams[index].abort()
         engine.check_integrity()
         busy = engine.busy
         assert engine.step() == busy, "requests wait, and nothing was done"
@@ -187,17 +187,10 @@ def add_request(engine: Engine, request: FuzzRequest) -> Stream:
 
     def abort_when_due() -> None:
         if next(pieces) == request.abort_at_piece:
-            abort_request(engine, stream)
+            stream.abort()
 
     stream.on_piece(abort_when_due)
     return stream
-
-
-def abort_request(engine: Engine, stream: Stream) -> None:
-    """Also one that has ended, unless its id belongs to another request now."""
-    state = engine.loop.states.get(stream.id)
-    if state is None or state.stream is stream:
-        stream.abort()
 
 
 def is_near_tie(reference: Engine, request: FuzzRequest, found: Outcome, expected: Outcome) -> bool:
