@@ -30,12 +30,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model import verifier
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.merged_linear import are_merged, merge_linears
 from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import Verifier, build_verifier, target_kv_shapes
-from peagle.engine.model.verifier_probe import PROBE_TOKENS
+from peagle.engine.model.verifier_probe import PROBE_TOKENS, VerifierProbe
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
@@ -372,3 +373,18 @@ def test_weights_that_lie_apart_are_not_taken_for_merged() -> None:
         torch.nn.functional.linear(x, weight, bias), torch.cat([first(x), second(x)], -1)
     )
     assert not are_merged([second, first])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_engines_of_one_target_are_probed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes: list[int] = []
+    probe = verifier.VerifierProbe
+
+    def counted(*args: Any) -> VerifierProbe:
+        probes.append(args[-1])
+        return probe(*args)
+
+    monkeypatch.setattr(verifier, "VerifierProbe", counted)
+    target = make_target(name)
+    kinds = [type(build_verifier(target, length)) for length in (64, 64, 32, 64)]
+    assert len(set(kinds)) == 1 and probes == [64, 32]  # Other positions are probed again.

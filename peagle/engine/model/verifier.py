@@ -5,7 +5,9 @@ positions up to the end of the context (verifier_probe.py), runs as FusedLlamaTa
 target runs as HFPagedTarget.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +33,43 @@ class Verifier(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    is_fused: bool
+    windows: dict[int, int | None]  # the sliding window of each layer
+
+
+# Results by dtype and number of positions: engines of one target are probed once.
+_probe_results: WeakKeyDictionary[Target, dict[tuple[torch.dtype, int], ProbeResult]] = (
+    WeakKeyDictionary()
+)
+
+
 def build_verifier(target: Target, length: int) -> Verifier:
     """The fastest verifier that computes what the target does, for up to `length` positions."""
+    positions = min(length, target.context)
+    known = _probe_results.setdefault(target, {})
+    result = known.get((target.dtype, positions))
+    if result is not None and result.is_fused:
+        return FusedLlamaTarget(target, length, result.windows)
     hf_paged = HFPagedTarget(target)
-    shapes = target_kv_shapes(target)
-    probe = VerifierProbe(target, hf_paged, shapes, min(length, target.context))
+    if result is not None:
+        return hf_paged
+    fused = probe_fused(target, hf_paged, length, positions)
+    known[target.dtype, positions] = ProbeResult(fused is not None, hf_paged.windows)
+    return fused or hf_paged
+
+
+def probe_fused(
+    target: Target, hf_paged: HFPagedTarget, length: int, positions: int
+) -> FusedLlamaTarget | None:
+    """The target with fused layers, if those compute the same as its own modules."""
+    probe = VerifierProbe(target, hf_paged, target_kv_shapes(target), positions)
     probe.check_paged()
     if not is_llama_like(target) or not probe.is_plain_attention():
-        return hf_paged
+        return None
     fused = FusedLlamaTarget(target, length, hf_paged.windows)
-    return fused if probe.equals(fused) else hf_paged
+    return fused if probe.equals(fused) else None
 
 
 @torch.inference_mode()
