@@ -15,7 +15,7 @@ from peagle.kernels.cpu import ops
 from peagle.kernels.cpu.matrix import INPUT_GROUP, PackedMatrix, quantize_int8
 from peagle.kernels.row_pass import RowPass
 from tests.support.comparing import near, some
-from tests.support.cpu_features import needs_c, needs_dots
+from tests.support.cpu_features import needs_dots
 from tests.support.kernel_cases import CASES, check_attention
 from tests.support.tiny_models import make_target
 
@@ -37,21 +37,21 @@ ATTENTION_CASES = {
 }
 
 
-@needs_c
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", C_CASES)
 def test_against_the_reference(name: str, dtype: torch.dtype) -> None:
     CASES[name]("cpu", dtype)
 
 
-@needs_c
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ATTENTION_CASES)
 def test_attention(name: str, dtype: torch.dtype) -> None:
     ATTENTION_CASES[name]("cpu", dtype)
 
 
-@needs_c
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 16, 33, 4099])
 def test_argmax(size: int, dtype: torch.dtype) -> None:
@@ -64,7 +64,7 @@ def test_argmax(size: int, dtype: torch.dtype) -> None:
     assert ops.argmax(tied).tolist() == [0, size // 2]  # type: ignore[union-attr]
 
 
-@needs_c
+@pytest.mark.usefixtures("cpu_level")
 def test_nan_stays_nan() -> None:
     """The engine must notice it, and fail the request instead of answering with noise."""
     x = torch.tensor([[float("nan"), 1.0, float("inf"), -3.0]]).bfloat16()
@@ -74,7 +74,7 @@ def test_nan_stays_nan() -> None:
     assert gate is not None and gate[0, 0].isnan() and gate[0, 1] == 200 and abs(gate[0, 2]) < 1e-30
 
 
-@needs_c
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_does_not_depend_on_neighbors(dtype: torch.dtype) -> None:
     """A row has the same bits alone, in a block, beside other requests, and with two threads."""

@@ -10,6 +10,7 @@ import pytest
 
 from peagle.kernels.cpu import library
 from peagle.kernels.cpu.compiler import compiler_names, installed
+from peagle.kernels.cpu.level import NATIVE, CpuLevel, machine_levels, supported_levels
 from tests.support.engines import engine_of, pair_of
 from tests.support.tiny_models import make_target
 
@@ -45,7 +46,7 @@ def answer(**env: str) -> list[str]:
 def test_compiled_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     assert COMPILER is not None
-    library.load_or_build(COMPILER)
+    library.load_or_build(COMPILER, NATIVE)
     files = sorted(file.name for file in (tmp_path / "kernels").iterdir())
     assert [Path(name).suffix for name in files] == [".sha256", ".so"], (
         "no temporary files are left"
@@ -55,7 +56,7 @@ def test_compiled_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(library, "build", never)
-    library.load_or_build(COMPILER)
+    library.load_or_build(COMPILER, NATIVE)
 
 
 @needs_compiler
@@ -67,11 +68,11 @@ def test_a_broken_file_is_built_again(
     """Whether or not its digest is the recorded one."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     assert COMPILER is not None
-    file = library.library_path(COMPILER, library.openmp_runtime())
+    file = library.library_path(COMPILER, NATIVE)
     file.parent.mkdir()
     file.write_bytes(content)
     file.with_suffix(".sha256").write_text(library.file_digest(file) or "" if known else "another")
-    assert library.load_or_build(COMPILER).functions
+    assert library.load_or_build(COMPILER, NATIVE).functions
     assert len(file.read_bytes()) > 1000
 
 
@@ -79,17 +80,17 @@ def test_a_broken_file_is_built_again(
 def test_the_cache_key_depends_on_everything() -> None:
     assert COMPILER is not None
     keys = [
-        library.cache_key(COMPILER, None),
-        library.cache_key(COMPILER, "libgomp.so.1"),
-        library.cache_key(COMPILER, None, cpu="another machine"),
-        library.cache_key(COMPILER, None, flags=("-O1",)),
+        library.cache_key(COMPILER, NATIVE),
+        *(library.cache_key(COMPILER, level) for level in supported_levels()[1:]),
+        library.cache_key(COMPILER, NATIVE, cpu="another machine"),
+        library.cache_key(COMPILER, NATIVE, flags=("-O1",)),
     ]
-    assert len(set(keys)) == 4
+    assert len(set(keys)) == len(keys) >= 4
 
 
 def test_no_compiler() -> None:
     result = library.load_library(["no-such-compiler"])
-    assert result == (None, "pytorch: no C compiler found (gcc 9 or newer, or clang)")
+    assert result[:2] == (None, "pytorch: no C compiler found (gcc 9 or newer, or clang)")
 
 
 def write_compiler(path: Path, script: str) -> str:
@@ -129,7 +130,7 @@ def test_the_first_error_is_reported(
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     script = f"cat >&2 <<'END'\n{output}\nEND\nexit 1"
     bad = write_compiler(tmp_path / "bad-cc", script)
-    assert library.load_library([bad]) == (None, f"pytorch: {bad} failed: {reason}")
+    assert library.load_library([bad])[:2] == (None, f"pytorch: {bad} failed: {reason}")
 
 
 @needs_compiler
@@ -140,7 +141,8 @@ def test_the_next_compiler_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CC", bad[0])
     assert compiler_names()[:2] == [bad[0], "gcc"] and "clang-14" in compiler_names()
     result = library.load_library([*bad, COMPILER])
-    assert result.state == "c" and result.library is not None
+    assert result.state.startswith("c, ") and result.library is not None
+    assert result.build is not None and result.build.compiler == COMPILER
     assert library.load_library(bad).state.count(" failed: no reason given") == 2
 
 
@@ -157,7 +159,7 @@ def test_every_installed_compiler_builds_the_library(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    assert library.load_or_build(compiler).functions
+    assert library.load_or_build(compiler, NATIVE).functions
 
 
 @needs_compiler
@@ -169,38 +171,56 @@ def test_gcc_before_12_builds_the_library(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("gcc is not installed")
     missing = "-D'__builtin_shufflevector(...)=missing_before_gcc_12'"
     old = write_compiler(tmp_path / "old-gcc", f'exec {COMPILER} {missing} "$@"')
-    assert library.load_library([old]).state == "c"
+    assert library.load_library([old]).state.startswith("c, ")
 
 
 @needs_compiler
-def test_a_library_without_openmp_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has one thread, so a compiler that builds one with threads is preferred."""
-    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+@pytest.mark.parametrize("level", supported_levels(), ids=lambda level: level.name)
+def test_what_was_built_is_reported(level: CpuLevel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the flags of users, whose libraries other tests have built
+    monkeypatch.setenv("PEAGLE_CPU_LEVEL", level.name)
     assert COMPILER is not None
-    script = f'case "$*" in *-fopenmp*) exit 1;; esac\nexec {COMPILER} "$@"'
-    plain = write_compiler(tmp_path / "plain-cc", script)
-    for _ in range(2):  # built, then from the cache
-        result = library.load_library([plain])
-        assert result.library is not None and not result.library.has_threads
-        assert result.state.startswith("c, one thread: ") and plain in result.state
-    assert library.load_library([plain, COMPILER]).state == "c"
+    built = library.load_library([COMPILER]).build
+    assert built is not None and built.level == level.name and built.compiler == COMPILER
+    assert built.compiler_version and "\n" not in built.compiler_version
+    expected = {"avx512": ("avx512", 512), "avx2": ("avx2", 256)}
+    if level.name in expected:
+        assert (built.instruction_set, built.vector_bits) == expected[level.name]
+        assert built.features == ("f16c",) and built.name == level.name
 
 
-@needs_compiler
-def test_an_unusable_runtime_costs_only_the_threads(tmp_path: Path) -> None:
-    assert COMPILER is not None
-    path = tmp_path / "library.so"
-    library.build(COMPILER, str(tmp_path / "no-such-runtime.so"), path)
-    assert library.Library(path).functions and not library.Library(path).has_threads
+def test_an_unknown_level_names_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_CPU_LEVEL", "avx1024")
+    result = library.load_library(compiler_names())
+    assert result.library is None and result.state.startswith(
+        "pytorch: PEAGLE_CPU_LEVEL=avx1024 is not supported by this CPU, only native, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "names"),
+    [
+        ("x86_64", "sse2 avx avx2 fma f16c avx512f", ["native", "avx2", "baseline"]),
+        ("AMD64", "sse2", ["native", "baseline"]),
+        (
+            "x86_64",
+            "avx2 fma f16c avx512f avx512bw avx512dq avx512vl",
+            ["native", "avx512", "avx2", "baseline"],
+        ),
+        ("aarch64", "asimd asimddp", ["native", "baseline"]),
+        ("riscv64", "", ["native", "baseline"]),
+    ],
+)
+def test_levels_of_a_machine(machine: str, features: str, names: list[str]) -> None:
+    assert [level.name for level in machine_levels(machine, set(features.split()))] == names
 
 
 @needs_compiler
 def test_the_same_answer_without_it() -> None:
     """In float32, where rounding decides nothing."""
     engine = engine_of(pair_of(make_target()), "none")
-    assert engine.status()["kernels"] == "c"
+    state = engine.status()["kernels"]
+    assert state.startswith("c, ")
     with_it, without = answer(), answer(PEAGLE_NATIVE="0")
-    assert (with_it[0], without[0]) == ("c", "pytorch: PEAGLE_NATIVE=0")
+    assert (with_it[0], without[0]) == (state, "pytorch: PEAGLE_NATIVE=0")
     assert with_it[1] == without[1] and len(with_it[1]) > 20

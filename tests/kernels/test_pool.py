@@ -23,7 +23,9 @@ CALLS = """
 
 struct job { int *runs; pthread_t *by; long sleep, inner; };
 
-static void count_inner(void *runs, long i) { __atomic_add_fetch((int *)runs, i, __ATOMIC_RELAXED); }
+static void count_inner(void *runs, long i) {
+    __atomic_add_fetch((int *)runs, i, __ATOMIC_RELAXED);
+}
 
 static void count_run(void *context, long i) {
     struct job *job = context;

@@ -3,9 +3,7 @@
 The library is cached under a hash of its sources, the compiler, the flags and the CPU's features.
 Compilers are tried in turn until one of them builds it: gcc 9 or newer, or clang. Without one, or
 with PEAGLE_NATIVE=0, PyTorch computes instead; `kernel_state()` reports which of them runs, and
-why. The threads are those of the OpenMP runtime that PyTorch has loaded: a second runtime would
-compete with it for the cores. A library without that runtime (clang's code does not fit GNU's
-OpenMP, for example) has one thread, and is used only if no other compiler builds one with threads.
+why, and `kernel_build()` what was compiled.
 """
 
 import ctypes
@@ -15,6 +13,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from peagle.kernels.cpu.compiler import (
     installed,
     run,
 )
+from peagle.kernels.cpu.level import CpuLevel, chosen_level, cpu_features
 from peagle.paths import cache_home
 
 SOURCE_FOLDER = Path(__file__).parent / "c"
@@ -55,11 +55,14 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
+        loaded.instruction_set.restype = loaded.cpu_features.restype = ctypes.c_char_p
+        self.instruction_set: str = loaded.instruction_set().decode()
+        self.vector_bits: int = loaded.vector_bits()
+        self.features: tuple[str, ...] = tuple(loaded.cpu_features().decode().split())
         self.functions: dict[tuple[str, torch.dtype], Any] = {}
         for name, types in ARGUMENT_TYPES.items():
             for dtype, suffix in DTYPE_SUFFIXES.items():
                 self.functions[name, dtype] = declared(loaded, f"{name}_{suffix}", types)
-        self.has_threads = bool(loaded.has_openmp())
         self.panel_width: int = loaded.panel_width()  # outputs in a panel of a packed matrix
         # Packed matrices need a CPU with dot products of bf16 and int8.
         self.has_packed_matrices = self.panel_width > 0
@@ -77,9 +80,28 @@ def declared(loaded: ctypes.CDLL, name: str, types: list[Any]) -> Any:
     return function
 
 
+@dataclass(frozen=True)
+class KernelBuild:
+    """What the compiled kernels use."""
+
+    level: str  # of PEAGLE_CPU_LEVEL: native, avx512, avx2 or baseline
+    instruction_set: str  # avx512, avx2, sse2 or neon
+    vector_bits: int
+    features: tuple[str, ...]  # in use: bf16, i8mm, dotprod, vnni, f16c
+    compiler: str  # its path
+    compiler_version: str
+
+    @property
+    def name(self) -> str:
+        """The instruction set and its best dot product: `avx512-bf16`, `avx2`, `neon-i8mm`."""
+        dots = [name for name in self.features if name != "f16c"]
+        return "-".join([self.instruction_set, *dots[:1]])
+
+
 class LoadResult(NamedTuple):
     library: Library | None
-    state: str  # `c`, `c, one thread: ` or `pytorch: ` and the reason
+    state: str  # `c, avx2`, for example, or `pytorch: ` and the reason
+    build: KernelBuild | None = None
 
 
 def library() -> Library | None:
@@ -87,11 +109,12 @@ def library() -> Library | None:
 
 
 def kernel_state() -> str:
-    """`c` if the C kernels run, else `pytorch: ` and the reason.
-
-    `c, one thread: ` and the reason, if they run on one thread however many there are.
-    """
+    """`c, ` and the instruction set if the C kernels run, else `pytorch: ` and the reason."""
     return _load_once().state
+
+
+def kernel_build() -> KernelBuild | None:
+    return _load_once().build
 
 
 @cache
@@ -100,59 +123,56 @@ def _load_once() -> LoadResult:
 
 
 def load_library(compilers: Sequence[str]) -> LoadResult:
-    """Load the library, compiled by the first of these compilers that builds it with threads.
-
-    If none does, the first library without threads is used.
-    """
+    """Load the library, compiled by the first of these compilers that builds it."""
     if os.environ.get("PEAGLE_NATIVE") == "0":
         return LoadResult(None, "pytorch: PEAGLE_NATIVE=0")
-    one_thread: LoadResult | None = None
+    try:
+        level = chosen_level()
+    except ValueError as error:
+        return LoadResult(None, f"pytorch: {error}")
     failures: list[str] = []
     for compiler in installed(compilers):
         try:
-            loaded = load_or_build(compiler)
+            loaded = load_or_build(compiler, level)
+            built = describe_build(loaded, compiler, level)
         except (OSError, subprocess.SubprocessError, AttributeError) as error:
             failures.append(f"{compiler} failed: {failure_reason(error)}")
             continue
-        if loaded.has_threads:
-            return LoadResult(loaded, "c")
-        one_thread = one_thread or LoadResult(loaded, one_thread_state(compiler))
-    if one_thread is not None:
-        return one_thread
+        return LoadResult(loaded, f"c, {built.name}", built)
     reason = "; ".join(failures) or "no C compiler found (gcc 9 or newer, or clang)"
     return LoadResult(None, f"pytorch: {reason}")
 
 
-def one_thread_state(compiler: str) -> str:
-    runtime = openmp_runtime()
-    if runtime is None:
-        return "c, one thread: PyTorch has loaded no OpenMP runtime"
-    return (
-        f"c, one thread: the code of {compiler} does not fit PyTorch's OpenMP runtime"
-        f" ({Path(runtime).name}): install gcc"
+def describe_build(loaded: Library, compiler: str, level: CpuLevel) -> KernelBuild:
+    return KernelBuild(
+        level.name,
+        loaded.instruction_set,
+        loaded.vector_bits,
+        loaded.features,
+        compiler,
+        compiler_version(compiler).partition("\n")[0],
     )
 
 
-def load_or_build(compiler: str) -> Library:
+def load_or_build(compiler: str, level: CpuLevel) -> Library:
     """Load the library from the cache folder if its file is intact, else compile it first."""
-    runtime = openmp_runtime()
-    path = library_path(compiler, runtime)
+    path = library_path(compiler, level)
     if file_digest(path) == recorded_digest(path):
         try:
             return Library(path)
         except OSError:  # The file was built on another machine, for example.
             pass
-    build(compiler, runtime, path)
+    build(compiler, level, path)
     return Library(path)
 
 
-def library_path(compiler: str, runtime: str | None) -> Path:
-    return cache_home() / "kernels" / f"cpu-{cache_key(compiler, runtime)}.so"
+def library_path(compiler: str, level: CpuLevel) -> Path:
+    return cache_home() / "kernels" / f"cpu-{cache_key(compiler, level)}.so"
 
 
 def cache_key(
     compiler: str,
-    runtime: str | None,
+    level: CpuLevel,
     flags: Sequence[str] = COMPILER_FLAGS,
     cpu: str | None = None,
 ) -> str:
@@ -161,8 +181,8 @@ def cache_key(
         *(f"{file.name}\n{file.read_text()}" for file in source_files()),
         compiler_version(compiler),
         *flags,
-        cpu_features() if cpu is None else cpu,
-        runtime or "",
+        *level.flags,
+        f"{platform.machine()} {platform.processor()} {cpu_features()}" if cpu is None else cpu,
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -171,57 +191,17 @@ def source_files() -> list[Path]:
     return sorted(file for file in SOURCE_FOLDER.iterdir() if file.suffix in (".c", ".h", ".inc"))
 
 
-def cpu_features() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {platform.processor()} {features}"
-
-
-def openmp_runtime() -> str | None:
-    """The path of the OpenMP runtime that PyTorch has loaded."""
-    try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    loaded = [line.split(maxsplit=5)[-1] for line in maps if "omp" in line.rsplit("/", 1)[-1]]
-    names = ("libgomp", "libiomp", "libomp")
-    return next(
-        (path for name in names for path in loaded if Path(path).name.startswith(name)), None
-    )
-
-
-def build(compiler: str, runtime: str | None, path: Path) -> None:
-    """Compile the library to `path`, through a temporary folder beside it.
-
-    If the compiler and PyTorch's OpenMP runtime do not fit together, the library has one thread.
-    """
+def build(compiler: str, level: CpuLevel, path: Path) -> None:
+    """Compile the library to `path`, through a temporary folder beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
         built = Path(folder) / "library.so"
         files = [str(file) for file in source_files() if file.suffix == ".c"]
-        try:
-            if runtime is None:
-                raise OSError("no OpenMP runtime is loaded")
-            compile_with_openmp(compiler, runtime, files, built)
-        except (OSError, subprocess.SubprocessError):
-            run([compiler, *COMPILER_FLAGS, *files, "-lm", "-o", str(built)])
+        run([compiler, *COMPILER_FLAGS, *level.flags, *files, "-lm", "-o", str(built)])
         digest = Path(folder) / "digest"
         digest.write_text(file_digest(built) or "")
         built.replace(path)
         digest.replace(digest_path(path))
-
-
-def compile_with_openmp(compiler: str, runtime: str, files: list[str], built: Path) -> None:
-    """Compile with -fopenmp but link PyTorch's runtime: -fopenmp would link the compiler's own."""
-    objects = []
-    flags = [flag for flag in COMPILER_FLAGS if flag != "-shared"]
-    for file in files:
-        objects.append(str(built.parent / f"{Path(file).stem}.o"))
-        run([compiler, *flags, "-fopenmp", "-c", file, "-o", objects[-1]])
-    run([compiler, "-shared", *objects, runtime, "-lm", "-Wl,-z,defs", "-o", str(built)])
 
 
 def file_digest(path: Path) -> str | None:
