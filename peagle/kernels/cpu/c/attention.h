@@ -40,11 +40,15 @@
 #define LANE_NUMBERS {0, 1, 2, 3}
 #endif
 
-/* Transpose `size` x `size` numbers of 32 bits, by interleaving the halves log2(size) times. */
+/* Transpose `size` x `size` numbers of 32 bits, by interleaving the halves log2(size) times. The
+   loops are unrolled, so that the tile stays in registers. */
 INLINE void interleave(vec *tile, const int size) {
+#pragma GCC unroll 4
     for (int width = 1; width < size; width *= 2) {
         vec from[LANES];
-        memcpy(from, tile, size * sizeof *from);
+#pragma GCC unroll 16
+        for (int i = 0; i < size; i++) from[i] = tile[i];
+#pragma GCC unroll 8
         for (int i = 0; i < size / 2; i++) {
             tile[2 * i] = LOWER(from[i], from[i + size / 2]);
             tile[2 * i + 1] = UPPER(from[i], from[i + size / 2]);
@@ -54,16 +58,13 @@ INLINE void interleave(vec *tile, const int size) {
 
 INLINE void transpose_tile(vec tile[LANES]) {
 #if LANES == 8
-    vec left[4], right[4];
-    for (int half = 0; half < 2; half++) { /* each lower and upper 4 x 4 numbers */
-        vec *part = tile + 4 * half;
-        interleave(part, 4);
-    }
-    memcpy(left, tile, sizeof left);
-    memcpy(right, tile + 4, sizeof right);
+    interleave(tile, 4); /* the lower and upper 4 x 4 numbers of both halves */
+    interleave(tile + 4, 4);
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        tile[i] = SHUFFLE(left[i], right[i], 0, 1, 2, 3, 8, 9, 10, 11);
-        tile[i + 4] = SHUFFLE(left[i], right[i], 4, 5, 6, 7, 12, 13, 14, 15);
+        vec left = tile[i], right = tile[i + 4];
+        tile[i] = SHUFFLE(left, right, 0, 1, 2, 3, 8, 9, 10, 11);
+        tile[i + 4] = SHUFFLE(left, right, 4, 5, 6, 7, 12, 13, 14, 15);
     }
 #else
     interleave(tile, LANES);
@@ -93,20 +94,23 @@ static inline float max_lane(vec x) {
 }
 
 /* Turn scores [64] of one query into unnormalized softmax weights; `visible` has a bit for each key
-   that it attends to. Returns the factor for everything that was summed before. */
-static float softmax_weights(float *scores, uint64_t visible, float scale, float *max_score,
-                             float *total) {
+   that it attends to, `is_full` is a constant: whether it attends to all. Returns the factor for
+   everything that was summed before. */
+INLINE float block_weights(const int is_full, float *scores, uint64_t visible, float scale,
+                           float *max_score, float *total) {
     vec top = splat(*max_score), sum = {0};
+#pragma GCC unroll 4
     for (int j = 0; j < KEY_BLOCK; j += LANES) {
-        vec score = blend(lane_mask(visible >> j), load_f32(scores + j, LANES) * scale,
-                          splat(UNSEEN_SCORE));
+        vec score = load_f32(scores + j, LANES) * scale;
+        if (!is_full) score = blend(lane_mask(visible >> j), score, splat(UNSEEN_SCORE));
         top = blend(score > top, score, top);
         store_f32(scores + j, score, LANES);
     }
     float new_max = max_lane(top);
+#pragma GCC unroll 4
     for (int j = 0; j < KEY_BLOCK; j += LANES) {
-        vec weight = blend(lane_mask(visible >> j),
-                           exp_lanes(load_f32(scores + j, LANES) - new_max), splat(0));
+        vec weight = exp_lanes(load_f32(scores + j, LANES) - new_max);
+        if (!is_full) weight = blend(lane_mask(visible >> j), weight, splat(0));
         store_f32(scores + j, weight, LANES);
         sum += weight;
     }
@@ -114,6 +118,12 @@ static float softmax_weights(float *scores, uint64_t visible, float scale, float
     *total = *total * rescale + sum_lanes(sum);
     *max_score = new_max;
     return rescale;
+}
+
+static float softmax_weights(float *scores, uint64_t visible, float scale, float *max_score,
+                             float *total) {
+    return visible == ~0ull ? block_weights(1, scores, visible, scale, max_score, total)
+                            : block_weights(0, scores, visible, scale, max_score, total);
 }
 
 /* Add the weighted values to sums [queries][MAX_HEAD_DIM], each multiplied by its `rescale` before.

@@ -10,17 +10,7 @@
 
 #define MIN_PARALLEL_SIZE 65536 /* fewer numbers are not worth a second thread */
 /* Keys are transposed in words of 32 bits: two bf16, the first in the lower half, or one float32.
- */
-static inline vec load_words_bf16(const bf16 *p, long n) {
-    vec out = {0};
-    if (n >= 2 * LANES) memcpy(&out, p, sizeof out);
-    else if (n > 0) memcpy(&out, p, n * sizeof *p);
-    return out;
-}
-
-static inline vec load_words_f32(const float *p, long n) { return load_f32(p, n); }
-
-/* Store transposed words of keys as steps of the dot product: STEP numbers of a key each. `dot`
+   Store transposed words as steps of the dot product: STEP numbers of a key each. `dot`
    adds the product of a step of a query with that step of LANES keys. */
 static inline void store_steps_f32(float *p, vec words) { store_f32(p, words, LANES); }
 
