@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-COMPILER_FLAGS = ("-O3", "-fPIC", "-shared", "-std=gnu11", "-pthread", "-Wno-psabi")
+COMPILER_FLAGS = ("-O3", "-fPIC", "-std=gnu11", "-pthread", "-Wno-psabi")
 COMPILE_TIMEOUT = 300  # seconds
 VERSION_TIMEOUT = 60  # seconds
 COMPILER_NAMES = (

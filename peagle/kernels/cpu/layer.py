@@ -1,4 +1,4 @@
-"""A whole Llama-like layer in one call, on a CPU in bf16 (c/layer.c).
+"""A whole Llama-like layer in one call, on a CPU (c/layer.c).
 
 It runs the same kernels in the same order as peagle/engine/model/fused_llama.py does one by one,
 and gives the same bits. It saves about fifteen PyTorch operations and calls from Python per layer.
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
-from peagle.kernels.cpu.library import library
-from peagle.kernels.cpu.matrix import MatrixStruct, PackedMatrix
+from peagle.kernels.cpu.matrix import MatrixStruct, PackedMatrix, loaded_library
 from peagle.kernels.row_pass import RowPass
 
 
@@ -55,7 +54,9 @@ class LayerWorkspace:
     scratch: Tensor
 
     @classmethod
-    def create(cls, rows: RowPass, rope_table: Tensor, row_width: int) -> "LayerWorkspace":
+    def create(
+        cls, rows: RowPass, rope_table: Tensor, row_width: int, dtype: torch.dtype
+    ) -> "LayerWorkspace":
         """rope_table [max_positions, rot]; row_width: `FusedLayer.scratch_width`."""
         requests = (rows.page_tables, rows.row_starts, rows.row_counts, rows.first_positions)
         tensors = (
@@ -78,7 +79,7 @@ class LayerWorkspace:
             len(rope_table),
             torch.get_num_threads(),
         )
-        return cls(struct, tensors, torch.empty(row_count * row_width, dtype=torch.bfloat16))
+        return cls(struct, tensors, torch.empty(row_count * row_width, dtype=dtype))
 
 
 class LayerMatrices(NamedTuple):
@@ -133,13 +134,12 @@ class FusedLayer:
         The residual stream returned is the one to which the MLP output is still to be added.
         """
         rows = normed.shape[0]
-        lib = library()
-        assert lib is not None and normed.is_contiguous() and normed.shape[1] == self.input_size
+        assert normed.is_contiguous() and normed.shape[1] == self.input_size
         assert residual.stride(1) == 1 and len(workspace.scratch) >= rows * self.scratch_width
         mlp_output, total = (
             torch.empty(rows, self.hidden_size, dtype=normed.dtype) for _ in range(2)
         )
-        lib.layer(
+        loaded_library().functions["layer", normed.dtype](
             self.address,
             ctypes.addressof(workspace.rows),
             normed.data_ptr(),

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,9 +30,13 @@ from peagle.kernels.cpu.compiler import (
     run,
 )
 from peagle.kernels.cpu.level import CpuLevel, chosen_level, cpu_features
+from peagle.kernels.stored_matrix import BLOCK_FORMATS
 from peagle.paths import cache_home
 
 SOURCE_FOLDER = Path(__file__).parent / "c"
+FORMAT_FILE = SOURCE_FOLDER / "format.c"
+# Of packed matrices, in the order of `enum format` in c/matrix.h.
+FORMATS = ("BF16", "INT8", *BLOCK_FORMATS)
 DTYPE_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 POINTER = ctypes.c_void_p
@@ -44,10 +49,10 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "swiglu": [POINTER] * 2 + [LONG] * 3 + [INT],
     "argmax": [POINTER] * 2 + [LONG] * 3 + [INT],
     "attend": [POINTER] * 10 + [LONG] * 11 + [FLOAT, INT],
+    "multiply": [POINTER] * 3 + [LONG] * 2 + [INT],
+    "layer": [POINTER] * 4 + [LONG] + [POINTER] * 5,
 }
-PACK_TYPES = [POINTER] * 2 + [LONG] * 4
-MULTIPLY_TYPES = [POINTER] * 3 + [LONG] * 2 + [INT]
-LAYER_TYPES = [POINTER] * 4 + [LONG] + [POINTER] * 5
+PACK_TYPES = [LONG] + [POINTER] * 2 + [LONG] * 3
 
 
 class Library:
@@ -63,13 +68,9 @@ class Library:
         for name, types in ARGUMENT_TYPES.items():
             for dtype, suffix in DTYPE_SUFFIXES.items():
                 self.functions[name, dtype] = declared(loaded, f"{name}_{suffix}", types)
-        self.panel_width: int = loaded.panel_width()  # outputs in a panel of a packed matrix
-        # Packed matrices need a CPU with dot products of bf16 and int8.
-        self.has_packed_matrices = self.panel_width > 0
-        if self.has_packed_matrices:
-            self.pack = declared(loaded, "pack", PACK_TYPES)
-            self.multiply = declared(loaded, "multiply", MULTIPLY_TYPES)
-            self.layer = declared(loaded, "layer", LAYER_TYPES)
+        self.pack = declared(loaded, "pack", PACK_TYPES)
+        self.packed_size = declared(loaded, "packed_size", [LONG] * 3)
+        self.packed_size.restype = LONG
 
 
 def declared(loaded: ctypes.CDLL, name: str, types: list[Any]) -> Any:
@@ -196,12 +197,35 @@ def build(compiler: str, level: CpuLevel, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
         built = Path(folder) / "library.so"
-        files = [str(file) for file in source_files() if file.suffix == ".c"]
-        run([compiler, *COMPILER_FLAGS, *level.flags, *files, "-lm", "-o", str(built)])
+        command = [compiler, *COMPILER_FLAGS, *level.flags]
+        with ThreadPoolExecutor(os.cpu_count()) as executor:
+            objects = list(
+                executor.map(
+                    lambda unit: compile_unit(command, unit, Path(folder)), translation_units()
+                )
+            )
+        run([*command, "-shared", *objects, "-lm", "-o", str(built)])
         digest = Path(folder) / "digest"
         digest.write_text(file_digest(built) or "")
         built.replace(path)
         digest.replace(digest_path(path))
+
+
+def translation_units() -> list[list[str]]:
+    """What is compiled on its own: a file, with a definition if it is compiled once per format."""
+    files = [file for file in source_files() if file.suffix == ".c"]
+    return [
+        *([str(file)] for file in files if file != FORMAT_FILE),
+        *([str(FORMAT_FILE), f"-DFORMAT={name}"] for name in FORMATS),
+    ]
+
+
+def compile_unit(command: list[str], unit: list[str], folder: Path) -> str:
+    """Compile a unit to an object file in `folder`; returns its path."""
+    name = Path(unit[0]).stem + "".join(unit[1:]).replace("=", "-")
+    path = str(folder / f"{name}.o")
+    run([*command, "-c", *unit, "-o", path])
+    return path
 
 
 def file_digest(path: Path) -> str | None:

@@ -1,61 +1,108 @@
-"""A matrix product for rows of bf16 on a CPU, in C: the weight is packed once, in bf16 or int8.
+"""A matrix product on a CPU, in C, with a weight that is packed once.
 
-    int8: W[n] is about scale[n] * q[n], where q holds whole numbers of -127..127. The input x is
-    quantized in the same way, with one scale for 64 inputs of a row.
-
-The CPU must have dot products of both types (avx512_bf16, avx512_vnni). The bits of a row do not
-depend on its neighbors.
+The weight is in bf16, in int8 with a scale per output, or in the blocks of a GGUF file. Rows are
+float32 or bf16. With `int8_rows` they are quantized too, 32 inputs with one scale: faster, but the
+product is no longer that of the weight. The bits of a row do not depend on its neighbors.
 """
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from peagle.kernels.cpu.library import library
+from peagle.kernels.cpu.library import DTYPE_SUFFIXES, FORMATS, Library, library
+from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 
-INPUT_GROUP = 64  # inputs that share a scale, as in c/matrix.c
 INT8_MAX = 127
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Matrix:
+    """W[n] is about scales[n] * codes[n]."""
+
+    codes: Tensor  # [N, K] int8
+    scales: Tensor  # [N] float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+Packable = Tensor | Int8Matrix | StoredMatrix
+
+
+class PartStruct(ctypes.Structure):
+    """`struct part` in c/matrix.h."""
+
+    _fields_ = [
+        ("packed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("format", ctypes.c_long),
+        ("n", ctypes.c_long),
+    ]
 
 
 class MatrixStruct(ctypes.Structure):
     """`struct matrix` in c/matrix.h."""
 
     _fields_ = [
-        ("packed", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("part_count", ctypes.c_long),
         ("n", ctypes.c_long),
         ("k", ctypes.c_long),
+        ("int8_rows", ctypes.c_long),
     ]
 
 
 class PackedMatrix:
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
+        self,
+        weight: Packable | Sequence[Packable],
+        bias: Tensor | None = None,
+        int8_rows: bool = False,
     ) -> None:
-        """weight [N, K] in bf16 (see `can_pack`), or int8 with scales [N] float32; bias [N]."""
-        assert weight.dtype == (torch.bfloat16 if scales is None else torch.int8)
-        self.n, self.k = weight.shape
-        # The struct points to these tensors.
-        self.bias = None if bias is None else bias.contiguous()
-        self.scales = None if scales is None else scales.contiguous()
-        self.packed = pack_weight(weight)
-        pointers = (
-            None if x is None else x.data_ptr() for x in (self.packed, self.scales, self.bias)
+        """weight [N, K], or several whose outputs lie side by side; bias [N].
+
+        A tensor must be exact in bf16 (see `can_pack`).
+        """
+        weights = [weight] if isinstance(weight, Packable) else list(weight)
+        self.n = sum(part.shape[0] for part in weights)
+        self.k = weights[0].shape[1]
+        self.int8_rows = int8_rows
+        # The structs point to these tensors.
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.scales = [part.scales if isinstance(part, Int8Matrix) else None for part in weights]
+        self.packed = [pack_weight(part) for part in weights]
+        parts = [
+            PartStruct(
+                packed.data_ptr(),
+                None if scales is None else scales.data_ptr(),
+                FORMATS.index(format_of(part)),
+                part.shape[0],
+            )
+            for part, packed, scales in zip(weights, self.packed, self.scales, strict=True)
+        ]
+        self.parts = (PartStruct * len(parts))(*parts)
+        self.struct = MatrixStruct(
+            ctypes.addressof(self.parts),
+            None if self.bias is None else self.bias.data_ptr(),
+            len(parts),
+            self.n,
+            self.k,
+            int8_rows,
         )
-        self.struct = MatrixStruct(*pointers, self.n, self.k)
         self.address = ctypes.addressof(self.struct)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]"""
-        assert x.dtype == torch.bfloat16 and x.shape[1] == self.k
-        if x.stride(1) != 1 or x.stride(0) % 2:
+        assert x.shape[1] == self.k
+        if x.stride(1) != 1 or x.stride(0) % 2:  # Rows of bf16 are read in pairs.
             x = x.contiguous()
         out = torch.empty(x.shape[0], self.n, dtype=x.dtype)
-        lib = library()
-        assert lib is not None
-        lib.multiply(
+        loaded_library().functions["multiply", x.dtype](
             self.address,
             x.data_ptr(),
             out.data_ptr(),
@@ -65,31 +112,58 @@ class PackedMatrix:
         )
         return out
 
+    @property
+    def nbytes(self) -> int:
+        return sum(packed.numel() for packed in self.packed)
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether `PackedMatrix` supports this weight on this machine."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
+
+def can_pack(weight: Packable, dtype: torch.dtype | None = None) -> bool:
+    """Whether `PackedMatrix` supports this weight here, with rows of `dtype` (None: its own)."""
+    if library() is None:
         return False
-    lib = library()
-    return lib is not None and lib.has_packed_matrices
+    if not isinstance(weight, Tensor):
+        stored = isinstance(weight, StoredMatrix)
+        return not stored or weight.format in BLOCK_FORMATS
+    if weight.device.type != "cpu" or (dtype or weight.dtype) not in DTYPE_SUFFIXES:
+        return False
+    return weight.shape[1] % 2 == 0 and is_exact_in_bf16(weight)
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> int8 [N, K] and scales [N] float32: a row has the maximum 127."""
+def is_exact_in_bf16(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().to(weight.dtype), weight)
+
+
+def quantize_int8(weight: Tensor) -> Int8Matrix:
+    """Round a weight [N, K] to int8: each row has the maximum 127."""
     wide = weight.float()
     scales = (wide.abs().amax(1) / INT8_MAX).clamp(min=1e-12)
-    return (wide / scales[:, None]).round().to(torch.int8), scales
+    return Int8Matrix((wide / scales[:, None]).round().to(torch.int8), scales)
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """Lay out a weight [N, K] as c/matrix.c reads it."""
+def format_of(weight: Packable) -> str:
+    if isinstance(weight, StoredMatrix):
+        return weight.format
+    return "INT8" if isinstance(weight, Int8Matrix) else "BF16"
+
+
+def pack_weight(weight: Packable) -> Tensor:
+    """Lay out a weight [N, K] as c/block_format.h describes."""
+    lib = loaded_library()
+    n, k = weight.shape
+    if isinstance(weight, StoredMatrix):
+        source = weight.blocks.contiguous()
+    elif isinstance(weight, Int8Matrix):
+        source = weight.codes.contiguous()
+    else:
+        source = weight.bfloat16().contiguous()
+    number = FORMATS.index(format_of(weight))
+    packed = torch.empty(lib.packed_size(number, n, k), dtype=torch.uint8)
+    row_size = source.shape[1] * source.element_size()
+    lib.pack(number, source.data_ptr(), packed.data_ptr(), n, k, row_size)
+    return packed
+
+
+def loaded_library() -> Library:
     lib = library()
     assert lib is not None
-    weight = weight.contiguous()
-    n, k = weight.shape
-    int8_words = -(-k // INPUT_GROUP) * INPUT_GROUP // 4  # of 32 bits
-    words = k // 2 if weight.dtype == torch.bfloat16 else int8_words
-    panels = -(-n // lib.panel_width)
-    packed = torch.empty(panels * lib.panel_width * words, dtype=torch.int32)
-    lib.pack(weight.data_ptr(), packed.data_ptr(), n, k, weight.element_size(), words)
-    return packed
+    return lib

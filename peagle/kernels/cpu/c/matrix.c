@@ -1,198 +1,173 @@
-/* y = x W' + bias for rows of bf16, W in bf16 or in int8 with a scale per output.
+/* y = x W' + bias, for rows of float32 or bf16 and weights packed as block_format.h describes.
 
-   W is packed once, in panels of 48 outputs: [panel][k / 2][48][2] in bf16 and
-   [panel][k / 4][48][4] in int8, as the dot products read it: a word of 32 bits holds consecutive
-   inputs of one output. A panel is read once, in order, for up to 8 rows: with so few rows, memory
-   bandwidth is the limit. The sums of a row run over the inputs in order, in their own registers,
-   so its bits depend only on the row.
+   Rows of float32: weights are widened to float32 and multiplied. For a few rows that happens in
+   registers, at the speed of memory; for many, a chunk of a panel is widened into the first-level
+   cache, once for all rows. The bits are the same.
 
-   With int8, x is quantized too: 64 inputs of a row share a step (scale), so that a large input
-   costs precision in its group only. The dot product takes one unsigned operand, so W is stored
-   with 128 added, and the effect of that is subtracted per row:
+   Rows of bf16: as rows of float32, except where the CPU has dot products of pairs of bf16. Then
+   weights in bf16 are multiplied as they are, and codes as numbers of bf16, which they are exactly:
 
-   y = scale * (sum over groups of step * (sum of q * (w + 128))
-                - sum over groups of step * 128 * (sum of q)). */
+     y = sum over blocks of scale * (sum of code * x) + minimum * (sum of x)
+
+   With `int8_rows`, x is quantized too: 32 inputs of a row share a step. This takes a fraction of
+   the instructions, but is not exact:
+
+     y = sum over blocks of scale * step * (sum of code * q) + minimum * step * (sum of q) */
 
 #include "matrix.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#include <immintrin.h>
+#include "block_format.h"
+#include "dot.h"
+#include "pool.h"
+#include "tiles.h"
 #include <math.h>
 #include <stdlib.h>
 
-#define PANEL_VECTORS 3 /* registers of 16 outputs in a panel */
-#define PANEL         (16 * PANEL_VECTORS)
-#define MAX_TILE_ROWS 8
-#define INPUT_GROUP   64 /* inputs that share a step */
+#define CHUNK        (2048 / LANES) /* inputs that are widened at once: 24 KiB */
+#define ROW_BLOCK    64
+#define MIN_WIDE     (4 * TILE_ROWS + 1) /* rows from which on chunks are widened into the cache */
+#define MIN_ITEMS    8                   /* per thread */
+#define MIN_PARALLEL 65536               /* inputs that are prepared by several threads */
 
-typedef int8_t bytes __attribute__((vector_size(LANES)));
+struct product {
+    const struct matrix *matrix;
+    struct prepared_rows x;
+    void *y;
+    long rows, is_bf16, panels_per_item, items_per_block;
+};
 
-int panel_width(void) { return PANEL; }
+#define WIDE_CASE(rows)                                                                            \
+    case rows: tile_wide(rows, x, wide, count, sums); break;
 
-static long panel_count(long n) { return (n + PANEL - 1) / PANEL; }
+static long padded_inputs(const struct matrix *m) { return (m->k + BLOCK - 1) / BLOCK * BLOCK; }
 
-static long word_count(const struct matrix *m) {
-    return m->scales ? (m->k + INPUT_GROUP - 1) / INPUT_GROUP * INPUT_GROUP / 4 : m->k / 2;
+static void add_wide(long rows, const float *x, const float *wide, long count,
+                     vec sums[][PANEL_VECTORS]) {
+    switch (rows) { EACH_TILE_SIZE(WIDE_CASE) }
 }
 
-/* weight [n, k] with `size` bytes per number -> packed [panels][words][48], padded with zeros.
-   int8 gets 128 added. */
-void pack(const char *weight, char *packed, long n, long k, long size, long words) {
-    for (long p = 0; p < panel_count(n); p++)
-        for (long i = 0; i < 4 * words; i += 4)
-            for (long row = p * PANEL; row < (p + 1) * PANEL; row++, packed += 4) {
-                memset(packed, 0, 4);
-                if (row < n && i < k * size)
-                    memcpy(packed, weight + row * k * size + i, min_long(4, k * size - i));
-                if (size == 1)
-                    for (int byte = 0; byte < 4; byte++) packed[byte] ^= (char)128;
-            }
-}
+#define FUNCTIONS(format) [format] = {widen_##format, multiply_##format}
+static const struct format_functions functions[FORMAT_COUNT] = {
+    FUNCTIONS(BF16), FUNCTIONS(INT8), FUNCTIONS(Q4_0), FUNCTIONS(Q4_1), FUNCTIONS(Q5_0),
+    FUNCTIONS(Q5_1), FUNCTIONS(Q8_0), FUNCTIONS(Q4_K), FUNCTIONS(Q6_K)};
 
-/* Multiply rows of x [rows][stride] with one panel [words][PANEL_VECTORS], both in words. `rows` is
-   a constant. */
-static inline __attribute__((always_inline)) void tile_bf16(const int rows, const int *x,
-                                                            long stride, const char *panel,
-                                                            long words, vec sum[][PANEL_VECTORS]) {
-    __m512 partial[MAX_TILE_ROWS][PANEL_VECTORS];
-    for (int r = 0; r < rows; r++)
-        for (int w = 0; w < PANEL_VECTORS; w++) partial[r][w] = _mm512_setzero_ps();
-    for (long i = 0; i < words; i++) {
-        __m512bh weight[PANEL_VECTORS];
-        for (int w = 0; w < PANEL_VECTORS; w++)
-            weight[w] = (__m512bh)_mm512_loadu_si512(panel + (i * PANEL_VECTORS + w) * 64);
-        for (int r = 0; r < rows; r++) {
-            __m512bh word = (__m512bh)_mm512_set1_epi32(x[r * stride + i]);
-            for (int w = 0; w < PANEL_VECTORS; w++)
-                partial[r][w] = _mm512_dpbf16_ps(partial[r][w], word, weight[w]);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int w = 0; w < PANEL_VECTORS; w++) sum[r][w] = (vec)partial[r][w];
-}
+/* ---- a panel ---- */
 
-/* gcc 12 moves every sum to memory and back for the intrinsic, whose operands have 64-bit lanes. */
-static inline ints dot_int8(ints sum, ints x, ints weight) {
-    __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(x), "v"(weight));
-    return sum;
-}
-
-/* The same for int8; steps [rows][groups]. */
-static inline __attribute__((always_inline)) void tile_int8(const int rows, const int *x,
-                                                            long stride, const float *steps,
-                                                            const char *panel,
-                                                            vec sum[][PANEL_VECTORS]) {
-    long groups = stride * 4 / INPUT_GROUP;
-    for (int r = 0; r < rows; r++)
-        for (int w = 0; w < PANEL_VECTORS; w++) sum[r][w] = splat(0);
-    for (long g = 0; g < groups; g++) {
-        ints partial[MAX_TILE_ROWS][PANEL_VECTORS];
-        for (int r = 0; r < rows; r++)
-            for (int w = 0; w < PANEL_VECTORS; w++) partial[r][w] = (ints){0};
-        for (long i = g * INPUT_GROUP / 4; i < (g + 1) * INPUT_GROUP / 4; i++) {
-            ints weight[PANEL_VECTORS];
-            for (int w = 0; w < PANEL_VECTORS; w++)
-                memcpy(&weight[w], panel + (i * PANEL_VECTORS + w) * 64, 64);
-            for (int r = 0; r < rows; r++)
-                for (int w = 0; w < PANEL_VECTORS; w++)
-                    partial[r][w] =
-                        dot_int8(partial[r][w], x[r * stride + i] - (ints){0}, weight[w]);
-        }
-        for (int r = 0; r < rows; r++)
-            for (int w = 0; w < PANEL_VECTORS; w++)
-                sum[r][w] += __builtin_convertvector(partial[r][w], vec) * steps[r * groups + g];
+/* The sums of many rows, which are tiled. */
+static void wide_sums(const struct prepared_rows *x, enum format format, const uint8_t *panel,
+                      long k, long start, long rows, vec sums[][PANEL_VECTORS]) {
+    float wide[CHUNK * PANEL] __attribute__((aligned(64)));
+    for (long r = 0; r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = splat(0);
+    for (long from = 0; from < k; from += CHUNK) {
+        long count = min_long(CHUNK, k - from);
+        functions[format].widen(panel, from, count, wide);
+        for (long r = 0; r < rows; r += TILE_ROWS)
+            add_wide(min_long(TILE_ROWS, rows - r), x->wide + (start + r) * k + from * TILE_ROWS,
+                     wide, count, sums + r);
     }
 }
 
-#define CASE(rows)                                                                                 \
-    case rows:                                                                                     \
-        if (steps) tile_int8(rows, x, stride, steps, panel, sum);                                  \
-        else tile_bf16(rows, x, stride, panel, words, sum);                                        \
-        break;
-
-static void tile_sums(long rows, const int *x, long stride, const float *steps, const char *panel,
-                      long words, vec sum[][PANEL_VECTORS]) {
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+static void panel_sums(const struct product *p, const struct part *part, long panel_index,
+                       long start, long rows, vec sums[][PANEL_VECTORS]) {
+    long k = padded_inputs(p->matrix);
+    const uint8_t *panel = part->packed + panel_index * panel_size(part->format, k);
+    if (p->x.tiled) wide_sums(&p->x, part->format, panel, k, start, rows, sums);
+    else
+        for (long r = 0; r < rows; r += TILE_ROWS)
+            functions[part->format].multiply(&p->x, start + r, min_long(TILE_ROWS, rows - r),
+                                             panel, k, sums + r);
 }
 
-/* Quantize a row of x: q [groups * 64], the steps of its groups, and the effect (`extra`) of the
-   128 added to W. */
-static void quantize_row(const bf16 *x, int8_t *q, float *steps, float *extra, long k,
-                         long groups) {
-    *extra = 0;
-    for (long g = 0; g < groups; g++) {
-        vec part[INPUT_GROUP / LANES], top = {0};
-        for (int i = 0; i < INPUT_GROUP / LANES; i++) {
-            long at = g * INPUT_GROUP + i * LANES;
-            part[i] = load_bf16(x + at, k - at);
+static void store_sums(const struct product *p, const struct part *part, long first_output,
+                       long panel_index, long start, long rows, vec sums[][PANEL_VECTORS]) {
+    const struct matrix *m = p->matrix;
+    for (long r = 0; r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            long at = panel_index * PANEL + v * LANES, left = part->n - at;
+            if (left <= 0) break;
+            vec out = sums[r][v];
+            if (part->scales) out *= load_f32(part->scales + at, left);
+            if (m->bias) out += load_f32(m->bias + first_output + at, left);
+            long to = (start + r) * m->n + first_output + at;
+            if (p->is_bf16) store_bf16((bf16 *)p->y + to, out, left);
+            else store_f32((float *)p->y + to, out, left);
+        }
+}
+
+static long panel_count(const struct part *part) { return (part->n + PANEL - 1) / PANEL; }
+
+/* A few panels for a block of rows. */
+static void run_item(void *context, long item) {
+    const struct product *p = context;
+    long start = item / p->items_per_block * ROW_BLOCK,
+         rows = min_long(ROW_BLOCK, p->rows - start);
+    long first = item % p->items_per_block * p->panels_per_item;
+    vec sums[ROW_BLOCK][PANEL_VECTORS];
+    for (long panel = first; panel < first + p->panels_per_item; panel++) {
+        const struct part *part = p->matrix->parts, *end = part + p->matrix->part_count;
+        long index = panel, first_output = 0;
+        while (part < end && index >= panel_count(part))
+            index -= panel_count(part), first_output += part->n, part++;
+        if (part == end) return;
+        panel_sums(p, part, index, start, rows, sums);
+        store_sums(p, part, first_output, index, start, rows, sums);
+    }
+}
+
+static void run_product(struct product *p, int threads) {
+    long panels = 0;
+    for (long i = 0; i < p->matrix->part_count; i++) panels += panel_count(p->matrix->parts + i);
+    long blocks = (p->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    p->panels_per_item = blocks * panels / (MIN_ITEMS * threads);
+    if (p->panels_per_item < 1) p->panels_per_item = 1;
+    p->items_per_block = (panels + p->panels_per_item - 1) / p->panels_per_item;
+    parallel_for(blocks * p->items_per_block, threads, run_item, p);
+}
+
+/* ---- rows ---- */
+
+/* Quantize a row: q, in words of four, the steps of 32 inputs and the totals of 16. */
+static void quantize_row(const float *x, int8_t *q, float *steps, float *totals, long k) {
+    for (long at = 0; at < k; at += BLOCK) {
+        vec part[BLOCK / LANES], top = {0};
+        for (int i = 0; i < BLOCK / LANES; i++) {
+            part[i] = load_f32(x + at + i * LANES, k - at - i * LANES);
             vec size = (vec)((bits)part[i] & 0x7fffffff);
-            top = blend(size <= top, top, size); /* keeps infinity; a NaN shows in `total` */
+            top = blend(size <= top, top, size); /* keeps infinity; a NaN shows in the sum */
         }
         float max_abs = 0;
         for (int l = 0; l < LANES; l++) max_abs = top[l] <= max_abs ? max_abs : top[l];
         float inverse_step = max_abs > 1e-30f ? 127 / max_abs : 0;
-        vec total = {0};
-        for (int i = 0; i < INPUT_GROUP / LANES; i++) {
-            /* rounds to an integer */
-            vec whole = part[i] * inverse_step + 12582912.0f - 12582912.0f;
-            bytes narrow = __builtin_convertvector(__builtin_convertvector(whole, ints), bytes);
-            memcpy(q + g * INPUT_GROUP + i * LANES, &narrow, sizeof narrow);
-            total += whole;
-        }
         /* A number that is not finite makes the row NaN. */
-        steps[g] = max_abs - max_abs == 0 ? max_abs / 127 : NAN;
-        *extra += steps[g] * 128 * sum_lanes(total);
-    }
-}
-
-/* Compute the outputs of one panel, which begin at `from`, for all rows. x is in words; int8 has
-   steps [rows][groups] and extra [rows]. */
-static void panel_rows(const struct matrix *m, const int *x, long stride, const float *steps,
-                       const float *extra, const char *panel, bf16 *y, long rows, long from) {
-    long tiles = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS, each = (rows + tiles - 1) / tiles,
-         words = word_count(m);
-    for (long start = 0; start < rows; start += each) {
-        vec sum[MAX_TILE_ROWS][PANEL_VECTORS];
-        long count = min_long(each, rows - start);
-        const float *tile_steps = steps ? steps + start * (words * 4 / INPUT_GROUP) : 0;
-        tile_sums(count, x + start * stride, stride, tile_steps, panel, words, sum);
-        for (long r = 0; r < count; r++)
-            for (long at = from; at < min_long(from + PANEL, m->n); at += LANES) {
-                vec out = sum[r][(at - from) / LANES];
-                if (steps) out = (out - extra[start + r]) * load_f32(m->scales + at, m->n - at);
-                if (m->bias) out += load_bf16(m->bias + at, m->n - at);
-                store_bf16(y + (start + r) * m->n + at, out, m->n - at);
-            }
-    }
-}
-
-/* x [T, k] with an even row stride -> y [T, n]. */
-void multiply(const struct matrix *m, const bf16 *x, bf16 *y, long rows, long x_row, int threads) {
-    if (!rows) return;
-    long words = word_count(m), groups = words * 4 / INPUT_GROUP,
-         stride = m->scales ? words : x_row / 2;
-    float *steps = m->scales ? malloc(rows * (groups + 1 + words) * 4) : 0,
-          *extra = steps + rows * groups;
-    int8_t *q = (int8_t *)(extra + rows);
-    if (m->scales && !steps) { /* out of memory: NaNs, which the engine reports */
-        memset(y, 0xff, rows * m->n * sizeof *y);
-        return;
-    }
-#pragma omp parallel num_threads(threads)
-    {
-        if (steps) {
-#pragma omp for schedule(static)
-            for (long r = 0; r < rows; r++)
-                quantize_row(x + r * x_row, q + r * words * 4, steps + r * groups, extra + r, m->k,
-                             groups);
+        float step = max_abs - max_abs == 0 ? max_abs / 127 : NAN;
+        int whole[BLOCK];
+        for (int i = 0; i < BLOCK / LANES; i++) {
+            ints rounded = __builtin_convertvector(
+                part[i] * inverse_step + 12582912.0f - 12582912.0f, ints);
+            memcpy(whole + i * LANES, &rounded, sizeof rounded);
         }
-#pragma omp for schedule(static)
-        for (long p = 0; p < panel_count(m->n); p++)
-            panel_rows(m, steps ? (const int *)q : (const int *)x, stride, steps, extra,
-                       (const char *)m->packed + p * words * PANEL * 4, y, rows, p * PANEL);
+        int sums[2] = {0};
+        for (int i = 0; i < BLOCK; i++) q[at + i] = whole[i], sums[i / 16] += whole[i];
+        steps[at / BLOCK] = step;
+        totals[at / 16] = step * sums[0], totals[at / 16 + 1] = step * sums[1];
     }
-    free(steps);
 }
-#else
-int panel_width(void) { return 0; }
-#endif
+
+/* The sums of 16 inputs each, in order. */
+static void sum_row(const float *x, float *totals, long k) {
+    for (long at = 0; at < k; at += 16) {
+        float total = 0;
+        for (int i = 0; i < 16; i++) total += x[at + i];
+        totals[at / 16] = total;
+    }
+}
+
+#define T       bf16
+#define NAME(x) x##_bf16
+#include "multiply.inc"
+#undef T
+#undef NAME
+
+#define T       float
+#define NAME(x) x##_f32
+#include "multiply.inc"

@@ -1,13 +1,25 @@
+/* A weight [n, k] for `multiply`, packed as block_format.h describes. */
 #pragma once
 #include "common.h"
 
-/* A weight [n, k], packed in panels as matrix.c describes. */
-struct matrix {
-    const void *packed;  /* bf16, or int8 if there are scales */
-    const float *scales; /* [n] or null */
-    const bf16 *bias;    /* [n] or null */
-    long n, k;           /* k is even */
+enum format { BF16, INT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, FORMAT_COUNT };
+
+/* Consecutive outputs with the same format. */
+struct part {
+    const uint8_t *packed;
+    const float *scales; /* [n], of INT8; null for the other formats */
+    long format, n;
 };
 
-void multiply(const struct matrix *matrix, const bf16 *x, bf16 *y, long rows, long x_row,
-              int threads);
+struct matrix {
+    const struct part *parts;
+    const float *bias; /* [n] or null */
+    long part_count, n, k;
+    long int8_rows; /* whether rows are quantized to int8, which is faster but not exact */
+};
+
+/* x [T, k] with a row stride -> y [T, n]. */
+void multiply_bf16(const struct matrix *matrix, const bf16 *x, bf16 *y, long rows, long x_row,
+                   int threads);
+void multiply_f32(const struct matrix *matrix, const float *x, float *y, long rows, long x_row,
+                  int threads);

@@ -1,0 +1,134 @@
+/* What depends on the instruction set: the number of rows in a tile, and dot products of pairs of
+   bf16 and of words of four bytes. */
+#pragma once
+#include "block_format.h"
+/* A tile has a sum in a register for each row and vector of a panel. */
+#if LANES == 16 || defined(__aarch64__) /* 32 registers */
+#define TILE_ROWS 8
+#define EACH_TILE_SIZE(one)     one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8)
+#else
+#define TILE_ROWS               4
+#define EACH_TILE_SIZE(one)     one(1) one(2) one(3) one(4)
+#endif
+
+/* ---- pairs of bf16: an extension of AVX-512 and of ARMv8.6 ---- */
+
+#if defined(__AVX512BF16__) && LANES == 16
+#define HAS_PAIR_DOT
+INLINE vec dot_pair(vec sum, int32_t x, bits weight) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)weight);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIR_DOT
+INLINE vec dot_pair(vec sum, int32_t x, bits weight) {
+    return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)weight,
+                            (bfloat16x8_t)vdupq_n_s32(x));
+}
+#endif
+
+/* ---- words of four bytes ---- */
+
+#if defined(__AVX512VNNI__) && LANES == 16
+#define HAS_INT8_DOT
+#define SIGNED_SHIFT 128 /* vpdpbusd takes unsigned codes */
+/* gcc 12 moves every sum to memory and back for the intrinsic, whose operands have 64-bit lanes. */
+INLINE ints dot_word(ints sum, bits codes, int32_t x) {
+    ints word = x - (ints){0};
+    __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(word), "v"(codes));
+    return sum;
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define HAS_INT8_DOT
+#define SIGNED_SHIFT 0
+INLINE ints dot_word(ints sum, bits codes, int32_t x) {
+    return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(x));
+}
+#elif !defined(__AVX2__)
+#define HAS_INT8_DOT
+#define SIGNED_SHIFT 0
+INLINE ints dot_word(ints sum, bits codes, int32_t x) {
+    for (int i = 0; i < 4; i++)
+        sum += ((ints)(codes << (24 - 8 * i)) >> 24) * (int32_t)(int8_t)(x >> 8 * i);
+    return sum;
+}
+#else
+#define SIGNED_SHIFT 0
+#endif
+
+/* Codes as the dot product takes them. */
+INLINE bits dot_operand(const enum format format, const uint8_t *body, int vector, int pair,
+                        const int odd) {
+    bits codes = load_codes(format, body, vector, pair, odd);
+    return has_signed_codes(format) && SIGNED_SHIFT ? codes ^ 0x80808080 : codes;
+}
+
+#ifdef HAS_INT8_DOT
+/* dot[r] = the products of `pairs` pairs of words of a block with x, rows with a stride. */
+INLINE void dot_words(const enum format format, const int rows, const int first, const int pairs,
+                      const uint8_t *body, const int32_t *x, long row,
+                      ints dot[][PANEL_VECTORS]) {
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) dot[r][v] = (ints){0};
+    for (int pair = first; pair < first + pairs; pair++)
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            for (int odd = 0; odd < 2; odd++) {
+                bits codes = dot_operand(format, body, v, pair, odd);
+                for (int r = 0; r < rows; r++)
+                    dot[r][v] = dot_word(dot[r][v], codes, x[r * row + pair * 2 + odd]);
+            }
+}
+#else
+/* AVX2, and AVX-512 without VNNI: products of bytes are added in pairs, to 16 bits. */
+typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
+
+INLINE shorts dot_byte_pairs(const int is_signed, bits codes, int32_t x) {
+#if LANES == 16
+    __m512i word = _mm512_set1_epi32(x), code = (__m512i)codes;
+    if (is_signed) {
+        word = _mm512_mask_sub_epi8(word, _mm512_movepi8_mask(code), _mm512_setzero_si512(), word);
+        code = _mm512_abs_epi8(code);
+    }
+    return (shorts)_mm512_maddubs_epi16(code, word);
+#else
+    __m256i word = _mm256_set1_epi32(x), code = (__m256i)codes;
+    if (is_signed) {
+        word = _mm256_sign_epi8(word, code);
+        code = _mm256_abs_epi8(code);
+    }
+    return (shorts)_mm256_maddubs_epi16(code, word);
+#endif
+}
+
+INLINE ints add_pairs(shorts x) {
+#if LANES == 16
+    return (ints)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(1));
+#else
+    return (ints)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1));
+#endif
+}
+
+INLINE void dot_words(const enum format format, const int rows, const int first, const int pairs,
+                      const uint8_t *body, const int32_t *x, long row,
+                      ints dot[][PANEL_VECTORS]) {
+    /* 16 bits hold the products of a block of four-bit codes (16 x 15 x 127), of a pair of words of
+       six-bit codes (4 x 63 x 127), or of one word of signed codes. */
+    const int is_small = format == Q4_0 || format == Q4_1 || format == Q4_K;
+    shorts sum[TILE_ROWS][PANEL_VECTORS];
+    for (int pair = first; pair < first + pairs; pair++)
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            for (int odd = 0; odd < 2; odd++) {
+                bits codes = dot_operand(format, body, v, pair, odd);
+                for (int r = 0; r < rows; r++) {
+                    shorts products = dot_byte_pairs(has_signed_codes(format), codes,
+                                                     x[r * row + pair * 2 + odd]);
+                    int continues = has_signed_codes(format) ? 0 : odd || (is_small && pair > first);
+                    sum[r][v] = continues ? sum[r][v] + products : products;
+                    int flushes = has_signed_codes(format) ||
+                                  (odd && (!is_small || pair == first + pairs - 1));
+                    int begins = pair == first && !(has_signed_codes(format) && odd);
+                    if (flushes && (begins || is_small)) dot[r][v] = add_pairs(sum[r][v]);
+                    else if (flushes) dot[r][v] += add_pairs(sum[r][v]);
+                }
+            }
+}
+#endif
