@@ -1,0 +1,31 @@
+"""Which weights of a target run: those of a GGUF file as stored, or its safetensors."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from peagle.kernels.cpu.library import library
+from peagle.target.precision import choose_dtype
+
+STORED_FILE = "model.gguf"  # in a folder from `peagle pull`, beside model.safetensors
+
+
+class WeightChoice(NamedTuple):
+    stored: bool  # use the GGUF file of the folder
+    dtype: torch.dtype  # of the activations, and of weights that are not as stored
+
+
+def choose_weights(path: Path, dtype: str, device: str) -> WeightChoice:
+    """The weights that run for `path` (a folder or a GGUF file), and the dtype of activations.
+
+    On a CPU with dtype "auto", weights as stored run with float32 activations: they lose nothing,
+    and a step reads the fewest bytes. A folder's are used only if the C kernels read them.
+    """
+    is_cpu = device.startswith("cpu")
+    if path.is_file():
+        is_stored_auto = is_cpu and dtype == "auto"
+        return WeightChoice(False, torch.float32 if is_stored_auto else choose_dtype(dtype, device))
+    if is_cpu and dtype == "auto" and (path / STORED_FILE).is_file() and library() is not None:
+        return WeightChoice(True, torch.float32)
+    return WeightChoice(False, choose_dtype(dtype, device))
