@@ -77,6 +77,11 @@ def table_rows(table: Table, ids: Tensor, dtype: torch.dtype | None = None) -> T
     return rows if dtype is None else rows.to(dtype)
 
 
+def select_rows(table: Table, ids: Tensor) -> Table:
+    """The rows `ids` [T] as a table of their own."""
+    return table.select(ids) if isinstance(table, StoredMatrix) else table[ids]
+
+
 def dense(table: Table, dtype: torch.dtype | None = None) -> Tensor:
     """The whole table as a tensor; that of a StoredMatrix is computed anew in every call."""
     tensor = table.dequantize() if isinstance(table, StoredMatrix) else table

@@ -131,4 +131,4 @@ def _fetcher(source: str) -> Fetch:
 
 
 def _has_target(folder: Path | None) -> bool:
-    return folder is not None and (folder / "config.json").is_file()
+    return folder is not None and (folder.is_file() or (folder / "config.json").is_file())

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from peagle.errors import UserError
-from peagle.kernels.stored_matrix import StoredMatrix, Table, dense
+from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, table_rows
 from peagle.target.cache import RollbackCache
 from peagle.target.gguf.choice import STORED_FILE
 from peagle.target.gguf.config_folder import config_folder
@@ -64,6 +64,8 @@ class TargetFeatures:
 
 class Target:
     requested_context: int | None = None
+    # The formats of a GGUF file whose weights stay as stored, such as Q4_K/Q6_K.
+    stored_format: str | None = None
 
     def __init__(
         self,
@@ -83,8 +85,6 @@ class Target:
         self.revision = revision
         self.folder: Path | None = None  # from which it was loaded
         self.format: str | None = None  # of quantized weights: fp8, int8, int4 or mixed
-        # The formats of a GGUF file whose weights stay as stored, such as Q4_K/Q6_K.
-        self.stored_format: str | None = None
         self.layers = decoder_layers(model)
         self._taps = ResidualTaps(self.layers, ())
         self.aux_layer_ids: tuple[int, ...] = ()
@@ -139,12 +139,16 @@ class Target:
     @property
     def embedding_table(self) -> Table:
         """[vocabulary, d] as it is in memory: weights of a GGUF file as stored."""
-        return self.model.get_input_embeddings().weight  # type: ignore[return-value]
+        return self.model.get_input_embeddings().weight
 
     @property
     def head_table(self) -> Table:
         """[vocabulary, d] as it is in memory: weights of a GGUF file as stored."""
-        return self.model.get_output_embeddings().weight  # type: ignore[return-value]
+        return self.model.get_output_embeddings().weight
+
+    def embed(self, token: int) -> Tensor:
+        """The embedding [d] of one token."""
+        return table_rows(self.embedding_table, torch.tensor(token, device=self.device), self.dtype)
 
     @property
     def embedding(self) -> Tensor:
@@ -251,11 +255,11 @@ def load_target(
 ) -> Target:
     """Load config, weights and tokenizer from a local folder or a GGUF file, without a network.
 
-    `stored`: use the GGUF file in the folder (gguf/choice.py) instead of its safetensors. Weights
-    of a GGUF file stay as they are stored on a CPU; `dtype` is then that of the activations.
+    `stored`: keep the weights of the GGUF file, or of the one in the folder (gguf/choice.py), as
+    they are stored; `dtype` is then that of the activations. Otherwise a GGUF file is dequantized.
     """
     folder = Path(folder)
-    file = folder / STORED_FILE if stored else folder
+    file = folder / STORED_FILE if stored and folder.is_dir() else folder
     if not file.is_file() and not (folder / "config.json").is_file():
         raise UserError(
             f"no target in {folder}: config.json is missing. Give a folder from `peagle pull`"
@@ -264,7 +268,7 @@ def load_target(
     logging.disable_progress_bar()
     try:
         if file.is_file():
-            target = load_gguf(file, folder if stored else None, dtype, device, context)
+            target = load_gguf(file, folder, dtype, device, context, stored)
         else:
             target = load_folder(folder, dtype, device, context)
     except UserError:
@@ -304,12 +308,18 @@ def load_folder(folder: Path, dtype: torch.dtype, device: str, context: int | No
 
 
 def load_gguf(
-    file: Path, folder: Path | None, dtype: torch.dtype, device: str, context: int | None
+    file: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    device: str,
+    context: int | None,
+    stored: bool,
 ) -> Target:
-    """A target from a GGUF file; config and tokenizer from `folder`, or from the file too."""
+    """A target from a GGUF file; config and tokenizer from its folder, or from the file itself."""
     header = read_header(file)
-    folder = folder or config_folder(header)
-    model = load_model(header, folder, dtype, keep_stored=device.startswith("cpu"))
+    if folder == file:
+        folder = config_folder(header)
+    model: Any = load_model(header, folder, dtype, keep_stored=stored)
     target = Target(model.to(device), load_tokenizer(folder), context=context)
     target.folder = folder.resolve()
     target.stored_format = stored_format(model)

@@ -12,20 +12,20 @@ STORED_FILE = "model.gguf"  # in a folder from `peagle pull`, beside model.safet
 
 
 class WeightChoice(NamedTuple):
-    stored: bool  # use the GGUF file of the folder
+    stored: bool  # keep the weights of the GGUF file, or of the one in the folder, as stored
     dtype: torch.dtype  # of the activations, and of weights that are not as stored
 
 
-def choose_weights(path: Path, dtype: str, device: str) -> WeightChoice:
+def choose_weights(path: Path, dtype: str, device: str, allow_stored: bool = True) -> WeightChoice:
     """The weights that run for `path` (a folder or a GGUF file), and the dtype of activations.
 
     On a CPU with dtype "auto", weights as stored run with float32 activations: they lose nothing,
     and a step reads the fewest bytes. A folder's are used only if the C kernels read them.
     """
-    is_cpu = device.startswith("cpu")
+    if not allow_stored or not device.startswith("cpu"):
+        return WeightChoice(False, choose_dtype(dtype, device))
     if path.is_file():
-        is_stored_auto = is_cpu and dtype == "auto"
-        return WeightChoice(False, torch.float32 if is_stored_auto else choose_dtype(dtype, device))
-    if is_cpu and dtype == "auto" and (path / STORED_FILE).is_file() and library() is not None:
+        return WeightChoice(True, torch.float32 if dtype == "auto" else choose_dtype(dtype, device))
+    if dtype == "auto" and (path / STORED_FILE).is_file() and library() is not None:
         return WeightChoice(True, torch.float32)
     return WeightChoice(False, choose_dtype(dtype, device))

@@ -10,6 +10,7 @@ gguf.GGUFReader reads the same, but builds an array for every token of the vocab
 
 import hashlib
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,8 +121,8 @@ def read_header(path: Path) -> GGUFHeader:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise UserError(f"{path} is not a GGUF file: give a .gguf file, or a folder")
-        mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        return parse_header(path, memoryview(mapped.numpy()))
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return parse_header(path, memoryview(content))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (struct.error, ValueError, KeyError, OverflowError) as error:
