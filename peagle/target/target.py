@@ -25,8 +25,8 @@ from transformers.utils import logging
 
 from peagle.errors import UserError
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, table_rows
+from peagle.paths import STORED_FILE
 from peagle.target.cache import RollbackCache
-from peagle.target.gguf.choice import STORED_FILE
 from peagle.target.gguf.config_folder import config_folder
 from peagle.target.gguf.header import read_header
 from peagle.target.gguf.model import load_model, stored_format

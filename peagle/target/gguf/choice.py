@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 
 from peagle.kernels.cpu.library import library
+from peagle.paths import STORED_FILE
 from peagle.target.precision import choose_dtype
-
-STORED_FILE = "model.gguf"  # in a folder from `peagle pull`, beside model.safetensors
 
 
 class WeightChoice(NamedTuple):

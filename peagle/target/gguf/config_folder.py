@@ -48,6 +48,9 @@ def convert_config(header: GGUFHeader, folder: Path, digits_split: bool = False)
     """
     config: Any = AutoConfig.from_pretrained(**location(header.path), trust_remote_code=False)
     config.tie_word_embeddings = "output.weight" not in header.tensors
+    head_dim = header.metadata.get(f"{header.architecture}.attention.key_length")
+    if head_dim is not None and hasattr(config, "head_dim"):
+        config.head_dim = head_dim  # which transformers does not read of every architecture
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     config.architectures = [type(model).__name__]
