@@ -79,6 +79,8 @@ def find_pair(name: str) -> Pair:
             return pair
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return Pair(name.replace("/", "--"), TargetSource(order=("hub",), hub=name), drafters={})
+    if folder.suffix.lower() == ".gguf":
+        raise UserError(f"there is no file {name}: give the path of a .gguf file")
     names = pair_names()
     raise UserError(
         f"unknown pair {name!r}: use one of {', '.join(names)}, a hub id OWNER/NAME, or the path"

@@ -64,7 +64,7 @@ class StoredMatrix:
 
     def rows(self, ids: Tensor) -> Tensor:
         """The outputs `ids` [...], widened to float32 [..., inputs]: the lookup of an embedding."""
-        return self.select(ids.flatten()).dequantize().unflatten(0, ids.shape)
+        return self.select(ids.flatten()).dequantize().view(*ids.shape, -1)
 
 
 # The table of an embedding or an lm_head, [vocabulary, d].

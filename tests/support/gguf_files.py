@@ -1,12 +1,13 @@
 """Tiny GGUF files with random weights, in every block format."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers import modeling_gguf_pytorch_utils as hf_gguf
 
 from peagle.target.gguf.config_folder import location
@@ -28,6 +29,8 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
+# The second number of a block, relative to its scale, with which weights are about zero on average.
+CENTERS = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 SCALES = {"Q8_0": 4e-4, "Q5_K": 4e-4, "Q4_K": 4e-4, "Q2_K": 4e-3, "Q3_K": 4e-4, "Q6_K": 4e-5}
 
 
@@ -36,10 +39,12 @@ def random_blocks(format: str, rows: int, inputs: int, seed: int = 0) -> np.ndar
     generator = np.random.default_rng(seed)
     block_inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
     blocks = generator.integers(0, 256, (rows, inputs // block_inputs, size), dtype=np.uint8)
-    for i, start in enumerate(HALVES.get(format, (0,))):
-        sign = -6.0 if i and format in ("Q4_1", "Q5_1") else 1.0  # centers the weights
-        scale = sign * SCALES.get(format, 0.01)
-        numbers = scale * generator.uniform(0.5, 1.5, (*blocks.shape[:2], 1))
+    scales = SCALES.get(format, 0.01) * generator.uniform(0.5, 1.5, (*blocks.shape[:2], 1))
+    if format not in CENTERS:
+        scales *= generator.choice([-1, 1], scales.shape)
+    factors = (1.0, CENTERS.get(format, 1.0))
+    for factor, start in zip(factors, HALVES.get(format, (0,)), strict=False):
+        numbers = factor * scales
         blocks[..., start : start + 2] = numbers.astype(np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
@@ -55,6 +60,7 @@ class TinyGGUF:
         formats: dict[str, str] | None = None,
         tied: bool = True,
         seed: int = 0,
+        tokenizer: PreTrainedTokenizerFast | None = None,
     ) -> None:
         self.path = path
         self.architecture = architecture
@@ -62,6 +68,8 @@ class TinyGGUF:
         self.formats = formats or {}
         self.tied = tied
         self.generator = np.random.default_rng(seed)
+        self.tokenizer = tokenizer  # byte-level
+        self.vocab_size = VOCAB_SIZE if tokenizer is None else len(tokenizer)
         self.extra: dict[str, np.ndarray] = {}  # more tensors, in float32
         self.left_out: tuple[str, ...] = ()
         self.scaling: tuple[str, float, int] | None = None  # of RoPE: type, factor, context before
@@ -77,10 +85,10 @@ class TinyGGUF:
         writer.add_head_count_kv(KV_HEADS)
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_freq_base(10000.0)
-        writer.add_vocab_size(VOCAB_SIZE)
+        writer.add_vocab_size(self.vocab_size)
         writer.add_key_length(HIDDEN // HEADS)
         writer.add_value_length(HIDDEN // HEADS)
-        writer.add_array("tokenizer.ggml.tokens", [f"w{i}" for i in range(VOCAB_SIZE)])
+        self._add_tokenizer()
         writer.add_uint32("tokenizer.ggml.eos_token_id", 1)
         writer.add_uint32("tokenizer.ggml.bos_token_id", 2)
         if self.scaling is not None:
@@ -96,12 +104,22 @@ class TinyGGUF:
         writer.close()
         return self.path
 
+    def _add_tokenizer(self) -> None:
+        tokens = [f"w{i}" for i in range(self.vocab_size)]
+        if self.tokenizer is not None:
+            model = json.loads(self.tokenizer.backend_tokenizer.to_str())["model"]
+            tokens = sorted(self.tokenizer.get_vocab(), key=self.tokenizer.get_vocab().__getitem__)
+            self.writer.add_tokenizer_model("gpt2")
+            self.writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+            self.writer.add_chat_template(self.tokenizer.chat_template)
+        self.writer.add_array("tokenizer.ggml.tokens", tokens)
+
     def _add_tensors(self) -> None:
         kv = KV_HEADS * HIDDEN // HEADS
-        self._matrix("token_embd", VOCAB_SIZE, HIDDEN)
+        self._matrix("token_embd", self.vocab_size, HIDDEN)
         self._vector("output_norm.weight", HIDDEN, 1.0)
         if not self.tied:
-            self._matrix("output", VOCAB_SIZE, HIDDEN)
+            self._matrix("output", self.vocab_size, HIDDEN)
         for i in range(LAYERS):
             block = f"blk.{i}."
             self._vector(f"{block}attn_norm.weight", HIDDEN, 1.0)
