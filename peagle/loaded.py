@@ -182,12 +182,14 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     context: int | None = None,
+    stored: bool = True,
     progress: Progress = silent,
 ) -> LoadedPair:
-    """Load a pair by name (downloaded if necessary), or by the folder of a target.
+    """Load a pair by name (downloaded if necessary), or a target by its folder or GGUF file.
 
-    `target` and `drafter` are folders that replace the pair's own. `context`: the most tokens of a
-    prompt and its answer; None: what the target supports.
+    `target` and `drafter` are folders that replace the pair's own; the target may be a GGUF file.
+    `context`: the most tokens of a prompt and its answer; None: what the target supports.
+    `stored`: weights of a GGUF file may stay as they are stored (target/gguf/choice.py).
     """
     models = load_models(
         pair,
@@ -196,6 +198,7 @@ def load(
         device=device,
         dtype=dtype,
         context=context,
+        stored=stored,
         progress=progress,
     )
     return LoadedPair(models.pair, models.target, models.loaded_drafters)

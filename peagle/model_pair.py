@@ -19,7 +19,7 @@ from peagle.grammar import GrammarCompiler
 from peagle.progress import Progress, silent
 from peagle.pull import pull, pull_drafter, receipt
 from peagle.target import Target, load_target
-from peagle.target.precision import choose_dtype
+from peagle.target.gguf.choice import choose_weights
 
 Prompt = str | list[dict[str, str]] | list[int]  # user text, chat messages, or token ids
 
@@ -95,12 +95,14 @@ def load_models(
     device: str = "auto",
     dtype: str = "auto",
     context: int | None = None,
+    stored: bool = True,
     progress: Progress = silent,
 ) -> ModelPair:
-    """Load a pair by name (downloaded if necessary), or by the folder of a target.
+    """Load a pair by name (downloaded if necessary), or a target by its folder or GGUF file.
 
-    `target` and `drafter` are folders that replace the pair's own. `context`: the most tokens of a
-    prompt and its answer; None: what the target supports.
+    `target` and `drafter` are folders that replace the pair's own; the target may be a GGUF file.
+    `context`: the most tokens of a prompt and its answer; None: what the target supports.
+    `stored`: weights of a GGUF file may stay as they are stored (target/gguf/choice.py).
     """
     pair = find_pair(pair) if isinstance(pair, str) else pair
     device = choose_device(device)
@@ -109,12 +111,14 @@ def load_models(
     origin = receipt(folder)
     revision = origin.revision if origin is not None else None
     name = source.target.hub or source.name
-    torch_dtype = choose_dtype(dtype, device)
+    weights = choose_weights(folder, dtype, device, stored)
     if target is None and drafter is None:
         # Tuning results hold for the pair's own target and drafter only.
-        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, torch_dtype)))
+        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, weights.dtype)))
         pair = with_pulled_drafter(pair, progress)
-    loaded = load_target(folder, torch_dtype, device, name, revision, context)
+    loaded = load_target(
+        folder, weights.dtype, device, name, revision, context, stored=weights.stored
+    )
     models = ModelPair(pair, loaded)
     return models if drafter is None else with_drafter(models, Path(drafter).expanduser())
 

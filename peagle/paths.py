@@ -11,6 +11,7 @@ from typing import Any
 
 from peagle.errors import UserError
 
+STORED_FILE = "model.gguf"  # the GGUF file in a target's folder, beside its safetensors
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "curves.png")
 
 

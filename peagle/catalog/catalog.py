@@ -57,10 +57,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML ({error}): correct it") from error
 
 
+def is_gguf_file(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" and path.is_file()
+
+
 def find_pair(name: str) -> Pair:
     """Find a pair by its name or the hub id of its target.
 
-    The path of a folder and any other hub id give a pair without drafters.
+    The path of a folder or a GGUF file and any other hub id give a pair without drafters.
     """
     for pair in shipped_pairs().values():
         if name in (pair.name, pair.target.hub):
@@ -68,16 +72,18 @@ def find_pair(name: str) -> Pair:
     if name in (own := user_files()):
         return read_pair(own[name])
     folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or is_gguf_file(folder):
         return Pair(name, TargetSource(order=("folder",), folder=folder), drafters={})
     for pair in all_pairs().values():
         if name == pair.target.hub:
             return pair
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return Pair(name.replace("/", "--"), TargetSource(order=("hub",), hub=name), drafters={})
+    if folder.suffix.lower() == ".gguf":
+        raise UserError(f"there is no file {name}: give the path of a .gguf file")
     names = pair_names()
     raise UserError(
         f"unknown pair {name!r}: use one of {', '.join(names)}, a hub id OWNER/NAME, or the path"
-        " of a folder with a target (config.json, safetensors, tokenizer)."
+        " of a folder with a target (config.json, safetensors, tokenizer) or of a .gguf file."
         f"{did_you_mean(name, names)}"
     )

@@ -26,7 +26,7 @@ def _check_target(pair: Pair) -> list[Finding]:
     target = pair.target
     findings = []
     if target.folder is not None:
-        if (target.folder / "config.json").is_file():
+        if target.folder.is_file() or (target.folder / "config.json").is_file():
             findings.append(Finding("ok", f"target: {target.folder}"))
         else:
             text = f"target: {target.folder} has no target: config.json is missing"

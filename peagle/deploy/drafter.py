@@ -61,7 +61,9 @@ def load_drafter(folder: Path, pair: "Pair", progress: "Progress") -> "Drafter":
     saved = checkpoint.read(folder)
     if saved.format != "peagle" and saved.config.aux_layer_ids is not None:
         return checkpoint.load(folder, None)
-    loaded = load(pair, drafter=folder, dtype="float32", device="cpu", progress=progress)
+    loaded = load(
+        pair, drafter=folder, dtype="float32", device="cpu", stored=False, progress=progress
+    )
     return loaded.drafter(loaded.pair.method)
 
 

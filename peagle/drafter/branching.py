@@ -12,15 +12,32 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
+from peagle.drafter.dependency import Dependency
 from peagle.drafter.model import Drafter
+from peagle.kernels.stored_matrix import table_rows
 from peagle.kernels.triton.candidate_pairs import DependencyTerms, candidate_pairs
 from peagle.kernels.triton.candidates import candidates
 
+TABLE_PART = 4096  # rows of a stored table that are widened at once
 Product = Callable[[Tensor], Tensor]
 
 
 def plain_product(weight: Tensor) -> Product:
     return lambda x: linear(x, weight)
+
+
+def dependency_tables(drafter: Drafter, dependency: Dependency) -> tuple[Tensor, Tensor]:
+    """`Dependency.tables` of the whole vocabulary; tables as stored are widened in parts."""
+    embeddings = drafter.embed_table
+    head = drafter.head_table
+    if isinstance(embeddings, Tensor) and isinstance(head, Tensor):
+        return dependency.tables(embeddings, head)
+    terms: list[list[Tensor]] = []
+    for i, table in enumerate((embeddings, head)):
+        parts = torch.arange(len(table), device=table.device).split(TABLE_PART)
+        rows = (table_rows(table, ids, drafter.dtype) for ids in parts)
+        terms.append([dependency.tables(part, part)[i] for part in rows])
+    return torch.cat(terms[0]), torch.cat(terms[1])
 
 
 class Branching:
@@ -36,14 +53,14 @@ class Branching:
         `calibration` replaces the drafter's own.
         """
         config = drafter.config
-        self.device = drafter.lm_head.device
+        self.device = drafter.head_table.device
         self.count = min(CANDIDATES_PER_DEPTH, config.draft_vocab_size)
         self.calibration = calibration or config.calibration or (1.0,)
         self.factors: dict[tuple[int, int], Tensor] = {}
         self.here: Product | None = None
         if drafter.dependency is not None:
             self.here = make_product(drafter.dependency.here.weight.detach())
-            previous, candidate = drafter.dependency.tables(drafter.embed_tokens, drafter.lm_head)
+            previous, candidate = dependency_tables(drafter, drafter.dependency)
             if drafter.target_ids is not None:
                 previous = previous[drafter.target_ids]
             self.previous = previous.contiguous()  # [draft_vocab_size, r]

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
+from peagle.drafter.linear import Linear
+
 
 class Dependency(nn.Module):
     """The three matrices; their names are tensor names of the checkpoint."""
 
     def __init__(self, d: int, rank: int) -> None:
         super().__init__()
-        self.before = nn.Linear(d, rank, bias=False)
-        self.here = nn.Linear(d, rank, bias=False)
-        self.out = nn.Linear(rank, d, bias=False)
+        self.before = Linear(d, rank, bias=False)
+        self.here = Linear(d, rank, bias=False)
+        self.out = Linear(rank, d, bias=False)
         nn.init.zeros_(self.out.weight)  # training starts without a correction
 
     def forward(self, normed: Tensor, embeds: Tensor) -> Tensor:
@@ -30,8 +32,8 @@ class Dependency(nn.Module):
 
     def tables(self, embed_tokens: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
         """The terms of every token: as previous draft [V, r], as candidate [draft V, r]."""
-        previous = linear(scale_to_unit_rms(embed_tokens), self.before.weight)
-        candidate = linear(lm_head, self.out.weight.T)
+        previous = self.before(scale_to_unit_rms(embed_tokens))
+        candidate = linear(lm_head, self.out.weight.T.to(lm_head.dtype))
         return previous, candidate
 
     def score_pairs(

@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.dependency import Dependency, select_chain
+from peagle.drafter.linear import Linear
+from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, select_rows, table_rows
 from peagle.target.rope import VLLM_ROPE_KEYS, freeze_module, freeze_parameters
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output
@@ -30,10 +32,10 @@ class Attention(nn.Module):
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         bias = config.attention_bias  # as in vLLM, the switch covers all four projections
-        self.q_proj = nn.Linear(input_size, q_size, bias=bias)
-        self.k_proj = nn.Linear(input_size, kv_size, bias=bias)
-        self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
+        self.q_proj = Linear(input_size, q_size, bias=bias)
+        self.k_proj = Linear(input_size, kv_size, bias=bias)
+        self.v_proj = Linear(input_size, kv_size, bias=bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
         q, k, v = (
@@ -46,9 +48,9 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
@@ -92,8 +94,8 @@ class Drafter(nn.Module):
     `set_embed_and_head` must be called before the drafter runs.
     """
 
-    embed_tokens: Tensor  # [vocab_size, d]
-    lm_head: Tensor  # [draft_vocab_size, d]
+    embed_tokens: Tensor  # [vocab_size, d]; None with weights of a GGUF file as stored
+    lm_head: Tensor  # [draft_vocab_size, d]; None with weights of a GGUF file as stored
     target_ids: Tensor | None  # [draft_vocab_size] draft id -> target id; None: ids are the same
 
     def __init__(self, config: DrafterConfig, context: int | None = None) -> None:
@@ -110,7 +112,7 @@ class Drafter(nn.Module):
         self.fc_norm = None
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(tap_size, eps) for _ in range(taps))
-        self.fc = nn.Linear(taps * tap_size, d, bias=False)
+        self.fc = Linear(taps * tap_size, d, bias=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(d, eps)
         parallel = config.method == "p-eagle"
@@ -120,12 +122,27 @@ class Drafter(nn.Module):
         # same values with and without these parts.
         with torch.random.fork_rng(devices=[]):
             injected_layers = range(1, config.num_layers) if config.inject else ()
-            self.inject = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in injected_layers)
+            self.inject = nn.ModuleList(Linear(d, d, bias=False) for _ in injected_layers)
             self.dependency = Dependency(d, config.dependency) if config.dependency else None
-            self.confidence = nn.Linear(d, 1) if config.confidence else None
+            self.confidence = Linear(d, 1) if config.confidence else None
         self.rope = self.make_rope(config, context)
+        self.stored_embedding: StoredMatrix | None = None
+        self.stored_head: StoredMatrix | None = None
         for name in ("embed_tokens", "lm_head", "target_ids"):
             self.register_buffer(name, None, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations. Matrices may be narrower (linear.py)."""
+        return self.norm.weight.dtype
+
+    @property
+    def embed_table(self) -> Table:
+        return self.embed_tokens if self.stored_embedding is None else self.stored_embedding
+
+    @property
+    def head_table(self) -> Table:
+        return self.lm_head if self.stored_head is None else self.stored_head
 
     @staticmethod
     def make_rope(config: DrafterConfig, context: int | None = None) -> LlamaRotaryEmbedding:
@@ -164,10 +181,16 @@ class Drafter(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [R] -> embeddings [R, d]; the mask token has its own learned row."""
-        embeds = embedding(ids, self.embed_tokens)
+        embeds = self.token_embeddings(ids)
         if self.mask_embedding is None or self.config.mask_token_id is None:
             return embeds
         return torch.where(ids.eq(self.config.mask_token_id)[:, None], self.mask_embedding, embeds)
+
+    def token_embeddings(self, ids: Tensor) -> Tensor:
+        """ids [...] -> embeddings [..., d], the mask token's included."""
+        if self.stored_embedding is None:
+            return embedding(ids, self.embed_tokens)
+        return table_rows(self.stored_embedding, ids, self.dtype)
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
@@ -192,7 +215,9 @@ class Drafter(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [R, d] -> [R, draft_vocab_size]."""
-        return linear(normed, self.lm_head)
+        if self.stored_head is None:
+            return linear(normed, self.lm_head)
+        return linear(normed, dense(self.stored_head, normed.dtype))
 
     def greedy_token_ids(self, normed: Tensor) -> Tensor:
         """normed [R, d] -> the most likely target id of each row, [R]."""
@@ -223,22 +248,28 @@ class Drafter(nn.Module):
         assert self.dependency is not None
         all_logits = self.logits(normed.flatten(0, 1)).float().view(*normed.shape[:2], -1)
         logits, ids = all_logits.topk(min(CANDIDATES_PER_DEPTH, all_logits.shape[-1]), -1)
-        embeds = embedding(self.target_token_ids(ids), self.embed_tokens)
-        head_rows = embedding(ids, self.lm_head)
+        embeds = self.token_embeddings(self.target_token_ids(ids))
+        head_rows = table_rows(self.head_table, ids)
         return ids, self.dependency.score_pairs(normed, logits, embeds, head_rows)
 
     def set_embed_and_head(
-        self, embed_tokens: Tensor, lm_head: Tensor, target_ids: Tensor | None = None
+        self, embed_tokens: Table, lm_head: Table, target_ids: Tensor | None = None
     ) -> None:
-        """Use these tensors of the target or a checkpoint; `target_ids` prunes the vocabulary."""
+        """Use these tables of the target or a checkpoint; `target_ids` prunes the vocabulary."""
         config = self.config
         if config.pruned and target_ids is not None and len(lm_head) == config.vocab_size:
-            lm_head = lm_head[target_ids]
+            lm_head = select_rows(lm_head, target_ids)
         assert embed_tokens.shape == (config.vocab_size, config.hidden_size), embed_tokens.shape
         assert lm_head.shape == (config.draft_vocab_size, config.hidden_size), lm_head.shape
         assert (target_ids is not None) == config.pruned
-        self.embed_tokens = embed_tokens.detach()
-        self.lm_head = lm_head.detach()
+        if isinstance(embed_tokens, StoredMatrix):
+            self.stored_embedding = embed_tokens
+        else:
+            self.embed_tokens = embed_tokens.detach()
+        if isinstance(lm_head, StoredMatrix):
+            self.stored_head = lm_head
+        else:
+            self.lm_head = lm_head.detach()
         self.target_ids = target_ids
 
     def make_embeddings_trainable(self) -> None:

@@ -22,9 +22,10 @@ def untrained_drafter(
         drafter = Drafter(config)
         initialize_weights(drafter)
     if drafter.mask_embedding is not None:
-        drafter.mask_embedding.data.copy_(target.embedding[config.mask_token_id])
+        assert config.mask_token_id is not None
+        drafter.mask_embedding.data.copy_(target.embed(config.mask_token_id))
     drafter = drafter.to(device=target.device, dtype=target.dtype)
-    drafter.set_embed_and_head(target.embedding, target.lm_head, target_ids)
+    drafter.set_embed_and_head(target.embedding_table, target.head_table, target_ids)
     return drafter.eval().requires_grad_(False)
 
 

@@ -140,7 +140,7 @@ def check_int8(target: Target) -> None:
             f"int8 needs a target in bfloat16, and this one is in {name}: leave out `int8`, or set"
             " `dtype` to bfloat16"
         )
-    if not can_pack(target.lm_head):
+    if not can_pack(target.head_table):
         state = kernel_state()
         if not state.startswith("pytorch"):
             state = "this CPU or its compiler has no bf16 dot products (avx512_bf16)"

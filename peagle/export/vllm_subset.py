@@ -14,6 +14,7 @@ from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats.tensors import build_drafter
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
+from peagle.kernels.stored_matrix import dense
 
 REMOVABLE: dict[str, Any] = {"dependency": 0, "confidence": False, "calibration": ()}
 REQUIRED = {"inject": "taps in every layer", "bidirectional": "bidirectional blocks"}
@@ -63,7 +64,10 @@ def complete_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 def shared_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """The tensors that may be the target's own."""
-    tensors = {"embed_tokens.weight": drafter.embed_tokens, "lm_head.weight": drafter.lm_head}
+    tensors = {
+        "embed_tokens.weight": dense(drafter.embed_table),
+        "lm_head.weight": dense(drafter.head_table),
+    }
     if drafter.target_ids is not None:
         tensors["target_ids"] = drafter.target_ids
     return tensors

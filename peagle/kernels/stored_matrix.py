@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
+
+from peagle.kernels.dequantize import dequantize
 
 
 class BlockFormat(NamedTuple):
@@ -43,14 +46,43 @@ class StoredMatrix:
         block = BLOCK_FORMATS[self.format]
         return self.blocks.shape[0], self.blocks.shape[1] // block.size * block.inputs
 
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    def __len__(self) -> int:
+        """The number of outputs."""
+        return len(self.blocks)
+
     def dequantize(self) -> Tensor:
         """The weight [outputs, inputs] in float32."""
-        from gguf import GGMLQuantizationType, quants
+        return dequantize(self.blocks, BLOCK_FORMATS[self.format].size, self.format)
 
-        blocks = self.blocks.cpu().contiguous().numpy()
-        wide = quants.dequantize(blocks, GGMLQuantizationType[self.format])
-        return torch.from_numpy(wide).to(self.blocks.device)
+    def select(self, ids: Tensor) -> "StoredMatrix":
+        """The outputs `ids` [T] as a matrix of their own, in the same format."""
+        return StoredMatrix(self.format, self.blocks[ids])
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The outputs `ids` [T], widened to float32 [T, inputs]: the lookup of an embedding."""
-        return StoredMatrix(self.format, self.blocks[ids]).dequantize()
+        """The outputs `ids` [...], widened to float32 [..., inputs]: the lookup of an embedding."""
+        return self.select(ids.flatten()).dequantize().view(*ids.shape, -1)
+
+
+# The table of an embedding or an lm_head, [vocabulary, d].
+Table = Tensor | StoredMatrix
+
+
+def table_rows(table: Table, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The rows `ids` [...] of a table, [..., d]; `dtype` None: that of the table, or float32."""
+    rows = table.rows(ids) if isinstance(table, StoredMatrix) else embedding(ids, table)
+    return rows if dtype is None else rows.to(dtype)
+
+
+def select_rows(table: Table, ids: Tensor) -> Table:
+    """The rows `ids` [T] as a table of their own."""
+    return table.select(ids) if isinstance(table, StoredMatrix) else table[ids]
+
+
+def dense(table: Table, dtype: torch.dtype | None = None) -> Tensor:
+    """The whole table as a tensor; that of a StoredMatrix is computed anew in every call."""
+    tensor = table.dequantize() if isinstance(table, StoredMatrix) else table
+    return tensor if dtype is None else tensor.to(dtype)

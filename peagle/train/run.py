@@ -102,7 +102,9 @@ def load_teacher(config: TrainConfig, device: str) -> Target:
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
     if folder := find_capture(config.data):
         return StoredTarget(folder, choose_dtype(dtype, device), device)
-    return load(config.target, device=device, dtype=dtype, context=config.context or None).target
+    return load(
+        config.target, device=device, dtype=dtype, context=config.context or None, stored=False
+    ).target
 
 
 def dry_run(config: TrainConfig) -> Path:

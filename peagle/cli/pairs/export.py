@@ -130,7 +130,7 @@ def load_pair(drafter: str, target: str | None, method: str | None) -> "tuple[Lo
                 f"the method none has no drafter: use --method {' or '.join(pair.drafters)}"
             )
         pair.drafter(chosen)
-        return load(pair, target=target, dtype="float32", device="cpu"), chosen
+        return load(pair, target=target, dtype="float32", device="cpu", stored=False), chosen
     config = read(folder).config
     if method and parse_method(method) != config.method:
         raise UserError(f"{drafter} is a {config.method} drafter, not {method}: drop --method")
@@ -138,7 +138,7 @@ def load_pair(drafter: str, target: str | None, method: str | None) -> "tuple[Lo
     if target_name is None:
         raise UserError(f"{drafter} does not name its target: give --target")
     pair = find_pair(target_name)
-    return load(pair, drafter=folder, dtype="float32", device="cpu"), config.method
+    return load(pair, drafter=folder, dtype="float32", device="cpu", stored=False), config.method
 
 
 def served_name(pair: "LoadedPair") -> str:

@@ -35,7 +35,7 @@ def pull(
 
     pair = find_pair(name)
     with progress_bars(err, quiet=as_json) as progress:
-        folder = pull_target(pair, source, progress, again)
+        folder = pull_target(pair, source, progress, again, complete=True)
         drafters = {
             method: str(pull_drafter(pair, method, progress, again))
             for method, drafter in pair.drafters.items()

@@ -82,7 +82,7 @@ def capture(
     taps = parse_layers(aux_layers)
     if max_length < 3:
         raise UserError(f"--max-length is {max_length}: use 3 or more")
-    loaded = load(target, device=device, dtype=dtype, context=context).target
+    loaded = load(target, device=device, dtype=dtype, context=context, stored=False).target
     length = min(max_length, loaded.context)
     documents = read_documents([Path(x.strip()) for x in data.split(",")], loaded, length, warn)
     job = Capture(loaded, documents, folder, CaptureSettings(top_k, taps, length))

@@ -95,7 +95,7 @@ def choose_config(
     from peagle.train.config import read_config
     from peagle.train.make import choose_recipe, free_cuda_bytes
 
-    loaded = load(target, device=device, dtype="auto").target
+    loaded = load(target, device=device, dtype="auto", stored=False).target
     recipe = choose_recipe(
         loaded, target, method, out.expanduser(), epochs, free_cuda_bytes(loaded)
     )

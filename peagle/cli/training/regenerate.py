@@ -103,7 +103,7 @@ def regenerate(
         endpoint=endpoint,
         model=model,
     )
-    loaded = load(target, device=device, dtype=dtype, context=context).target
+    loaded = load(target, device=device, dtype=dtype, context=context, stored=False).target
     if invent > 0:
         read += invent_prompts(loaded, invent, out, settings, as_json)
     with progress_bar("answers", as_json) as progress:

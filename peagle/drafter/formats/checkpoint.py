@@ -1,5 +1,6 @@
 """Read a drafter folder of any format: our own, vLLM's native one (also AWS's), or speculators'."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from peagle.drafter.formats.tensors import (
 )
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
+from peagle.kernels.stored_matrix import Table, dense
 from peagle.target import Target, default_aux_layer_ids
 
 
@@ -29,7 +31,7 @@ class Checkpoint:
     format: CheckpointFormat
     raw: dict[str, Any]  # config.json, unchanged
     config: DrafterConfig
-    tensors: dict[str, Tensor]  # by our names
+    tensors: Mapping[str, Table]  # by our names
     stored: frozenset[str]  # tensor names in the file
 
     def problems(self) -> list[str]:
@@ -49,7 +51,11 @@ class Checkpoint:
                     f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}"
                 )
         ids = self.tensors.get("target_ids")
-        if ids is not None and ids.numel() and not is_injective(ids, self.config.vocab_size):
+        if (
+            isinstance(ids, Tensor)
+            and ids.numel()
+            and not is_injective(ids, self.config.vocab_size)
+        ):
             lines.append(
                 "the draft vocabulary (d2t) names tokens outside the target's vocabulary,"
                 " or names a token twice"
@@ -116,12 +122,13 @@ def load(folder: Path, target: Target | None, dtype: torch.dtype | None = None) 
     """Load a drafter that is ready to draft. Only our own format needs the target for that."""
     checkpoint = read(folder)
     config = checkpoint.config
-    tensors = checkpoint.tensors
+    own = {name: dense(tensor) for name, tensor in checkpoint.tensors.items()}
+    tensors: Mapping[str, Table] = own
     if target is not None:
         config.require_fit(target)
         if config.aux_layer_ids is None:
             config = replace(config, aux_layer_ids=default_aux_layer_ids(len(target.layers)))
-        tensors = compact.add_target_tensors(config, tensors, target)
+        tensors = compact.add_target_tensors(config, own, target)
     elif missing := [
         name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensors
     ]:
@@ -136,4 +143,7 @@ def load(folder: Path, target: Target | None, dtype: torch.dtype | None = None) 
         )
     device = target.device if target else torch.device("cpu")
     context = target.context if target else None
-    return build_drafter(config, tensors, dtype or tensors["fc.weight"].dtype, device, context)
+    # Beside weights as stored, the drafter's own matrices take as few bytes as on other targets.
+    matrix_dtype = torch.bfloat16 if target is not None and target.stored_format else None
+    dtype = dtype or own["fc.weight"].dtype
+    return build_drafter(config, tensors, dtype, device, context, matrix_dtype)

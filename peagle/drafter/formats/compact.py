@@ -6,6 +6,7 @@ embeddings and lm_head rows are the target's and not stored. A pruned vocabulary
 are stored as int8.py describes; without that key, in floating point.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats import int8 as int8_format
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError, did_you_mean
+from peagle.kernels.stored_matrix import Table, dense, select_rows
 from peagle.paths import checkpoint_folder, publish_folder, save_tensors, write_json
 from peagle.target import Target
 
@@ -61,11 +63,13 @@ def _own_tensors(drafter: Drafter, target: Target) -> dict[str, Tensor]:
     """The tensors that the target does not have, on the CPU."""
     tensors = dict(drafter.state_dict())
     tensors.pop("embed_tokens", None)  # a parameter while it is trained
-    if not _equal(drafter.embed_tokens, target.embedding):
-        tensors["embed_tokens.weight"] = drafter.embed_tokens
+    embeddings = dense(drafter.embed_table)
+    if not _equal(embeddings, target.embedding):
+        tensors["embed_tokens.weight"] = embeddings
     ids = drafter.target_ids
-    if not _equal(drafter.lm_head, target.lm_head if ids is None else target.lm_head[ids]):
-        tensors["lm_head.weight"] = drafter.lm_head
+    head = dense(drafter.head_table)
+    if not _equal(head, target.lm_head if ids is None else target.lm_head[ids]):
+        tensors["lm_head.weight"] = head
     if ids is not None:
         tensors["target_ids"] = ids.int()
     return {name: t.detach().cpu() for name, t in tensors.items()}
@@ -108,21 +112,22 @@ def unpack_tensors(
 
 
 def add_target_tensors(
-    config: DrafterConfig, tensors: dict[str, Tensor], target: Target
-) -> dict[str, Tensor]:
+    config: DrafterConfig, tensors: Mapping[str, Tensor], target: Target
+) -> dict[str, Table]:
     """Add what the checkpoint leaves to the target: embeddings and lm_head rows."""
     ids = tensors.get("target_ids")
-    complete = dict(tensors)
+    complete: dict[str, Table] = dict(tensors)
     if ids is not None:
         complete["target_ids"] = ids = ids.long()
     if "embed_tokens.weight" not in complete:
-        complete["embed_tokens.weight"] = target.embedding
+        complete["embed_tokens.weight"] = target.embedding_table
     if "lm_head.weight" not in complete:
+        head = target.head_table
         complete["lm_head.weight"] = (
-            target.lm_head if ids is None else target.lm_head[ids.to(target.device)]
+            head if ids is None else select_rows(head, ids.to(target.device))
         )
     if config.mask_token_id is not None and "mask_embedding" not in complete:
-        complete["mask_embedding"] = target.embedding[config.mask_token_id]
+        complete["mask_embedding"] = target.embed(config.mask_token_id)
     return complete
 
 

@@ -6,6 +6,7 @@ target id).
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
+from peagle.kernels.stored_matrix import StoredMatrix, Table
 
 Shapes = dict[str, tuple[int, ...]]
 SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight", "target_ids")
@@ -37,24 +39,35 @@ def shared_shapes(config: DrafterConfig) -> Shapes:
 
 def build_drafter(
     config: DrafterConfig,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Table],
     dtype: torch.dtype,
     device: torch.device,
     context: int | None = None,
+    matrix_dtype: torch.dtype | None = None,
 ) -> Drafter:
-    """Build a drafter from complete tensors: its own and the shared ones."""
-    tensors = {
-        name: t.to(device, dtype if t.is_floating_point() else None) for name, t in tensors.items()
-    }
+    """Build a drafter from complete tensors: its own and the shared ones.
+
+    `matrix_dtype`: of its own matrices; None: `dtype`.
+    """
+    shared: dict[str, Table] = {}
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, StoredMatrix):
+            shared[name] = tensor
+            continue
+        is_own = name not in SHARED_TENSORS
+        is_matrix = is_own and tensor.ndim == 2
+        float_dtype = matrix_dtype or dtype if is_matrix else dtype
+        moved = tensor.to(device, float_dtype if tensor.is_floating_point() else None)
+        (own if is_own else shared)[name] = moved
     with torch.device("meta"):
         drafter = Drafter(config, context)
     rope = Drafter.make_rope(config, context)
-    own = {name: t for name, t in tensors.items() if name not in SHARED_TENSORS}
     drafter.load_state_dict(own, assign=True)
     drafter.rope = rope.to(device)
-    drafter.set_embed_and_head(
-        tensors["embed_tokens.weight"], tensors["lm_head.weight"], tensors.get("target_ids")
-    )
+    ids = shared.get("target_ids")
+    assert not isinstance(ids, StoredMatrix)
+    drafter.set_embed_and_head(shared["embed_tokens.weight"], shared["lm_head.weight"], ids)
     return drafter.eval().requires_grad_(False)
 
 

@@ -51,9 +51,9 @@ class DraftRunner:
         # g [T, taps * d] -> hidden input [T, d]
         self.fc: Callable[[Tensor], Tensor] = drafter.combine_hidden_states
         if drafter.input_norm is None and drafter.fc_norm is None:
-            self.fc = Weight(drafter.fc.weight)
-        self.lm_head = Weight(drafter.lm_head)
-        zeros = drafter.fc.weight.new_zeros(config.hidden_size)
+            self.fc = Weight(drafter.fc.weight, dtype=drafter.dtype)
+        self.lm_head = Weight(drafter.head_table, dtype=drafter.dtype)
+        zeros = drafter.norm.weight.new_zeros(config.hidden_size)
         self.mask_embedding = zeros
         if drafter.mask_embedding is not None:
             self.mask_embedding = drafter.mask_embedding.detach()
@@ -61,17 +61,21 @@ class DraftRunner:
         if drafter.mask_hidden is not None:
             with torch.no_grad():
                 self.mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden[None])[0]
+
+        def make_product(weight: Tensor) -> Weight:
+            return Weight(weight, dtype=drafter.dtype)
+
         mask_id = -1 if config.mask_token_id is None else config.mask_token_id
         self.inputs = DrafterInputs(
-            drafter.embed_tokens, self.mask_embedding, self.mask_hidden, mask_id
+            drafter.embed_table, self.mask_embedding, self.mask_hidden, mask_id
         )
-        self.branching = Branching(drafter, Weight)
+        self.branching = Branching(drafter, make_product)
         # On a GPU the host plans one step ahead: draft confidence would arrive too late.
         self.has_confidence = not zeros.is_cuda and bool(config.calibration or config.confidence)
         # The confidence output corrects log-probabilities that are not calibrated.
         self.confidence_branching = self.branching
         if self.has_confidence and drafter.confidence is not None:
-            self.confidence_branching = Branching(drafter, Weight, (1.0,))
+            self.confidence_branching = Branching(drafter, make_product, (1.0,))
         # A chain is then the argmax of each row, and needs no candidates.
         self.independent_drafts = drafter.dependency is None and not self.has_confidence
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache
@@ -22,6 +21,7 @@ from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.cpu.layer import FusedLayer, LayerMatrices, LayerWorkspace
 from peagle.kernels.cpu.ops import supports_heads
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.rope_store import rope_store
 
@@ -104,11 +104,12 @@ def build_layer(module: Any, eps: float, head_dim: int, window: int | None = Non
     q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in head_norms)
     num_heads = attention.q_proj.weight.shape[0] // head_dim
     num_kv_heads = attention.k_proj.weight.shape[0] // head_dim
+    dtype = module.input_layernorm.weight.dtype
     layer = LlamaLayer(
-        qkv=merged_weight([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=merged_weight([attention.o_proj]),
-        gate_up=merged_weight([mlp.gate_proj, mlp.up_proj]),
-        down=merged_weight([mlp.down_proj]),
+        qkv=merged_weight([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+        out=merged_weight([attention.o_proj], dtype),
+        gate_up=merged_weight([mlp.gate_proj, mlp.up_proj], dtype),
+        down=merged_weight([mlp.down_proj], dtype),
         input_norm=module.input_layernorm.weight.detach(),
         post_attention_norm=module.post_attention_layernorm.weight.detach(),
         eps=eps,
@@ -143,8 +144,8 @@ class FusedLlamaTarget:
             for i, layer in enumerate(target.layers)
         ]
         self.norm = decoder.norm.weight.detach()
-        self.embed_tokens = target.embedding.detach()
-        self.lm_head = Weight(target.lm_head)
+        self.embed_table: Table = target.embedding_table
+        self.lm_head = Weight(target.head_table, dtype=self.norm.dtype)
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
 
@@ -157,6 +158,11 @@ class FusedLlamaTarget:
         self.layers = [layer.with_cpu_layer() for layer in self.layers]
         return sum(uses_codes) / len(uses_codes)
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the layers multiply with the weights of a GGUF file as stored."""
+        return all(weight.is_stored for layer in self.layers for weight in layer.weights)
+
     def quantize(self) -> None:
         """Multiply in int8 from now on. The comparison with transformers comes before that."""
         self.layers = [layer.quantized() for layer in self.layers]
@@ -166,7 +172,7 @@ class FusedLlamaTarget:
         self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Verifier.forward`."""
-        x = embedding(ids, self.embed_tokens)
+        x = table_rows(self.embed_table, ids, self.norm.dtype)
         residual: Tensor | None = None
         taps: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
@@ -198,7 +204,9 @@ class FusedLlamaDrafter:
         self.hidden_norm = first_block.hidden_norm.weight.detach()
         self.norm_before_residual = config.norm_before_residual
         # The projections of `hidden` into layers 1..N-1, merged; only some drafters have them.
-        self.inject = merged_weight(list(drafter.inject)) if len(drafter.inject) else None
+        self.inject: Weight | None = None
+        if len(drafter.inject):
+            self.inject = merged_weight(list(drafter.inject), drafter.dtype)
 
     def quantize(self) -> None:
         """Multiply in int8 from now on."""

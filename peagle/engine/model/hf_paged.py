@@ -19,11 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import query_blocks
 from peagle.engine.model.paged_limits import disable_temperature_tuning
+from peagle.engine.model.weight import Weight
 from peagle.errors import UserError
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.paged_attention import paged_attention
 from peagle.target import Target
+from peagle.target.gguf.modules import StoredLinear
 from peagle.target.hf_attention import hf_attention
 from peagle.target.residual_taps import ResidualTaps
 from peagle.target.target import decoder_layers
@@ -49,6 +51,17 @@ class PagedContext:
     kv_cache: KVCache
     windows: dict[int, int | None]  # by layer, filled by attention
     on_attention: AttentionHook | None = None
+
+
+class PackedLinear(nn.Module):
+    """A linear layer of a model that multiplies with a Weight of the engine."""
+
+    def __init__(self, weight: Weight) -> None:
+        super().__init__()
+        self.packed_weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed_weight(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 class HFPagedTarget:
@@ -80,6 +93,22 @@ class HFPagedTarget:
     def taps(self, ids: tuple[int, ...]) -> None:
         self._taps.remove()
         self._taps = ResidualTaps(self.layers, ids)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all linear layers of a GGUF file are multiplied as stored."""
+        packed = [x for x in self.model.modules() if isinstance(x, PackedLinear)]
+        return bool(packed) and all(x.packed_weight.is_stored for x in packed)
+
+    def pack_stored(self, dtype: torch.dtype) -> None:
+        """Multiply with the weights of a GGUF file as the fused layers do.
+
+        The target's own modules would widen them in every pass.
+        """
+        for name, module in list(self.model.named_modules()):
+            if isinstance(module, StoredLinear):
+                weight = Weight(module.weight, module.bias, dtype=dtype)
+                self.model.set_submodule(name, PackedLinear(weight))
 
     def forward(
         self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None

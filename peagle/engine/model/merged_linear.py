@@ -6,12 +6,33 @@ import torch
 from torch import Tensor
 
 from peagle.engine.model.weight import Weight
+from peagle.target.gguf.modules import StoredLinear
 from peagle.target.quantized.read import merge_quantized
 
 
-def merged_weight(linears: list[Any]) -> Weight:
-    """The weight of linear layers with the same inputs: outputs side by side."""
-    return Weight(*merge_linears(linears), merge_quantized(linears))
+def merged_weight(linears: list[Any], dtype: torch.dtype) -> Weight:
+    """The weight of linear layers with the same inputs, for rows of this dtype.
+
+    The outputs lie side by side.
+    """
+    if any(isinstance(linear, StoredLinear) for linear in linears):
+        parts = [linear.weight for linear in linears]
+        return Weight(parts, merged_bias(linears, dtype), dtype=dtype)
+    return Weight(*merge_linears(linears), merge_quantized(linears), dtype)
+
+
+def merged_bias(linears: list[Any], dtype: torch.dtype) -> Tensor | None:
+    """The biases side by side, zeros for layers without one; None if no layer has one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    outputs = [len(linear.weight) for linear in linears]
+    biases = [linear.bias for linear in linears]
+    return torch.cat(
+        [
+            torch.zeros(n, dtype=dtype) if bias is None else bias.detach().to(dtype)
+            for n, bias in zip(outputs, biases, strict=True)
+        ]
+    )
 
 
 def merge_linears(linears: list[Any]) -> tuple[Tensor, Tensor | None]:

@@ -18,10 +18,18 @@ from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.verifier_probe import VerifierProbe
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
+from peagle.target.gguf.modules import StoredLinear
+
+LINEAR_TYPES = (nn.Linear, StoredLinear)
 
 
 class Verifier(Protocol):
     taps: tuple[int, ...]  # ids of the layers whose inputs `forward` returns
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the layers multiply with the weights of a GGUF file as stored."""
+        ...
 
     def forward(
         self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None
@@ -53,11 +61,13 @@ def build_verifier(target: Target, length: int) -> Verifier:
     if result is not None and result.is_fused:
         return FusedLlamaTarget(target, length, result.windows)
     hf_paged = HFPagedTarget(target)
-    if result is not None:
-        return hf_paged
-    fused = probe_fused(target, hf_paged, length, positions)
-    known[target.dtype, positions] = ProbeResult(fused is not None, hf_paged.windows)
-    return fused or hf_paged
+    if result is None:
+        fused = probe_fused(target, hf_paged, length, positions)
+        known[target.dtype, positions] = ProbeResult(fused is not None, hf_paged.windows)
+        if fused is not None:
+            return fused
+    hf_paged.pack_stored(target.dtype)
+    return hf_paged
 
 
 def probe_fused(
@@ -105,7 +115,7 @@ def is_llama_layer(layer: nn.Module) -> bool:
         and all(is_scale_norm(getattr(layer, name)) for name in layer_parts if "norm" in name)
         and mlp_parts - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
         and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-        and all(isinstance(getattr(attention, name), nn.Linear) for name in projections)
+        and all(isinstance(getattr(attention, name), LINEAR_TYPES) for name in projections)
         and all(getattr(mlp, name).bias is None for name in ("gate_proj", "up_proj", "down_proj"))
     )
 

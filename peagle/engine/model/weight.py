@@ -6,12 +6,15 @@ step, reordering them takes as long as the product. On a CPU in half precision o
 is not available, the copy is in the matrix library's layout. The model's modules keep their own.
 Engines on the same weights share the copies, so weights must not change while an engine uses them.
 
+A weight of a GGUF file stays as it is stored where the kernel reads its blocks; elsewhere it is
+widened once. The parts of a merged weight may have different formats.
+
 A weight of a quantized target comes with its codes. `use_codes` replaces the weight by them where a
 kernel reads them: int8 on a CPU with int8 dot products, int8 and fp8 on a GPU for the few rows of a
 step and large matrices. Elsewhere the dequantized weight is used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.cpu.matrix import PackedMatrix, can_pack, quantize_int8
+from peagle.kernels.stored_matrix import StoredMatrix, Table, dense
 from peagle.kernels.triton.skinny_gemm import (
     gated_skinny_gemm,
     skinny_gemm,
@@ -48,30 +52,66 @@ _copies: "WeakValueDictionary[tuple[object, ...], PackedCopy]" = WeakValueDictio
 
 class Weight:
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, codes: QuantizedWeight | None = None
+        self,
+        weight: Table | Sequence[Table],
+        bias: Tensor | None = None,
+        codes: QuantizedWeight | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.weight = weight.detach()  # [outputs, inputs]
+        """weight [outputs, inputs], or several whose outputs lie side by side.
+
+        `dtype`: of the rows that are multiplied; None: that of the weight.
+        """
+        parts = (weight,) if isinstance(weight, (Tensor, StoredMatrix)) else tuple(weight)
+        self.parts = tuple(x.detach() if isinstance(x, Tensor) else x for x in parts)
         self.bias = None if bias is None else bias.detach()
         self.codes = codes
+        self.matrix: PackedMatrix | None = None
+        self.mkldnn_weight: Tensor | None = None
+        # Own the widened weight, and the packed matrix or the reordered weight.
+        self._wide: PackedCopy | None = None
+        self._copy: PackedCopy | None = None
+        if can_pack_parts(self.parts, dtype):
+            self._use_matrix("packed", self._pack)
+        self.weight = self._tensor(dtype)
         # What the kernel for few rows reads: the weight, or codes with one scale per output.
         self.skinny_weight = self.weight
         self.skinny_scales: Tensor | None = None
-        self.matrix: PackedMatrix | None = None
-        self.mkldnn_weight: Tensor | None = None
-        self._copy: PackedCopy | None = None  # Owns the packed matrix or the reordered weight.
-        if can_pack(self.weight):
-            self._use_matrix("bf16", lambda: PackedMatrix(self.weight, self.bias))
-        elif can_reorder(weight):
+        if self.matrix is None and self.weight is not None and can_reorder(self.weight):
+            whole = self.weight
             reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._copy = self._shared_copy("mkldnn", lambda: reorder(self.weight, MKLDNN_ROWS))
+            self._copy = self._shared_copy("mkldnn", lambda: reorder(whole, MKLDNN_ROWS))
             assert isinstance(self._copy.packed, Tensor)
             self.mkldnn_weight = self._copy.packed
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the parts are multiplied in the formats of their file."""
+        return self.matrix is not None and all(isinstance(x, StoredMatrix) for x in self.parts)
+
+    def _pack(self) -> PackedMatrix:
+        only = self.parts[0] if len(self.parts) == 1 else list(self.parts)
+        return PackedMatrix(only, self.bias)  # type: ignore[arg-type]
+
+    def _tensor(self, dtype: torch.dtype | None) -> Tensor | None:
+        """The whole weight in the dtype of the rows; None if only the packed matrix has it."""
+        if is_plain(self.parts, dtype):
+            return self.parts[0]  # type: ignore[return-value]
+        if self.matrix is not None:
+            return None
+        wide_dtype = dtype or torch.float32
+        self._wide = self._shared_copy(
+            f"wide {wide_dtype}", lambda: torch.cat([dense(x, wide_dtype) for x in self.parts])
+        )
+        assert isinstance(self._wide.packed, Tensor)
+        return self._wide.packed
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]"""
         if self.matrix is not None:
             return self.matrix(x)
         if self.mkldnn_weight is None:
+            assert self.weight is not None
             return linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.mkldnn_weight, self.bias, "none", [], "")
 
@@ -80,14 +120,15 @@ class Weight:
 
         add_norm and rope_store add the partial sums up.
         """
-        if supports_skinny_gemm(x, self.skinny_weight):
+        if self.skinny_weight is not None and supports_skinny_gemm(x, self.skinny_weight):
             return skinny_gemm(x, self.skinny_weight, self.bias, self.skinny_scales)
         return self(x)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, for gate and up projections side by side: [T, outputs / 2]"""
-        if supports_skinny_gemm(x, self.skinny_weight, gated=True):
-            return gated_skinny_gemm(x, self.skinny_weight, self.skinny_scales)
+        weight = self.skinny_weight
+        if weight is not None and supports_skinny_gemm(x, weight, gated=True):
+            return gated_skinny_gemm(x, weight, self.skinny_scales)
         return swiglu(self(x))
 
     def quantize(self) -> None:
@@ -95,7 +136,8 @@ class Weight:
         assert self.matrix is not None
 
         def pack() -> PackedMatrix:
-            codes, scales = quantize_int8(self.weight)
+            whole = torch.cat([dense(part) for part in self.parts])
+            codes, scales = quantize_int8(whole)
             return PackedMatrix(codes, self.bias, scales)
 
         self._use_matrix("int8", pack)
@@ -113,6 +155,7 @@ class Weight:
         if self.matrix is not None and codes.dtype == torch.int8:
             self._use_matrix("codes", lambda: PackedMatrix(codes, self.bias, scales))
             return True
+        assert self.weight is not None
         device = self.weight.device
         large = device.type != "cuda" or self.weight.numel() >= min_gpu_weights
         row = self.weight[:1]  # any row with the right number of inputs
@@ -133,14 +176,31 @@ class Weight:
 
     def _shared_copy(self, layout: str, pack: Callable[[], PackedMatrix | Tensor]) -> PackedCopy:
         """The copy that another engine made of this weight, or a new one."""
-        weight = self.weight
+        tensors = [x.blocks if isinstance(x, StoredMatrix) else x for x in self.parts]
+        layouts = [(x.shape, x.stride()) for x in tensors]
         codes = None if self.codes is None else self.codes.codes
-        addresses = [None if x is None else x.data_ptr() for x in (weight, self.bias, codes)]
-        key = (layout, weight.shape, weight.stride(), *addresses)
+        source = (*tensors, self.bias, codes)
+        addresses = [None if x is None else x.data_ptr() for x in source]
+        key = (layout, *layouts, *addresses)
         copy = _copies.get(key)
         if copy is None:
-            copy = _copies.setdefault(key, PackedCopy((weight, self.bias, codes), pack()))
+            copy = _copies.setdefault(key, PackedCopy(source, pack()))
         return copy
+
+
+def is_plain(parts: tuple[Table, ...], dtype: torch.dtype | None) -> bool:
+    """Whether a weight is one tensor in the dtype of the rows."""
+    first = parts[0]
+    return len(parts) == 1 and isinstance(first, Tensor) and first.dtype == (dtype or first.dtype)
+
+
+def can_pack_parts(parts: tuple[Table, ...], dtype: torch.dtype | None) -> bool:
+    """Whether the kernel reads these parts as they are, for rows of this dtype."""
+    if is_plain(parts, dtype):
+        return can_pack(parts[0])
+    if all(isinstance(part, StoredMatrix) for part in parts):
+        return all(can_pack(part) for part in parts)
+    return False
 
 
 def can_reorder(weight: Tensor) -> bool:

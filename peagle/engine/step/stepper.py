@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
@@ -35,6 +35,7 @@ from peagle.kernels.triton.accept_tree import AcceptedPath, accept_tree
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.expand_rows import VerifiedBlock
 from peagle.target import Target
+from peagle.target.gguf.modules import StoredLinear
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -62,7 +63,7 @@ class Stepper:
             self.drafter = DraftRunner(drafter, num_layers, max_length, page_size, self.kv_cache)
         self.row_multiple = 1  # Exact mode pads passes to a multiple of rows.
         self.graphs = Graphs()
-        weights = sum(p.numel() for p in target.layers.parameters())
+        weights = weight_count(target.layers)
         self.prefill = PrefillRunner(
             self.verifier, self.drafter, self.slots, self.kv_cache, self.graphs, weights
         )
@@ -74,6 +75,9 @@ class Stepper:
     def weights(self) -> str:
         """The number format in which the layers' matrices are multiplied."""
         dtype = str(self.target.dtype).removeprefix("torch.")
+        stored = self.target.stored_format
+        if stored:
+            return stored if self.verifier.is_stored else f"{stored}, multiplied out to {dtype}"
         quantized = self.target.format
         if not quantized:
             return dtype
@@ -293,6 +297,12 @@ class Stepper:
         return self.graphs.capture(verify_key, verify) and self.graphs.capture(
             accept_key, lambda: accept_and_draft(self.graphs.outputs[verify_key])
         )
+
+
+def weight_count(layers: nn.Module) -> int:
+    """The number of weights, those as stored included."""
+    stored = [x.weight.shape for x in layers.modules() if isinstance(x, StoredLinear)]
+    return sum(p.numel() for p in layers.parameters()) + sum(rows * cols for rows, cols in stored)
 
 
 def graph_keys(

@@ -23,6 +23,6 @@ def kv_shapes(target: Target, drafter: Drafter | None) -> list[KVShape]:
     shapes = target_kv_shapes(target)
     if drafter is not None:
         config = drafter.config
-        shape = KVShape(config.num_kv_heads, config.head_dim, drafter.fc.weight.dtype)
+        shape = KVShape(config.num_kv_heads, config.head_dim, drafter.dtype)
         shapes += [shape] * config.num_layers
     return shapes

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.kernels.stored_matrix import StoredMatrix, Table, table_rows
 from peagle.kernels.triton import uses_triton
 from peagle.row_layout import draft_rows
 
@@ -47,7 +48,7 @@ class VerifiedBlock(NamedTuple):
 class DrafterInputs(NamedTuple):
     """The parameters of a drafter from which the inputs of its rows are taken."""
 
-    embed_tokens: Tensor  # [V, d]
+    embed_tokens: Table  # [V, d]; on a GPU a tensor
     mask_embedding: Tensor  # [d]
     mask_hidden: Tensor  # [d], behind fc
     mask_id: int
@@ -87,9 +88,14 @@ def reference(block: VerifiedBlock, inputs: DrafterInputs, page_size: int, k: in
     shift = row_starts - rows.starts[:-1]  # from a ragged row of a request to its padded one
     padded_row = torch.arange(len(request), device=device) + shift[request]
     is_mask_id = rows.ids.eq(inputs.mask_id)[:, None]
-    embeds = inputs.embed_tokens.new_zeros(total, inputs.embed_tokens.shape[1])
+    table = inputs.embed_tokens
+    if isinstance(table, StoredMatrix):
+        token_embeds = table_rows(table, rows.ids, block.hidden.dtype)
+    else:
+        token_embeds = table[rows.ids]
+    embeds = token_embeds.new_zeros(total, token_embeds.shape[1])
     embeds[padded_row] = torch.where(
-        is_mask_id, inputs.mask_embedding.to(embeds.dtype), inputs.embed_tokens[rows.ids]
+        is_mask_id, inputs.mask_embedding.to(embeds.dtype), token_embeds
     )
     hidden = block.hidden.new_zeros(total, block.hidden.shape[1])
     hidden[padded_row] = torch.where(
@@ -195,6 +201,7 @@ def expand_rows(
     """Expand a verified block into the rows of a drafter's pass that predict k >= 1 drafts."""
     if not uses_triton(block.ids):
         return reference(block, inputs, page_size, k)
+    assert isinstance(inputs.embed_tokens, Tensor)
     batch, width = block.ids.shape
     d = block.hidden.shape[1]
     assert k >= 1 and len(block.hidden) == batch * width and inputs.embed_tokens.shape[1] == d

@@ -47,7 +47,7 @@ class StoredTarget(Target):
             )
         self._stop_ids = frozenset(record.stop_ids)
         model: Any = StoredModel(read_shard(folder / HEAD_FILE).tensors, dtype, device)
-        self.model = model
+        self.model: Any = model
         missing = record.layers - len(model.last_blocks)
         self.layers = nn.ModuleList([*(nn.Module() for _ in range(missing)), *model.last_blocks])
 
@@ -57,11 +57,11 @@ class StoredTarget(Target):
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.model.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.model.embed.weight.dtype
 
     @property
     def stop_ids(self) -> frozenset[int]:

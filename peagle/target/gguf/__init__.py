@@ -1,0 +1,1 @@
+"""GGUF files as targets: weights as stored, config and tokenizer by transformers."""

@@ -1,0 +1,88 @@
+"""Config and tokenizer of a GGUF file, in the files that transformers reads.
+
+transformers takes 10 seconds to read them from the file of a small model, because it reads the
+vocabulary three times. So the result is kept in the cache folder, under the digest of the header.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from peagle.paths import cache_home, publish_folder
+from peagle.target.gguf.header import GGUFHeader
+
+FOLDER_VERSION = 1  # of what is written here
+# Kinds of vocabularies whose digits are split one by one; transformers does not read the kind.
+DIGIT_SPLITTING = ("smollm", "starcoder", "refact", "command-r")
+
+
+def config_folder(header: GGUFHeader) -> Path:
+    """The folder with the config and the tokenizer of this file, written at the first call."""
+    folder = cache_home() / "gguf" / f"{header.digest[:32]}-{FOLDER_VERSION}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f".{folder.name}.lock"):
+            if not folder.exists():
+                with publish_folder(folder) as staging:
+                    convert_config(header, staging)
+    return folder
+
+
+def location(file: Path) -> dict[str, Any]:
+    """Arguments with which transformers reads a local GGUF file."""
+    return {
+        "pretrained_model_name_or_path": str(file.parent),
+        "gguf_file": file.name,
+        "local_files_only": True,
+    }
+
+
+def convert_config(header: GGUFHeader, folder: Path, digits_split: bool = False) -> None:
+    """Fill `folder` with config.json, generation_config.json and the tokenizer.
+
+    `digits_split`: split digits in any case, not only if the file says so.
+    """
+    config: Any = AutoConfig.from_pretrained(**location(header.path), trust_remote_code=False)
+    config.tie_word_embeddings = "output.weight" not in header.tensors
+    head_dim = header.metadata.get(f"{header.architecture}.attention.key_length")
+    if head_dim is not None and hasattr(config, "head_dim"):
+        config.head_dim = head_dim  # which transformers does not read of every architecture
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    generation = GenerationConfig(
+        eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id
+    )
+    generation.save_pretrained(folder)
+    if "tokenizer.ggml.model" in header.metadata:
+        kind = header.metadata.get("tokenizer.ggml.pre")
+        save_tokenizer(header.path, config, folder, digits_split or kind in DIGIT_SPLITTING)
+
+
+def save_tokenizer(file: Path, config: Any, folder: Path, digits_split: bool) -> None:
+    """Save the tokenizer of a GGUF file with its faults corrected.
+
+    Those are the stop token, the clean-up of spaces, and for SmolLM2 the splitting of digits.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(**location(file), trust_remote_code=False)
+    if digits_split:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    stop = config.eos_token_id
+    if stop is not None:
+        stop_id = stop[0] if isinstance(stop, list) else stop
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop_id)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,45 @@
+"""StoredLinear and StoredEmbedding: layers whose weight stays in the format of its file.
+
+The weight is widened to the dtype of the activations in every call. That is slow and takes little
+memory: it is the reference for the engine, which packs the weights for its kernels.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from peagle.kernels.stored_matrix import Table, dense, table_rows
+
+
+class StoredLinear(nn.Module):
+    weight: Table  # [outputs, inputs]; not a parameter: its dtype is not the model's
+    bias: Tensor | None
+
+    def __init__(self, weight: Table, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, dense(self.weight, x.dtype), self.bias)
+
+
+class StoredEmbedding(nn.Module):
+    weight: Table  # [vocabulary, d]
+
+    def __init__(self, weight: Table, dtype: torch.dtype) -> None:
+        """`dtype`: of the activations."""
+        super().__init__()
+        self.weight = weight
+        self.dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return table_rows(self.weight, ids, self.dtype)

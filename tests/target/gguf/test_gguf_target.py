@@ -1,0 +1,158 @@
+"""GGUF files as targets: the logits are those of transformers' own reader, in every format."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.errors import UserError
+from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
+from peagle.target import Target, load_target
+from peagle.target.gguf.choice import choose_weights
+from peagle.target.gguf.modules import StoredEmbedding, StoredLinear
+from tests.support.gguf_files import CONTEXT, HEADS, HIDDEN, TinyGGUF, transformers_model
+
+IDS = torch.tensor([3, 90, 17, 17, 4, 55, 8])
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+
+
+def stored(path: Path, **options: object) -> Target:
+    return load_target(path, torch.float32, "cpu", stored=True, **options)  # type: ignore[arg-type]
+
+
+def check_logits(target: Target, file: Path, **config_changes: object) -> None:
+    model = transformers_model(file, **config_changes)
+    expected = model(IDS[None]).logits[0]
+    assert torch.allclose(target.forward(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert float(expected.std()) > 0.1  # logits that differ by token
+
+
+def matrices(target: Target) -> list[object]:
+    layers = [x for x in target.model.modules() if isinstance(x, (StoredLinear, StoredEmbedding))]
+    return [layer.weight for layer in layers]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("format", BLOCK_FORMATS)
+def test_logits_equal_transformers(tmp_path: Path, format: str, architecture: str) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", architecture, format).write()
+    target = stored(file)
+    check_logits(target, file)
+    weights = matrices(target)
+    assert len(weights) == 4 * 7 + 2 and all(isinstance(x, StoredMatrix) for x in weights)
+    assert target.stored_format == format and target.dtype == torch.float32
+    assert target.head_table is target.embedding_table
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_mixed_formats_and_an_output_matrix(tmp_path: Path, architecture: str) -> None:
+    """As Q4_K_M files have them; a gemma2 norm is stored with 1 added."""
+    formats = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q8_0", "output": "Q6_K"}
+    tied = architecture == "gemma2"
+    file = TinyGGUF(tmp_path / "m.gguf", architecture, "Q4_K", formats, tied=tied).write()
+    target = stored(file)
+    check_logits(target, file, head_dim=HIDDEN // HEADS)
+    assert target.stored_format == "Q4_K/Q6_K"
+
+
+@pytest.mark.parametrize("format", ["F32", "F16", "BF16"])
+def test_plain_tensors_keep_their_dtype(tmp_path: Path, format: str) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", format).write()
+    target = stored(file)
+    check_logits(target, file)
+    assert target.stored_format is None and target.dtype == torch.float32
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    assert target.layers[0].mlp.up_proj.weight.dtype == dtypes[format]  # type: ignore[union-attr]
+
+
+def test_other_formats_are_dequantized_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    formats = {"ffn_up": "Q5_K", "ffn_down": "Q3_K"}
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_0", formats).write()
+    with caplog.at_level(logging.WARNING, "peagle"):
+        target = stored(file)
+    check_logits(target, file)
+    assert target.stored_format == "Q4_0"
+    (line,) = [record.message for record in caplog.records]
+    assert "m.gguf: Q5_K, Q3_K tensors are dequantized, to 4 MB" in line
+
+
+def test_without_stored_the_file_is_dequantized_to_the_dtype(tmp_path: Path) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", "qwen2", "Q4_1").write()
+    target = load_target(file, torch.bfloat16, "cpu")
+    assert target.dtype == torch.bfloat16 and target.stored_format is None and not matrices(target)
+    wide = transformers_model(file)
+    for name, tensor in target.model.state_dict().items():
+        assert torch.equal(tensor, wide.state_dict()[name].bfloat16()), name
+
+
+def test_factors_and_scaling_of_rope(tmp_path: Path) -> None:
+    """Llama 3.1 has factors of its frequencies in the file; transformers does not read them."""
+    plain = stored(TinyGGUF(tmp_path / "plain.gguf").write())
+    writer = TinyGGUF(tmp_path / "factors.gguf")
+    factors = np.linspace(1, 8, HIDDEN // HEADS // 2, dtype=np.float32)
+    writer.extra["rope_freqs.weight"] = factors
+    with_factors = stored(writer.write())
+    frequencies = [x.model.get_decoder().rotary_emb.inv_freq for x in (plain, with_factors)]
+    assert torch.allclose(frequencies[0] / torch.from_numpy(factors), frequencies[1])
+    scaled = TinyGGUF(tmp_path / "linear.gguf")
+    scaled.scaling = ("linear", 4.0, CONTEXT)
+    linear = stored(scaled.write())
+    assert torch.allclose(linear.model.get_decoder().rotary_emb.inv_freq, frequencies[0] / 4)
+    yarn = TinyGGUF(tmp_path / "yarn.gguf")
+    yarn.scaling = ("yarn", 4.0, CONTEXT // 4)
+    assert stored(yarn.write()).config.rope_parameters["rope_type"] == "yarn"
+    odd = TinyGGUF(tmp_path / "odd.gguf")
+    odd.scaling = ("spiral", 4.0, CONTEXT)
+    with pytest.raises(UserError, match="scales RoPE as 'spiral'"):
+        stored(odd.write())
+
+
+def test_a_copy_of_the_model_shares_the_blocks(tmp_path: Path) -> None:
+    target = stored(TinyGGUF(tmp_path / "m.gguf").write())
+    copy = target.private_model()
+    copies = [x for x in copy.modules() if isinstance(x, (StoredLinear, StoredEmbedding))]
+    for own, copied in zip(matrices(target), copies, strict=True):
+        assert own is copied.weight
+
+
+def test_rows_are_read_from_the_mapped_file(tmp_path: Path) -> None:
+    """Unless they are permuted: those of queries and keys of a llama file."""
+    file = TinyGGUF(tmp_path / "m.gguf").write()
+    attention = stored(file).layers[0].self_attn
+    size = file.stat().st_size
+    sizes = {
+        name: getattr(attention, name).weight.blocks.untyped_storage().nbytes()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+    assert sizes["v_proj"] == sizes["o_proj"] == size
+    assert sizes["q_proj"] < size and sizes["k_proj"] < size
+
+
+def test_which_weights_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf").write()
+    folder = tmp_path / "target"
+    load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
+    monkeypatch.setattr("peagle.target.gguf.choice.library", lambda: object())
+    monkeypatch.setattr("peagle.target.gguf.choice.choose_dtype", lambda *_: torch.bfloat16)
+    assert choose_weights(folder, "auto", "cpu") == (False, torch.bfloat16)
+    shutil.copy(file, folder / "model.gguf")
+    assert choose_weights(folder, "auto", "cpu") == (True, torch.float32)
+    assert choose_weights(folder, "bfloat16", "cpu") == (False, torch.bfloat16)
+    assert choose_weights(folder, "auto", "cuda") == (False, torch.bfloat16)
+    assert choose_weights(folder, "auto", "cpu", allow_stored=False) == (False, torch.bfloat16)
+    assert choose_weights(file, "auto", "cpu") == (True, torch.float32)
+    assert choose_weights(file, "bfloat16", "cpu") == (True, torch.bfloat16)
+    assert choose_weights(file, "auto", "cuda") == (False, torch.bfloat16)
+    monkeypatch.setattr("peagle.target.gguf.choice.library", lambda: None)
+    assert choose_weights(folder, "auto", "cpu") == (False, torch.bfloat16)
+    target = load_target(folder, torch.float32, "cpu", stored=True)
+    check_logits(target, file)
