@@ -19,7 +19,7 @@ from peagle.grammar import GrammarCompiler
 from peagle.progress import Progress, silent
 from peagle.pull import pull, pull_drafter, receipt
 from peagle.target import Target, load_target
-from peagle.target.precision import choose_dtype
+from peagle.target.precision import automatic_choice, choose_dtype
 
 Prompt = str | list[dict[str, str]] | list[int]  # user text, chat messages, or token ids
 
@@ -109,12 +109,14 @@ def load_models(
     origin = receipt(folder)
     revision = origin.revision if origin is not None else None
     name = source.target.hub or source.name
-    torch_dtype = choose_dtype(dtype, device)
+    speed = automatic_choice(dtype, device, folder)
+    torch_dtype = choose_dtype(dtype, device) if speed is None else speed.dtype
     if target is None and drafter is None:
         # Tuning results hold for the pair's own target and drafter only.
         pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, torch_dtype)))
         pair = with_pulled_drafter(pair, progress)
     loaded = load_target(folder, torch_dtype, device, name, revision, context)
+    loaded.speed_choice = speed
     models = ModelPair(pair, loaded)
     return models if drafter is None else with_drafter(models, Path(drafter).expanduser())
 

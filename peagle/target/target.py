@@ -26,6 +26,7 @@ from transformers.utils import logging
 from peagle.errors import UserError
 from peagle.target.cache import RollbackCache
 from peagle.target.loading_error import loading_reason
+from peagle.target.precision import SpeedChoice
 from peagle.target.quantized.codes import QuantizedWeight
 from peagle.target.quantized.read import (
     attach_quantized,
@@ -77,6 +78,7 @@ class Target:
         self.revision = revision
         self.folder: Path | None = None  # from which it was loaded
         self.format: str | None = None  # of quantized weights: fp8, int8, int4 or mixed
+        self.speed_choice: SpeedChoice | None = None  # why it has this dtype, if that was measured
         self.layers = decoder_layers(model)
         self._taps = ResidualTaps(self.layers, ())
         self.aux_layer_ids: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.cpu.library import library
+from peagle.kernels.stored_matrix import StoredMatrix
 
 INPUT_GROUP = 64  # inputs that share a scale, as in c/matrix.c
 INT8_MAX = 127
@@ -66,8 +67,10 @@ class PackedMatrix:
         return out
 
 
-def can_pack(weight: Tensor) -> bool:
+def can_pack(weight: Tensor | StoredMatrix) -> bool:
     """Whether `PackedMatrix` supports this weight on this machine."""
+    if isinstance(weight, StoredMatrix):
+        return False
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
         return False
     lib = library()
