@@ -4,12 +4,13 @@ BIN := .venv/bin
 READY := .venv/.ready
 VLLM := .venv-vllm
 DEPLOY := .venv-deploy
+LLAMACPP := .venv-llamacpp
 WORKERS ?= 2
 DATA ?= ../shared/data/bench
 SEED ?= 0
 MINUTES ?= 3
 
-.PHONY: help demo test lint types test-slow test-abuse fuzz test-vllm test-deploy bench-vllm comparison clean
+.PHONY: help demo test lint types test-slow test-abuse fuzz test-vllm test-deploy bench-vllm bench-llamacpp comparison clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -64,8 +65,17 @@ test-deploy: $(DEPLOY)/.ready ## Deployment files against Ray's, SkyPilot's and 
 bench-vllm: $(READY) $(VLLM)/.ready ## Tokens a second on this CPU beside vLLM's; DATA=folder with humaneval.jsonl (15 minutes)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.cpu $(DATA) $(VLLM)/bin/python
 
+$(LLAMACPP)/.ready: benchmarks/llamacpp/requirements.txt
+	test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	$(LLAMACPP)/bin/pip install --quiet -r benchmarks/llamacpp/requirements.txt
+	touch $@
+
+bench-llamacpp: $(READY) $(LLAMACPP)/.ready ## Tokens a second on this CPU beside llama.cpp's, same GGUF file; DATA=folder (10 minutes)
+	$(BIN)/peagle pull --json >/dev/null
+	PYTHONPATH=. $(BIN)/python -m benchmarks.llamacpp $(DATA) $(LLAMACPP)/bin/python $(ARGS)
+
 comparison: $(READY) ## docs/science.md's tables and figure, from the records in docs/results/comparison
 	$(BIN)/python -m tools.comparison
 
 clean: ## Remove all environments
-	rm -rf .venv $(VLLM) $(DEPLOY)
+	rm -rf .venv $(VLLM) $(DEPLOY) $(LLAMACPP)

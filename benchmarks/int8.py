@@ -14,19 +14,15 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from torch import Tensor
 
+from benchmarks.scoring import score
 from peagle.bench.step_cost import measure_prompts
 from peagle.data.bench import read_sets
 from peagle.engine import Engine, EngineConfig
-from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.verifier import target_kv_shapes
-from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair, load
 
 SETS = ("humaneval", "mt_bench", "gsm8k")
 MAX_TOKENS = 96
-PAGE_SIZE = 64
 
 
 def generate_answers(
@@ -36,28 +32,6 @@ def generate_answers(
         pair.generate(ids, method=method, max_tokens=MAX_TOKENS, exact=True, int8=int8).token_ids
         for ids in prompts
     ]
-
-
-@torch.inference_mode()
-def distribution(engine: Engine, ids: list[int]) -> Tensor:
-    """[tokens, vocabulary] log-probabilities of a whole text, in one pass."""
-    num_pages = -(-len(ids) // PAGE_SIZE)
-    shapes = target_kv_shapes(engine.target)
-    kv_cache = KVCache(shapes, num_pages, PAGE_SIZE, torch.device("cpu"))
-    positions = torch.arange(len(ids))
-    zero = torch.zeros(1, dtype=torch.int32)
-    rows = RowPass(
-        positions,
-        kv_slots=positions,
-        page_tables=torch.arange(num_pages)[None].int(),
-        row_starts=zero,
-        row_counts=zero + len(ids),
-        first_positions=zero,
-        max_rows=len(ids),
-        page_size=PAGE_SIZE,
-    )
-    logits, _ = engine.loop.stepper.verifier.forward(torch.tensor(ids), rows, kv_cache)
-    return logits.float().log_softmax(-1)
 
 
 def divergence(pair: LoadedPair, texts: list[tuple[list[int], list[int]]]) -> tuple[float, float]:
@@ -72,7 +46,8 @@ def divergence(pair: LoadedPair, texts: list[tuple[list[int], list[int]]]) -> tu
     divergences = []
     agreeing = []
     for ids, answer in texts:
-        p, q = (distribution(engine, ids + answer)[len(ids) - 1 : -1] for engine in (bf16, int8))
+        p, q = (score(engine, ids + answer).log_softmax(-1) for engine in (bf16, int8))
+        p, q = (x[len(ids) - 1 : -1] for x in (p, q))
         divergences.append((p.exp() * (p - q)).sum(-1))
         agreeing.append((p.argmax(-1) == q.argmax(-1)).float())
     return float(torch.cat(divergences).mean()), float(torch.cat(agreeing).mean())

@@ -119,6 +119,7 @@ def load_models(
     loaded = load_target(
         folder, weights.dtype, device, name, revision, context, stored=weights.stored
     )
+    loaded.speed_choice = weights.speed
     models = ModelPair(pair, loaded)
     return models if drafter is None else with_drafter(models, Path(drafter).expanduser())
 

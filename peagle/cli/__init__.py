@@ -4,14 +4,14 @@ from peagle.cli.application import app
 from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker
 from peagle.cli.measurement import bench, bench_step, compare, cost, evaluate, report, tune
 from peagle.cli.pairs import catalog, catalog_add, check, export, pull, quantize
-from peagle.cli.serving import demo, generate, serve
+from peagle.cli.serving import demo, doctor, generate, serve
 from peagle.cli.training import capture, make_drafter, regenerate, train
 
 COMMANDS = (  # importing a command registers it
     *(deploy, deploy_sagemaker, sagemaker),
     *(bench, bench_step, compare, cost, evaluate, report, tune),
     *(catalog, catalog_add, check, export, pull, quantize),
-    *(demo, generate, serve),
+    *(demo, doctor, generate, serve),
     *(capture, make_drafter, regenerate, train),
 )
 __all__ = ["COMMANDS", "app"]

@@ -17,7 +17,7 @@ from peagle.errors import UserError
 
 COMMAND_ORDER = (
     *("catalog", "pairs", "pull"),
-    *("generate", "demo", "serve"),
+    *("generate", "demo", "serve", "doctor"),
     *("evaluate", "bench", "report", "compare", "cost", "tune", "bench-step"),
     *("make-drafter", "regenerate", "capture", "train"),
     *("export", "quantize", "check", "deploy", "sagemaker"),

@@ -257,6 +257,7 @@ class Engine:
         with self._lock:
             allocator = self._allocator
             scheduler = self._scheduler
+            choice = self.target.speed_choice
             return self.metrics.as_dict() | {
                 "waiting": len(scheduler.waiting),
                 "running": len(scheduler.running),
@@ -267,6 +268,8 @@ class Engine:
                 "int8": self.config.int8,
                 "weights": self.weights,
                 "kernels": "triton" if self._on_gpu else kernel_state(),
+                "dtype": str(self.target.dtype).removeprefix("torch."),
+                "dtype_choice": None if choice is None else choice.as_dict(),
                 "prefix_queries": allocator.queried_tokens,
                 "prefix_hits": allocator.hit_tokens,
                 "kv_tokens": allocator.num_pages * allocator.page_size,

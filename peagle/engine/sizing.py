@@ -134,14 +134,8 @@ def check_int8(target: Target) -> None:
         raise UserError(
             f"int8 runs on a CPU only, and the target is on {target.device.type}: leave out `int8`"
         )
-    if target.dtype != torch.bfloat16:
-        name = str(target.dtype).removeprefix("torch.")
-        raise UserError(
-            f"int8 needs a target in bfloat16, and this one is in {name}: leave out `int8`, or set"
-            " `dtype` to bfloat16"
-        )
-    if not can_pack(target.head_table):
+    if not can_pack(target.head_table, target.dtype):
         state = kernel_state()
         if not state.startswith("pytorch"):
-            state = "this CPU or its compiler has no bf16 dot products (avx512_bf16)"
+            state = "which need weights that are exact in bfloat16, or in the blocks of a GGUF file"
         raise UserError(f"int8 needs the C kernels ({state}): leave out `int8`")

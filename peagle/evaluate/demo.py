@@ -107,6 +107,8 @@ def show_demo(rows: list[DemoRow], loaded: LoadedPair, console: Console) -> None
     first = rows[0].answers["chat"]
     precision = f"{first.dtype}, exact" if first.exact else first.dtype
     console.print(f"[green]green[/]: accepted drafts; plain: the target's own tokens. {precision}.")
+    if (choice := loaded.target.speed_choice) is not None:
+        console.print(f"[dim]measured on this CPU: {choice.text}[/]", highlight=False)
     console.print(comparison_table(rows))
     if untrained := [row.method for row in rows if not row.trained]:
         console.print(

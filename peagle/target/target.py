@@ -31,6 +31,7 @@ from peagle.target.gguf.config_folder import config_folder
 from peagle.target.gguf.header import read_header
 from peagle.target.gguf.model import load_model, stored_format
 from peagle.target.loading_error import loading_reason
+from peagle.target.precision import SpeedChoice
 from peagle.target.quantized.codes import QuantizedWeight
 from peagle.target.quantized.read import (
     attach_quantized,
@@ -85,6 +86,7 @@ class Target:
         self.revision = revision
         self.folder: Path | None = None  # from which it was loaded
         self.format: str | None = None  # of quantized weights: fp8, int8, int4 or mixed
+        self.speed_choice: SpeedChoice | None = None  # why it has this dtype, if that was measured
         self.layers = decoder_layers(model)
         self._taps = ResidualTaps(self.layers, ())
         self.aux_layer_ids: tuple[int, ...] = ()

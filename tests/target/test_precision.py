@@ -1,14 +1,35 @@
-"""The dtype is measured once per machine, remembered, and obeyed."""
+"""The dtype is measured once per machine and target, remembered, and obeyed."""
 
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from peagle.errors import UserError
 from peagle.target import precision
+from peagle.target.matrix_shapes import DEFAULT_SHAPES, MatrixShapes
+from peagle.target.precision import choose_candidate, measured_choice
+from peagle.target.weight_speed import ROW_COUNTS, PassTimes
+
+SMALL = MatrixShapes(64, 128, 64, 32, 2, 256)
+
+
+def passes(**milliseconds: float) -> dict[str, PassTimes]:
+    """The same time for every number of rows."""
+    return {name: dict.fromkeys(ROW_COUNTS, t) for name, t in milliseconds.items()}
+
+
+class CountedMeasure:
+    def __init__(self, times: dict[str, PassTimes]) -> None:
+        self.times = times
+        self.calls: list[tuple[MatrixShapes, str | None]] = []
+
+    def __call__(self, shapes: MatrixShapes, stored_format: str | None) -> dict[str, PassTimes]:
+        self.calls.append((shapes, stored_format))
+        return self.times
 
 
 @pytest.fixture(autouse=True)
@@ -17,67 +38,134 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def stored_file(home: Path) -> dict[str, Any]:
+    return json.loads((home / "precision.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ({"float32": 200.0, "bfloat16": 100.0}, torch.bfloat16),
-        ({"float32": 105.0, "bfloat16": 100.0}, torch.float32),  # not a clear win
-        ({"float32": 100.0, "bfloat16": 900.0}, torch.float32),
+        (passes(float32=2, bfloat16=1), "bfloat16"),
+        (passes(float32=1.05, bfloat16=1), "float32"),  # not a clear win
+        (passes(float32=1, bfloat16=9), "float32"),
+        (passes(Q4_1=1, float32=1, bfloat16=1), "Q4_1"),  # nothing is lost, and less is read
+        (passes(Q4_1=2, float32=1, bfloat16=0.95), "float32"),
+        (passes(Q4_1=2, float32=3, bfloat16=1), "bfloat16"),
     ],
 )
-def test_the_faster_one_is_taken(times: dict, expected: torch.dtype) -> None:
-    calls = []
-
-    def measure() -> dict[str, float]:
-        calls.append(1)
-        return times
-
-    assert precision.choose_dtype("auto", "cpu", measure) == expected
-    assert precision.choose_dtype("auto", "cpu", measure) == expected
-    assert len(calls) == 1, "measured once, then stored"
+def test_precise_candidates_are_preferred(times: dict[str, PassTimes], expected: str) -> None:
+    assert choose_candidate(times) == expected
 
 
-def test_measuring_is_quick_and_remembered(own_home: Path) -> None:
-    precision.choose_dtype("auto", "cpu")
-    times = next(iter(json.loads((own_home / "precision.json").read_text()).values()))
-    assert 0 < min(times.values()) < 1e5
+def test_rows_of_verify_steps_count() -> None:
+    """bfloat16 loses at one row, and wins over all numbers of rows."""
+    times = {"float32": {1: 5.0, 4: 10.0, 8: 20.0}, "bfloat16": {1: 6.0, 4: 7.0, 8: 8.0}}
+    assert choose_candidate(times) == "bfloat16"
 
 
-def test_a_spoilt_memory_is_measured_again(own_home: Path) -> None:
-    for content in ("{", "[]", "null", '{"x": {}}'):
-        (own_home / "precision.json").write_text(content)
-        assert precision.choose_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+def test_measured_once_then_remembered(own_home: Path) -> None:
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
+    for _ in range(2):
+        assert precision.choose_dtype("auto", "cpu", measure=measure) == torch.bfloat16
+    assert measure.calls == [(DEFAULT_SHAPES, None)]
+    choice = measured_choice(DEFAULT_SHAPES, measure=measure)
+    assert choice.times == measure.times and len(measure.calls) == 1
+
+
+def test_every_shape_and_format_is_measured() -> None:
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
+    for shapes in (SMALL, DEFAULT_SHAPES):
+        for stored_format in (None, "Q4_1", "Q8_0"):
+            measured_choice(shapes, stored_format, measure)
+    assert len(set(measure.calls)) == len(measure.calls) == 6
+
+
+def test_the_shapes_are_those_of_the_target(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
+    precision.choose_dtype("auto", "cpu", tmp_path, measure)
+    assert measure.calls == [(SMALL, None)]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", '{"x": {}}'])
+def test_a_damaged_file_is_measured_again(own_home: Path, content: str) -> None:
+    (own_home / "precision.json").write_text(content)
+    choice = measured_choice(SMALL)
+    assert choice.times.keys() == {"float32", "bfloat16"}
+    assert stored_file(own_home).keys() >= {f"{choice.machine}, {SMALL.name}"}
+
+
+def test_a_damaged_entry_is_measured_again(own_home: Path) -> None:
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
+    measured_choice(SMALL, measure=measure)
+    key = next(iter(stored_file(own_home)))
+    for entry in ({}, [], {"float32": {"1": 1}}, {"float32": {}, "bfloat16": {}}, None, "x"):
+        (own_home / "precision.json").write_text(json.dumps({key: entry}))
+        assert measured_choice(SMALL, measure=measure).times == measure.times
+    assert len(measure.calls) == 7
 
 
 def test_containers_with_new_host_names_share_one_measurement(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    def measure() -> dict[str, float]:
-        calls.append(1)
-        return {"float32": 2.0, "bfloat16": 1.0}
-
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
     for host in range(5):
         monkeypatch.setattr(platform, "node", lambda host=host: f"pod-{host}")
-        precision.choose_dtype("auto", "cpu", measure)
-    assert len(calls) == 1
-    assert len(json.loads((own_home / "precision.json").read_text())) == 1
+        measured_choice(SMALL, measure=measure)
+    assert len(measure.calls) == len(stored_file(own_home)) == 1
+
+
+def test_other_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
+    for state in ("c, avx2", "pytorch: PEAGLE_NATIVE=0"):
+        monkeypatch.setattr(precision, "kernel_state", lambda state=state: state)
+        measured_choice(SMALL, measure=measure)
+    assert len(measure.calls) == 2
 
 
 def test_the_file_is_bounded(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest kinds of machines stay."""
-    times = {"float32": 2.0, "bfloat16": 1.0}
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
     for kind in range(precision.MAX_STORED + 20):
         monkeypatch.setattr(precision, "cpu_name", lambda kind=kind: f"kind-{kind}")
-        precision.choose_dtype("auto", "cpu", lambda: times)
-    stored = list(json.loads((own_home / "precision.json").read_text()))
+        measured_choice(SMALL, measure=measure)
+    stored = list(stored_file(own_home))
     assert len(stored) == precision.MAX_STORED
     assert stored[0].startswith("kind-20 ") and stored[-1].startswith("kind-83 ")
+
+
+def test_a_read_only_folder_measures_every_time(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(precision, "write_json", refuse)
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
+    for _ in range(2):
+        measured_choice(SMALL, measure=measure)
+    assert len(measure.calls) == 2
+
+
+def test_the_choice_says_why() -> None:
+    choice = measured_choice(SMALL, "Q4_1", CountedMeasure(passes(float32=9, bfloat16=8, Q4_1=3)))
+    assert choice.text == ("Q4_1: 3.0 ms for a pass of 8 rows; float32: 9.0 ms; bfloat16: 8.0 ms")
+    assert choice.stored and choice.dtype == torch.float32
+    assert choice.as_dict()["pass_ms"]["Q4_1"] == {"1": 3, "4": 3, "8": 3}
 
 
 def test_words() -> None:
     assert precision.choose_dtype("bfloat16", "cpu") == torch.bfloat16
     assert precision.choose_dtype("auto", "cuda") == torch.bfloat16
+    assert precision.automatic_choice("float32", "cpu") is None
+    assert precision.automatic_choice("auto", "cuda") is None
     with pytest.raises(UserError, match="unknown dtype"):
         precision.choose_dtype("int8", "cpu")

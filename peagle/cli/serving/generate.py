@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from peagle.cli.options import (
 from peagle.core import Generation, Sampling, check_k, parse_method
 from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.target.precision import SpeedChoice
 
 Words = Annotated[
     list[str],
@@ -88,6 +91,7 @@ def generate(
         print(json.dumps(answer.as_dict(), ensure_ascii=False))
     else:
         print_statistics(answer)
+        print_choice(loaded.target.speed_choice)
 
 
 def check_drafting(method: str | None, k: int | None, tree: int, exact: bool | None) -> None:
@@ -119,6 +123,12 @@ def print_statistics(answer: Generation) -> None:
             " noise.[/]",
             soft_wrap=True,
         )
+
+
+def print_choice(choice: "SpeedChoice | None") -> None:
+    """Why the weights have their dtype, if that was measured."""
+    if choice is not None:
+        err.print(f"[dim]measured on this CPU: {choice.text}[/]", highlight=False, soft_wrap=True)
 
 
 def pair_and_prompt(words: list[str]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peagle.kernels.cpu.matrix import PackedMatrix, can_pack, quantize_int8
+from peagle.kernels.cpu.matrix import Int8Matrix, PackedMatrix, can_pack, quantize_int8
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense
 from peagle.kernels.triton.skinny_gemm import (
     gated_skinny_gemm,
@@ -90,8 +90,7 @@ class Weight:
         return self.matrix is not None and all(isinstance(x, StoredMatrix) for x in self.parts)
 
     def _pack(self) -> PackedMatrix:
-        only = self.parts[0] if len(self.parts) == 1 else list(self.parts)
-        return PackedMatrix(only, self.bias)  # type: ignore[arg-type]
+        return PackedMatrix(self.parts, self.bias)
 
     def _tensor(self, dtype: torch.dtype | None) -> Tensor | None:
         """The whole weight in the dtype of the rows; None if only the packed matrix has it."""
@@ -136,9 +135,8 @@ class Weight:
         assert self.matrix is not None
 
         def pack() -> PackedMatrix:
-            whole = torch.cat([dense(part) for part in self.parts])
-            codes, scales = quantize_int8(whole)
-            return PackedMatrix(codes, self.bias, scales)
+            parts = [x if isinstance(x, StoredMatrix) else quantize_int8(x) for x in self.parts]
+            return PackedMatrix(parts, self.bias, int8_rows=True)
 
         self._use_matrix("int8", pack)
 
@@ -153,7 +151,8 @@ class Weight:
         codes = self.codes.codes
         scales = self.codes.scales[:, 0].float()
         if self.matrix is not None and codes.dtype == torch.int8:
-            self._use_matrix("codes", lambda: PackedMatrix(codes, self.bias, scales))
+            matrix = Int8Matrix(codes, scales)
+            self._use_matrix("codes", lambda: PackedMatrix(matrix, self.bias, int8_rows=True))
             return True
         assert self.weight is not None
         device = self.weight.device
@@ -196,11 +195,7 @@ def is_plain(parts: tuple[Table, ...], dtype: torch.dtype | None) -> bool:
 
 def can_pack_parts(parts: tuple[Table, ...], dtype: torch.dtype | None) -> bool:
     """Whether the kernel reads these parts as they are, for rows of this dtype."""
-    if is_plain(parts, dtype):
-        return can_pack(parts[0])
-    if all(isinstance(part, StoredMatrix) for part in parts):
-        return all(can_pack(part) for part in parts)
-    return False
+    return all(can_pack(part, dtype) for part in parts)
 
 
 def can_reorder(weight: Tensor) -> bool:

@@ -7,12 +7,13 @@ import torch
 
 from peagle.kernels.cpu.library import library
 from peagle.paths import STORED_FILE
-from peagle.target.precision import choose_dtype
+from peagle.target.precision import SpeedChoice, choose_dtype
 
 
 class WeightChoice(NamedTuple):
     stored: bool  # keep the weights of the GGUF file, or of the one in the folder, as stored
     dtype: torch.dtype  # of the activations, and of weights that are not as stored
+    speed: SpeedChoice | None = None  # the measurement behind it, if there was one
 
 
 def choose_weights(path: Path, dtype: str, device: str, allow_stored: bool = True) -> WeightChoice:

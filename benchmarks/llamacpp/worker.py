@@ -1,0 +1,69 @@
+"""Worker: a process that keeps a model loaded and answers requests, one line of JSON each.
+
+The first line that a worker prints says that it is ready. Requests are objects with a `kind`:
+
+    {"kind": "describe"}                     versions, kernels, bytes of weights, peak memory
+    {"kind": "decode", "prompts": [[ids]], "max_tokens": 96}
+                                             prefill_seconds, decode_seconds, decoded_tokens,
+                                             answers
+    {"kind": "prefill", "ids": [ids]}        prefill_seconds
+    {"kind": "score", "ids": [ids], "path"}  saves the logits of every position (numpy's format)
+
+peagle's worker also takes `method` and `int8`, which llama.cpp's does not have.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).parent
+LLAMA_WORKER = HERE / "llama_worker.py"
+ROOT = HERE.parents[1]
+LOG_TAIL = 2000  # characters of a failed worker's log
+
+
+class Worker:
+    def __init__(self, command: list[str]) -> None:
+        self.log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            cwd=ROOT,
+        )
+        self._read()
+
+    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"kind": kind} | fields) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise SystemExit(f"a worker ended: {self.log.read()[-LOG_TAIL:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # The worker ends with its input.
+        self.process.wait()
+        self.log.close()
+
+
+def llama_worker(python: str, gguf: Path, threads: int, context: int, sequences: int = 1) -> Worker:
+    numbers = map(str, (threads, context, sequences))
+    return Worker([python, str(LLAMA_WORKER), str(gguf), *numbers])
+
+
+def peagle_worker(target: str, dtype: str, threads: int, context: int) -> Worker:
+    module = "benchmarks.llamacpp.peagle_worker"
+    return Worker([sys.executable, "-m", module, target, dtype, str(threads), str(context)])

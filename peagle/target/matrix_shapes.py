@@ -1,0 +1,87 @@
+"""MatrixShapes: the weight matrices of a target, as its config describes them."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Shape = tuple[int, int]  # outputs, inputs
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShapes:
+    hidden_size: int
+    intermediate_size: int
+    query_size: int  # heads * head_dim
+    kv_size: int  # key and value heads * head_dim, of keys alone
+    num_layers: int
+    vocab_size: int
+
+    @property
+    def layer(self) -> tuple[Shape, ...]:
+        """The matrices of a layer, with projections of the same input side by side."""
+        d = self.hidden_size
+        return (
+            (self.query_size + 2 * self.kv_size, d),
+            (d, self.query_size),
+            (2 * self.intermediate_size, d),
+            (d, self.intermediate_size),
+        )
+
+    @property
+    def weights(self) -> int:
+        """The number of weights that a pass reads."""
+        layer = sum(n * k for n, k in self.layer)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
+    def name(self) -> str:
+        """For the key of a measurement: `30 x (576, 1536, 576 + 2 * 192), 49152`."""
+        return (
+            f"{self.num_layers} x ({self.hidden_size}, {self.intermediate_size},"
+            f" {self.query_size} + 2 * {self.kv_size}), {self.vocab_size}"
+        )
+
+    def sample(self, weights: float) -> list[Shape]:
+        """Matrices with about `weights` weights in all, in the proportions of the target.
+
+        Whole layers and part of lm_head; where one layer is larger, part of its outputs.
+        """
+        share = min(1.0, weights / self.weights)
+        layers = max(1, round(share * self.num_layers))
+        cut = min(1.0, share * self.num_layers)
+        layer = [(max(1, round(cut * n)), k) for n, k in self.layer]
+        return [*(layer * layers), (max(1, round(share * self.vocab_size)), self.hidden_size)]
+
+
+# SmolLM2-135M, for a target whose shapes are not known.
+DEFAULT_SHAPES = MatrixShapes(576, 1536, 576, 192, 30, 49152)
+
+
+def read_shapes(folder: Path | None) -> MatrixShapes:
+    """The shapes of the target in a folder; those of the default target if it does not tell."""
+    if folder is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            return config_shapes(json.loads((folder / "config.json").read_text()))
+    return DEFAULT_SHAPES
+
+
+def config_shapes(config: Mapping[str, Any]) -> MatrixShapes:
+    """Raises an error if the config is not that of a Llama-like target."""
+    config = config.get("text_config") or config
+    heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    shapes = MatrixShapes(
+        int(config["hidden_size"]),
+        int(config["intermediate_size"]),
+        heads * head_dim,
+        kv_heads * head_dim,
+        int(config["num_hidden_layers"]),
+        int(config["vocab_size"]),
+    )
+    if min(shapes.hidden_size, shapes.intermediate_size, shapes.num_layers, shapes.kv_size) < 1:
+        raise ValueError(f"sizes must be positive: {shapes}")
+    return shapes

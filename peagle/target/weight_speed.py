@@ -1,0 +1,170 @@
+"""How long a pass of a target takes on this CPU, by the way in which its weights are kept.
+
+Matrices with the target's own shapes are multiplied, so many that the last-level cache does not
+hold them: a step reads every weight from memory, and a probe that fits the cache would not notice.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from peagle.kernels.cpu.matrix import PackedMatrix, can_pack
+from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
+from peagle.target.matrix_shapes import MatrixShapes, Shape
+
+ROW_COUNTS = (1, 4, 8)  # a plain step, and verify steps with K = 3 and K = 7
+CACHE_SIZES = 3  # a candidate's matrices are this many times as large as the last-level cache,
+MIN_BYTES = 48 << 20
+MAX_BYTES = 192 << 20  # but not larger than this
+DEFAULT_CACHE_BYTES = 32 << 20
+MAX_SECONDS = 2.0  # of all rounds
+MAX_ROUNDS = 8
+MIN_ROUNDS = 3
+MKLDNN_ROWS = 8  # rows for which the matrix library chooses its layout
+MAX_SCALE_BYTE = 0x40  # random bytes below it are never a NaN or infinity in a block's scales
+
+Multiply = Callable[[Tensor], Tensor]  # x [T, inputs] -> [T, outputs]
+PassTimes = dict[int, float]  # rows -> milliseconds of a pass over all weights of the target
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to keep weights. `build` returns None if this machine does not support it."""
+
+    name: str
+    dtype: torch.dtype  # of the activations
+    bytes_per_weight: float
+    build: Callable[[Shape], Multiply | None]
+
+
+def candidates(stored_format: str | None) -> list[Candidate]:
+    """What a target may run with; `stored_format`: of the blocks of its GGUF file, if it has one.
+
+    Each builds what the engine uses for such weights (engine/model/weight.py).
+    """
+    found = [
+        Candidate("float32", torch.float32, 4, build_float32),
+        Candidate("bfloat16", torch.bfloat16, 2, build_bfloat16),
+    ]
+    if stored_format in BLOCK_FORMATS:
+        block = BLOCK_FORMATS[stored_format]
+        density = block.size / block.inputs
+        stored = Candidate(
+            stored_format, torch.float32, density, lambda shape: build_stored(shape, stored_format)
+        )
+        found.append(stored)
+    return found
+
+
+def build_float32(shape: Shape) -> Multiply | None:
+    """Weights of a bf16 checkpoint, widened. A kernel may pack them in bf16: nothing is lost."""
+    weight = random_weight(shape).bfloat16().float()
+    if can_pack(weight):
+        return PackedMatrix(weight)
+    return lambda x: linear(x, weight)
+
+
+def build_bfloat16(shape: Shape) -> Multiply | None:
+    weight = random_weight(shape).bfloat16()
+    if can_pack(weight):
+        return PackedMatrix(weight)
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, MKLDNN_ROWS)
+        multiply = torch.ops.mkldnn._linear_pointwise
+        return lambda x: multiply(x, reordered, None, "none", [], "")
+    return lambda x: linear(x, weight)
+
+
+def build_stored(shape: Shape, stored_format: str) -> Multiply | None:
+    """None if no kernel reads this format, or a row does not consist of whole blocks."""
+    block = BLOCK_FORMATS[stored_format]
+    if shape[1] % block.inputs:
+        return None
+    row_bytes = shape[1] // block.inputs * block.size
+    blocks = torch.randint(MAX_SCALE_BYTE, (shape[0], row_bytes), dtype=torch.uint8)
+    weight = StoredMatrix(stored_format, blocks)
+    return PackedMatrix(weight) if can_pack(weight) else None  # type: ignore[arg-type]
+
+
+@cache
+def random_weight(shape: Shape) -> Tensor:
+    """The same numbers for all matrices of a shape: drawing them takes longer than timing."""
+    return torch.randn(shape).mul_(0.02)
+
+
+class Probe:
+    """The matrices of one candidate, and the best times so far."""
+
+    def __init__(self, candidate: Candidate, shapes: MatrixShapes, max_bytes: float) -> None:
+        sample = shapes.sample(max_bytes / candidate.bytes_per_weight)
+        built = [candidate.build(shape) for shape in sample]
+        self.matrices = [multiply for multiply in built if multiply is not None]
+        self.supported = len(self.matrices) == len(sample)
+        self.inputs = {
+            rows: {k: torch.randn(rows, k).to(candidate.dtype) for _, k in sample}
+            for rows in ROW_COUNTS
+        }
+        self.input_sizes = [k for _, k in sample]
+        # From the sampled matrices to all of the target.
+        self.factor = shapes.weights / sum(n * k for n, k in sample)
+        self.best = dict.fromkeys(ROW_COUNTS, float("inf"))
+
+    def run(self, rows: int) -> None:
+        inputs = self.inputs[rows]
+        started = time.perf_counter()
+        for multiply, k in zip(self.matrices, self.input_sizes, strict=True):
+            multiply(inputs[k])
+        seconds = time.perf_counter() - started
+        self.best[rows] = min(self.best[rows], seconds)
+
+    @property
+    def times(self) -> PassTimes:
+        return {rows: round(1000 * self.factor * t, 3) for rows, t in self.best.items()}
+
+
+@torch.inference_mode()
+def measure_passes(
+    shapes: MatrixShapes, stored_format: str | None = None, max_bytes: float | None = None
+) -> dict[str, PassTimes]:
+    """Time every candidate that this machine supports; the best of interleaved rounds."""
+    max_bytes = max_bytes or sample_bytes()
+    probes = {
+        candidate.name: Probe(candidate, shapes, max_bytes)
+        for candidate in candidates(stored_format)
+    }
+    supported = {name: probe for name, probe in probes.items() if probe.supported}
+    random_weight.cache_clear()
+    run_rounds(list(supported.values()))
+    return {name: probe.times for name, probe in supported.items()}
+
+
+def run_rounds(probes: Sequence[Probe]) -> None:
+    started = time.perf_counter()
+    for i in range(MAX_ROUNDS):
+        for rows in ROW_COUNTS:
+            for probe in probes:
+                probe.run(rows)
+        if i + 1 >= MIN_ROUNDS and time.perf_counter() - started > MAX_SECONDS:
+            break
+
+
+def sample_bytes() -> int:
+    return min(max(CACHE_SIZES * last_level_cache_bytes(), MIN_BYTES), MAX_BYTES)
+
+
+def last_level_cache_bytes(
+    folder: Path = Path("/sys/devices/system/cpu/cpu0/cache"),
+) -> int:
+    """The size of the largest cache of the first CPU; a guess where the kernel does not tell."""
+    sizes = [DEFAULT_CACHE_BYTES]
+    with suppress(OSError, ValueError):
+        texts = [file.read_text().strip() for file in folder.glob("index*/size")]
+        sizes = [int(text.removesuffix("K")) << 10 for text in texts] or sizes
+    return max(sizes)

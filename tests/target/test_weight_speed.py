@@ -1,0 +1,115 @@
+"""The probe multiplies the target's matrices, more of them than the cache holds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.target import weight_speed
+from peagle.target.matrix_shapes import DEFAULT_SHAPES, MatrixShapes, read_shapes
+from peagle.target.weight_speed import (
+    MAX_BYTES,
+    MIN_BYTES,
+    ROW_COUNTS,
+    build_bfloat16,
+    build_float32,
+    last_level_cache_bytes,
+    measure_passes,
+)
+
+SMALL = MatrixShapes(64, 128, 64, 32, 2, 256)
+
+
+def weights(sample: list[tuple[int, int]]) -> int:
+    return sum(n * k for n, k in sample)
+
+
+def test_the_matrices_are_those_of_the_target() -> None:
+    assert SMALL.layer == ((128, 64), (64, 64), (256, 64), (64, 128))
+    assert SMALL.weights == 2 * (128 + 64 + 256 + 128) * 64 + 256 * 64
+    assert SMALL.sample(1e9) == [*(SMALL.layer * 2), (256, 64)]
+
+
+@pytest.mark.parametrize("wanted", [30e6, 60e6, 100e6])
+@pytest.mark.parametrize(
+    "shapes", [DEFAULT_SHAPES, MatrixShapes(4096, 14336, 4096, 1024, 32, 128256)]
+)
+def test_a_sample_has_the_wanted_size(shapes: MatrixShapes, wanted: float) -> None:
+    """Also where one layer has more weights than the sample."""
+    assert weights(shapes.sample(wanted)) == pytest.approx(wanted, rel=0.15)
+
+
+def test_every_candidate_is_timed_with_every_number_of_rows() -> None:
+    times = measure_passes(SMALL)
+    assert times.keys() == {"float32", "bfloat16"}
+    for by_rows in times.values():
+        assert tuple(by_rows) == ROW_COUNTS
+        assert all(0 < ms < 1000 for ms in by_rows.values())
+
+
+def test_a_format_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_speed, "can_pack", lambda weight: False)
+    assert "Q4_1" not in measure_passes(SMALL, "Q4_1")
+    assert "IQ2_XS" not in measure_passes(SMALL, "IQ2_XS")
+
+
+def test_times_are_those_of_the_whole_target() -> None:
+    """A probe of a tenth of the weights counts ten times."""
+    candidate = weight_speed.candidates(None)[0]
+    shapes = MatrixShapes(256, 512, 256, 128, 20, 1024)
+    whole = weight_speed.Probe(candidate, shapes, 1e9)
+    part = weight_speed.Probe(candidate, shapes, 4 * shapes.weights / 10)
+    assert whole.factor == 1
+    assert part.factor == pytest.approx(10, rel=0.05)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_candidates_compute_a_product(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(weight_speed, "can_pack", lambda weight: False)
+    weight = torch.randn(64, 32).bfloat16().float()
+    monkeypatch.setattr(weight_speed, "random_weight", lambda shape: weight.clone())
+    for build, dtype in ((build_float32, torch.float32), (build_bfloat16, torch.bfloat16)):
+        multiply = build((64, 32))
+        assert multiply is not None
+        x = torch.randn(4, 32).to(dtype)
+        expected = x.float() @ weight.T
+        torch.testing.assert_close(multiply(x).float(), expected, rtol=0.02, atol=0.05)
+
+
+def test_samples_exceed_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, size in enumerate(("32K", "1024K", "16384K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert last_level_cache_bytes(tmp_path) == 16 << 20
+    assert last_level_cache_bytes(tmp_path / "absent") == weight_speed.DEFAULT_CACHE_BYTES
+    for cache, expected in ((1 << 20, MIN_BYTES), (32 << 20, 96 << 20), (1 << 30, MAX_BYTES)):
+        monkeypatch.setattr(weight_speed, "last_level_cache_bytes", lambda cache=cache: cache)
+        assert weight_speed.sample_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, "{", "[]", {}, {"hidden_size": 0, "num_attention_heads": 1}, {"hidden_size": "x"}],
+)
+def test_an_unknown_config_gives_the_default_shapes(tmp_path: Path, config: object) -> None:
+    if config is not None:
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "config.json").write_text(text)
+    assert read_shapes(tmp_path) == DEFAULT_SHAPES
+    assert read_shapes(None) == DEFAULT_SHAPES
+
+
+def test_a_text_config_inside_is_read(tmp_path: Path) -> None:
+    text_config = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text_config}))
+    assert read_shapes(tmp_path) == MatrixShapes(64, 128, 128, 64, 2, 256)
