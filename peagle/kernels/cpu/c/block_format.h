@@ -10,10 +10,14 @@
      [PANEL] scales, [PANEL] minima (float16), for one block, or for 8 blocks in the K formats
      of each block:
        [PANEL] scales, [PANEL] minima or scales of the second half (8 bits), in the K formats
-       [PANEL] words with the fifth bits, or 2 x [PANEL] with the fifth and sixth: bit 8 i + j, or
-         bits 8 i + 2 j and the one above, belong to input 4 j + i
-       4 x [PANEL] words of four-bit codes: byte i of word j has input 8 j + i in its lower half and
-         input 8 j + 4 + i in its upper half; or 8 x [PANEL] words of 8-bit codes in order
+       [PANEL] words with the fifth bits, or 2 x [PANEL] with the fifth and sixth: those of byte i
+         of word j are bit 8 i + j, or bits 8 i + 2 (j % 4) and the one above
+       8 words of four codes, one per byte: as 4 x [PANEL] words of four-bit codes, of which word j
+         has codes 2 j in the lower halves of its bytes and codes 2 j + 1 in the upper halves; or as
+         8 x [PANEL] words of 8-bit codes
+
+   CODE_INPUT tells which input a code belongs to: inputs of a pair lie 16 bits apart, so that a
+   shift moves both to where numbers of 16 bits begin.
 
    These are the bytes of the file in another order (Q4_K: its 6-bit scales take 8 bits). */
 #pragma once
@@ -27,6 +31,9 @@
 #define PANEL         (LANES * PANEL_VECTORS)
 #define BLOCK         32 /* inputs */
 #define BLOCK_WORDS   8  /* words of 4 codes */
+
+/* The input, of eight, of byte i of the first (odd = 0) or second word of a pair. */
+#define CODE_INPUT(odd, i) ((odd) * 2 + (i) / 2 + (i) % 2 * 4)
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -76,6 +83,13 @@ INLINE struct block block_at(const enum format format, const uint8_t *panel, lon
 
 INLINE int has_signed_codes(const enum format format) { return format == Q8_0 || format == INT8; }
 
+/* Whether scales take 8 bits per block: the K formats. */
+INLINE int has_small_scales(const enum format format) { return format == Q4_K || format == Q6_K; }
+
+INLINE int has_four_bits(const enum format format) {
+    return format == Q4_0 || format == Q4_1 || format == Q4_K;
+}
+
 /* Vectors in memory, at any address. */
 typedef vec vec_at __attribute__((aligned(4), may_alias));
 typedef bits bits_at __attribute__((aligned(4), may_alias));
@@ -84,16 +98,22 @@ INLINE bits load_word(const uint8_t *words, int vector) {
     return *(const bits_at *)(words + vector * sizeof(bits));
 }
 
-/* One vector of the codes of inputs 8 * pair + 4 * odd and the three behind it. */
+/* Both words of a pair, four bits of each byte from either. */
+INLINE bits load_four_bits(const enum format format, const uint8_t *body, int vector, int pair) {
+    int high_words = format == Q6_K ? 2 : format == Q5_0 || format == Q5_1;
+    const uint8_t *low = body + (2 * has_small_scales(format) + high_words * 4) * PANEL;
+    return load_word(low + pair * PANEL * 4, vector);
+}
+
+/* One vector of the first or second word of a pair of words. */
 INLINE bits load_codes(const enum format format, const uint8_t *body, int vector, int pair,
                        const int odd) {
     if (has_signed_codes(format)) return load_word(body + (pair * 2 + odd) * PANEL * 4, vector);
-    int high_words = format == Q6_K ? 2 : format == Q5_0 || format == Q5_1;
-    const uint8_t *high = body + (format == Q4_K || format == Q6_K ? 2 : 0) * PANEL,
-                  *low = high + high_words * PANEL * 4;
-    bits codes = load_word(low + pair * PANEL * 4, vector) >> odd * 4 & 0x0f0f0f0f;
-    if (high_words == 1) codes |= (load_word(high, vector) >> (pair * 2 + odd) & 0x01010101) << 4;
-    if (high_words == 2) {
+    const uint8_t *high = body + 2 * has_small_scales(format) * PANEL;
+    bits codes = load_four_bits(format, body, vector, pair) >> odd * 4 & 0x0f0f0f0f;
+    if (format == Q5_0 || format == Q5_1)
+        codes |= (load_word(high, vector) >> (pair * 2 + odd) & 0x01010101) << 4;
+    if (format == Q6_K) {
         bits fifth_and_sixth = load_word(high + pair / 2 * PANEL * 4, vector);
         codes |= (fifth_and_sixth >> (pair % 2 * 4 + odd * 2) & 0x03030303) << 4;
     }

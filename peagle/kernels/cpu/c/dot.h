@@ -11,6 +11,23 @@
 #define EACH_TILE_SIZE(one)     one(1) one(2) one(3) one(4)
 #endif
 
+/* Rows of a tile of codes, which has a sum of the block beside each sum. */
+#define CODE_ROWS           4
+#define EACH_CODE_SIZE(one) one(1) one(2) one(3) one(4)
+
+/* ---- four-bit codes as numbers, by their lowest bits in a word ---- */
+
+#if LANES == 16
+#define WIDENS_BY_LOOKUP 1
+INLINE vec look_up(bits word) {
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (vec)_mm512_permutexvar_ps((__m512i)word, table);
+}
+#else
+#define WIDENS_BY_LOOKUP 0
+INLINE vec look_up(bits word) { return __builtin_convertvector((ints)(word & 15), vec); }
+#endif
+
 /* ---- pairs of bf16: an extension of AVX-512 and of ARMv8.6 ---- */
 
 #if defined(__AVX512BF16__) && LANES == 16
@@ -23,6 +40,27 @@ INLINE vec dot_pair(vec sum, int32_t x, bits weight) {
 INLINE vec dot_pair(vec sum, int32_t x, bits weight) {
     return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)weight,
                             (bfloat16x8_t)vdupq_n_s32(x));
+}
+#endif
+
+#ifdef HAS_PAIR_DOT
+/* The codes of inputs 2 i and 2 i + 1 of a pair of words, as bf16. */
+INLINE bits widen_pair(const enum format format, const uint8_t *body, int vector, int pair,
+                       const int i) {
+#if LANES == 16
+    if (has_four_bits(format)) {
+        __m512i index =
+            _mm512_srli_epi16((__m512i)load_four_bits(format, body, vector, pair), i * 4);
+        /* 0 .. 15 in bf16, twice: the lookup takes five bits, of which the fifth is another code's */
+        const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+            0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+            0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
+        return (bits)_mm512_permutexvar_epi16(index, table);
+    }
+#endif
+    bits codes = load_codes(format, body, vector, pair, i % 2);
+    return (bits)widen_code(format, codes, i / 2) >> 16 |
+           ((bits)widen_code(format, codes, i / 2 + 2) & 0xffff0000);
 }
 #endif
 
@@ -112,8 +150,8 @@ INLINE void dot_words(const enum format format, const int rows, const int first,
                       ints dot[][PANEL_VECTORS]) {
     /* 16 bits hold the products of a block of four-bit codes (16 x 15 x 127), of a pair of words of
        six-bit codes (4 x 63 x 127), or of one word of signed codes. */
-    const int is_small = format == Q4_0 || format == Q4_1 || format == Q4_K;
-    shorts sum[TILE_ROWS][PANEL_VECTORS];
+    const int is_small = has_four_bits(format);
+    shorts sum[CODE_ROWS][PANEL_VECTORS];
     for (int pair = first; pair < first + pairs; pair++)
         for (int v = 0; v < PANEL_VECTORS; v++)
             for (int odd = 0; odd < 2; odd++) {

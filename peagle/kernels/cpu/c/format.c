@@ -8,13 +8,12 @@
 
 #define BLOCKS_CASE(rows)                                                                          \
     case rows: tile_blocks(FORMAT, rows, x->wide + start * x->row, x->row, panel, k, sums); break;
-#define INT8_CASE(rows)                                                                            \
-    case rows: tile_codes(FORMAT, rows, 1, x, start, panel, k, sums); break;
 #define PAIRS_CASE(rows)                                                                           \
+    case rows: tile_pairs(rows, x->pairs + start * x->row, x->row, panel, k / 2, sums); break;
+#define CODES_CASE(rows)                                                                           \
     case rows:                                                                                     \
-        if (FORMAT == BF16)                                                                        \
-            tile_pairs(rows, x->pairs + start * x->row, x->row, panel, k / 2, sums);               \
-        else tile_codes(FORMAT, rows, 0, x, start, panel, k, sums);                                \
+        if (x->q) tile_codes(FORMAT, rows, 1, x, start + r, panel, k, sums + r);                   \
+        else tile_codes(FORMAT, rows, 0, x, start + r, panel, k, sums + r);                        \
         break;
 
 void FUNCTION(widen_, FORMAT)(const uint8_t *panel, long from, long count, float *wide) {
@@ -24,12 +23,13 @@ void FUNCTION(widen_, FORMAT)(const uint8_t *panel, long from, long count, float
 
 void FUNCTION(multiply_, FORMAT)(const struct prepared_rows *x, long start, long rows,
                                  const uint8_t *panel, long k, vec sums[][PANEL_VECTORS]) {
-    if (x->q && FORMAT != BF16) {
-        switch (rows) { EACH_TILE_SIZE(INT8_CASE) }
+    if (FORMAT != BF16 && !x->wide) {
+        for (long r = 0; r < rows; r += CODE_ROWS)
+            switch (min_long(CODE_ROWS, rows - r)) { EACH_CODE_SIZE(CODES_CASE) }
         return;
     }
 #ifdef HAS_PAIR_DOT
-    if (x->pairs) {
+    if (FORMAT == BF16 && x->pairs) {
         switch (rows) { EACH_TILE_SIZE(PAIRS_CASE) }
         return;
     }

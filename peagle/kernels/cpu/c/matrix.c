@@ -126,7 +126,7 @@ static void run_product(struct product *p, int threads) {
 
 /* ---- rows ---- */
 
-/* Quantize a row: q, in words of four, the steps of 32 inputs and the totals of 16. */
+/* Quantize a row: q, in the order of codes, the steps of 32 inputs and the totals of 16. */
 static void quantize_row(const float *x, int8_t *q, float *steps, float *totals, long k) {
     for (long at = 0; at < k; at += BLOCK) {
         vec part[BLOCK / LANES], top = {0};
@@ -140,14 +140,15 @@ static void quantize_row(const float *x, int8_t *q, float *steps, float *totals,
         float inverse_step = max_abs > 1e-30f ? 127 / max_abs : 0;
         /* A number that is not finite makes the row NaN. */
         float step = max_abs - max_abs == 0 ? max_abs / 127 : NAN;
-        int whole[BLOCK];
-        for (int i = 0; i < BLOCK / LANES; i++) {
-            ints rounded = __builtin_convertvector(
+        ints whole[BLOCK / LANES];
+        for (int i = 0; i < BLOCK / LANES; i++) /* rounds to integers */
+            whole[i] = __builtin_convertvector(
                 part[i] * inverse_step + 12582912.0f - 12582912.0f, ints);
-            memcpy(whole + i * LANES, &rounded, sizeof rounded);
-        }
-        int sums[2] = {0};
-        for (int i = 0; i < BLOCK; i++) q[at + i] = whole[i], sums[i / 16] += whole[i];
+        int numbers[BLOCK], sums[2] = {0};
+        memcpy(numbers, whole, sizeof numbers);
+        for (int i = 0; i < 16; i++) sums[0] += numbers[i], sums[1] += numbers[16 + i];
+        for (int i = 0; i < BLOCK; i++)
+            q[at + i] = numbers[i / 8 * 8 + CODE_INPUT(i / 4 % 2, i % 4)];
         steps[at / BLOCK] = step;
         totals[at / 16] = step * sums[0], totals[at / 16 + 1] = step * sums[1];
     }

@@ -85,8 +85,8 @@ static void write_block(enum format format, const struct plain_block *block, uin
     int high_bits = format == Q6_K ? 2 : format == Q5_0 || format == Q5_1;
     uint32_t high[2] = {0}, words[BLOCK_WORDS] = {0};
     for (int i = 0; i < BLOCK; i++) {
-        uint32_t code = block->codes[i];
         int j = i / 4, byte = i % 4 * 8;
+        uint32_t code = block->codes[j / 2 * 8 + CODE_INPUT(j % 2, i % 4)];
         if (has_signed_codes(format)) words[j] |= code << byte;
         else words[j / 2] |= (code & 15) << (byte + j % 2 * 4);
         if (high_bits == 1) high[0] |= code >> 4 << (byte + j);

@@ -28,31 +28,39 @@ INLINE void copy(const int rows, const vec from[][PANEL_VECTORS], vec to[][PANEL
 
 /* ---- rows of float32 ---- */
 
-/* The words of a panel that hold four inputs, and what widens them. */
-struct four_inputs {
-    bits words[2][PANEL_VECTORS]; /* BF16: two pairs; else [0]: four codes */
+/* Two words of a panel, which hold eight inputs of a block; BF16: four. */
+struct word_pair {
+    bits words[4][PANEL_VECTORS];
 };
 
-INLINE struct four_inputs load_inputs(const enum format format, const uint8_t *body, int pair,
-                                      const int odd) {
-    struct four_inputs inputs;
-    for (int v = 0; v < PANEL_VECTORS; v++)
-        if (format == BF16) {
-            const uint8_t *words = body + (pair * 4 + odd * 2) * PANEL * 4;
-            inputs.words[0][v] = load_word(words, v);
-            inputs.words[1][v] = load_word(words + PANEL * 4, v);
-        } else inputs.words[0][v] = load_codes(format, body, v, pair, odd);
-    return inputs;
+INLINE struct word_pair load_pair(const enum format format, const uint8_t *body, int pair) {
+    struct word_pair loaded;
+    if (WIDENS_BY_LOOKUP && has_four_bits(format)) {
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            loaded.words[0][v] = load_four_bits(format, body, v, pair);
+        return loaded;
+    }
+    for (int i = 0; i < (format == BF16 ? 4 : 2); i++)
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            loaded.words[i][v] = format == BF16
+                                     ? load_word(body + (pair * 4 + i) * PANEL * 4, v)
+                                     : load_codes(format, body, v, pair, i);
+    return loaded;
 }
 
-/* Input i as float32. */
-INLINE vec widen_input(const enum format format, const struct four_inputs *inputs, const int i,
+/* Input i of eight as float32. */
+INLINE vec widen_input(const enum format format, const struct word_pair *pair, const int i,
                        int vector, vec scale, vec minimum) {
     if (format == BF16) {
-        bits pair = inputs->words[i / 2][vector];
-        return (vec)(i % 2 ? pair & 0xffff0000 : pair << 16);
+        bits word = pair->words[i / 2][vector];
+        return (vec)(i % 2 ? word & 0xffff0000 : word << 16);
     }
-    return multiply_add(widen_code(format, inputs->words[0][vector], i), scale, minimum);
+    const int odd = i / 2 % 2, byte = i / 4 + i % 2 * 2; /* the inverse of CODE_INPUT */
+    if (WIDENS_BY_LOOKUP && has_four_bits(format)) {
+        bits word = pair->words[0][vector] >> (byte * 8 + odd * 4);
+        return multiply_add(look_up(word), scale, minimum);
+    }
+    return multiply_add(widen_code(format, pair->words[odd][vector], byte), scale, minimum);
 }
 
 /* Widen 32 inputs of a panel: wide [32][PANEL]. */
@@ -60,13 +68,11 @@ INLINE void widen_block(const enum format format, struct block block, float *wid
     vec scale[PANEL_VECTORS], minimum[PANEL_VECTORS];
     for (int pair = 0; pair < BLOCK / 8; pair++) {
         if (pair % 2 == 0) unpack_scales(format, block, pair / 2, scale, minimum);
-        for (int odd = 0; odd < 2; odd++) {
-            struct four_inputs inputs = load_inputs(format, block.body, pair, odd);
-            for (int i = 0; i < 4; i++, wide += PANEL)
-                for (int v = 0; v < PANEL_VECTORS; v++)
-                    *(vec_at *)(wide + v * LANES) =
-                        widen_input(format, &inputs, i, v, scale[v], minimum[v]);
-        }
+        struct word_pair words = load_pair(format, block.body, pair);
+        for (int i = 0; i < 8; i++, wide += PANEL)
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                *(vec_at *)(wide + v * LANES) =
+                    widen_input(format, &words, i, v, scale[v], minimum[v]);
     }
 }
 
@@ -81,19 +87,19 @@ INLINE void tile_blocks(const enum format format, const int rows, const float *x
             vec scale[PANEL_VECTORS], minimum[PANEL_VECTORS];
             unpack_scales(format, block, half, scale, minimum);
             int end = (half + 1) * 4 / HALVES(format);
-            for (int pair = half * 2; pair < end; pair++)
-                for (int odd = 0; odd < 2; odd++) {
-                    const float *numbers = x + at + pair * 8 + odd * 4;
-                    struct four_inputs inputs = load_inputs(format, block.body, pair, odd);
-                    for (int i = 0; i < 4; i++) {
-                        vec weight[PANEL_VECTORS];
+            for (int pair = half * 2; pair < end; pair++) {
+                const float *numbers = x + at + pair * 8;
+                struct word_pair words = load_pair(format, block.body, pair);
+                for (int i = 0; i < 8; i++) {
+                    vec weight[PANEL_VECTORS];
+                    for (int v = 0; v < PANEL_VECTORS; v++)
+                        weight[v] = widen_input(format, &words, i, v, scale[v], minimum[v]);
+                    for (int r = 0; r < rows; r++)
                         for (int v = 0; v < PANEL_VECTORS; v++)
-                            weight[v] = widen_input(format, &inputs, i, v, scale[v], minimum[v]);
-                        for (int r = 0; r < rows; r++)
-                            for (int v = 0; v < PANEL_VECTORS; v++)
-                                sum[r][v] = multiply_add(splat(numbers[r * row + i]), weight[v], sum[r][v]);
-                    }
+                            sum[r][v] =
+                                multiply_add(splat(numbers[r * row + i]), weight[v], sum[r][v]);
                 }
+            }
         }
     }
     copy(rows, sum, sums);
@@ -140,19 +146,14 @@ INLINE void dot_code_pairs(const enum format format, const int rows, const int f
                            vec dot[][PANEL_VECTORS]) {
     clear(rows, dot);
     for (int pair = first; pair < first + pairs; pair++)
-        for (int odd = 0; odd < 2; odd++)
-            for (int i = 0; i < 4; i += 2) {
-                bits weight[PANEL_VECTORS];
-                for (int v = 0; v < PANEL_VECTORS; v++) {
-                    bits codes = load_codes(format, body, v, pair, odd);
-                    weight[v] = (bits)widen_code(format, codes, i) >> 16 |
-                                (bits)widen_code(format, codes, i + 1);
-                }
-                for (int r = 0; r < rows; r++)
-                    for (int v = 0; v < PANEL_VECTORS; v++)
-                        dot[r][v] = dot_pair(
-                            dot[r][v], x[r * row + pair * 4 + odd * 2 + i / 2], weight[v]);
-            }
+        for (int i = 0; i < 4; i++) { /* inputs 2 i and 2 i + 1 */
+            bits weight[PANEL_VECTORS];
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                weight[v] = widen_pair(format, body, v, pair, i);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < PANEL_VECTORS; v++)
+                    dot[r][v] = dot_pair(dot[r][v], x[r * row + pair * 4 + i], weight[v]);
+        }
 }
 #endif
 
@@ -163,38 +164,42 @@ INLINE void tile_codes(const enum format format, const int rows, const int is_in
                        const struct prepared_rows *x, long start, const uint8_t *panel, long k,
                        vec sums[][PANEL_VECTORS]) {
     const int halves = HALVES(format), pairs = 4 / halves;
-    const float *totals = x->totals + start * (k / 16);
-    clear(rows, sums);
+    const float *totals = x->totals + start * (k / 16), *steps = x->steps + start * (k / BLOCK);
+    vec sum[CODE_ROWS][PANEL_VECTORS];
+    clear(rows, sum);
     for (long b = 0; b < k / BLOCK; b++) {
         struct block block = block_at(format, panel, b);
         for (int half = 0; half < halves; half++) {
-            vec dot[TILE_ROWS][PANEL_VECTORS], scale[PANEL_VECTORS], minimum[PANEL_VECTORS];
-            unpack_scales(format, block, half, scale, minimum);
+            vec dot[CODE_ROWS][PANEL_VECTORS], scale[PANEL_VECTORS], minimum[PANEL_VECTORS];
             if (is_int8) {
-                ints whole[TILE_ROWS][PANEL_VECTORS];
+                ints whole[CODE_ROWS][PANEL_VECTORS];
                 dot_words(format, rows, half * 2, pairs, block.body,
                           x->q + start * x->row + b * 8, x->row, whole);
                 for (int r = 0; r < rows; r++)
                     for (int v = 0; v < PANEL_VECTORS; v++)
                         dot[r][v] = __builtin_convertvector(whole[r][v], vec) *
-                                    x->steps[(start + r) * (k / BLOCK) + b];
-                if (has_signed_codes(format))
-                    for (int v = 0; v < PANEL_VECTORS; v++) minimum[v] = scale[v] * -SIGNED_SHIFT;
+                                    steps[r * (k / BLOCK) + b];
             }
 #ifdef HAS_PAIR_DOT
             else
                 dot_code_pairs(format, rows, half * 2, pairs, block.body,
                                x->pairs + start * x->row + b * 16, x->row, dot);
 #endif
+            unpack_scales(format, block, half, scale, minimum);
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                if (is_int8 && has_signed_codes(format)) minimum[v] = scale[v] * -SIGNED_SHIFT;
             for (int r = 0; r < rows; r++) {
                 const float *parts = totals + r * (k / 16) + b * 2 + half;
                 float total = halves == 1 ? parts[0] + parts[1] : parts[0];
-                for (int v = 0; v < PANEL_VECTORS; v++)
-                    sums[r][v] = multiply_add(splat(total), minimum[v],
-                                              multiply_add(dot[r][v], scale[v], sums[r][v]));
+                for (int v = 0; v < PANEL_VECTORS; v++) {
+                    sum[r][v] = multiply_add(dot[r][v], scale[v], sum[r][v]);
+                    if (!has_signed_codes(format) || (is_int8 && SIGNED_SHIFT))
+                        sum[r][v] = multiply_add(splat(total), minimum[v], sum[r][v]);
+                }
             }
         }
     }
+    copy(rows, sum, sums);
 }
 
 /* ---- the functions of a format (format.c), by its name ---- */
