@@ -6,9 +6,11 @@ page_table[j // page_size] * page_size + j % page_size. One page beyond those th
 hands out takes the rows that are not stored.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,18 @@ class KVShape:
     def bytes(self) -> int:
         """Bytes of the keys and values of one position."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def new_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU memory is used from the first write on, page by page.
+
+    torch.zeros writes all of them: 1.5 GB for the positions that a server of SmolLM2-135M has, of
+    which one request needs few.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    zeros = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 class KVCache:
@@ -58,7 +72,7 @@ class KVCache:
             count = len(list(group))
             width = shape.kv_heads * shape.head_dim
             # Zeros, because a masked key is still multiplied (by zero).
-            block = torch.zeros(2 * count, num_slots, width, dtype=shape.dtype, device=device)
+            block = new_zeros((2 * count, num_slots, width), shape.dtype, device)
             heads = block.unflatten(2, (shape.kv_heads, shape.head_dim)).unbind()
             self.keys += heads[:count]
             self.values += heads[count:]
