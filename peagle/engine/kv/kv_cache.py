@@ -7,10 +7,10 @@ hands out takes the rows that are not stored.
 """
 
 import math
+import mmap
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,12 +37,18 @@ def new_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     """Zeros; on a CPU memory is used from the first write on, page by page.
 
     torch.zeros writes all of them: 1.5 GB for the positions that a server of SmolLM2-135M has, of
-    which one request needs few.
+    which one request needs few. (np.zeros does not, but asks for pages of 2 MB.)
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    zeros = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(zeros).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    is_unix = hasattr(mmap, "MAP_PRIVATE")
+    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_unix else {}
+    try:
+        memory = mmap.mmap(-1, size, **options)
+    except OSError as error:
+        raise torch.OutOfMemoryError(f"not enough memory for {size:,} bytes") from error
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KVCache:

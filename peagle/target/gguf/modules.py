@@ -10,6 +10,8 @@ from torch.nn.functional import linear
 
 from peagle.kernels.stored_matrix import Table, dense, table_rows
 
+MAX_OUTPUTS = 8192  # that are widened at once
+
 
 class StoredLinear(nn.Module):
     weight: Table  # [outputs, inputs]; not a parameter: its dtype is not the model's
@@ -29,7 +31,13 @@ class StoredLinear(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, dense(self.weight, x.dtype), self.bias)
+        """Of a large matrix (lm_head), some outputs at a time are widened."""
+        if len(self.weight) <= MAX_OUTPUTS:
+            return linear(x, dense(self.weight, x.dtype), self.bias)
+        ids = torch.arange(len(self.weight), device=x.device).split(MAX_OUTPUTS)
+        parts = [linear(x, table_rows(self.weight, part, x.dtype)) for part in ids]
+        out = torch.cat(parts, -1)
+        return out if self.bias is None else out + self.bias
 
 
 class StoredEmbedding(nn.Module):
