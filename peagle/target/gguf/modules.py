@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from peagle.kernels.stored_matrix import Table, dense, table_rows
+from peagle.kernels.stored_matrix import Table, dense, table_bytes, table_rows
 
 MAX_OUTPUTS = 8192  # that are widened at once
 
@@ -51,3 +51,10 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return table_rows(self.weight, ids, self.dtype)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """The memory of a module's parameters and of its weights as stored, shared ones once."""
+    stored = [x for x in module.modules() if isinstance(x, (StoredLinear, StoredEmbedding))]
+    tables = {id(x.weight): x.weight for x in stored}
+    return sum(table_bytes(x) for x in (*module.parameters(), *tables.values()))
