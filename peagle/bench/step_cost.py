@@ -18,8 +18,10 @@ import torch
 from peagle.core import Method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.gc_tuning import freeze_live_objects
+from peagle.kernels.stored_matrix import table_bytes
 from peagle.loaded import LoadedPair
 from peagle.model_pair import ModelPair
+from peagle.target.gguf.modules import weight_bytes as module_bytes
 
 # The share of drafts accepted at each position: Qwen3-8B on gsm8k, acceptance length 3.42.
 PROFILE = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05)
@@ -196,19 +198,15 @@ def split_step(
 
 def weight_bytes(pair: ModelPair, method: Method, k: int) -> int:
     """The bytes that a step must read: every matrix, those of the drafter once for each pass."""
-    target_bytes = parameter_bytes(pair.target.layers) + tensor_bytes(pair.target.lm_head)
+    target_bytes = module_bytes(pair.target.layers) + table_bytes(pair.target.head_table)
     if method == "none":
         return target_bytes
     drafter = pair.drafter(method)
     passes = 1 if method == "p-eagle" or not k else k
-    pass_bytes = parameter_bytes(drafter.layers)
+    pass_bytes = module_bytes(drafter.layers)
     if k:
-        pass_bytes += tensor_bytes(drafter.lm_head)
-    return target_bytes + tensor_bytes(drafter.fc.weight) + passes * pass_bytes
-
-
-def parameter_bytes(module: torch.nn.Module) -> int:
-    return sum(tensor_bytes(parameter) for parameter in module.parameters())
+        pass_bytes += table_bytes(drafter.head_table)
+    return target_bytes + table_bytes(drafter.fc.weight) + passes * pass_bytes
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

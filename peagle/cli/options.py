@@ -31,7 +31,9 @@ Drafter = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        "--target", help="A target: a folder, a pair's name or a hub id.", show_default=False
+        "--target",
+        help="A target: a folder, a .gguf file, a pair's name or a hub id.",
+        show_default=False,
     ),
 ]
 Context = Annotated[

@@ -82,6 +82,12 @@ def select_rows(table: Table, ids: Tensor) -> Table:
     return table.select(ids) if isinstance(table, StoredMatrix) else table[ids]
 
 
+def table_bytes(table: Table) -> int:
+    """The memory that a table takes."""
+    tensor = table.blocks if isinstance(table, StoredMatrix) else table
+    return tensor.numel() * tensor.element_size()
+
+
 def dense(table: Table, dtype: torch.dtype | None = None) -> Tensor:
     """The whole table as a tensor; that of a StoredMatrix is computed anew in every call."""
     tensor = table.dequantize() if isinstance(table, StoredMatrix) else table

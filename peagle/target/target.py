@@ -28,7 +28,7 @@ from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, table_rows
 from peagle.paths import STORED_FILE
 from peagle.target.cache import RollbackCache
 from peagle.target.gguf.config_folder import config_folder
-from peagle.target.gguf.header import read_header
+from peagle.target.gguf.header import GGUFHeader, read_header
 from peagle.target.gguf.model import load_model, stored_format
 from peagle.target.loading_error import loading_reason
 from peagle.target.precision import SpeedChoice
@@ -67,6 +67,7 @@ class Target:
     requested_context: int | None = None
     # The formats of a GGUF file whose weights stay as stored, such as Q4_K/Q6_K.
     stored_format: str | None = None
+    gguf: GGUFHeader | None = None  # the file that the weights as stored are mapped from
 
     def __init__(
         self,
@@ -193,6 +194,11 @@ class Target:
             # Only the target's own modules give up their codes when an engine merges them.
             vars(module).pop("quantized_weight", None)
         return private
+
+    def release_pages(self) -> None:
+        """Give back the memory of a GGUF file whose weights an engine has packed."""
+        if self.gguf is not None:
+            self.gguf.release_pages()
 
     def new_cache(self) -> RollbackCache:
         return RollbackCache(len(self.layers))
@@ -325,6 +331,7 @@ def load_gguf(
     target = Target(model.to(device), load_tokenizer(folder), context=context)
     target.folder = folder.resolve()
     target.stored_format = stored_format(model)
+    target.gguf = header if stored else None
     return target
 
 

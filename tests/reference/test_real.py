@@ -11,12 +11,15 @@ import jsonschema
 import pytest
 import torch
 
+from peagle.catalog import find_pair
 from peagle.core import Method, Sampling
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
+from peagle.pull import pull
 from peagle.reference import reference
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
+from peagle.target import load_target
 from tests.support.decoding import PATTERNS, Oracle, plain, tokens_of, transformers_generate
 
 PROMPTS = (Path(__file__).parents[1] / "support" / "prompts.txt").read_text().splitlines()
@@ -58,6 +61,22 @@ def test_lossless_short(real: LoadedPair, text: str) -> None:
     expected = cached_roads(real, text, count=24)
     for method in DRAFTED:
         cache_free_road(real, text, method, expected[:6])
+
+
+def test_weights_as_stored() -> None:
+    """The pair's own GGUF file: the engine's answers are those of transformers' modules."""
+    pair = find_pair("smollm2-135m")
+    folder = pull(pair, complete=True)
+    if not (folder / "model.gguf").is_file():
+        pytest.skip("the GGUF file could not be fetched")
+    target = load_target(folder, torch.float32, "cpu", "smollm2-135m", stored=True)
+    stored = LoadedPair(pair, target)
+    ids = stored.encode(PROMPTS[0])
+    expected = plain(target, ids, 8)
+    for method in ("none", *DRAFTED):
+        answer = stored.generate(ids, method=method, max_tokens=8)
+        assert answer.token_ids == expected
+        assert answer.weights.startswith("Q4_1") and answer.dtype == "float32"
 
 
 @pytest.mark.slow

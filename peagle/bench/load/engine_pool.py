@@ -10,6 +10,7 @@ from peagle.core import parse_method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.step.stepper_size import kv_shapes
 from peagle.loaded import LoadedPair
+from peagle.target.gguf.modules import weight_bytes
 
 ENGINE_MEMORY_FRACTION = 0.6  # of the free memory
 EXTRA_POSITIONS = 128  # beside a request's own: the largest tree, twice
@@ -86,7 +87,7 @@ class EnginePool:
         kv_bytes = min(self.kv_tokens * self._position_bytes(method), self.budget_bytes)
         if target.device.type != "cpu" or target.dtype == torch.float32:
             return kv_bytes
-        return kv_bytes + sum(p.numel() * p.element_size() for p in target.model.parameters())
+        return kv_bytes + weight_bytes(target.model)
 
     def _free(self, needed_bytes: int) -> None:
         """Close engines until this many bytes fit into the budget."""

@@ -7,6 +7,7 @@ import typer
 from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.cli.application import app, err
 from peagle.cli.options import Json
+from peagle.errors import UserError
 
 
 @app.command()
@@ -46,6 +47,8 @@ def quantize(
     folder = folder or Path(f"{Path(pair.name).name}-{to}")
     with progress_bars(err, quiet=as_json) as progress:
         source = pull(pair, progress=progress)
+        if source.is_file():
+            raise UserError(f"{source} is quantized already: give a folder with safetensors")
         result = write(source, folder, format, progress, group)
     if as_json:
         print(json.dumps({"folder": str(folder)} | result.as_dict()))

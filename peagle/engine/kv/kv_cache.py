@@ -6,6 +6,8 @@ page_table[j // page_size] * page_size + j % page_size. One page beyond those th
 hands out takes the rows that are not stored.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -29,6 +31,24 @@ class KVShape:
     def bytes(self) -> int:
         """Bytes of the keys and values of one position."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def new_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU memory is used from the first write on, page by page.
+
+    torch.zeros writes all of them: 1.5 GB for the positions that a server of SmolLM2-135M has, of
+    which one request needs few. (np.zeros does not, but asks for pages of 2 MB.)
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    is_unix = hasattr(mmap, "MAP_PRIVATE")
+    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_unix else {}
+    try:
+        memory = mmap.mmap(-1, size, **options)
+    except OSError as error:
+        raise torch.OutOfMemoryError(f"not enough memory for {size:,} bytes") from error
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KVCache:
@@ -58,7 +78,7 @@ class KVCache:
             count = len(list(group))
             width = shape.kv_heads * shape.head_dim
             # Zeros, because a masked key is still multiplied (by zero).
-            block = torch.zeros(2 * count, num_slots, width, dtype=shape.dtype, device=device)
+            block = new_zeros((2 * count, num_slots, width), shape.dtype, device)
             heads = block.unflatten(2, (shape.kv_heads, shape.head_dim)).unbind()
             self.keys += heads[:count]
             self.values += heads[count:]

@@ -67,6 +67,7 @@ class Stepper:
         self.prefill = PrefillRunner(
             self.verifier, self.drafter, self.slots, self.kv_cache, self.graphs, weights
         )
+        target.release_pages()
         self._forced_acceptance: Tensor | None = None
         # By batch size: the slots of the last step, and the device tensor that graphs read.
         self._slot_indices: dict[int, tuple[list[int], Tensor]] = {}

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.kernels.stored_matrix import StoredMatrix, Table, table_rows
+from peagle.kernels.stored_matrix import StoredMatrix, Table
 from peagle.kernels.triton import uses_triton
 from peagle.row_layout import draft_rows
 
@@ -66,6 +66,11 @@ class ExpandedRows(NamedTuple):
     draft_rows: Tensor  # [B * K] int64: the rows that predict drafts 1..K of each request
 
 
+def look_up(table: Table, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows `ids` of a table; `dtype`: of the rows of a stored one. An id may be -1."""
+    return table.rows(ids).to(dtype) if isinstance(table, StoredMatrix) else table[ids]
+
+
 def reference(block: VerifiedBlock, inputs: DrafterInputs, page_size: int, k: int) -> ExpandedRows:
     """The same computation in plain PyTorch: the ragged rows of `draft_rows`, moved apart."""
     batch, width = block.ids.shape
@@ -88,11 +93,7 @@ def reference(block: VerifiedBlock, inputs: DrafterInputs, page_size: int, k: in
     shift = row_starts - rows.starts[:-1]  # from a ragged row of a request to its padded one
     padded_row = torch.arange(len(request), device=device) + shift[request]
     is_mask_id = rows.ids.eq(inputs.mask_id)[:, None]
-    table = inputs.embed_tokens
-    if isinstance(table, StoredMatrix):
-        token_embeds = table_rows(table, rows.ids, block.hidden.dtype)
-    else:
-        token_embeds = table[rows.ids]
+    token_embeds = look_up(inputs.embed_tokens, rows.ids, block.hidden.dtype)
     embeds = token_embeds.new_zeros(total, token_embeds.shape[1])
     embeds[padded_row] = torch.where(
         is_mask_id, inputs.mask_embedding.to(embeds.dtype), token_embeds

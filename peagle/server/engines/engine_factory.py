@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from peagle.core import Method
-from peagle.engine.gc_tuning import freeze_live_objects
+from peagle.engine.gc_tuning import freeze_live_objects, trim_heap
 from peagle.errors import UserError
 from peagle.server.engines.method_choice import EngineKey, choose_method
 from peagle.server.http.errors import ApiError
@@ -51,6 +51,7 @@ class EngineFactory:
     def build_main(self) -> "Engine":
         engine = self.build(self.key, self.settings.kv_tokens, self.settings.max_batch)
         engine.warm_up()
+        trim_heap()
         return engine
 
     def build_extra(self, key: EngineKey) -> "Engine":

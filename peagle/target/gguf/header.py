@@ -64,10 +64,20 @@ class GGUFHeader:
         return str(self.metadata.get("general.architecture", ""))
 
     @cached_property
+    def mapping(self) -> mmap.mmap:
+        """The file in memory: bytes are read when they are used."""
+        with self.path.open("rb") as file:
+            # A private copy in name only, because nobody writes: PyTorch wants writable memory.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    @cached_property
     def data(self) -> Tensor:
-        """The whole file, mapped into memory: bytes are read when they are used."""
-        size = self.path.stat().st_size
-        return torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+        return torch.frombuffer(self.mapping, dtype=torch.uint8)
+
+    def release_pages(self) -> None:
+        """Give the memory of the file's bytes back; those that are used again are read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.mapping.madvise(mmap.MADV_DONTNEED)
 
     def bytes_of(self, info: TensorInfo) -> Tensor:
         """The bytes of a tensor, [outermost dimension, bytes of a row] uint8."""

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from peagle.kernels.stored_matrix import Table, dense, table_rows
+from peagle.kernels.stored_matrix import Table, dense, table_bytes, table_rows
+
+MAX_OUTPUTS = 8192  # that are widened at once
 
 
 class StoredLinear(nn.Module):
@@ -29,7 +31,13 @@ class StoredLinear(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, dense(self.weight, x.dtype), self.bias)
+        """Of a large matrix (lm_head), some outputs at a time are widened."""
+        if len(self.weight) <= MAX_OUTPUTS:
+            return linear(x, dense(self.weight, x.dtype), self.bias)
+        ids = torch.arange(len(self.weight), device=x.device).split(MAX_OUTPUTS)
+        parts = [linear(x, table_rows(self.weight, part, x.dtype)) for part in ids]
+        out = torch.cat(parts, -1)
+        return out if self.bias is None else out + self.bias
 
 
 class StoredEmbedding(nn.Module):
@@ -43,3 +51,10 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return table_rows(self.weight, ids, self.dtype)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """The memory of a module's parameters and of its weights as stored, shared ones once."""
+    stored = [x for x in module.modules() if isinstance(x, (StoredLinear, StoredEmbedding))]
+    tables = {id(x.weight): x.weight for x in stored}
+    return sum(table_bytes(x) for x in (*module.parameters(), *tables.values()))
