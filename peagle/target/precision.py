@@ -44,11 +44,11 @@ class SpeedChoice:
 
     @property
     def text(self) -> str:
-        """`bfloat16: 5.2 ms for a pass of 8 rows; float32: 11.0 ms`"""
+        """`bfloat16: 5.21 ms for a pass of 8 rows; float32: 11 ms`"""
         rows = max(ROW_COUNTS)
         others = [name for name in self.times if name != self.chosen]
-        first = f"{self.chosen}: {self.times[self.chosen][rows]:.1f} ms for a pass of {rows} rows"
-        return "; ".join([first, *(f"{name}: {self.times[name][rows]:.1f} ms" for name in others)])
+        first = f"{self.chosen}: {self.times[self.chosen][rows]:.3g} ms for a pass of {rows} rows"
+        return "; ".join([first, *(f"{name}: {self.times[name][rows]:.3g} ms" for name in others)])
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -179,7 +179,7 @@ def test_overload_is_more_than_the_cores(
 
 def test_the_choice_says_why() -> None:
     choice = measured_choice(SMALL, "Q4_1", CountedMeasure(passes(float32=9, bfloat16=8, Q4_1=3)))
-    assert choice.text == ("Q4_1: 3.0 ms for a pass of 8 rows; float32: 9.0 ms; bfloat16: 8.0 ms")
+    assert choice.text == ("Q4_1: 3 ms for a pass of 8 rows; float32: 9 ms; bfloat16: 8 ms")
     assert choice.stored and choice.dtype == torch.float32
     assert choice.as_dict()["pass_ms"]["Q4_1"] == {"1": 3, "4": 3, "8": 3}
 
