@@ -4,7 +4,6 @@ python -m benchmarks.llamacpp.peagle_worker PAIR DTYPE THREADS CONTEXT
 """
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -106,7 +105,6 @@ class PeagleModel:
             "weights": engine.weights,
             "weight_bytes": weight_bytes(engine),
             "threads": torch.get_num_threads(),
-            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
 
