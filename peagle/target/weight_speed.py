@@ -90,7 +90,7 @@ def build_stored(shape: Shape, stored_format: str) -> Multiply | None:
     row_bytes = shape[1] // block.inputs * block.size
     blocks = torch.randint(MAX_SCALE_BYTE, (shape[0], row_bytes), dtype=torch.uint8)
     weight = StoredMatrix(stored_format, blocks)
-    return PackedMatrix(weight) if can_pack(weight) else None  # type: ignore[arg-type]
+    return PackedMatrix(weight) if can_pack(weight) else None
 
 
 @cache

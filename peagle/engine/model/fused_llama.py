@@ -60,9 +60,7 @@ class LlamaLayer:
         if cpu_layer is not None:
             workspace = rows.cached(
                 "layer_workspace",
-                lambda: LayerWorkspace.create(
-                    rows, rope, cpu_layer.scratch_width, normed.dtype
-                ),
+                lambda: LayerWorkspace.create(rows, rope, cpu_layer.scratch_width, normed.dtype),
             )
             return cpu_layer(normed, residual, workspace, keys, values)
         query = rope_store(self.qkv.split_k(normed), rows, rope, keys, values, self.heads)
