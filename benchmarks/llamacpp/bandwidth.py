@@ -24,11 +24,11 @@ class ReadLoop:
             flags = ["-O3", "-march=native", "-pthread"]
             subprocess.run([compiler, *flags, str(SOURCE), "-o", str(self._program)], check=True)
 
-    def measure(self) -> None:
+    def measure(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         """Read the buffer a few times: about a second."""
         if not self._program.exists():
             return
-        numbers = map(str, (self.threads, BUFFER_BYTES, PASSES))
+        numbers = map(str, (self.threads, buffer_bytes, PASSES))
         done = subprocess.run(
             [str(self._program), *numbers], check=True, capture_output=True, text=True
         )

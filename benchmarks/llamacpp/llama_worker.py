@@ -9,7 +9,6 @@ computes one token of every sequence.
 
 import json
 import platform
-import resource
 import sys
 import time
 from typing import Any
@@ -111,7 +110,6 @@ class LlamaModel:
             "kernels": api.llama_print_system_info().decode(),
             "weight_bytes": api.llama_model_size(self.model),
             "threads": api.llama_n_threads(self.context),
-            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
 

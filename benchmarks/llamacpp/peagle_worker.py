@@ -4,14 +4,11 @@ python -m benchmarks.llamacpp.peagle_worker PAIR DTYPE THREADS CONTEXT
 """
 
 import json
-import resource
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.scoring import score
 from peagle.bench.environment import describe_environment
@@ -106,7 +103,6 @@ class PeagleModel:
             "weights": engine.weights,
             "weight_bytes": weight_bytes(engine),
             "threads": torch.get_num_threads(),
-            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
 
@@ -116,16 +112,10 @@ def weight_bytes(engine: Engine) -> int:
     if not hasattr(verifier, "lm_head"):  # transformers' own modules
         raise UserError("the bytes of weights are known for Llama-like targets only")
     weights = [weight for layer in verifier.layers for weight in layer.weights]
-    return sum(sum(map(tensor_bytes, read_tensors(w))) for w in [*weights, verifier.lm_head])
-
-
-def read_tensors(weight: Any) -> Iterator[Tensor]:
-    if weight.matrix is not None:
-        yield from (x for x in vars(weight.matrix).values() if isinstance(x, Tensor))
-    elif weight.mkldnn_weight is not None:
-        yield weight.weight  # An opaque tensor does not tell its size, which is about the same.
-    else:
-        yield weight.weight
+    return sum(
+        tensor_bytes(weight.weight) if weight.matrix is None else weight.matrix.nbytes
+        for weight in [*weights, verifier.lm_head]
+    )
 
 
 def answer(model: PeagleModel, request: dict[str, Any]) -> dict[str, Any]:

@@ -80,19 +80,7 @@ def print_report(record: dict[str, Any]) -> None:
     print(f"torch {environment['torch']}, {record['llama.cpp']['version']}")
     print(f"llama.cpp: {record['llama.cpp']['kernels'].strip(' |')}")
     for name in ("peagle", "peagle_int8", "llama.cpp"):
-        engine = record[name]
-        if "error" in engine:
-            print(f"{name}: {engine['error']}")
-            continue
-        print(
-            f"{name}: {engine['weight_bytes'] / 1e6:.1f} MB of weights per pass"
-            + (
-                f" ({engine['dtype']}, {engine['weights']}, kernels {engine['kernels']})"
-                if "dtype" in engine
-                else ""
-            )
-            + f", peak memory {engine['peak_memory_bytes'] / 1e6:.0f} MB"
-        )
+        print(f"{name}: {describe_engine(record[name])}")
     if (bandwidth := record["bandwidth_bytes_per_second"]) is not None:
         print(f"memory bandwidth, plain read loop: {bandwidth / 1e9:.1f} GB/s")
     print(f"\n{'':58}{'best':>8}{'median':>8}{'ratio':>7}{'(med)':>7}{'bar':>6}{'share':>7}")
@@ -111,3 +99,12 @@ def case_line(case: dict[str, Any]) -> str:
         f"{case['name']:58}{speed['best']:8.1f}{speed['median']:8.1f}{case['ratio']:7.2f}"
         f"{case['ratio_of_medians']:7.2f}{bar if bar is not None else '':>6}{share:>7}{verdict}"
     )
+
+
+def describe_engine(engine: dict[str, Any]) -> str:
+    if "error" in engine:
+        return str(engine["error"])
+    line = f"{engine['weight_bytes'] / 1e6:.1f} MB of weights per pass"
+    if "dtype" in engine:  # peagle's
+        line += f" ({engine['dtype']}, weights {engine['weights']}, kernels {engine['kernels']})"
+    return line

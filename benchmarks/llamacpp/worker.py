@@ -2,7 +2,7 @@
 
 The first line that a worker prints says that it is ready. Requests are objects with a `kind`:
 
-    {"kind": "describe"}                     versions, kernels, bytes of weights, peak memory
+    {"kind": "describe"}                     versions, kernels, bytes of weights
     {"kind": "decode", "prompts": [[ids]], "max_tokens": 96}
                                              prefill_seconds, decode_seconds, decoded_tokens,
                                              answers

@@ -15,8 +15,8 @@ from peagle.doctor.software import (
     software_facts,
 )
 from peagle.pull.pull import target_folder
-from peagle.target.matrix_shapes import read_shapes
-from peagle.target.precision import SpeedChoice, measured_choice
+from peagle.target.gguf.choice import choose_weights
+from peagle.target.precision import SpeedChoice
 
 GB = 1e9
 MIB = 1 << 20
@@ -27,7 +27,7 @@ class DoctorReport:
     cpu: CpuFacts
     kernels: KernelFacts
     pair: str  # whose target the choice holds for
-    choice: SpeedChoice  # of dtype "auto" on the CPU
+    choice: SpeedChoice | None  # of dtype "auto" on the CPU; None: a GGUF file runs as stored
     gpu: GpuFacts
     memory: MemoryFacts
     disk: DiskFacts
@@ -37,7 +37,7 @@ class DoctorReport:
         parts = ("cpu", "kernels", "gpu", "memory", "disk", "software")
         return {
             **{name: asdict(getattr(self, name)) for name in parts},
-            "auto": {"pair": self.pair, **self.choice.as_dict()},
+            "auto": {"pair": self.pair, **(self.choice.as_dict() if self.choice else {})},
         }
 
     def lines(self) -> list[tuple[str, str]]:
@@ -59,7 +59,7 @@ def examine(pair: Pair) -> DoctorReport:
         cpu=cpu,
         kernels=kernel_facts(cpu),
         pair=pair.name,
-        choice=measured_choice(read_shapes(pair.target.folder or target_folder(pair))),
+        choice=choose_weights(pair.target.folder or target_folder(pair), "auto", "cpu").speed,
         gpu=gpu_facts(),
         memory=memory_facts(),
         disk=disk_facts(),
@@ -97,8 +97,10 @@ def text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def choice_lines(pair: str, choice: SpeedChoice) -> list[tuple[str, str]]:
+def choice_lines(pair: str, choice: SpeedChoice | None) -> list[tuple[str, str]]:
     """The times of a pass, for each candidate and number of rows."""
+    if choice is None:
+        return [("dtype auto", f"{pair} runs as stored, with float32 activations")]
     lines = [("dtype auto", f"{choice.chosen} for {pair}; milliseconds of a pass, measured here:")]
     for name, times in choice.times.items():
         figures = ", ".join(f"{count(rows, 'row')} {ms:.2f}" for rows, ms in times.items())

@@ -1,6 +1,7 @@
 """The dtype for computation. `auto` on a CPU is measured once per kind of machine and target."""
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from peagle.target.weight_speed import ROW_COUNTS, PassTimes, measure_passes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_STORED = 64  # measurements that are remembered; the oldest are dropped
 MIN_SPEEDUP = 1.1  # what is less precise, or needs more memory, must be clearly faster
+MAX_LOAD = 1.5  # running processes per core, over the last minute
 Measure = Callable[[MatrixShapes, str | None], dict[str, PassTimes]]
 
 
@@ -42,11 +44,11 @@ class SpeedChoice:
 
     @property
     def text(self) -> str:
-        """`bfloat16: 5.2 ms for a pass of 8 rows; float32: 11.0 ms`"""
+        """`bfloat16: 5.21 ms for a pass of 8 rows; float32: 11 ms`"""
         rows = max(ROW_COUNTS)
         others = [name for name in self.times if name != self.chosen]
-        first = f"{self.chosen}: {self.times[self.chosen][rows]:.1f} ms for a pass of {rows} rows"
-        return "; ".join([first, *(f"{name}: {self.times[name][rows]:.1f} ms" for name in others)])
+        first = f"{self.chosen}: {self.times[self.chosen][rows]:.3g} ms for a pass of {rows} rows"
+        return "; ".join([first, *(f"{name}: {self.times[name][rows]:.3g} ms" for name in others)])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -100,11 +102,21 @@ def measured_choice(
         times = read_times(stored[key])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         times = measure(shapes, stored_format)
-        with suppress(OSError):  # in a read-only folder, the next call measures again
-            stored.pop(key, None)  # the new one is the last
-            stored[key] = times
-            write_json(path, dict(list(stored.items())[-MAX_STORED:]))
+        if not is_overloaded():
+            with suppress(OSError):  # in a read-only folder, the next call measures again
+                stored.pop(key, None)  # the new one is the last
+                stored[key] = times
+                write_json(path, dict(list(stored.items())[-MAX_STORED:]))
     return SpeedChoice(choose_candidate(times), times, machine)
+
+
+def is_overloaded() -> bool:
+    """Whether processes wait for a core: times measured now are used, but not remembered."""
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        return False
+    return load > MAX_LOAD * (os.cpu_count() or 1)
 
 
 def read_times(record: dict[str, Any]) -> dict[str, PassTimes]:

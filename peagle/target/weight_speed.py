@@ -90,7 +90,7 @@ def build_stored(shape: Shape, stored_format: str) -> Multiply | None:
     row_bytes = shape[1] // block.inputs * block.size
     blocks = torch.randint(MAX_SCALE_BYTE, (shape[0], row_bytes), dtype=torch.uint8)
     weight = StoredMatrix(stored_format, blocks)
-    return PackedMatrix(weight) if can_pack(weight) else None  # type: ignore[arg-type]
+    return PackedMatrix(weight) if can_pack(weight) else None
 
 
 @cache
@@ -100,40 +100,50 @@ def random_weight(shape: Shape) -> Tensor:
 
 
 class Probe:
-    """The matrices of one candidate, and the best times so far."""
+    """The matrices of one candidate, and the best times of their products.
+
+    Products are timed one by one, and the fastest of a shape counts: on a busy machine most of
+    them wait for other processes, hundreds of times as long as they take.
+    """
 
     def __init__(self, candidate: Candidate, shapes: MatrixShapes, max_bytes: float) -> None:
-        sample = shapes.sample(max_bytes / candidate.bytes_per_weight)
-        built = [candidate.build(shape) for shape in sample]
+        self.sample = shapes.sample(max_bytes / candidate.bytes_per_weight)
+        built = [candidate.build(shape) for shape in self.sample]
         self.matrices = [multiply for multiply in built if multiply is not None]
-        self.supported = len(self.matrices) == len(sample)
+        self.supported = len(self.matrices) == len(self.sample)
         self.inputs = {
-            rows: {k: torch.randn(rows, k).to(candidate.dtype) for _, k in sample}
+            rows: {k: torch.randn(rows, k).to(candidate.dtype) for _, k in self.sample}
             for rows in ROW_COUNTS
         }
-        self.input_sizes = [k for _, k in sample]
         # From the sampled matrices to all of the target.
-        self.factor = shapes.weights / sum(n * k for n, k in sample)
-        self.best = dict.fromkeys(ROW_COUNTS, float("inf"))
+        self.factor = shapes.weights / sum(n * k for n, k in self.sample)
+        self.best: dict[tuple[int, Shape], float] = {}  # seconds, by rows and shape
 
-    def run(self, rows: int) -> None:
+    def run(self, rows: int, max_seconds: float) -> None:
+        """Multiply every matrix once; after `max_seconds`, only shapes that have no time yet."""
         inputs = self.inputs[rows]
-        started = time.perf_counter()
-        for multiply, k in zip(self.matrices, self.input_sizes, strict=True):
-            multiply(inputs[k])
-        seconds = time.perf_counter() - started
-        self.best[rows] = min(self.best[rows], seconds)
+        deadline = time.perf_counter() + max_seconds
+        for multiply, shape in zip(self.matrices, self.sample, strict=True):
+            known = self.best.get((rows, shape), float("inf"))
+            started = time.perf_counter()
+            if started > deadline and known < float("inf"):
+                continue
+            multiply(inputs[shape[1]])
+            self.best[rows, shape] = min(known, time.perf_counter() - started)
 
     @property
     def times(self) -> PassTimes:
-        return {rows: round(1000 * self.factor * t, 3) for rows, t in self.best.items()}
+        return {
+            rows: round(1000 * self.factor * sum(self.best[rows, x] for x in self.sample), 3)
+            for rows in ROW_COUNTS
+        }
 
 
 @torch.inference_mode()
 def measure_passes(
     shapes: MatrixShapes, stored_format: str | None = None, max_bytes: float | None = None
 ) -> dict[str, PassTimes]:
-    """Time every candidate that this machine supports; the best of interleaved rounds."""
+    """Time every candidate that this machine supports, in interleaved rounds: about 2 seconds."""
     max_bytes = max_bytes or sample_bytes()
     probes = {
         candidate.name: Probe(candidate, shapes, max_bytes)
@@ -146,12 +156,13 @@ def measure_passes(
 
 
 def run_rounds(probes: Sequence[Probe]) -> None:
-    started = time.perf_counter()
-    for i in range(MAX_ROUNDS):
+    deadline = time.perf_counter() + MAX_SECONDS
+    run_seconds = MAX_SECONDS / (MIN_ROUNDS * len(ROW_COUNTS) * max(1, len(probes)))
+    for _ in range(MAX_ROUNDS):
         for rows in ROW_COUNTS:
             for probe in probes:
-                probe.run(rows)
-        if i + 1 >= MIN_ROUNDS and time.perf_counter() - started > MAX_SECONDS:
+                probe.run(rows, run_seconds)
+        if time.perf_counter() > deadline:
             break
 
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from peagle.catalog.pair import DrafterSource
+from peagle.cli import app
+from peagle.engine import Engine, EngineConfig
 from peagle.evaluate import demo
 from peagle.loaded import LoadedPair, load
 from tests.support.command_line import run, save_tiny_pair
@@ -25,6 +28,7 @@ COMMANDS += [
     "catalog validate",
     "deploy vllm",
     "deploy kserve",
+    "doctor",
 ]
 
 
@@ -85,6 +89,30 @@ def test_sampling_repeats_and_tells_its_seed(tiny: Path) -> None:
         tiny, "--drafter", tiny / "p-eagle", "--temperature", 1.5, "--seed", first["seed"]
     )
     assert again["token_ids"] == first["token_ids"]
+
+
+def test_a_measured_dtype_is_shown_with_its_times(tiny: Path) -> None:
+    command = ["generate", str(tiny / "target"), "w6 w9", "--method", "none", "--device", "cpu"]
+    shown = CliRunner().invoke(app, command).stderr
+    assert "measured on this CPU: " in shown and "ms for a pass of 8 rows" in shown
+    named = CliRunner().invoke(app, [*command, "--dtype", "float32"]).stderr
+    assert "tokens/s" in named and "measured" not in named
+
+
+def test_the_status_of_an_engine_has_the_dtype_and_its_times(tiny: Path) -> None:
+    for dtype in ("auto", "float32"):
+        pair = load(str(tiny / "target"), dtype=dtype, device="cpu")
+        config = EngineConfig(method="none", max_batch=1, kv_tokens=256, thread=False)
+        with Engine(pair, config) as engine:
+            status = engine.status()
+        assert status["dtype"] == str(pair.target.dtype).removeprefix("torch.")
+        choice = status["dtype_choice"]
+        if dtype == "float32":
+            assert choice is None
+        else:
+            assert choice["chosen"] == status["dtype"]
+            assert choice["pass_ms"].keys() == {"float32", "bfloat16"}
+        json.dumps(status)
 
 
 def test_export_and_check(tiny: Path, tmp_path: Path) -> None:

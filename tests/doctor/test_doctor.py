@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from peagle.doctor import cpu, examine, gpu, report
 from peagle.doctor.cpu import CpuFacts, limitations
 from peagle.doctor.software import disk_facts, memory_facts, software_facts
 from peagle.target import precision
-from peagle.target.matrix_shapes import MatrixShapes
+from peagle.target.gguf.choice import choose_weights
 from peagle.target.weight_speed import ROW_COUNTS
 
 AVX512 = CpuFacts("x", "x86_64", ("avx2", "avx512f", "avx512_vnni", "avx512_bf16"), 2, 2, 1 << 20)
@@ -28,10 +29,7 @@ def quick_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     monkeypatch.setattr(precision, "kernel_state", lambda: library_state)
 
-    def choice(shapes: MatrixShapes) -> precision.SpeedChoice:
-        return precision.measured_choice(shapes, measure=lambda *_: TIMES)
-
-    monkeypatch.setattr(report, "measured_choice", choice)
+    monkeypatch.setattr(report, "choose_weights", partial(choose_weights, measure=lambda *_: TIMES))
 
 
 def reasons(state: str, facts: CpuFacts, **environment: str) -> list[str]:
@@ -147,7 +145,13 @@ def test_a_gpu_is_described() -> None:
     ]
 
 
+def test_a_gguf_file_runs_as_stored() -> None:
+    assert report.choice_lines("m.gguf", None) == [
+        ("dtype auto", "m.gguf runs as stored, with float32 activations")
+    ]
+
+
 def test_examine_downloads_nothing(tmp_path: Path) -> None:
     found = examine(find_pair(DEFAULT_PAIR))
-    assert found.choice.times == TIMES
+    assert found.choice is not None and found.choice.times == TIMES
     assert not (tmp_path / "targets").exists()

@@ -1,6 +1,7 @@
 """The dtype is measured once per machine and target, remembered, and obeyed."""
 
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class CountedMeasure:
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    monkeypatch.setattr(precision, "is_overloaded", lambda: False)
     return tmp_path
 
 
@@ -155,9 +157,29 @@ def test_a_read_only_folder_measures_every_time(
     assert len(measure.calls) == 2
 
 
+def test_times_of_an_overloaded_machine_are_not_remembered(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = CountedMeasure(passes(float32=2, bfloat16=1))
+    monkeypatch.setattr(precision, "is_overloaded", lambda: True)
+    for _ in range(2):
+        assert measured_choice(SMALL, measure=measure).chosen == "bfloat16"
+    assert len(measure.calls) == 2 and not (own_home / "precision.json").exists()
+
+
+@pytest.mark.parametrize(("load", "expected"), [(1.0, False), (2.9, False), (3.1, True)])
+def test_overload_is_more_than_the_cores(
+    load: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the real `is_overloaded`
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert precision.is_overloaded() == expected
+
+
 def test_the_choice_says_why() -> None:
     choice = measured_choice(SMALL, "Q4_1", CountedMeasure(passes(float32=9, bfloat16=8, Q4_1=3)))
-    assert choice.text == ("Q4_1: 3.0 ms for a pass of 8 rows; float32: 9.0 ms; bfloat16: 8.0 ms")
+    assert choice.text == ("Q4_1: 3 ms for a pass of 8 rows; float32: 9 ms; bfloat16: 8 ms")
     assert choice.stored and choice.dtype == torch.float32
     assert choice.as_dict()["pass_ms"]["Q4_1"] == {"1": 3, "4": 3, "8": 3}
 

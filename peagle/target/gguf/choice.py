@@ -1,13 +1,16 @@
 """Which weights of a target run: those of a GGUF file as stored, or its safetensors."""
 
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from peagle.kernels.cpu.library import library
 from peagle.paths import STORED_FILE
-from peagle.target.precision import SpeedChoice, choose_dtype
+from peagle.target.gguf.header import GGUFHeader, read_header
+from peagle.target.matrix_shapes import read_shapes
+from peagle.target.precision import Measure, SpeedChoice, choose_dtype, measured_choice
+from peagle.target.weight_speed import measure_passes
 
 
 class WeightChoice(NamedTuple):
@@ -16,16 +19,35 @@ class WeightChoice(NamedTuple):
     speed: SpeedChoice | None = None  # the measurement behind it, if there was one
 
 
-def choose_weights(path: Path, dtype: str, device: str, allow_stored: bool = True) -> WeightChoice:
+def choose_weights(
+    path: Path,
+    dtype: str,
+    device: str,
+    allow_stored: bool = True,
+    measure: Measure = measure_passes,
+) -> WeightChoice:
     """The weights that run for `path` (a folder or a GGUF file), and the dtype of activations.
 
-    On a CPU with dtype "auto", weights as stored run with float32 activations: they lose nothing,
-    and a step reads the fewest bytes. A folder's are used only if the C kernels read them.
+    A GGUF file runs as stored on a CPU, with float32 activations unless a dtype is given. With
+    dtype "auto" on a CPU, a folder that has one runs as stored unless its safetensors are clearly
+    faster here (precision.py).
     """
-    if not allow_stored or not device.startswith("cpu"):
-        return WeightChoice(False, choose_dtype(dtype, device))
-    if path.is_file():
+    on_cpu = device.startswith("cpu")
+    if on_cpu and allow_stored and path.is_file():
         return WeightChoice(True, torch.float32 if dtype == "auto" else choose_dtype(dtype, device))
-    if dtype == "auto" and (path / STORED_FILE).is_file() and library() is not None:
-        return WeightChoice(True, torch.float32)
-    return WeightChoice(False, choose_dtype(dtype, device))
+    if dtype != "auto" or not on_cpu:
+        return WeightChoice(False, choose_dtype(dtype, device))
+    file = path / STORED_FILE
+    has_stored = allow_stored and file.is_file()
+    stored_format = main_format(read_header(file)) if has_stored else None
+    speed = measured_choice(read_shapes(path), stored_format, measure)
+    return WeightChoice(speed.stored, speed.dtype, speed)
+
+
+def main_format(header: GGUFHeader) -> str | None:
+    """The format of most bytes of the matrices; None if there are no matrices."""
+    sizes: Counter[str] = Counter()
+    for info in header.tensors.values():
+        if len(info.shape) == 2:
+            sizes[info.format] += info.size
+    return sizes.most_common(1)[0][0] if sizes else None

@@ -13,6 +13,8 @@ from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from peagle.target import Target, load_target
 from peagle.target.gguf.choice import choose_weights
 from peagle.target.gguf.modules import StoredEmbedding, StoredLinear
+from peagle.target.matrix_shapes import MatrixShapes
+from peagle.target.weight_speed import ROW_COUNTS, PassTimes
 from tests.support.gguf_files import CONTEXT, HEADS, HIDDEN, TinyGGUF, transformers_model
 
 IDS = torch.tensor([3, 90, 17, 17, 4, 55, 8])
@@ -21,6 +23,7 @@ IDS = torch.tensor([3, 90, 17, 17, 4, 55, 8])
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("peagle.target.precision.is_overloaded", lambda: False)
 
 
 def stored(path: Path, **options: object) -> Target:
@@ -137,22 +140,51 @@ def test_rows_are_read_from_the_mapped_file(tmp_path: Path) -> None:
     assert sizes["q_proj"] < size and sizes["k_proj"] < size
 
 
-def test_which_weights_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_weights_run(tmp_path: Path) -> None:
     file = TinyGGUF(tmp_path / "m.gguf").write()
     folder = tmp_path / "target"
     load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
-    monkeypatch.setattr("peagle.target.gguf.choice.library", lambda: object())
-    monkeypatch.setattr("peagle.target.gguf.choice.choose_dtype", lambda *_: torch.bfloat16)
-    assert choose_weights(folder, "auto", "cpu") == (False, torch.bfloat16)
+    measured: list[str | None] = []
+
+    def measure(shapes: MatrixShapes, stored_format: str | None) -> dict[str, PassTimes]:
+        measured.append(stored_format)
+        assert shapes.hidden_size == HIDDEN
+        milliseconds = {"float32": 3.0, "bfloat16": 2.0} | (
+            {stored_format: 1.0} if stored_format else {}
+        )
+        return {name: dict.fromkeys(ROW_COUNTS, ms) for name, ms in milliseconds.items()}
+
+    def choice(path: Path, dtype: str, device: str, allow: bool = True) -> tuple[object, ...]:
+        return choose_weights(path, dtype, device, allow, measure)[:2]
+
+    assert choice(folder, "auto", "cpu") == (False, torch.bfloat16)
     shutil.copy(file, folder / "model.gguf")
-    assert choose_weights(folder, "auto", "cpu") == (True, torch.float32)
-    assert choose_weights(folder, "bfloat16", "cpu") == (False, torch.bfloat16)
-    assert choose_weights(folder, "auto", "cuda") == (False, torch.bfloat16)
-    assert choose_weights(folder, "auto", "cpu", allow_stored=False) == (False, torch.bfloat16)
-    assert choose_weights(file, "auto", "cpu") == (True, torch.float32)
-    assert choose_weights(file, "bfloat16", "cpu") == (True, torch.bfloat16)
-    assert choose_weights(file, "auto", "cuda") == (False, torch.bfloat16)
-    monkeypatch.setattr("peagle.target.gguf.choice.library", lambda: None)
-    assert choose_weights(folder, "auto", "cpu") == (False, torch.bfloat16)
+    assert choice(folder, "auto", "cpu") == (True, torch.float32)
+    assert measured == [None, "Q4_1"]
+    assert choice(folder, "bfloat16", "cpu") == (False, torch.bfloat16)
+    assert choice(folder, "auto", "cuda") == (False, torch.bfloat16)
+    assert choice(folder, "auto", "cpu", False) == (False, torch.bfloat16)
+    assert choice(file, "auto", "cpu") == (True, torch.float32)
+    assert choice(file, "bfloat16", "cpu") == (True, torch.bfloat16)
+    assert choice(file, "auto", "cuda") == (False, torch.bfloat16)
+
+
+def test_stored_weights_that_are_slower_do_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    file = TinyGGUF(tmp_path / "m.gguf").write()
+    load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
+    shutil.copy(file, folder / "model.gguf")
+    times = {"float32": 1.0, "bfloat16": 0.99, "Q4_1": 2.0}
+    passes = {name: dict.fromkeys(ROW_COUNTS, ms) for name, ms in times.items()}
+    chosen = choose_weights(folder, "auto", "cpu", measure=lambda *_: passes)
+    assert chosen[:2] == (False, torch.float32)
+    assert chosen.speed is not None and chosen.speed.times == passes
+
+
+def test_a_folder_with_a_gguf_file_can_run_as_stored(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    file = TinyGGUF(tmp_path / "m.gguf").write()
+    load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
+    shutil.copy(file, folder / "model.gguf")
     target = load_target(folder, torch.float32, "cpu", stored=True)
     check_logits(target, file)
