@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from peagle.kernels.cpu.library import kernel_state
 from peagle.machine import cpu_name
 from peagle.paths import cache_home, write_json
 from peagle.target.matrix_shapes import MatrixShapes, read_shapes
-from peagle.target.weight_speed import ROW_COUNTS, PassTimes, measure_passes
+from peagle.target.weight_speed import BF16_ROWS, ROW_COUNTS, PassTimes, measure_passes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_STORED = 64  # measurements that are remembered; the oldest are dropped
@@ -28,19 +28,27 @@ Measure = Callable[[MatrixShapes, str | None], dict[str, PassTimes]]
 class SpeedChoice:
     """What `auto` chooses on this CPU, and the times behind it."""
 
-    chosen: str  # float32, bfloat16, or the format of a GGUF file's blocks
+    chosen: str  # float32, bfloat16, `Q4_1` or `Q4_1 with bfloat16` for example
     times: dict[str, PassTimes]  # candidate -> rows -> milliseconds of a pass of the target
     machine: str  # CPU, kernels, threads and versions for which it holds
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations: weights as stored are multiplied with float32."""
-        return DTYPES.get(self.chosen, torch.float32)
+        """Of the activations."""
+        rounds = self.chosen.endswith(BF16_ROWS)
+        return torch.bfloat16 if rounds else DTYPES.get(self.chosen, torch.float32)
 
     @property
     def stored(self) -> bool:
         """Whether weights stay as a GGUF file stores them."""
         return self.chosen not in DTYPES
+
+    def among_stored(self) -> "SpeedChoice":
+        """The choice if only the stored weights exist; float32 if no kernel reads them."""
+        times = {name: t for name, t in self.times.items() if name not in DTYPES}
+        if not times:
+            return replace(self, chosen="float32")
+        return replace(self, chosen=choose_candidate(times), times=times)
 
     @property
     def text(self) -> str:
@@ -135,7 +143,8 @@ def choose_candidate(times: dict[str, PassTimes]) -> str:
     Stored weights lose nothing and take the least memory; bfloat16 rounds the activations. The
     time is that of all measured numbers of rows, from a plain step to a verify step.
     """
-    order = [*(name for name in times if name not in DTYPES), "float32", "bfloat16"]
+    dtypes = [name for name in ("float32", "bfloat16") if name in times]
+    order = [*(name for name in times if name not in DTYPES), *dtypes]
     best = order[0]
     for name in order[1:]:
         if sum(times[name].values()) * MIN_SPEEDUP < sum(times[best].values()):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from peagle.kernels.cpu.library import kernel_build
 from peagle.kernels.cpu.matrix import PackedMatrix, can_pack
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from peagle.target.matrix_shapes import MatrixShapes, Shape
@@ -28,6 +29,7 @@ MAX_SECONDS = 2.0  # of all rounds
 MAX_ROUNDS = 8
 MIN_ROUNDS = 3
 MKLDNN_ROWS = 8  # rows for which the matrix library chooses its layout
+BF16_ROWS = " with bfloat16"  # in the name of a candidate: the dtype of the activations
 MAX_SCALE_BYTE = 0x40  # random bytes below it are never a NaN or infinity in a block's scales
 
 Multiply = Callable[[Tensor], Tensor]  # x [T, inputs] -> [T, outputs]
@@ -56,11 +58,21 @@ def candidates(stored_format: str | None) -> list[Candidate]:
     if stored_format in BLOCK_FORMATS:
         block = BLOCK_FORMATS[stored_format]
         density = block.size / block.inputs
-        stored = Candidate(
-            stored_format, torch.float32, density, lambda shape: build_stored(shape, stored_format)
-        )
-        found.append(stored)
+
+        def build(shape: Shape) -> Multiply | None:
+            return build_stored(shape, stored_format)
+
+        found.append(Candidate(stored_format, torch.float32, density, build))
+        if has_bf16_dots():
+            name = f"{stored_format}{BF16_ROWS}"
+            found.append(Candidate(name, torch.bfloat16, density, build))
     return found
+
+
+def has_bf16_dots() -> bool:
+    """Whether the CPU multiplies pairs of bf16: elsewhere, rounding to bf16 only costs time."""
+    built = kernel_build()
+    return built is not None and "bf16" in built.features
 
 
 def build_float32(shape: Shape) -> Multiply | None:

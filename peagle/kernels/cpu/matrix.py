@@ -121,9 +121,10 @@ def can_pack(weight: Packable, dtype: torch.dtype | None = None) -> bool:
     """Whether `PackedMatrix` supports this weight here, with rows of `dtype` (None: its own)."""
     if library() is None:
         return False
-    if not isinstance(weight, Tensor):
-        stored = isinstance(weight, StoredMatrix)
-        return not stored or weight.format in BLOCK_FORMATS
+    if isinstance(weight, StoredMatrix):
+        return weight.format in BLOCK_FORMATS
+    if isinstance(weight, Int8Matrix):
+        return True
     if weight.device.type != "cpu" or (dtype or weight.dtype) not in DTYPE_SUFFIXES:
         return False
     return weight.shape[1] % 2 == 0 and is_exact_in_bf16(weight)

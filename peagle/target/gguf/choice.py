@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from peagle.paths import STORED_FILE
+from peagle.target.gguf.config_folder import config_folder
 from peagle.target.gguf.header import GGUFHeader, read_header
 from peagle.target.matrix_shapes import read_shapes
 from peagle.target.precision import Measure, SpeedChoice, choose_dtype, measured_choice
@@ -28,19 +29,22 @@ def choose_weights(
 ) -> WeightChoice:
     """The weights that run for `path` (a folder or a GGUF file), and the dtype of activations.
 
-    A GGUF file runs as stored on a CPU, with float32 activations unless a dtype is given. With
-    dtype "auto" on a CPU, a folder that has one runs as stored unless its safetensors are clearly
-    faster here (precision.py).
+    A GGUF file runs as stored on a CPU; with dtype "auto" its activations are float32 unless
+    bfloat16 is clearly faster here (precision.py). With dtype "auto" on a CPU, a folder that has
+    one runs as stored unless its safetensors are clearly faster.
     """
     on_cpu = device.startswith("cpu")
-    if on_cpu and allow_stored and path.is_file():
-        return WeightChoice(True, torch.float32 if dtype == "auto" else choose_dtype(dtype, device))
+    is_file = path.is_file()
     if dtype != "auto" or not on_cpu:
-        return WeightChoice(False, choose_dtype(dtype, device))
-    file = path / STORED_FILE
-    has_stored = allow_stored and file.is_file()
-    stored_format = main_format(read_header(file)) if has_stored else None
-    speed = measured_choice(read_shapes(path), stored_format, measure)
+        return WeightChoice(on_cpu and allow_stored and is_file, choose_dtype(dtype, device))
+    file = path if is_file else path / STORED_FILE
+    header = read_header(file) if allow_stored and file.is_file() else None
+    folder = config_folder(header) if is_file and header is not None else path
+    stored_format = None if header is None else main_format(header)
+    speed = measured_choice(read_shapes(folder), stored_format, measure)
+    if is_file and allow_stored:
+        speed = speed.among_stored()
+        return WeightChoice(True, speed.dtype, speed)
     return WeightChoice(speed.stored, speed.dtype, speed)
 
 
