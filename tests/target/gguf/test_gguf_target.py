@@ -12,8 +12,17 @@ from peagle.errors import UserError
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from peagle.target import Target, load_target
 from peagle.target.gguf.choice import choose_weights
-from peagle.target.gguf.modules import StoredEmbedding, StoredLinear
-from tests.support.gguf_files import CONTEXT, HEADS, HIDDEN, TinyGGUF, transformers_model
+from peagle.target.gguf.modules import StoredEmbedding, StoredLinear, weight_bytes
+from tests.support.gguf_files import (
+    CONTEXT,
+    HEADS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    VOCAB_SIZE,
+    TinyGGUF,
+    transformers_model,
+)
 
 IDS = torch.tensor([3, 90, 17, 17, 4, 55, 8])
 
@@ -137,22 +146,41 @@ def test_rows_are_read_from_the_mapped_file(tmp_path: Path) -> None:
     assert sizes["q_proj"] < size and sizes["k_proj"] < size
 
 
+def test_released_pages_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.target.gguf.modules.MAX_OUTPUTS", 40)  # lm_head in three parts
+    file = TinyGGUF(tmp_path / "m.gguf", "qwen2").write()
+    target = stored(file)
+    before = target.forward(IDS).logits
+    target.release_pages()
+    assert torch.equal(target.forward(IDS).logits, before)
+    check_logits(target, file)
+
+
+def test_bytes_of_weights(tmp_path: Path) -> None:
+    """A tied table counts once."""
+    target = stored(TinyGGUF(tmp_path / "m.gguf", "llama", "Q8_0").write())
+    numbers = VOCAB_SIZE * HIDDEN + LAYERS * (2.5 * HIDDEN * HIDDEN + 0.5 * HIDDEN * HIDDEN)
+    numbers += LAYERS * 3 * HIDDEN * INNER
+    norms = (2 * LAYERS + 1) * HIDDEN
+    assert weight_bytes(target.model) == numbers * 34 // 32 + 4 * norms
+
+
 def test_which_weights_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = TinyGGUF(tmp_path / "m.gguf").write()
     folder = tmp_path / "target"
     load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
     monkeypatch.setattr("peagle.target.gguf.choice.library", lambda: object())
     monkeypatch.setattr("peagle.target.gguf.choice.choose_dtype", lambda *_: torch.bfloat16)
-    assert choose_weights(folder, "auto", "cpu") == (False, torch.bfloat16)
+    assert choose_weights(folder, "auto", "cpu")[:2] == (False, torch.bfloat16)
     shutil.copy(file, folder / "model.gguf")
-    assert choose_weights(folder, "auto", "cpu") == (True, torch.float32)
-    assert choose_weights(folder, "bfloat16", "cpu") == (False, torch.bfloat16)
-    assert choose_weights(folder, "auto", "cuda") == (False, torch.bfloat16)
-    assert choose_weights(folder, "auto", "cpu", allow_stored=False) == (False, torch.bfloat16)
-    assert choose_weights(file, "auto", "cpu") == (True, torch.float32)
-    assert choose_weights(file, "bfloat16", "cpu") == (True, torch.bfloat16)
-    assert choose_weights(file, "auto", "cuda") == (False, torch.bfloat16)
+    assert choose_weights(folder, "auto", "cpu")[:2] == (True, torch.float32)
+    assert choose_weights(folder, "bfloat16", "cpu")[:2] == (False, torch.bfloat16)
+    assert choose_weights(folder, "auto", "cuda")[:2] == (False, torch.bfloat16)
+    assert choose_weights(folder, "auto", "cpu", allow_stored=False)[:2] == (False, torch.bfloat16)
+    assert choose_weights(file, "auto", "cpu")[:2] == (True, torch.float32)
+    assert choose_weights(file, "bfloat16", "cpu")[:2] == (True, torch.bfloat16)
+    assert choose_weights(file, "auto", "cuda")[:2] == (False, torch.bfloat16)
     monkeypatch.setattr("peagle.target.gguf.choice.library", lambda: None)
-    assert choose_weights(folder, "auto", "cpu") == (False, torch.bfloat16)
+    assert choose_weights(folder, "auto", "cpu")[:2] == (False, torch.bfloat16)
     target = load_target(folder, torch.float32, "cpu", stored=True)
     check_logits(target, file)
