@@ -12,10 +12,19 @@ from peagle.errors import UserError
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from peagle.target import Target, load_target
 from peagle.target.gguf.choice import choose_weights
-from peagle.target.gguf.modules import StoredEmbedding, StoredLinear
+from peagle.target.gguf.modules import StoredEmbedding, StoredLinear, weight_bytes
 from peagle.target.matrix_shapes import MatrixShapes
 from peagle.target.weight_speed import ROW_COUNTS, PassTimes
-from tests.support.gguf_files import CONTEXT, HEADS, HIDDEN, TinyGGUF, transformers_model
+from tests.support.gguf_files import (
+    CONTEXT,
+    HEADS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    VOCAB_SIZE,
+    TinyGGUF,
+    transformers_model,
+)
 
 IDS = torch.tensor([3, 90, 17, 17, 4, 55, 8])
 
@@ -188,3 +197,22 @@ def test_a_folder_with_a_gguf_file_can_run_as_stored(tmp_path: Path) -> None:
     shutil.copy(file, folder / "model.gguf")
     target = load_target(folder, torch.float32, "cpu", stored=True)
     check_logits(target, file)
+
+
+def test_released_pages_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.target.gguf.modules.MAX_OUTPUTS", 40)  # lm_head in three parts
+    file = TinyGGUF(tmp_path / "m.gguf", "qwen2").write()
+    target = stored(file)
+    before = target.forward(IDS).logits
+    target.release_pages()
+    assert torch.equal(target.forward(IDS).logits, before)
+    check_logits(target, file)
+
+
+def test_bytes_of_weights(tmp_path: Path) -> None:
+    """A tied table counts once."""
+    target = stored(TinyGGUF(tmp_path / "m.gguf", "llama", "Q8_0").write())
+    numbers = VOCAB_SIZE * HIDDEN + LAYERS * (2.5 * HIDDEN * HIDDEN + 0.5 * HIDDEN * HIDDEN)
+    numbers += LAYERS * 3 * HIDDEN * INNER
+    norms = (2 * LAYERS + 1) * HIDDEN
+    assert weight_bytes(target.model) == numbers * 34 // 32 + 4 * norms
