@@ -100,7 +100,7 @@ class Engines:
         self.scores: dict[str, Score] = {}
         self.skipped: dict[str, str] = {}
         for dtype in options.dtypes.split(","):
-            worker = peagle_worker(options.pair, dtype, options.threads, CONTEXT)
+            worker = peagle_worker(options.pair, options.gguf, dtype, options.threads, CONTEXT)
             self.workers.append(worker)
             self.add_peagle(worker)
         self.peagle = self.workers[0]
@@ -117,7 +117,7 @@ class Engines:
             if "error" in description:
                 self.skipped[f"peagle {activations}"] = description["error"]
             else:
-                name = f"peagle {description['dtype']}, {activations} activations"
+                name = f"peagle {description['weights']}, {description['dtype']}, {activations}"
                 self.scores[name] = self.score_by(worker, {"int8": int8})
 
     def score_by(self, worker: Worker, fields: dict[str, Any]) -> Score:
@@ -176,7 +176,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("llama_python", nargs="?")
     parser.add_argument("--pair", default=DEFAULT_PAIR)
     parser.add_argument("--gguf", type=Path, help="default: model.gguf of the pulled target")
-    parser.add_argument("--dtypes", default="auto", help="dtypes of peagle, with commas")
+    parser.add_argument(
+        "--dtypes", default="auto", help="dtypes of peagle's activations, with commas"
+    )
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an answer")

@@ -1,8 +1,9 @@
 """Compare peagle with llama.cpp on this CPU: the same GGUF file, threads, prompts and tokens.
 
-    python -m benchmarks.llamacpp DATA LLAMA_PYTHON [--gguf FILE] [--threads N] [--out FILE]
+    python -m benchmarks.llamacpp DATA LLAMA_PYTHON [--gguf FILE] [--auto] [--out FILE]
 
 DATA is the folder with humaneval.jsonl, LLAMA_PYTHON the interpreter that has llama-cpp-python.
+Both run the weights as the file stores them; with --auto, peagle runs what `peagle demo` does.
 Each engine stays loaded in a process of its own, and they measure in turns: every round has every
 case once. The ratio of the best rounds counts; the ratio of the medians is printed beside it.
 All answers are greedy and have the same number of tokens: prompts with shorter answers are skipped.
@@ -34,7 +35,8 @@ class Comparison:
     def __init__(self, options: argparse.Namespace) -> None:
         threads = options.threads
         self.max_tokens: int = options.tokens
-        self.peagle = peagle_worker(options.pair, options.dtype, threads, CONTEXT)
+        gguf = None if options.auto else options.gguf
+        self.peagle = peagle_worker(options.pair, gguf, options.dtype, threads, CONTEXT)
         python = options.llama_python
         self.llama = {
             count: llama_worker(python, options.gguf, threads, CONTEXT, count)
@@ -116,6 +118,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("llama_python")
     parser.add_argument("--pair", default=DEFAULT_PAIR)
     parser.add_argument("--gguf", type=Path, help="default: model.gguf of the pulled target")
+    parser.add_argument(
+        "--auto", action="store_true", help="peagle chooses the weights, not always the GGUF file's"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--tokens", type=int, default=96, help="tokens of each answer")

@@ -1,6 +1,8 @@
 """peagle as a worker process: it loads a pair once, and measures on request (see worker.py).
 
-python -m benchmarks.llamacpp.peagle_worker PAIR DTYPE THREADS CONTEXT
+    python -m benchmarks.llamacpp.peagle_worker PAIR TARGET DTYPE THREADS CONTEXT
+
+TARGET is a GGUF file, which runs as stored, or "" for the pair's own target.
 """
 
 import json
@@ -23,8 +25,8 @@ EngineKey = tuple[Method, bool, int]  # method, int8, requests at once
 
 
 class PeagleModel:
-    def __init__(self, pair: str, dtype: str, context: int) -> None:
-        self.pair = load(pair, dtype=dtype, device="cpu")
+    def __init__(self, pair: str, target: str, dtype: str, context: int) -> None:
+        self.pair = load(pair, target=target or None, dtype=dtype, device="cpu")
         self.context = context
         self.engines: dict[EngineKey, Engine] = {}
 
@@ -133,9 +135,9 @@ def answer(model: PeagleModel, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def main(pair: str, dtype: str, threads: str, context: str) -> None:
+def main(pair: str, target: str, dtype: str, threads: str, context: str) -> None:
     torch.set_num_threads(int(threads))
-    model = PeagleModel(pair, dtype, int(context))
+    model = PeagleModel(pair, target, dtype, int(context))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(model, json.loads(line))), flush=True)

@@ -31,6 +31,7 @@ def build_record(
         "format": "peagle-llamacpp/1",
         "environment": environment | {"cpu_flags": [flag for flag in FLAGS if flag in features]},
         "gguf": options.gguf.name,
+        "auto": options.auto,
         "pair": options.pair,
         "threads": options.threads,
         "tokens_per_answer": options.tokens,

@@ -64,6 +64,9 @@ def llama_worker(python: str, gguf: Path, threads: int, context: int, sequences:
     return Worker([python, str(LLAMA_WORKER), str(gguf), *numbers])
 
 
-def peagle_worker(target: str, dtype: str, threads: int, context: int) -> Worker:
+def peagle_worker(pair: str, gguf: Path | None, dtype: str, threads: int, context: int) -> Worker:
+    """`gguf`: runs as stored with the pair's drafters; None: the pair as other commands run it."""
     module = "benchmarks.llamacpp.peagle_worker"
-    return Worker([sys.executable, "-m", module, target, dtype, str(threads), str(context)])
+    target = "" if gguf is None else str(gguf)
+    numbers = map(str, (threads, context))
+    return Worker([sys.executable, "-m", module, pair, target, dtype, *numbers])
