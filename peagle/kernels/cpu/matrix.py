@@ -66,9 +66,10 @@ class PackedMatrix:
     ) -> None:
         """weight [N, K], or several whose outputs lie side by side; bias [N].
 
-        A tensor must be exact in bf16 (see `can_pack`).
+        A tensor must be exact in bf16 (see `can_pack`), and cannot have `int8_rows`.
         """
         weights = [weight] if isinstance(weight, Packable) else list(weight)
+        assert not (int8_rows and any(isinstance(part, Tensor) for part in weights))
         self.n = sum(part.shape[0] for part in weights)
         self.k = weights[0].shape[1]
         self.int8_rows = int8_rows
