@@ -19,7 +19,7 @@
 #define MAX_WORKERS       255
 #define CHUNKS_PER_THREAD 32          /* at most: a chunk is a run of consecutive indices */
 #define STACK_BYTES       (4l << 20)  /* attention keeps its blocks on the stack */
-#define SPIN_NANOSECONDS  50000
+#define SPIN_NANOSECONDS  25000
 #define PAUSES            32 /* between two looks at the clock */
 
 struct worker {
