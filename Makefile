@@ -10,7 +10,7 @@ DATA ?= ../shared/data/bench
 SEED ?= 0
 MINUTES ?= 3
 
-.PHONY: help demo test lint types test-slow test-abuse fuzz test-vllm test-deploy bench-vllm bench-llamacpp comparison clean
+.PHONY: help demo test lint types test-slow test-abuse test-arm fuzz test-vllm test-deploy bench-vllm bench-llamacpp comparison clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -40,6 +40,11 @@ test-slow: $(READY) ## The long proof on the real target: 20 prompts x 128 token
 
 test-abuse: $(READY) ## Hostile requests and programs against live servers (minutes)
 	$(BIN)/pytest -m abuse -n 1
+
+test-arm: $(READY) ## The C kernels on ARM, under qemu (Debian: gcc-aarch64-linux-gnu, qemu-user)
+	@for program in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$program >/dev/null || \
+	{ echo "$$program not found: install gcc-aarch64-linux-gnu and qemu-user (Debian packages)" >&2; exit 1; }; done
+	$(BIN)/pytest -m arm tests/arm -n $(WORKERS)
 
 fuzz: $(READY) ## Random requests to random engines against plain decoding; SEED=0 MINUTES=3
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.fuzzing --seed $(SEED) --minutes $(MINUTES)
