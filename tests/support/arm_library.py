@@ -150,11 +150,10 @@ class CallFile:
 
 
 class ArmFunction:
-    argtypes: list[Any] = []
-    restype: Any = ctypes.c_int
-
     def __init__(self, library: "ArmLibrary", name: str) -> None:
         self.library, self.name = library, name
+        self.argtypes: list[Any] = []
+        self.restype: Any = ctypes.c_int
 
     def __call__(self, *arguments: Any) -> Any:
         assert len(arguments) == len(self.argtypes), self.name
