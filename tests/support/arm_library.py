@@ -71,7 +71,7 @@ class AddressBook:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.structs: dict[int, ctypes.Structure] = {}
+        self.structs: dict[int, ctypes.Structure | ctypes.Array[Any]] = {}
         plain_data_ptr, plain_addressof = Tensor.data_ptr, ctypes.addressof
 
         def data_ptr(tensor: Tensor) -> int:
@@ -99,14 +99,18 @@ class AddressBook:
 
 
 def pointer_fields(value: Any, offset: int = 0) -> list[tuple[int, int]]:
-    """(offset, address) of the pointers in a struct, nested ones included."""
-    found = []
+    """(offset, address) of the pointers in a struct or an array of structs, nested ones included."""
+    found: list[tuple[int, int]] = []
+    if isinstance(value, ctypes.Array):
+        for i, part in enumerate(value):
+            found += pointer_fields(part, offset + i * ctypes.sizeof(part))
+        return found
     for name, ctype, *_ in value._fields_:
         at = offset + getattr(type(value), name).offset
         field = getattr(value, name)
         if ctype is ctypes.c_void_p and field:
             found.append((at, field))
-        elif isinstance(field, ctypes.Structure):
+        elif isinstance(field, ctypes.Structure | ctypes.Array):
             found += pointer_fields(field, at)
     return found
 
