@@ -96,7 +96,7 @@ class AddressBook:
 
 
 def pointer_fields(value: Any, offset: int = 0) -> list[tuple[int, int]]:
-    """(offset, address) of the pointers in a struct or an array of structs, nested ones included."""
+    """(offset, address) of the pointers in a struct or an array, nested ones included."""
     found: list[tuple[int, int]] = []
     if isinstance(value, ctypes.Array):
         for i, part in enumerate(value):
