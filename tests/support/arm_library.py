@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.cpu.compiler import COMPILER_FLAGS
-from peagle.kernels.cpu.library import SOURCE_FOLDER
+from peagle.kernels.cpu.library import SOURCE_FOLDER, compile_unit, translation_units
 
 COMPILER = "aarch64-linux-gnu-gcc"
 SYMBOLS = "aarch64-linux-gnu-nm"
@@ -37,14 +37,11 @@ def missing_programs() -> list[str]:
 
 def build_runner(variant: str, folder: Path, extra_source: str) -> Path:
     """Compile all kernels, `extra_source` and the runner to one static program."""
-    flags = [flag for flag in COMPILER_FLAGS if flag not in ("-shared", "-fPIC")]
     (folder / "extra.c").write_text(extra_source)
-    objects = []
-    for source in (*SOURCE_FOLDER.glob("*.c"), folder / "extra.c"):
-        objects.append(str(folder / f"{source.stem}.o"))
-        include = f"-I{SOURCE_FOLDER}"
-        command = [COMPILER, *flags, VARIANTS[variant], include, "-c", str(source)]
-        subprocess.run([*command, "-o", objects[-1]], check=True)
+    flags = [flag for flag in COMPILER_FLAGS if flag not in ("-shared", "-fPIC")]
+    command = [COMPILER, *flags, VARIANTS[variant], f"-I{SOURCE_FOLDER}"]
+    units = [*translation_units(), [str(folder / "extra.c")]]
+    objects = [compile_unit(command, unit, folder) for unit in units]
     listed = subprocess.run(
         [SYMBOLS, "--defined-only", "--extern-only", *objects],
         check=True,
@@ -99,7 +96,7 @@ class AddressBook:
 
 
 def pointer_fields(value: Any, offset: int = 0) -> list[tuple[int, int]]:
-    """(offset, address) of the pointers in a struct or an array of structs, nested ones too."""
+    """(offset, address) of the pointers in a struct or an array, nested ones included."""
     found: list[tuple[int, int]] = []
     if isinstance(value, ctypes.Array):
         for i, part in enumerate(value):
