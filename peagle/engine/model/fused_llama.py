@@ -5,7 +5,7 @@ of each kernel). A target runs this way only if its modules are those of a Llama
 equal those of transformers (`build_verifier` compares them).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,13 @@ from peagle.engine.model.attention import attend
 from peagle.engine.model.merged_linear import merged_weight
 from peagle.engine.model.weight import Weight
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
-from peagle.kernels.cpu.layer import FusedLayer, LayerMatrices, LayerWorkspace
+from peagle.kernels.cpu.layer import (
+    FusedLayer,
+    FusedLayers,
+    LayerMatrices,
+    LayerWorkspace,
+    StackOutput,
+)
 from peagle.kernels.cpu.ops import supports_heads
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
@@ -82,6 +88,7 @@ class LlamaLayer:
             return self
         cpu_layer = FusedLayer(
             LayerMatrices(*matrices),
+            self.input_norm,
             self.post_attention_norm,
             self.heads,
             self.head_dim,
@@ -120,6 +127,12 @@ def build_layer(module: Any, eps: float, head_dim: int, window: int | None = Non
     return layer.with_cpu_layer()
 
 
+def fuse_layers(layers: Sequence[LlamaLayer]) -> FusedLayers | None:
+    """The layers in one C call, where that is supported."""
+    fused = [layer.cpu_layer for layer in layers if layer.cpu_layer is not None]
+    return FusedLayers(fused) if len(fused) == len(layers) else None
+
+
 def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
     """[length, rotated dims] float32: the cosines of each position, then its sines."""
     positions = torch.arange(length, device=device)[None]
@@ -148,6 +161,7 @@ class FusedLlamaTarget:
         self.lm_head = Weight(target.head_table, dtype=self.norm.dtype)
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
+        self.cpu_layers = fuse_layers(self.layers)
 
     def use_codes(self) -> float:
         """Multiply with the codes of a quantized target where kernels read them.
@@ -156,6 +170,7 @@ class FusedLlamaTarget:
         """
         uses_codes = [weight.use_codes() for layer in self.layers for weight in layer.weights]
         self.layers = [layer.with_cpu_layer() for layer in self.layers]
+        self.cpu_layers = fuse_layers(self.layers)
         return sum(uses_codes) / len(uses_codes)
 
     @property
@@ -166,6 +181,7 @@ class FusedLlamaTarget:
     def quantize(self) -> None:
         """Multiply in int8 from now on. The comparison with transformers comes before that."""
         self.layers = [layer.quantized() for layer in self.layers]
+        self.cpu_layers = fuse_layers(self.layers)
         self.lm_head.quantize()
 
     def forward(
@@ -173,6 +189,19 @@ class FusedLlamaTarget:
     ) -> tuple[Tensor, Tensor]:
         """See `Verifier.forward`."""
         x = table_rows(self.embed_table, ids, self.norm.dtype)
+        x, residual, g = self.run_layers(x, rows, kv_cache)
+        if logit_rows is not None:
+            x, residual = x[logit_rows], residual[logit_rows]
+        normed, _ = add_norm(x, residual, self.norm, self.eps)
+        return self.lm_head(normed), g
+
+    def run_layers(self, x: Tensor, rows: RowPass, kv_cache: KVCache) -> StackOutput:
+        """x [T, d]: the embeddings, which may be overwritten."""
+        if self.cpu_layers is not None:
+            width = self.cpu_layers.scratch_width
+            workspace = LayerWorkspace.create(rows, self.rope, width, x.dtype)
+            keys, values = kv_cache.keys, kv_cache.values
+            return self.cpu_layers(x.contiguous(), workspace, keys, values, self.taps)
         residual: Tensor | None = None
         taps: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
@@ -180,12 +209,13 @@ class FusedLlamaTarget:
             if i in self.taps:
                 taps[i] = residual
             x, residual = layer.run(normed, residual, rows, kv_cache, i, self.rope)
-        normed, _ = add_norm(x, residual, self.norm, self.eps)
-        if self.taps:
-            g = torch.cat([taps[i] for i in self.taps], -1)
-        else:
-            g = normed.new_empty(len(normed), 0)
-        return self.lm_head(normed if logit_rows is None else normed[logit_rows]), g
+        assert residual is not None
+        g = (
+            torch.cat([taps[i] for i in self.taps], -1)
+            if self.taps
+            else x.new_empty(*rows.positions.shape, 0)
+        )
+        return StackOutput(x, residual, g)
 
 
 class FusedLlamaDrafter:

@@ -1,10 +1,11 @@
-"""A whole Llama-like layer in one call, on a CPU (c/layer.c).
+"""A whole Llama-like layer, or a stack of them, in one call, on a CPU (c/layer.c).
 
 It runs the same kernels in the same order as peagle/engine/model/fused_llama.py does one by one,
 and gives the same bits. It saves about fifteen PyTorch operations and calls from Python per layer.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = [
         *struct_fields(MatrixStruct, "qkv", "out", "gate_up", "down"),
-        *struct_fields(ctypes.c_void_p, "mlp_norm", "q_norm", "k_norm"),
+        *struct_fields(ctypes.c_void_p, "input_norm", "mlp_norm", "q_norm", "k_norm"),
         *struct_fields(ctypes.c_long, "heads", "kv_heads", "head_dim", "window"),
         *struct_fields(ctypes.c_float, "eps", "scale"),
     ]
@@ -95,6 +96,7 @@ class FusedLayer:
     def __init__(
         self,
         matrices: LayerMatrices,
+        input_norm: Tensor,
         mlp_norm: Tensor,
         heads: AttentionHeads,
         head_dim: int,
@@ -102,9 +104,8 @@ class FusedLayer:
     ) -> None:
         # The struct points to these tensors.
         self.matrices = matrices
-        self.norms = [
-            None if x is None else x.contiguous() for x in (mlp_norm, heads.q_norm, heads.k_norm)
-        ]
+        norms = (input_norm, mlp_norm, heads.q_norm, heads.k_norm)
+        self.norms = [None if x is None else x.contiguous() for x in norms]
         self.struct = LayerStruct(
             *(matrix.struct for matrix in matrices),
             *(None if x is None else x.data_ptr() for x in self.norms),
@@ -152,3 +153,64 @@ class FusedLayer:
             total.data_ptr(),
         )
         return mlp_output, total
+
+
+class TapsStruct(ctypes.Structure):
+    """`struct taps` in c/layer.c."""
+
+    _fields_ = [("layers", ctypes.c_void_p), ("count", ctypes.c_long)]
+
+
+class StackOutput(NamedTuple):
+    x: Tensor  # [T, d] the output of the last MLP
+    residual: Tensor  # [T, d] the residual stream to which it is still to be added
+    taps: Tensor  # [T, taps * d] the residual streams entering the tapped layers, side by side
+
+
+class FusedLayers:
+    """Consecutive layers, each behind its norm. One call saves the way back to Python.
+
+    Its threads would fall asleep on that way: they spin for a few microseconds only.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        self.layers = list(layers)  # The pointers below belong to them.
+        self.addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
+        first = self.layers[0]
+        self.hidden_size = first.hidden_size
+        # Numbers per row; a layer has the same sizes as the others.
+        self.scratch_width = first.scratch_width + 2 * first.hidden_size
+
+    def __call__(
+        self,
+        x: Tensor,
+        workspace: LayerWorkspace,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        tapped_layers: Sequence[int],
+    ) -> StackOutput:
+        """x [T, d]: the embeddings, which are overwritten; keys, values: of each layer."""
+        rows, d = x.shape
+        assert x.is_contiguous() and d == self.hidden_size
+        assert len(workspace.scratch) >= rows * self.scratch_width
+        residual = torch.empty_like(x)
+        taps = torch.empty(rows, len(tapped_layers) * d, dtype=x.dtype)
+        count = len(self.layers)
+        pointers = [
+            (ctypes.c_void_p * count)(*(cache.data_ptr() for cache in caches[:count]))
+            for caches in (keys, values)
+        ]
+        tapped = torch.tensor(tapped_layers, dtype=torch.long)
+        taps_struct = TapsStruct(tapped.data_ptr(), len(tapped_layers))
+        loaded_library().functions["layers", x.dtype](
+            ctypes.addressof(self.addresses),
+            count,
+            ctypes.addressof(workspace.rows),
+            *(ctypes.addressof(array) for array in pointers),
+            ctypes.addressof(taps_struct),
+            workspace.scratch.data_ptr(),
+            x.data_ptr(),
+            residual.data_ptr(),
+            taps.data_ptr(),
+        )
+        return StackOutput(x, residual, taps)

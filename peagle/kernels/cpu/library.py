@@ -51,6 +51,7 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "attend": [POINTER] * 10 + [LONG] * 11 + [FLOAT, INT],
     "multiply": [POINTER] * 3 + [LONG] * 2 + [INT],
     "layer": [POINTER] * 4 + [LONG] + [POINTER] * 5,
+    "layers": [POINTER, LONG] + [POINTER] * 8,
 }
 PACK_TYPES = [LONG] + [POINTER] * 2 + [LONG] * 3
 

@@ -8,7 +8,7 @@
 #include "pool.h"
 #include <math.h>
 
-#define MIN_PARALLEL_SIZE 65536 /* fewer numbers are not worth a second thread */
+#define MIN_PARALLEL_SIZE 4096 /* fewer numbers are not worth a second thread */
 /* Keys are transposed in words of 32 bits: two bf16, the first in the lower half, or one float32.
    Store transposed words as steps of the dot product: STEP numbers of a key each. `dot`
    adds the product of a step of a query with that step of LANES keys. */

@@ -1,10 +1,11 @@
-/* A whole Llama-like layer in one call: four matrix products and the operations between. */
+/* A whole Llama-like layer, or a stack of them, in one call: four matrix products and the operations
+   between. */
 
 #include "matrix.h"
 
 struct layer {
     struct matrix qkv, out, gate_up, down;
-    const void *mlp_norm, *q_norm, *k_norm; /* head norms may be null */
+    const void *input_norm, *mlp_norm, *q_norm, *k_norm; /* head norms may be null */
     long heads, kv_heads, head_dim, window;
     float eps, scale;
 };
@@ -16,6 +17,12 @@ struct row_pass {
     const float *rope_table;
     long bidirectional_rows, rows, batch, max_rows, page_size, pages, rot, rope_length;
     int threads;
+};
+
+/* Where the residual stream that enters a layer is copied to: columns of a matrix of taps. */
+struct taps {
+    const int64_t *layers; /* [count], in the order of the columns */
+    long count;
 };
 
 #define T       bf16

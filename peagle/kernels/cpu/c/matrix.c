@@ -26,7 +26,14 @@
 #define ROW_BLOCK    64
 #define MIN_WIDE     (4 * TILE_ROWS + 1) /* rows from which on chunks are widened into the cache */
 #define MIN_ITEMS    8                   /* per thread */
-#define MIN_PARALLEL 65536               /* inputs that are prepared by several threads */
+#define MIN_PARALLEL 4096                /* inputs that are prepared by several threads */
+
+/* gcc has __builtin_shufflevector only since version 12, clang has no __builtin_shuffle. */
+#ifdef __clang__
+#define SHUFFLE_BYTES(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define SHUFFLE_BYTES(x, ...) __builtin_shuffle(x, (half_block){__VA_ARGS__})
+#endif
 
 struct product {
     const struct matrix *matrix;
@@ -126,6 +133,19 @@ static void run_product(struct product *p, int threads) {
 
 /* ---- rows ---- */
 
+/* 32 whole numbers as bytes, in the order of codes. */
+static void order_codes(const int *numbers, int8_t *q) {
+    typedef int8_t half_block __attribute__((vector_size(16)));
+    int8_t plain[BLOCK];
+    for (int i = 0; i < BLOCK; i++) plain[i] = numbers[i];
+    for (int half = 0; half < BLOCK; half += 16) {
+        half_block codes;
+        memcpy(&codes, plain + half, sizeof codes);
+        codes = SHUFFLE_BYTES(codes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+        memcpy(q + half, &codes, sizeof codes);
+    }
+}
+
 /* Quantize a row: q, in the order of codes, the steps of 32 inputs and the totals of 16. */
 static void quantize_row(const float *x, int8_t *q, float *steps, float *totals, long k) {
     for (long at = 0; at < k; at += BLOCK) {
@@ -140,26 +160,27 @@ static void quantize_row(const float *x, int8_t *q, float *steps, float *totals,
         float inverse_step = max_abs > 1e-30f ? 127 / max_abs : 0;
         /* A number that is not finite makes the row NaN. */
         float step = max_abs - max_abs == 0 ? max_abs / 127 : NAN;
-        ints whole[BLOCK / LANES];
-        for (int i = 0; i < BLOCK / LANES; i++) /* rounds to integers */
-            whole[i] = __builtin_convertvector(
-                part[i] * inverse_step + 12582912.0f - 12582912.0f, ints);
         int numbers[BLOCK], sums[2] = {0};
-        memcpy(numbers, whole, sizeof numbers);
+        for (int i = 0; i < BLOCK / LANES; i++) { /* rounds to integers */
+            ints whole = __builtin_convertvector(
+                part[i] * inverse_step + 12582912.0f - 12582912.0f, ints);
+            memcpy(numbers + i * LANES, &whole, sizeof whole);
+        }
         for (int i = 0; i < 16; i++) sums[0] += numbers[i], sums[1] += numbers[16 + i];
-        for (int i = 0; i < BLOCK; i++)
-            q[at + i] = numbers[i / 8 * 8 + CODE_INPUT(i / 4 % 2, i % 4)];
+        order_codes(numbers, q + at);
         steps[at / BLOCK] = step;
         totals[at / 16] = step * sums[0], totals[at / 16 + 1] = step * sums[1];
     }
 }
 
-/* The sums of 16 inputs each, in order. */
+/* The sums of 16 inputs each. */
 static void sum_row(const float *x, float *totals, long k) {
     for (long at = 0; at < k; at += 16) {
-        float total = 0;
-        for (int i = 0; i < 16; i++) total += x[at + i];
-        totals[at / 16] = total;
+        float lanes[16];
+        memcpy(lanes, x + at, sizeof lanes);
+        for (int width = 8; width; width /= 2)
+            for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+        totals[at / 16] = lanes[0];
     }
 }
 

@@ -1,9 +1,12 @@
 /* The threads of the kernels: a pool of our own, which also serves a machine whose cores are busy.
 
    A job is cut into chunks, which the caller and the workers claim one by one. The caller waits
-   only for chunks that a worker has claimed, never for a worker that has not begun. Whoever waits
-   spins for a short time, because the next job of a layer follows within microseconds, and then
-   sleeps, because another process may need the core.
+   only for chunks that a worker has claimed, never for a worker that has not begun.
+
+   Whoever waits spins for a few microseconds, because the next job of a layer follows within them;
+   then yields the core to other processes again and again, because the next step follows within a
+   millisecond; and then sleeps. Waking a sleeping core takes up to half a millisecond in a virtual
+   machine.
 
    `claim` holds the number of the job and how many of its chunks are left. A worker that is late
    finds another number or no chunk, so it cannot touch a job that has ended. The fields of a job
@@ -11,6 +14,7 @@
 
 #include "pool.h"
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -20,6 +24,7 @@
 #define CHUNKS_PER_THREAD 32          /* at most: a chunk is a run of consecutive indices */
 #define STACK_BYTES       (4l << 20)  /* attention keeps its blocks on the stack */
 #define SPIN_NANOSECONDS  25000
+#define YIELD_NANOSECONDS 1000000
 #define PAUSES            32 /* between two looks at the clock */
 
 struct worker {
@@ -98,14 +103,22 @@ static void run_chunks(uint32_t number) {
 
 static int has_new_job(uint32_t seen) { return job_number(atomic_load(&pool.claim)) != seen; }
 
-static void wait_for_job(struct worker *me, uint32_t seen) {
-    int64_t limit = nanoseconds() + SPIN_NANOSECONDS;
-    do {
+/* Wait until ready() is true, without sleeping; returns whether it is. */
+static int spin_until(int (*ready)(uint32_t argument), uint32_t argument) {
+    int64_t start = nanoseconds(), waited = 0;
+    while (waited < YIELD_NANOSECONDS) {
         for (int i = 0; i < PAUSES; i++) {
-            if (has_new_job(seen)) return;
+            if (ready(argument)) return 1;
             relax();
         }
-    } while (nanoseconds() < limit);
+        waited = nanoseconds() - start;
+        if (waited > SPIN_NANOSECONDS) sched_yield();
+    }
+    return 0;
+}
+
+static void wait_for_job(struct worker *me, uint32_t seen) {
+    if (spin_until(has_new_job, seen)) return;
     pthread_mutex_lock(&me->mutex);
     atomic_store(&me->asleep, 1);
     while (!has_new_job(seen)) pthread_cond_wait(&me->wakeup, &me->mutex);
@@ -153,18 +166,16 @@ static void add_workers(long wanted) {
     }
 }
 
+static int is_done(uint32_t unused) {
+    (void)unused;
+    return atomic_load(&pool.done) == pool.chunks;
+}
+
 static void wait_until_done(void) {
-    int64_t limit = nanoseconds() + SPIN_NANOSECONDS;
-    do {
-        for (int i = 0; i < PAUSES; i++) {
-            if (atomic_load(&pool.done) == pool.chunks) return;
-            relax();
-        }
-    } while (nanoseconds() < limit);
+    if (spin_until(is_done, 0)) return;
     pthread_mutex_lock(&pool.mutex);
     atomic_store(&pool.caller_asleep, 1);
-    while (atomic_load(&pool.done) != pool.chunks)
-        pthread_cond_wait(&pool.finished, &pool.mutex);
+    while (!is_done(0)) pthread_cond_wait(&pool.finished, &pool.mutex);
     atomic_store(&pool.caller_asleep, 0);
     pthread_mutex_unlock(&pool.mutex);
 }
