@@ -66,9 +66,11 @@ class PackedMatrix:
     ) -> None:
         """weight [N, K], or several whose outputs lie side by side; bias [N].
 
-        A tensor must be exact in bf16 (see `can_pack`).
+        A tensor must be exact in bf16 (see `can_pack`). Rows in int8 need codes, so `int8_rows`
+        takes no tensor (see `quantize_int8`).
         """
         weights = [weight] if isinstance(weight, Packable) else list(weight)
+        assert not (int8_rows and any(isinstance(part, Tensor) for part in weights))
         self.n = sum(part.shape[0] for part in weights)
         self.k = weights[0].shape[1]
         self.int8_rows = int8_rows
