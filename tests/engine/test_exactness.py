@@ -18,7 +18,7 @@ from peagle.engine.step.step_output import StepRecord
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair
-from tests.support.cpu_features import needs_dots
+from tests.support.cpu_features import needs_c
 from tests.support.decoding import tokens_of
 from tests.support.engines import (
     K,
@@ -164,7 +164,7 @@ def test_passes_are_padded() -> None:
     assert pad_rows(ids, rows, 3) == (ids, rows)
 
 
-@needs_dots
+@needs_c
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_lossless_in_int8_too(method: Method) -> None:
     """Neither drafts nor other requests change a token of the int8 target."""
@@ -186,7 +186,7 @@ def test_int8_is_refused_where_it_is_not_supported(monkeypatch: pytest.MonkeyPat
         engine_of(pair("llama"), "none", int8=True)
 
 
-@needs_dots
+@needs_c
 def test_int8_is_for_llama_like_targets() -> None:
     with pytest.raises(
         UserError, match=r"int8 is not supported for 'tiny gemma2', whose layers are not Llama-like"

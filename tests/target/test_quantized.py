@@ -28,7 +28,7 @@ NAMES = list(WEIGHT_FORMATS)
 OFF = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}  # of a random matrix' length, at most
 PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22, 41, 5], list(range(10, 40))]
 dots = library()
-needs_dots = pytest.mark.skipif(
+needs_c = pytest.mark.skipif(
     dots is None or not dots.has_packed_matrices, reason="this CPU has no dot products of int8"
 )
 
@@ -189,7 +189,7 @@ def test_drafts_change_nothing(name: str, dtype: torch.dtype, folders: dict[str,
     assert answers(target, "p-eagle") == answers(target, "eagle3") == plain
 
 
-@needs_dots
+@needs_c
 def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> None:
     words = {}
     for name in NAMES:
@@ -206,7 +206,7 @@ def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> N
     }
 
 
-@needs_dots
+@needs_c
 def test_a_weight_that_shrank_is_its_codes() -> None:
     """The scales are unlike any other rounding: only the codes give the right result."""
     whole = torch.randint(-100, 101, (50, 128), dtype=torch.int8)
