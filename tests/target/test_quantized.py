@@ -15,22 +15,18 @@ from peagle.cli import app
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.weight import Weight
 from peagle.errors import UserError
-from peagle.kernels.cpu.library import library
 from peagle.loaded import LoadedPair
 from peagle.target import Target, load_target
 from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights, quantize_matrix
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.layout import pack_codes, parse_quantized, unpack_codes, weight_tensors
 from peagle.target.quantized.write import quantize
+from tests.support.cpu_features import needs_c
 from tests.support.tiny_models import make_drafter, make_target
 
 NAMES = list(WEIGHT_FORMATS)
 OFF = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}  # of a random matrix' length, at most
 PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22, 41, 5], list(range(10, 40))]
-dots = library()
-needs_c = pytest.mark.skipif(
-    dots is None or not dots.has_packed_matrices, reason="this CPU has no dot products of int8"
-)
 
 
 def saved(folder: Path, name: str = "llama", **options) -> Path:
