@@ -211,7 +211,7 @@ def test_a_weight_that_shrank_is_its_codes() -> None:
     weight = Weight(codes.matrix(torch.bfloat16), bias, codes)
     assert weight.use_codes()
     x = torch.randint(-127, 128, (3, 128)).bfloat16()
-    x[:, ::64] = 127  # the step of every 64 inputs is 1: nothing is rounded
+    x[:, ::32] = 127  # the step of every 32 inputs is 1: nothing is rounded
     expected = x.float() @ codes.matrix(torch.float32).T + bias.float()
     assert torch.allclose(weight(x).float(), expected, rtol=2**-8, atol=1e-2)
     assert not Weight(codes.matrix(torch.bfloat16), bias).use_codes()
