@@ -15,8 +15,7 @@ from peagle.engine.schedule.scheduler import SchedulerConfig
 from peagle.engine.step.stepper import Stepper
 from peagle.engine.step.stepper_size import StepperSize, kv_shapes
 from peagle.errors import UserError
-from peagle.kernels.cpu.library import kernel_state
-from peagle.kernels.cpu.matrix import can_pack
+from peagle.kernels.cpu.library import DTYPE_SUFFIXES, kernel_state, library
 from peagle.model_pair import ModelPair
 from peagle.target import Target
 
@@ -134,8 +133,11 @@ def check_int8(target: Target) -> None:
         raise UserError(
             f"int8 runs on a CPU only, and the target is on {target.device.type}: leave out `int8`"
         )
-    if not can_pack(target.head_table, target.dtype):
-        state = kernel_state()
-        if not state.startswith("pytorch"):
-            state = "which need weights that are exact in bfloat16, or in the blocks of a GGUF file"
-        raise UserError(f"int8 needs the C kernels ({state}): leave out `int8`")
+    if library() is None:
+        raise UserError(f"int8 needs the C kernels ({kernel_state()}): leave out `int8`")
+    if target.dtype not in DTYPE_SUFFIXES:
+        dtype = str(target.dtype).removeprefix("torch.")
+        raise UserError(
+            f"int8 needs a target in bfloat16 or float32, not {dtype}: set `dtype` to one of these,"
+            " or leave out `int8`"
+        )

@@ -18,7 +18,7 @@ from peagle.engine.step.step_output import StepRecord
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.loaded import LoadedPair
-from tests.support.cpu_features import needs_dots
+from tests.support.cpu_features import needs_c
 from tests.support.decoding import tokens_of
 from tests.support.engines import (
     K,
@@ -164,7 +164,7 @@ def test_passes_are_padded() -> None:
     assert pad_rows(ids, rows, 3) == (ids, rows)
 
 
-@needs_dots
+@needs_c
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_lossless_in_int8_too(method: Method) -> None:
     """Neither drafts nor other requests change a token of the int8 target."""
@@ -175,18 +175,32 @@ def test_lossless_in_int8_too(method: Method) -> None:
     assert drafted.status()["int8"] and drafted.exact
 
 
+@needs_c
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_int8_rounds_weights_of_float32(method: Method) -> None:
+    """Which need not be exact in bfloat16; no exact mode is needed."""
+    target = make_target()
+    pair = pair_of(target, {method: make_drafter(target, method, 2 if method == "p-eagle" else 1)})
+    plain, drafted, other = (
+        engine_of(pair, used, kv_tokens=600, int8=int8)
+        for used, int8 in (("none", True), (method, True), ("none", False))
+    )
+    answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
+    assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
+    assert drafted.weights == "int8" and other.weights != "int8"
+
+
 def test_int8_is_refused_where_it_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"int8 needs a target in bfloat16, and this one is in float32.*`dtype` to bfloat16",
-    ):
-        engine_of(pair_of(make_target()), "none", int8=True)
-    monkeypatch.setattr("peagle.engine.sizing.can_pack", lambda weight: False)
+    half = make_target()
+    half.model.to(torch.float16)
+    with pytest.raises(UserError, match=r"in bfloat16 or float32, not float16: set `dtype` to one"):
+        engine_of(pair_of(half), "none", int8=True)
+    monkeypatch.setattr("peagle.engine.sizing.library", lambda: None)
     with pytest.raises(UserError, match=r"int8 needs the C kernels \(.*\): leave out `int8`"):
         engine_of(pair("llama"), "none", int8=True)
 
 
-@needs_dots
+@needs_c
 def test_int8_is_for_llama_like_targets() -> None:
     with pytest.raises(
         UserError, match=r"int8 is not supported for 'tiny gemma2', whose layers are not Llama-like"

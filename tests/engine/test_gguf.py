@@ -154,7 +154,7 @@ def test_weights_of_different_formats_and_a_bias(stored_kernel: None) -> None:
 def test_the_command_line(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1", tokenizer=tokenizer).write()
-    words = ["the quick fox", "--max-tokens", "6", "--json"]
+    words = ["the quick fox", "--max-tokens", "6", "--json", "--dtype", "float32"]
     result = CliRunner().invoke(app, ["generate", str(file), *words, "--method", "none"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)

@@ -19,7 +19,7 @@ from peagle.engine.stream import RequestFailed
 from peagle.errors import UserError
 from peagle.kernels.cpu.matrix import can_pack
 from peagle.loaded import MAX_ENGINES, EngineKey, LoadedPair
-from tests.support.cpu_features import needs_dots
+from tests.support.cpu_features import needs_c
 from tests.support.engines import TIGHT, engine_of, pair_of, small, small_with_words
 from tests.support.tiny_models import make_drafter, make_target
 
@@ -95,7 +95,7 @@ def test_stream_of_a_closed_engine_holds_no_kv_cache(no_collector: None) -> None
         engine.step()
 
 
-@needs_dots
+@needs_c
 def test_engines_of_a_pair_share_packed_weights() -> None:
     pair = bf16_pair()
     before = len(weight._copies)

@@ -7,7 +7,8 @@ import pytest
 
 from peagle.kernels.cpu import library
 from peagle.kernels.cpu.compiler import compiler_names
-from peagle.kernels.cpu.level import LEVEL_VARIABLE, supported_levels
+from peagle.kernels.cpu.level import LEVEL_VARIABLE
+from tests.support.cpu_features import LEVELS
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,12 @@ def library_of(level: str) -> library.LoadResult:
         return library.load_library(compiler_names())
 
 
-@pytest.fixture(params=[level.name for level in supported_levels()])
+@pytest.fixture(params=LEVELS)
 def cpu_level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each level that this CPU supports: its library is the one in use."""
-    result = library_of(request.param)
+    level = request.param.name
+    result = library_of(level)
     if result.library is None:
         pytest.skip(result.state)
     monkeypatch.setattr(library, "_load_once", lambda: result)
-    return str(request.param)
+    return str(level)

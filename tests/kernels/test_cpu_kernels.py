@@ -5,19 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.fused_llama import FusedLlamaTarget
-from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
-from peagle.kernels.cpu.matrix import INPUT_GROUP, PackedMatrix, quantize_int8
 from peagle.kernels.row_pass import RowPass
-from tests.support.comparing import near, some
-from tests.support.cpu_features import needs_dots
+from tests.support.comparing import some
 from tests.support.kernel_cases import CASES, check_attention
-from tests.support.tiny_models import make_target
 
 DTYPES = [torch.bfloat16, torch.float32]
 C_CASES = [
@@ -115,59 +108,3 @@ def test_attention_does_not_depend_on_neighbors(dtype: torch.dtype) -> None:
         assert torch.equal(run([(0, length)]), whole)
     finally:
         torch.set_num_threads(1)
-
-
-@needs_dots
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(1, 2), (48, 32), (50, 34), (96, 576), (130, 48)])
-def test_products(n: int, k: int, bias: bool, int8: bool) -> None:
-    weight = (some(n, k) / k**0.5).bfloat16()
-    bias_values = some(n).bfloat16() if bias else None
-    matrix = PackedMatrix(weight, bias_values)
-    x = some(30, k + 2).bfloat16()[:, 2:]  # rows apart
-    x_seen = x.float()
-    if int8:
-        codes, scales = quantize_int8(weight)
-        assert codes.abs().amax() == 127
-        matrix = PackedMatrix(codes, bias_values, scales)
-        weight = codes * scales[:, None]
-        groups = [part.float() for part in x.split(INPUT_GROUP, 1)]
-        steps = [part.abs().amax(1, keepdim=True) / 127 for part in groups]
-        x_seen = torch.cat(
-            [(part / step).round() * step for part, step in zip(groups, steps, strict=True)], 1
-        )
-    expected = linear(x_seen, weight.float(), None if bias_values is None else bias_values.float())
-    near(matrix(x), expected.bfloat16(), 4 if int8 else 2)
-    for rows in (1, 2, 3, 7, 8, 9, 17):  # the same bits, however many rows there are
-        assert torch.equal(matrix(x[3 : 3 + rows]), matrix(x)[3 : 3 + rows])
-
-
-@needs_dots
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_a_layer_in_one_call_equals_its_parts(name: str) -> None:
-    """Bit for bit, with biases, head norms and padding rows."""
-    target = make_target(name)
-    target.model.to(torch.bfloat16)
-    verifier = build_verifier(target, 300)
-    assert isinstance(verifier, FusedLlamaTarget)
-    assert all(layer.cpu_layer is not None for layer in verifier.layers)
-    results = []
-    for fused in (True, False):
-        if not fused:
-            for layer in verifier.layers:
-                object.__setattr__(layer, "cpu_layer", None)
-        kv_cache = KVCache(target_kv_shapes(target), 6, 16, torch.device("cpu"))
-        ids = torch.arange(30) % 90
-        positions = torch.cat([torch.arange(20), torch.arange(8), torch.zeros(2, dtype=torch.long)])
-        tables = torch.tensor([[3, 0, 5], [1, 2, 4]]).int()
-        owner = torch.tensor([0] * 20 + [1] * 8)
-        stored = positions[:28]
-        slots = tables[owner, stored // 16].long() * 16 + stored % 16
-        slots = torch.cat([slots, torch.tensor([-1, -1])])
-        starts, counts, first = (torch.tensor(x).int() for x in ([0, 20], [20, 8], [0, 0]))
-        rows = RowPass(positions, slots, tables, starts, counts, first, 20, 16)
-        with torch.inference_mode():
-            logits, _ = verifier.forward(ids, rows, kv_cache)
-            results.append((logits[:28], torch.stack(kv_cache.keys)))
-    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

@@ -11,6 +11,7 @@ import pytest
 from peagle.kernels.cpu import library
 from peagle.kernels.cpu.compiler import compiler_names, installed
 from peagle.kernels.cpu.level import NATIVE, CpuLevel, machine_levels, supported_levels
+from tests.support.cpu_features import LEVELS
 from tests.support.engines import engine_of, pair_of
 from tests.support.tiny_models import make_target
 
@@ -175,7 +176,7 @@ def test_gcc_before_12_builds_the_library(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", supported_levels(), ids=lambda level: level.name)
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_was_built_is_reported(level: CpuLevel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the flags of users, whose libraries other tests have built
     monkeypatch.setenv("PEAGLE_CPU_LEVEL", level.name)

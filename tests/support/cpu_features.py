@@ -1,13 +1,17 @@
-"""Marks for tests that need the C kernels, or a CPU with dot products of bf16 and int8."""
+"""Marks for tests that need the C kernels, and the levels that these are tested at."""
 
 import pytest
-import torch
 
+from peagle.kernels.cpu.level import NATIVE, supported_levels
 from peagle.kernels.cpu.library import library
-from peagle.kernels.cpu.matrix import can_pack
 
 needs_c = pytest.mark.skipif(library() is None, reason="no C compiler")
-needs_dots = pytest.mark.skipif(
-    not can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)),
-    reason="no dot products of bf16 on this CPU",
-)
+# A library takes half a minute to compile: the levels that few users have are tested by
+# `make test-slow`.
+COMMON_LEVELS = (NATIVE.name, "avx2")
+LEVELS = [
+    pytest.param(
+        level, marks=[] if level.name in COMMON_LEVELS else pytest.mark.slow, id=level.name
+    )
+    for level in supported_levels()
+]

@@ -15,22 +15,18 @@ from peagle.cli import app
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.weight import Weight
 from peagle.errors import UserError
-from peagle.kernels.cpu.library import library
 from peagle.loaded import LoadedPair
 from peagle.target import Target, load_target
 from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights, quantize_matrix
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.layout import pack_codes, parse_quantized, unpack_codes, weight_tensors
 from peagle.target.quantized.write import quantize
+from tests.support.cpu_features import needs_c
 from tests.support.tiny_models import make_drafter, make_target
 
 NAMES = list(WEIGHT_FORMATS)
 OFF = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}  # of a random matrix' length, at most
 PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22, 41, 5], list(range(10, 40))]
-dots = library()
-needs_dots = pytest.mark.skipif(
-    dots is None or not dots.has_packed_matrices, reason="this CPU has no dot products of int8"
-)
 
 
 def saved(folder: Path, name: str = "llama", **options) -> Path:
@@ -189,7 +185,7 @@ def test_drafts_change_nothing(name: str, dtype: torch.dtype, folders: dict[str,
     assert answers(target, "p-eagle") == answers(target, "eagle3") == plain
 
 
-@needs_dots
+@needs_c
 def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> None:
     words = {}
     for name in NAMES:
@@ -206,7 +202,7 @@ def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> N
     }
 
 
-@needs_dots
+@needs_c
 def test_a_weight_that_shrank_is_its_codes() -> None:
     """The scales are unlike any other rounding: only the codes give the right result."""
     whole = torch.randint(-100, 101, (50, 128), dtype=torch.int8)
@@ -215,7 +211,7 @@ def test_a_weight_that_shrank_is_its_codes() -> None:
     weight = Weight(codes.matrix(torch.bfloat16), bias, codes)
     assert weight.use_codes()
     x = torch.randint(-127, 128, (3, 128)).bfloat16()
-    x[:, ::64] = 127  # the step of every 64 inputs is 1: nothing is rounded
+    x[:, ::32] = 127  # the step of every 32 inputs is 1: nothing is rounded
     expected = x.float() @ codes.matrix(torch.float32).T + bias.float()
     assert torch.allclose(weight(x).float(), expected, rtol=2**-8, atol=1e-2)
     assert not Weight(codes.matrix(torch.bfloat16), bias).use_codes()

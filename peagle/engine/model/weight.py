@@ -131,8 +131,7 @@ class Weight:
         return swiglu(self(x))
 
     def quantize(self) -> None:
-        """Multiply in int8 from now on. Requires the packed matrix of a CPU."""
-        assert self.matrix is not None
+        """Multiply in int8 from now on. Requires the C kernels."""
 
         def pack() -> PackedMatrix:
             parts = [x if isinstance(x, StoredMatrix) else quantize_int8(x) for x in self.parts]

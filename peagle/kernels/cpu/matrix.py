@@ -66,7 +66,8 @@ class PackedMatrix:
     ) -> None:
         """weight [N, K], or several whose outputs lie side by side; bias [N].
 
-        A tensor must be exact in bf16 (see `can_pack`), and cannot have `int8_rows`.
+        A tensor must be exact in bf16 (see `can_pack`). Rows in int8 need codes, so `int8_rows`
+        takes no tensor (see `quantize_int8`).
         """
         weights = [weight] if isinstance(weight, Packable) else list(weight)
         assert not (int8_rows and any(isinstance(part, Tensor) for part in weights))

@@ -149,14 +149,17 @@ static void order_codes(const int *numbers, int8_t *q) {
 /* Quantize a row: q, in the order of codes, the steps of 32 inputs and the totals of 16. */
 static void quantize_row(const float *x, int8_t *q, float *steps, float *totals, long k) {
     for (long at = 0; at < k; at += BLOCK) {
-        vec part[BLOCK / LANES], top = {0};
+        vec part[BLOCK / LANES];
+        ints top = {0}; /* Sizes are ordered as their bits are, and a NaN is above infinity. */
         for (int i = 0; i < BLOCK / LANES; i++) {
             part[i] = load_f32(x + at + i * LANES, k - at - i * LANES);
-            vec size = (vec)((bits)part[i] & 0x7fffffff);
-            top = blend(size <= top, top, size); /* keeps infinity; a NaN shows in the sum */
+            ints size = (ints)part[i] & 0x7fffffff, larger = size > top;
+            top = (larger & size) | (~larger & top);
         }
-        float max_abs = 0;
-        for (int l = 0; l < LANES; l++) max_abs = top[l] <= max_abs ? max_abs : top[l];
+        int largest = 0;
+        for (int l = 0; l < LANES; l++) largest = top[l] > largest ? top[l] : largest;
+        float max_abs;
+        memcpy(&max_abs, &largest, sizeof max_abs);
         float inverse_step = max_abs > 1e-30f ? 127 / max_abs : 0;
         /* A number that is not finite makes the row NaN. */
         float step = max_abs - max_abs == 0 ? max_abs / 127 : NAN;

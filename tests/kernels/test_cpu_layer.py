@@ -1,0 +1,113 @@
+"""A layer in one C call has the bits of its kernels one by one, and of any number of rows."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.verifier import build_verifier, target_kv_shapes
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.stored_matrix import BLOCK_FORMATS
+from peagle.target import Target, load_target
+from tests.support.gguf_files import TinyGGUF
+from tests.support.tiny_models import make_target
+
+DTYPES = [torch.bfloat16, torch.float32]
+MIXED = {"attn_v": "Q6_K", "ffn_up": "Q8_0", "ffn_down": "Q6_K", "attn_k": "BF16"}
+PAGE_SIZE = 16
+TABLES = torch.tensor([[3, 0, 5], [1, 2, 4]]).int()
+PROMPT = torch.arange(30) % 90
+
+
+class PassResult(NamedTuple):
+    logits: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@pytest.fixture(autouse=True)
+def own_home(cpu_level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set after the library of the level was loaded from the usual folder."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+
+
+def fused(target: Target) -> FusedLlamaTarget:
+    verifier = build_verifier(target, 300)
+    assert isinstance(verifier, FusedLlamaTarget)
+    return verifier
+
+
+def run(verifier: FusedLlamaTarget, target: Target, counts: tuple[int, int]) -> PassResult:
+    """The first rows of two requests, and two rows of padding, which have no slot."""
+    kv_cache = KVCache(target_kv_shapes(target), 6, PAGE_SIZE, torch.device("cpu"))
+    owner = torch.tensor([0, 1]).repeat_interleave(torch.tensor(counts))
+    positions = torch.cat([torch.arange(count) for count in counts])
+    slots = TABLES[owner, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    ids = PROMPT[positions + 7 * owner]
+    rows = RowPass(
+        torch.cat([positions, torch.zeros(2, dtype=torch.long)]),
+        torch.cat([slots, torch.tensor([-1, -1])]),
+        TABLES,
+        torch.tensor([0, counts[0]]).int(),
+        torch.tensor(counts).int(),
+        torch.zeros(2).int(),
+        max(counts),
+        PAGE_SIZE,
+    )
+    with torch.inference_mode():
+        logits, _ = verifier.forward(torch.cat([ids, ids[:2]]), rows, kv_cache)
+    return PassResult(logits[: len(ids)], torch.stack(kv_cache.keys), torch.stack(kv_cache.values))
+
+
+def without_cpu_layers(verifier: FusedLlamaTarget) -> None:
+    for layer in verifier.layers:
+        assert layer.cpu_layer is not None
+        object.__setattr__(layer, "cpu_layer", None)
+
+
+def check_layers(target: Target, int8: bool) -> None:
+    verifier = fused(target)
+    if int8:
+        verifier.quantize()
+    for counts in ((1, 1), (20, 8)):  # few rows and many
+        in_one_call = run(verifier, target, counts)
+        assert in_one_call.logits.isfinite().all() and in_one_call.logits.std() > 0
+        few = run(verifier, target, (1, 3))
+        assert torch.equal(few.logits[0], in_one_call.logits[0])
+        parts = fused(target)
+        if int8:
+            parts.quantize()
+        without_cpu_layers(parts)
+        one_by_one = run(parts, target, counts)
+        for a, b in zip(in_one_call, one_by_one, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_in_one_call(name: str, dtype: torch.dtype, int8: bool) -> None:
+    """With biases, head norms and padding rows; in float32 with weights that bf16 holds."""
+    target = make_target(name)
+    target.model.to(torch.bfloat16).to(dtype)
+    check_layers(target, int8)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", [*BLOCK_FORMATS, "mixed"])
+def test_stored_weights(tmp_path: Path, format: str, dtype: torch.dtype, int8: bool) -> None:
+    formats = MIXED if format == "mixed" else {}
+    base = "Q4_K" if format == "mixed" else format
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", base, formats, tied=False).write()
+    check_layers(load_target(file, dtype, "cpu", stored=True), int8)
+
+
+def test_float32_weights_that_are_not_exact_in_bf16_have_no_packed_copy() -> None:
+    verifier = fused(make_target())
+    assert all(layer.cpu_layer is None for layer in verifier.layers)
+    assert verifier.lm_head.matrix is None and verifier.lm_head.weight is not None
