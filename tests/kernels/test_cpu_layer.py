@@ -1,4 +1,4 @@
-"""A layer in one C call has the bits of its kernels one by one, and of any number of rows."""
+"""Layers in one C call have the bits of their kernels one by one, and of any number of rows."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ PROMPT = torch.arange(30) % 90
 
 class PassResult(NamedTuple):
     logits: Tensor
+    taps: Tensor
     keys: Tensor
     values: Tensor
 
@@ -59,32 +60,39 @@ def run(verifier: FusedLlamaTarget, target: Target, counts: tuple[int, int]) -> 
         PAGE_SIZE,
     )
     with torch.inference_mode():
-        logits, _ = verifier.forward(torch.cat([ids, ids[:2]]), rows, kv_cache)
-    return PassResult(logits[: len(ids)], torch.stack(kv_cache.keys), torch.stack(kv_cache.values))
+        logits, taps = verifier.forward(torch.cat([ids, ids[:2]]), rows, kv_cache)
+    stored = (torch.stack(kv_cache.keys), torch.stack(kv_cache.values))
+    return PassResult(logits[: len(ids)], taps[: len(ids)], *stored)
 
 
-def without_cpu_layers(verifier: FusedLlamaTarget) -> None:
+def use_calls(verifier: FusedLlamaTarget, calls: str) -> None:
+    """How the layers run: all in one C call, a call for each, or one for each of their kernels."""
+    assert verifier.cpu_layers is not None
+    if calls != "one":
+        verifier.cpu_layers = None
     for layer in verifier.layers:
         assert layer.cpu_layer is not None
-        object.__setattr__(layer, "cpu_layer", None)
+        if calls == "kernels":
+            object.__setattr__(layer, "cpu_layer", None)
 
 
 def check_layers(target: Target, int8: bool) -> None:
-    verifier = fused(target)
-    if int8:
-        verifier.quantize()
-    for counts in ((1, 1), (20, 8)):  # few rows and many
-        in_one_call = run(verifier, target, counts)
-        assert in_one_call.logits.isfinite().all() and in_one_call.logits.std() > 0
-        few = run(verifier, target, (1, 3))
-        assert torch.equal(few.logits[0], in_one_call.logits[0])
-        parts = fused(target)
+    results: dict[tuple[int, int], list[PassResult]] = {(1, 1): [], (20, 8): []}
+    for calls in ("one", "layers", "kernels"):
+        verifier = fused(target)
+        verifier.taps = (0, 2, 3)
         if int8:
-            parts.quantize()
-        without_cpu_layers(parts)
-        one_by_one = run(parts, target, counts)
-        for a, b in zip(in_one_call, one_by_one, strict=True):
-            assert torch.equal(a, b)
+            verifier.quantize()
+        use_calls(verifier, calls)
+        for counts, passes in results.items():  # few rows and many
+            passes.append(run(verifier, target, counts))
+            few = run(verifier, target, (1, 3))
+            assert torch.equal(few.logits[0], passes[-1].logits[0])
+    for first, *others in results.values():
+        assert first.logits.isfinite().all() and first.logits.std() > 0 and first.taps.any()
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -109,5 +117,6 @@ def test_stored_weights(tmp_path: Path, format: str, dtype: torch.dtype, int8: b
 
 def test_float32_weights_that_are_not_exact_in_bf16_have_no_packed_copy() -> None:
     verifier = fused(make_target())
+    assert verifier.cpu_layers is None
     assert all(layer.cpu_layer is None for layer in verifier.layers)
     assert verifier.lm_head.matrix is None and verifier.lm_head.weight is not None
