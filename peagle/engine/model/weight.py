@@ -134,6 +134,8 @@ class Weight:
         """Multiply in int8 from now on. Requires the C kernels."""
 
         def pack() -> PackedMatrix:
+            if self.is_stored and self.matrix is not None:
+                return self.matrix.with_int8_rows()
             parts = [x if isinstance(x, StoredMatrix) else quantize_int8(x) for x in self.parts]
             return PackedMatrix(parts, self.bias, int8_rows=True)
 

@@ -61,6 +61,10 @@ class Stepper:
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
             self.drafter = DraftRunner(drafter, num_layers, max_length, page_size, self.kv_cache)
+            if isinstance(self.verifier, FusedLlamaTarget) and self.verifier.is_stored:
+                # Drafts need not be exact, and a drafter in int8 takes less time and memory. Its
+                # acceptance length is the same (docs/cpu.md).
+                self.drafter.quantize()
         self.row_multiple = 1  # Exact mode pads passes to a multiple of rows.
         self.graphs = Graphs()
         weights = weight_count(target.layers)

@@ -7,6 +7,7 @@ product is no longer that of the weight. The bits of a row do not depend on its 
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,6 @@ class PackedMatrix:
         assert not (int8_rows and any(isinstance(part, Tensor) for part in weights))
         self.n = sum(part.shape[0] for part in weights)
         self.k = weights[0].shape[1]
-        self.int8_rows = int8_rows
         # The structs point to these tensors.
         self.bias = None if bias is None else bias.float().contiguous()
         self.scales = [part.scales if isinstance(part, Int8Matrix) else None for part in weights]
@@ -88,15 +88,24 @@ class PackedMatrix:
             for part, packed, scales in zip(weights, self.packed, self.scales, strict=True)
         ]
         self.parts = (PartStruct * len(parts))(*parts)
+        self._use_rows(int8_rows)
+
+    def _use_rows(self, int8_rows: bool) -> None:
         self.struct = MatrixStruct(
             ctypes.addressof(self.parts),
             None if self.bias is None else self.bias.data_ptr(),
-            len(parts),
+            len(self.parts),
             self.n,
             self.k,
             int8_rows,
         )
         self.address = ctypes.addressof(self.struct)
+
+    def with_int8_rows(self) -> "PackedMatrix":
+        """The same codes, multiplied with rows of int8; they are not packed again."""
+        matrix = copy(self)
+        matrix._use_rows(int8_rows=True)
+        return matrix
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]"""
