@@ -5,7 +5,14 @@
 >>> print(pair.generate("Why is the sky blue?", k=7).text)
 """
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+from peagle.openmp import avoid_spinning
+
+if "torch" not in sys.modules:
+    avoid_spinning(os.environ)
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "Grammar", "LoadedPair", "UserError", "load"]

@@ -13,10 +13,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from peagle import __version__
-from peagle.cli.openmp import avoid_spinning
 from peagle.errors import UserError
-
-avoid_spinning(os.environ)  # before a command imports torch
 
 COMMAND_ORDER = (
     *("catalog", "pairs", "pull"),

@@ -52,11 +52,11 @@ class Engine:
             pair = load_models(pair, context=config.context)
         self.pair = pair
         self.target = pair.target
-        if config.int8:
-            check_int8(self.target)
         self.method: Method = parse_method(config.method or pair.pair.method)
         drafter = None if self.method == "none" else pair.drafter(self.method)
         self.max_shape = max_draft_shape(config, pair, drafter)
+        if config.int8:
+            check_int8(self.target, self.max_shape)
         self.context = engine_context(config, self.target)
         self._stepper = build_stepper(config, pair, drafter, self.max_shape, self.context)
         if config.int8:

@@ -1,4 +1,4 @@
-"""How PyTorch's threads wait, as the command line sets it."""
+"""How PyTorch's threads wait, as `import peagle` sets it."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from peagle.cli.openmp import SPIN_VARIABLES, avoid_spinning
+from peagle.openmp import SPIN_VARIABLES, avoid_spinning
 
 
 def test_threads_sleep_by_default() -> None:
@@ -24,9 +24,7 @@ def test_what_the_user_has_set_stays(name: str) -> None:
 
 def test_it_is_set_before_torch_is_imported() -> None:
     kept = {name: text for name, text in os.environ.items() if name not in SPIN_VARIABLES}
-    program = (
-        "import os, sys, peagle.cli; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
-    )
+    program = "import os, sys, peagle; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
     done = subprocess.run(
         [sys.executable, "-c", program], env=kept, capture_output=True, text=True, check=True
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import Verifier, target_kv_shapes
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
@@ -22,8 +23,9 @@ from peagle.target import Target
 PROBED_BLOCKS = (8, 16)
 # Tokens before the probed blocks: blocks within a page, and across the end of one.
 PROBED_CONTEXTS = (11, 58, 185, 250)
-# Never 1: most matrix libraries use another kernel for a single row.
+# Most matrix libraries use another kernel for a single row; the C kernels do not.
 ROW_MULTIPLES = (2, 4, 8, 16)
+C_ROW_MULTIPLES = (1, *ROW_MULTIPLES)
 
 
 def pad_rows(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass]:
@@ -45,7 +47,8 @@ def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 
     blocks: tuple[int, ...] = PROBED_BLOCKS
     if k + 1 > max(PROBED_BLOCKS):
         blocks = (*PROBED_BLOCKS, k + 1)
-    for multiple in ROW_MULTIPLES:
+    uses_c = isinstance(verifier, FusedLlamaTarget) and verifier.cpu_layers is not None
+    for multiple in C_ROW_MULTIPLES if uses_c else ROW_MULTIPLES:
         if all(
             is_bit_equal(verifier, target, page_size, context, blocks, multiple)
             for context in PROBED_CONTEXTS
