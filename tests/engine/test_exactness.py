@@ -7,8 +7,8 @@ import torch
 
 from peagle.core import METHODS, Method
 from peagle.engine.model.exactness import (
+    C_ROW_MULTIPLES,
     PROBED_BLOCKS,
-    ROW_MULTIPLES,
     exact_multiple,
     is_bit_equal,
     pad_rows,
@@ -61,7 +61,7 @@ def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
     assert (
         engine.exact
-        and engine.loop.stepper.row_multiple in ROW_MULTIPLES
+        and engine.loop.stepper.row_multiple in C_ROW_MULTIPLES
         and engine.loop.scheduler.allocator.caching is False
     )
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
@@ -141,7 +141,7 @@ def test_it_is_probed_and_not_assumed() -> None:
     """A target whose rows depend on the number of rows has no multiple."""
     target = pair("llama").target
     verifier = build_verifier(target, 300)
-    assert exact_multiple(verifier, target, 64) in ROW_MULTIPLES
+    assert exact_multiple(verifier, target, 64) in C_ROW_MULTIPLES
     forward = verifier.forward
 
     def depends_on_rows(ids, rows, kv_cache, logit_rows=None):

@@ -91,6 +91,7 @@ class PackedMatrix:
         self._use_rows(int8_rows)
 
     def _use_rows(self, int8_rows: bool) -> None:
+        self.int8_rows = int8_rows
         self.struct = MatrixStruct(
             ctypes.addressof(self.parts),
             None if self.bias is None else self.bias.data_ptr(),
