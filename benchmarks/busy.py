@@ -3,7 +3,7 @@
     python -m benchmarks.busy [--tokens 64] [--rounds 3] [--json]
 
 Each setting has a process of its own, which loads the default pair once; the processes take turns.
-`default` is what the command line sets. The others show what a fixed setting would give: PyTorch's
+`default` is what `import peagle` sets. The others show what a fixed setting would give: PyTorch's
 OpenMP threads that spin for about 0.1 ms, or for milliseconds as GNU's runtime does by default, and
 one thread less, whose speed on the quiet machine is the fair share: all cores but the one that the
 other process has.
@@ -38,9 +38,6 @@ def settings(cores: int) -> dict[str, dict[str, str]]:
 
 def answer_requests(tokens: int) -> None:
     """The child process: one line with tokens per second for each line that is read."""
-    from peagle.cli.openmp import avoid_spinning
-
-    avoid_spinning(os.environ)  # before torch is imported, as the command line does
     from peagle.evaluate.demo import PROMPTS, WARM_UP_TOKENS, decoding_speed
     from peagle.loaded import load
 

@@ -1,7 +1,7 @@
 """Layers in one C call have the bits of their kernels one by one, and of any number of rows."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -120,3 +120,18 @@ def test_float32_weights_that_are_not_exact_in_bf16_have_no_packed_copy() -> Non
     assert verifier.cpu_layers is None
     assert all(layer.cpu_layer is None for layer in verifier.layers)
     assert verifier.lm_head.matrix is None and verifier.lm_head.weight is not None
+
+
+def test_layers_of_different_widths() -> None:
+    """The scratch memory fits the widest of them."""
+    target = make_target("llama")
+    wide: Any = target.layers[1]
+    hidden = target.hidden_size
+    for name in ("gate_proj", "up_proj"):
+        setattr(wide.mlp, name, torch.nn.Linear(hidden, 2048, bias=False))
+    wide.mlp.down_proj = torch.nn.Linear(2048, hidden, bias=False)
+    target.model.to(torch.bfloat16)
+    verifier = build_verifier(target, 64)
+    assert isinstance(verifier, FusedLlamaTarget) and verifier.cpu_layers is not None
+    widths = [layer.scratch_width for layer in verifier.cpu_layers.layers]
+    assert verifier.cpu_layers.scratch_width > max(widths) > min(widths)

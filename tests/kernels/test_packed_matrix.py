@@ -312,3 +312,4 @@ def test_what_can_be_packed() -> None:
     assert not can_pack(exact, torch.float16) and not can_pack(exact.half())
     for format in FORMATS[1:]:
         assert can_pack(make_weight(format), torch.float32)
+        assert not can_pack(make_weight(format), torch.float16)

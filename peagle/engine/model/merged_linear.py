@@ -25,6 +25,14 @@ def merged_bias(linears: list[Any], dtype: torch.dtype) -> Tensor | None:
     """The biases side by side, zeros for layers without one; None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None
+    # Kept at the first layer: engines share a packed matrix only if its bias is the same tensor.
+    kept = vars(linears[0]).setdefault("merged_biases", {})
+    if dtype not in kept:
+        kept[dtype] = concatenate_biases(linears, dtype)
+    return kept[dtype]
+
+
+def concatenate_biases(linears: list[Any], dtype: torch.dtype) -> Tensor:
     outputs = [len(linear.weight) for linear in linears]
     biases = [linear.bias for linear in linears]
     return torch.cat(

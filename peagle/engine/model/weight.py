@@ -1,16 +1,16 @@
 """Weight: a matrix in the layout in which the engine multiplies with it.
 
 PyTorch's linear layer passes plain rows to its matrix library every time; for the few rows of a
-step, reordering them takes as long as the product. On a CPU in half precision our own kernel
-(kernels/cpu/matrix.py) reads a copy that is packed once, at the speed of memory. Where that kernel
-is not available, the copy is in the matrix library's layout. The model's modules keep their own.
+step, reordering them takes as long as the product. On a CPU our own kernel (kernels/cpu/matrix.py)
+reads a copy that is packed once, at the speed of memory. Where that kernel is not available, the
+copy is in the matrix library's layout. The model's modules keep their own.
 Engines on the same weights share the copies, so weights must not change while an engine uses them.
 
 A weight of a GGUF file stays as it is stored where the kernel reads its blocks; elsewhere it is
 widened once. The parts of a merged weight may have different formats.
 
 A weight of a quantized target comes with its codes. `use_codes` replaces the weight by them where a
-kernel reads them: int8 on a CPU with int8 dot products, int8 and fp8 on a GPU for the few rows of a
+kernel reads them: int8 on a CPU with the C kernels, int8 and fp8 on a GPU for the few rows of a
 step and large matrices. Elsewhere the dequantized weight is used.
 """
 
@@ -71,6 +71,7 @@ class Weight:
         # Own the widened weight, and the packed matrix or the reordered weight.
         self._wide: PackedCopy | None = None
         self._copy: PackedCopy | None = None
+        self._float_copy: PackedCopy | None = None
         if can_pack_parts(self.parts, dtype):
             self._use_matrix("packed", self._pack)
         self.weight = self._tensor(dtype)
@@ -86,8 +87,8 @@ class Weight:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the parts are multiplied in the formats of their file."""
-        return self.matrix is not None and all(isinstance(x, StoredMatrix) for x in self.parts)
+        """Whether parts are multiplied in the formats of a GGUF file."""
+        return self.matrix is not None and any(isinstance(x, StoredMatrix) for x in self.parts)
 
     def _pack(self) -> PackedMatrix:
         return PackedMatrix(self.parts, self.bias)
@@ -134,7 +135,8 @@ class Weight:
         """Multiply in int8 from now on. Requires the C kernels."""
 
         def pack() -> PackedMatrix:
-            if self.is_stored and self.matrix is not None:
+            if self.matrix is not None and all(isinstance(x, StoredMatrix) for x in self.parts):
+                self._float_copy = self._copy  # Another engine may use it.
                 return self.matrix.with_int8_rows()
             parts = [x if isinstance(x, StoredMatrix) else quantize_int8(x) for x in self.parts]
             return PackedMatrix(parts, self.bias, int8_rows=True)

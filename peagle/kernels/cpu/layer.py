@@ -168,18 +168,14 @@ class StackOutput(NamedTuple):
 
 
 class FusedLayers:
-    """Consecutive layers, each behind its norm. One call saves the way back to Python.
-
-    Its threads would fall asleep on that way: they spin for a few microseconds only.
-    """
+    """Consecutive layers, each behind its norm. One call saves the way back to Python."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         self.layers = list(layers)  # The pointers below belong to them.
         self.addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
-        first = self.layers[0]
-        self.hidden_size = first.hidden_size
-        # Numbers per row; a layer has the same sizes as the others.
-        self.scratch_width = first.scratch_width + 2 * first.hidden_size
+        (self.hidden_size,) = {layer.hidden_size for layer in layers}
+        widest = max(layer.scratch_width for layer in layers)
+        self.scratch_width = widest + 2 * self.hidden_size  # numbers per row
 
     def __call__(
         self,

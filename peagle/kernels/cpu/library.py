@@ -53,7 +53,7 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "layer": [POINTER] * 4 + [LONG] + [POINTER] * 5,
     "layers": [POINTER, LONG] + [POINTER] * 8,
 }
-PACK_TYPES = [LONG] + [POINTER] * 2 + [LONG] * 3
+PACK_TYPES = [LONG] + [POINTER] * 2 + [LONG] * 3 + [INT]
 
 
 class Library:

@@ -72,11 +72,15 @@ class PackedMatrix:
         """
         weights = [weight] if isinstance(weight, Packable) else list(weight)
         assert not (int8_rows and any(isinstance(part, Tensor) for part in weights))
+        (self.k,) = {part.shape[1] for part in weights}
         self.n = sum(part.shape[0] for part in weights)
-        self.k = weights[0].shape[1]
+        assert bias is None or len(bias) == self.n
         # The structs point to these tensors.
         self.bias = None if bias is None else bias.float().contiguous()
-        self.scales = [part.scales if isinstance(part, Int8Matrix) else None for part in weights]
+        self.scales = [
+            part.scales.float().contiguous() if isinstance(part, Int8Matrix) else None
+            for part in weights
+        ]
         self.packed = [pack_weight(part) for part in weights]
         parts = [
             PartStruct(
@@ -104,6 +108,7 @@ class PackedMatrix:
 
     def with_int8_rows(self) -> "PackedMatrix":
         """The same codes, multiplied with rows of int8; they are not packed again."""
+        assert all(part.format != FORMATS.index("BF16") for part in self.parts)
         matrix = copy(self)
         matrix._use_rows(int8_rows=True)
         return matrix
@@ -111,7 +116,8 @@ class PackedMatrix:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]"""
         assert x.shape[1] == self.k
-        if x.stride(1) != 1 or x.stride(0) % 2:  # Rows of bf16 are read in pairs.
+        # Rows of bf16 are read in pairs.
+        if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4:
             x = x.contiguous()
         out = torch.empty(x.shape[0], self.n, dtype=x.dtype)
         loaded_library().functions["multiply", x.dtype](
@@ -133,8 +139,10 @@ def can_pack(weight: Packable, dtype: torch.dtype | None = None) -> bool:
     """Whether `PackedMatrix` supports this weight here, with rows of `dtype` (None: its own)."""
     if library() is None:
         return False
+    if dtype is not None and dtype not in DTYPE_SUFFIXES:
+        return False
     if isinstance(weight, StoredMatrix):
-        return weight.format in BLOCK_FORMATS
+        return weight.blocks.device.type == "cpu" and weight.format in BLOCK_FORMATS
     if isinstance(weight, Int8Matrix):
         return True
     if weight.device.type != "cpu" or (dtype or weight.dtype) not in DTYPE_SUFFIXES:
@@ -172,7 +180,8 @@ def pack_weight(weight: Packable) -> Tensor:
     number = FORMATS.index(format_of(weight))
     packed = torch.empty(lib.packed_size(number, n, k), dtype=torch.uint8)
     row_size = source.shape[1] * source.element_size()
-    lib.pack(number, source.data_ptr(), packed.data_ptr(), n, k, row_size)
+    threads = torch.get_num_threads()
+    lib.pack(number, source.data_ptr(), packed.data_ptr(), n, k, row_size, threads)
     return packed
 
 

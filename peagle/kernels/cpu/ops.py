@@ -12,7 +12,7 @@ from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.cpu.library import DTYPE_SUFFIXES, Library, library
 from peagle.kernels.row_pass import RowPass
 
-# As in c/kernels.c:
+# As in c/attention.h:
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 64  # query heads per key/value head
 

@@ -15,7 +15,6 @@
 #else
 #define FULL_TILE_VECTORS 2 /* of 16 registers */
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 /* gcc has __builtin_shufflevector only since version 12, clang has no __builtin_shuffle. */
 #ifdef __clang__

@@ -35,8 +35,6 @@
 /* The input, of eight, of byte i of the first (odd = 0) or second word of a pair. */
 #define CODE_INPUT(odd, i) ((odd) * 2 + (i) / 2 + (i) % 2 * 4)
 
-#define INLINE static inline __attribute__((always_inline))
-
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
 

@@ -21,6 +21,8 @@
 #define LANES 4
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
+
 typedef uint16_t bf16;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));

@@ -22,7 +22,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define CHUNK        (2048 / LANES) /* inputs that are widened at once: 24 KiB */
+#define CHUNK        (2048 / LANES) /* inputs that are widened at once: up to 24 KiB */
 #define ROW_BLOCK    64
 #define MIN_WIDE     (4 * TILE_ROWS + 1) /* rows from which on chunks are widened into the cache */
 #define MIN_ITEMS    8                   /* per thread */

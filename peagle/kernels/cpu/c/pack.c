@@ -1,6 +1,7 @@
 /* Packing a weight as block_format.h describes. */
 
 #include "block_format.h"
+#include "pool.h"
 
 /* 32 inputs of one output. */
 struct plain_block {
@@ -97,19 +98,33 @@ static void write_block(enum format format, const struct plain_block *block, uin
         memcpy(body + lane * 4, &words[i], 4);
 }
 
-/* weight [n][row_size bytes] -> packed, as `packed_size` tells; outputs behind n are zero. */
-void pack(long format, const uint8_t *weight, uint8_t *packed, long n, long k, long row_size) {
-    memset(packed, 0, packed_size(format, n, k));
-    for (long row = 0; row < n; row++, weight += row_size) {
-        uint8_t *panel = packed + row / PANEL * panel_size(format, k);
-        if (format == BF16)
-            for (long i = 0; i < k; i++)
-                memcpy(panel + (i / 2 * PANEL + row % PANEL) * 4 + i % 2 * 2, weight + i * 2, 2);
+struct packing {
+    long format, n, k, row_size;
+    const uint8_t *weight;
+    uint8_t *packed;
+};
+
+static void pack_panel(void *context, long index) {
+    const struct packing *p = context;
+    uint8_t *panel = p->packed + index * panel_size(p->format, p->k);
+    memset(panel, 0, panel_size(p->format, p->k));
+    for (long lane = 0; lane < PANEL && index * PANEL + lane < p->n; lane++) {
+        const uint8_t *row = p->weight + (index * PANEL + lane) * p->row_size;
+        if (p->format == BF16)
+            for (long i = 0; i < p->k; i++)
+                memcpy(panel + (i / 2 * PANEL + lane) * 4 + i % 2 * 2, row + i * 2, 2);
         else
-            for (long i = 0; i < (k + BLOCK - 1) / BLOCK; i++) {
+            for (long i = 0; i < (p->k + BLOCK - 1) / BLOCK; i++) {
                 struct plain_block block;
-                read_block(format, weight, k, i, &block);
-                write_block(format, &block, panel, i, row % PANEL);
+                read_block(p->format, row, p->k, i, &block);
+                write_block(p->format, &block, panel, i, lane);
             }
     }
+}
+
+/* weight [n][row_size bytes] -> packed, as `packed_size` tells; outputs behind n are zero. */
+void pack(long format, const uint8_t *weight, uint8_t *packed, long n, long k, long row_size,
+          int threads) {
+    struct packing packing = {format, n, k, row_size, weight, packed};
+    parallel_for((n + PANEL - 1) / PANEL, threads, pack_panel, &packing);
 }

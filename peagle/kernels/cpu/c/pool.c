@@ -39,6 +39,7 @@ static struct {
     atomic_uint_fast64_t claim; /* number of the job << 32 | chunks left */
     atomic_long done;           /* chunks */
     _Atomic int helpers;        /* workers that may take part */
+    _Atomic int wanted;         /* workers that the next job may need: the others sleep */
     void (*run)(void *context, long i);
     void *context;
     long count, chunks, chunk_size;
@@ -118,7 +119,7 @@ static int spin_until(int (*ready)(uint32_t argument), uint32_t argument) {
 }
 
 static void wait_for_job(struct worker *me, uint32_t seen) {
-    if (spin_until(has_new_job, seen)) return;
+    if (me->number < atomic_load(&pool.wanted) && spin_until(has_new_job, seen)) return;
     pthread_mutex_lock(&me->mutex);
     atomic_store(&me->asleep, 1);
     while (!has_new_job(seen)) pthread_cond_wait(&me->wakeup, &me->mutex);
@@ -210,6 +211,7 @@ void parallel_for(long count, int threads, void (*run)(void *context, long i), v
     pool.chunks = (count + pool.chunk_size - 1) / pool.chunk_size;
     atomic_store(&pool.done, 0);
     atomic_store(&pool.helpers, helpers);
+    atomic_store(&pool.wanted, threads - 1);
     uint32_t number = job_number(atomic_load(&pool.claim)) + 1;
     atomic_store(&pool.claim, (uint64_t)number << 32 | (uint32_t)pool.chunks);
     add_workers(helpers);
