@@ -156,10 +156,13 @@ class Generation:
     exact: bool = False
     trained: bool = True
     tree: int = 0  # nodes of the draft tree; 0: drafts were chains
+    adaptive: bool = False  # K followed the measured costs and acceptance, up to `k`
 
     @property
     def shape_text(self) -> str:
-        """The draft shape, like "K=7" or "tree 32, K=7"."""
+        """The draft shape, like "K=7", "K=auto" or "tree 32, K=7"."""
+        if self.adaptive:
+            return "K=auto"
         return f"tree {self.tree}, K={self.k}" if self.tree else f"K={self.k}"
 
     @property
@@ -198,6 +201,7 @@ class Generation:
             "method": self.method,
             "k": self.k,
             "tree": self.tree,
+            "adaptive": self.adaptive,
             "steps": len(self.steps),
             "acceptance_length": round(self.acceptance_length, 4),
             "accepted_per_position": [round(x, 4) for x in self.accepted_per_position],

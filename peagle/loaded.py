@@ -33,7 +33,7 @@ class EngineKey:
     """What an engine for one request at a time depends on."""
 
     method: Method
-    k: int
+    k: int | str  # a number, or auto
     tree: int
     exact: bool | None
     int8: bool
@@ -80,17 +80,21 @@ class LoadedPair(ModelPair):
     ) -> Generation:
         """Generate the target's answer; `on_text` receives it as it grows.
 
+        `k`: drafted tokens per step; None: the pair's own, on a CPU adaptive drafting.
         `exact`: bit-equal with and without drafts, in any dtype; None: where necessary and
-        supported. `int8`: 8-bit weights, on a CPU. `tree`: nodes of a draft tree; 0: a chain.
+        supported. `int8`: in 8 bits, on a CPU. `tree`: nodes of a draft tree; 0: a chain.
         `sampling`: the fields of `core.Sampling`.
         """
         parsed_method = parse_method(method or self.pair.method)
+        adaptive = k is None and self._drafts_adaptively(parsed_method, tree)
         k = check_k(self.pair.k if k is None else k) if parsed_method != "none" else 0
         check_tree_nodes(tree, (k,), parsed_method, exact)
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         positions = min(len(ids) + max_tokens, self.target.context) + max(2 * k, 2 * tree)
-        key = EngineKey(parsed_method, k, tree, exact, int8, engine_tokens(positions))
+        key = EngineKey(
+            parsed_method, "auto" if adaptive else k, tree, exact, int8, engine_tokens(positions)
+        )
         compiled = self.grammars.compile(grammar) if grammar is not None else None
         with self._engine(key) as engine:
             started = time.perf_counter()
@@ -104,7 +108,8 @@ class LoadedPair(ModelPair):
             steps=answer.steps,
             finish_reason="stop" if answer.reason == "stop" else "length",
             method=parsed_method,
-            k=k,
+            k=engine.max_k if adaptive else k,
+            adaptive=adaptive,
             seconds=time.perf_counter() - started,
             prefill_seconds=answer.first_piece - started,
             seed=settings.seed,
@@ -114,6 +119,10 @@ class LoadedPair(ModelPair):
             trained=parsed_method == "none" or self.drafter(parsed_method).config.trained,
             tree=tree,
         )
+
+    def _drafts_adaptively(self, method: Method, tree: int) -> bool:
+        """Whether K follows the measured costs if none is given."""
+        return self.target.device.type == "cpu" and method != "none" and tree == 0
 
     def _text(self, tokens: list[int], reason: FinishReason | None) -> str:
         """The text of an answer; that of a stop token at its end does not belong to it."""

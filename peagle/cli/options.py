@@ -15,7 +15,10 @@ Method = Annotated[
 K = Annotated[
     int | None,
     typer.Option(
-        "-k", "--k", help="Number of tokens to draft. Default: the pair's.", show_default=False
+        "-k",
+        "--k",
+        help="Number of tokens to draft. Default: the pair's; generate and demo on a CPU: auto.",
+        show_default=False,
     ),
 ]
 Tree = Annotated[

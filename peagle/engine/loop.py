@@ -34,6 +34,7 @@ from peagle.engine.schedule.scheduler import Scheduler, StepPlan
 from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
+from peagle.kernels.cpu.threads import threads_for_kernels
 
 T = TypeVar("T")
 
@@ -139,7 +140,8 @@ class EngineLoop:
                 return False
             self.stepping_thread = threading.current_thread()
             try:
-                return self._run()
+                with threads_for_kernels(self.stepper.runs_in_c):
+                    return self._run()
             finally:
                 self.stepping_thread = None
 

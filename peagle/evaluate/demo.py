@@ -100,7 +100,7 @@ def show_demo(rows: list[DemoRow], loaded: LoadedPair, console: Console) -> None
     for row in rows[1:]:
         for name, answer in row.answers.items():
             title = (
-                f"{name}, {row.method} K={answer.k}: {len(answer.token_ids)} tokens"
+                f"{name}, {row.method} {answer.shape_text}: {len(answer.token_ids)} tokens"
                 f" in {len(answer.steps)} steps"
             )
             console.print(Panel(color_drafts(answer, loaded), title=title, title_align="left"))

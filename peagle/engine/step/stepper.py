@@ -232,6 +232,11 @@ class Stepper:
         return AcceptedPath(chain.accepted_counts, chain.newest, None, None, ids, chain.packed)
 
     @property
+    def runs_in_c(self) -> bool:
+        """Whether the layers of the target are C kernels, which have threads of their own."""
+        return isinstance(self.verifier, FusedLlamaTarget) and self.verifier.cpu_layers is not None
+
+    @property
     def on_gpu(self) -> bool:
         return self.slots.device.type == "cuda"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.cpu.matrix import MatrixStruct, PackedMatrix, loaded_library
+from peagle.kernels.cpu.threads import kernel_threads
 from peagle.kernels.row_pass import RowPass
 
 
@@ -78,7 +79,7 @@ class LayerWorkspace:
             rows.page_tables.shape[1],
             rope_table.shape[1],
             len(rope_table),
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return cls(struct, tensors, torch.empty(row_count * row_width, dtype=dtype))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.cpu.library import DTYPE_SUFFIXES, FORMATS, Library, library
+from peagle.kernels.cpu.threads import kernel_threads
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 
 INT8_MAX = 127
@@ -126,7 +127,7 @@ class PackedMatrix:
             out.data_ptr(),
             x.shape[0],
             x.stride(0),
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 
@@ -180,7 +181,7 @@ def pack_weight(weight: Packable) -> Tensor:
     number = FORMATS.index(format_of(weight))
     packed = torch.empty(lib.packed_size(number, n, k), dtype=torch.uint8)
     row_size = source.shape[1] * source.element_size()
-    threads = torch.get_num_threads()
+    threads = kernel_threads()
     lib.pack(number, source.data_ptr(), packed.data_ptr(), n, k, row_size, threads)
     return packed
 

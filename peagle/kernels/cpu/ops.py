@@ -10,6 +10,7 @@ from torch import Tensor
 
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.cpu.library import DTYPE_SUFFIXES, Library, library
+from peagle.kernels.cpu.threads import kernel_threads
 from peagle.kernels.row_pass import RowPass
 
 # As in c/attention.h:
@@ -57,7 +58,7 @@ def add_norm(
         normed.stride(0),
         total.stride(0),
         eps,
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     return normed, total
 
@@ -96,7 +97,7 @@ def rope_store(
         len(rope_table),
         qkv.stride(0),
         heads.eps,
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     return True
 
@@ -109,7 +110,7 @@ def swiglu(gate_up: Tensor) -> Tensor | None:
     inner = gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
     lib.functions["swiglu", gate_up.dtype](
-        gate_up.data_ptr(), out.data_ptr(), rows, inner, gate_up.stride(0), torch.get_num_threads()
+        gate_up.data_ptr(), out.data_ptr(), rows, inner, gate_up.stride(0), kernel_threads()
     )
     return out
 
@@ -158,7 +159,7 @@ def attend(
         out.stride(0),
         params.window_size,
         params.scale,
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     return True
 
@@ -175,6 +176,6 @@ def argmax(logits: Tensor) -> Tensor | None:
         return None
     ids = torch.empty(len(logits), dtype=torch.long)
     lib.functions["argmax", logits.dtype](
-        logits.data_ptr(), ids.data_ptr(), *logits.shape, logits.stride(0), torch.get_num_threads()
+        logits.data_ptr(), ids.data_ptr(), *logits.shape, logits.stride(0), kernel_threads()
     )
     return ids
