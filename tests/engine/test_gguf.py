@@ -174,3 +174,16 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert json.loads(drafted.stdout)["token_ids"] == answer["token_ids"]
     missing = CliRunner().invoke(app, ["generate", str(tmp_path / "none.gguf"), *words])
     assert missing.exit_code == 2 and "there is no file" in missing.output
+
+
+def test_an_export_does_not_tell_vllm_to_serve_a_gguf_file(tmp_path: Path) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1", tokenizer=byte_level_tokenizer()).write()
+    target = load_target(file, torch.float32, "cpu")
+    compact.save(make_drafter(target, "p-eagle", 2, aux=AUX), tmp_path / "drafter", target)
+    words = ["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--target", str(file)]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2 and not (tmp_path / "out").exists()
+    assert "safetensors" in refused.output and "--verifier" in refused.output
+    named = CliRunner().invoke(app, [*words, "--verifier", "someone/model", "--json"])
+    assert named.exit_code == 0, named.output
+    assert "someone/model" in json.loads(named.stdout)["command"]
