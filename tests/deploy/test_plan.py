@@ -104,7 +104,7 @@ def test_mistakes_are_named(pair: str, options: dict[str, Any], message: str) ->
 def test_a_gguf_file_is_not_deployed(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(UserError, match="is a GGUF file.* with config.json and safetensors"):
+    with pytest.raises(UserError, match=r"is a GGUF file.* with config\.json and safetensors"):
         planned(kind, str(file), drafter=SHIPPED)
 
 
