@@ -1,7 +1,6 @@
 """Where a run is measured (versions, processor, GPU), and which weights it uses."""
 
 import hashlib
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import peagle
 from peagle.catalog.catalog import is_gguf_file
-from peagle.machine import cpu_name
+from peagle.machine import available_cores, cpu_name
 
 COMMAND_TIMEOUT = 20  # seconds
 SAMPLE_BYTES = 1 << 16
@@ -36,12 +35,6 @@ def describe_environment(device: Any = None) -> dict[str, Any]:
         "cuda": torch.version.cuda if gpu else None,
         "driver": gpu_driver() if gpu else None,
     }
-
-
-def available_cores() -> int | None:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def git_commit() -> str | None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from peagle.bench.environment import available_cores
 from peagle.kernels.cpu import library
-from peagle.machine import cpu_name
+from peagle.machine import available_cores, cpu_name
 from peagle.target.weight_speed import last_level_cache_bytes
 
 X86_FLAGS = (

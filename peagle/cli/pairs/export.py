@@ -146,7 +146,7 @@ def served_name(pair: "LoadedPair") -> str:
     """The name by which vLLM finds the target: its hub id if it is from there, else its folder."""
     from peagle.pull import receipt
 
-    name = pair.target.name
+    name = str(pair.target.name)
     if is_gguf_file(Path(name).expanduser()):
         raise UserError(
             f"vLLM would serve the drafter with {name}, a GGUF file: give `target`, the folder of"
@@ -155,7 +155,7 @@ def served_name(pair: "LoadedPair") -> str:
     folder = pair.target.folder
     assert folder is not None
     origin = receipt(folder)
-    return str(name if origin and origin.source == "hub" else folder)
+    return name if origin and origin.source == "hub" else str(folder)
 
 
 def architectures(pair: "LoadedPair") -> list[str]:
