@@ -51,7 +51,7 @@ def candidates(stored_format: str | None) -> list[Candidate]:
 
     Each builds what the engine uses for such weights (engine/model/weight.py).
     """
-    found = [
+    offered = [
         Candidate("float32", torch.float32, 4, build_float32),
         Candidate("bfloat16", torch.bfloat16, 2, build_bfloat16),
     ]
@@ -62,11 +62,11 @@ def candidates(stored_format: str | None) -> list[Candidate]:
         def build(shape: Shape) -> Multiply | None:
             return build_stored(shape, stored_format)
 
-        found.append(Candidate(stored_format, torch.float32, density, build))
+        offered.append(Candidate(stored_format, torch.float32, density, build))
         if has_bf16_dots():
             name = f"{stored_format}{BF16_ROWS}"
-            found.append(Candidate(name, torch.bfloat16, density, build))
-    return found
+            offered.append(Candidate(name, torch.bfloat16, density, build))
+    return offered
 
 
 def has_bf16_dots() -> bool:
