@@ -14,11 +14,10 @@ from peagle.machine import available_cores, cpu_name
 from peagle.target.weight_speed import last_level_cache_bytes
 
 X86_FLAGS = (
-    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni"),
+    *("f16c", "fma", "avx2"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"),
-    *("amx_tile", "amx_bf16", "amx_int8"),
 )
-ARM_FLAGS = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
+ARM_FLAGS = ("asimd", "asimddp", "bf16")
 WITHOUT_KERNELS = (
     "norms, attention and products of few rows run in PyTorch, weights of GGUF files are widened,"
     " and int8 is not available"
@@ -29,7 +28,7 @@ WITHOUT_KERNELS = (
 class CpuFacts:
     model: str
     architecture: str
-    flags: tuple[str, ...]  # those that matter to the kernels
+    flags: tuple[str, ...]  # those that the kernels use
     cores: int  # that this process may use
     threads: int  # that PyTorch and the kernels use
     cache_bytes: int  # of the last level
@@ -108,7 +107,6 @@ def cpu_limitations(cpu: CpuFacts) -> list[Limitation]:
             Limitation(f"this CPU has no {flag}", loss)
             for flag, loss in (
                 ("asimddp", "products of int8 take more instructions"),
-                ("i8mm", "products of int8 with several rows take more instructions"),
                 ("bf16", "products of bf16 are computed in float32"),
             )
             if flag not in flags
