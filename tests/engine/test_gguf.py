@@ -78,6 +78,13 @@ def test_answers_are_the_references(tmp_path: Path, architecture: str, stored_ke
     check_answers(pair)
 
 
+def test_rounded_activations_are_named(tmp_path: Path, stored_kernel: None) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1").write()
+    target = load_target(file, torch.bfloat16, "cpu", stored=True)
+    engine = engine_of(pair_of(target, {}), "none")
+    assert engine.weights == "Q4_1, bfloat16 activations"
+
+
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
 def test_without_the_kernel_weights_are_widened_once(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
