@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.llamacpp.worker import Worker, llama_worker, peagle_worker
-from peagle.bench.environment import available_cores, describe_environment
+from peagle.bench.environment import describe_environment
 from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.data.bench import read_sets
+from peagle.machine import available_cores
 from peagle.paths import write_json
 from peagle.pull.pull import target_folder
 

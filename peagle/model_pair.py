@@ -112,14 +112,16 @@ def load_models(
     revision = origin.revision if origin is not None else None
     name = source.target.hub or source.name
     weights = choose_weights(folder, dtype, device, stored)
-    if target is None and drafter is None:
-        # Tuning results hold for the pair's own target and drafter only.
-        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine_of(device, weights.dtype)))
+    is_own = target is None and drafter is None
+    if is_own:
         pair = with_pulled_drafter(pair, progress)
     loaded = load_target(
         folder, weights.dtype, device, name, revision, context, stored=weights.stored
     )
     loaded.speed_choice = weights.speed
+    if is_own:  # Tuning results hold for the pair's own target and drafter only.
+        machine = machine_of(device, weights.dtype, loaded.stored_format)
+        pair = replace(pair, k_by_concurrency=read_tuned(pair, machine))
     models = ModelPair(pair, loaded)
     return models if drafter is None else with_drafter(models, Path(drafter).expanduser())
 

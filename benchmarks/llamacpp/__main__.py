@@ -17,9 +17,9 @@ from benchmarks.llamacpp.bandwidth import ReadLoop
 from benchmarks.llamacpp.cases import CASES, PARALLEL, PREFILL_TOKENS, Case, Speeds
 from benchmarks.llamacpp.report import build_record, print_report
 from benchmarks.llamacpp.worker import Worker, llama_worker, peagle_worker
-from peagle.bench.environment import available_cores
 from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.data.bench import Task, read_sets
+from peagle.machine import available_cores
 from peagle.paths import write_json
 from peagle.pull.pull import target_folder
 

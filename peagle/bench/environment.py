@@ -1,14 +1,14 @@
 """Where a run is measured (versions, processor, GPU), and which weights it uses."""
 
 import hashlib
-import os
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import peagle
-from peagle.machine import cpu_name
+from peagle.catalog.catalog import is_gguf_file
+from peagle.machine import available_cores, cpu_name
 
 COMMAND_TIMEOUT = 20  # seconds
 SAMPLE_BYTES = 1 << 16
@@ -35,12 +35,6 @@ def describe_environment(device: Any = None) -> dict[str, Any]:
         "cuda": torch.version.cuda if gpu else None,
         "driver": gpu_driver() if gpu else None,
     }
-
-
-def available_cores() -> int | None:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def git_commit() -> str | None:
@@ -72,11 +66,14 @@ def run_command(*command: str) -> str | None:
 
 
 def describe_target(target: Any) -> dict[str, Any]:
+    """The dtype is that of the activations; `weights`: how the matrices are kept."""
+    dtype = str(target.dtype).removeprefix("torch.")
     return {
         "name": public_name(target.name),
         "revision": target.revision,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "sha": folder_digest(target.folder) if target.folder is not None else None,
+        "dtype": dtype,
+        "weights": target.stored_format or target.format or dtype,
+        "sha": target_digest(target),
     }
 
 
@@ -96,9 +93,18 @@ def describe_drafter(loaded: Any, method: Any) -> dict[str, Any]:
 
 
 def public_name(name: str) -> str:
-    """The name of a folder without its path, which is private to this machine."""
+    """The name of a folder or GGUF file without its path, which is private to this machine."""
     path = Path(name).expanduser()
-    return path.name if path.is_dir() else name
+    return path.name if path.is_dir() or is_gguf_file(path) else name
+
+
+def target_digest(target: Any) -> str | None:
+    """A digest of the weights that run: of the GGUF file, or of those in the folder."""
+    named = Path(target.name).expanduser()
+    file = target.gguf.path if target.gguf is not None else named if is_gguf_file(named) else None
+    if file is not None:
+        return gguf_digest(file)
+    return folder_digest(target.folder) if target.folder is not None else None
 
 
 def folder_digest(folder: Path) -> str | None:
@@ -107,22 +113,38 @@ def folder_digest(folder: Path) -> str | None:
     try:
         digest.update((folder / "config.json").read_bytes())
         for path in sorted(folder.glob("*.safetensors")):
-            digest.update(weight_samples(path))
+            digest.update(safetensors_samples(path))
     except OSError:
         return None
     return digest.hexdigest()[:12]
 
 
-def weight_samples(path: Path) -> bytes:
-    """The header of a safetensors file, its size, and 64 KiB at 16 places of its data."""
-    size = path.stat().st_size
+def safetensors_samples(path: Path) -> bytes:
+    """The header of a safetensors file, its size, and samples of its data."""
     with path.open("rb") as file:
         start = file.read(8)
         header_bytes = int.from_bytes(start, "little")
-        parts = [start, file.read(header_bytes), str(size).encode()]
-        data_start = 8 + header_bytes
-        last_sample = max(0, size - data_start - SAMPLE_BYTES)
+        header = file.read(header_bytes)
+    return b"".join([start, header, *weight_samples(path, 8 + header_bytes)])
+
+
+def gguf_digest(path: Path) -> str:
+    """A digest of the header of a GGUF file, its size, and samples of its data."""
+    from peagle.target.gguf.header import read_header
+
+    header = read_header(path)
+    data_start = min((info.start for info in header.tensors.values()), default=0)
+    content = b"".join([header.digest.encode(), *weight_samples(path, data_start)])
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def weight_samples(path: Path, data_start: int) -> list[bytes]:
+    """The size of a file, and 64 KiB at 16 places of its data."""
+    size = path.stat().st_size
+    parts = [str(size).encode()]
+    last_sample = max(0, size - data_start - SAMPLE_BYTES)
+    with path.open("rb") as file:
         for i in range(SAMPLE_COUNT):
             file.seek(data_start + last_sample * i // (SAMPLE_COUNT - 1))
             parts.append(file.read(SAMPLE_BYTES))
-    return b"".join(parts)
+    return parts

@@ -92,7 +92,8 @@ def endpoint_session(
     jobs = session_jobs(tasks, command.settings, None, warn)
     info = RunInfo(
         pair=public_name(pair or runner.model or "endpoint"),
-        target={"name": runner.model or pair, "revision": None, "dtype": None, "sha": None},
+        target={"name": runner.model or pair}
+        | dict.fromkeys(("revision", "dtype", "weights", "sha")),
         engine="endpoint",
         endpoint=url,
         environment=describe_environment(),

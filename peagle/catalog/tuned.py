@@ -1,6 +1,7 @@
 """Results of `peagle tune`: the best method and K at each concurrency on a machine.
 
-Each pair has a file PEAGLE_HOME/pairs/NAME.json with one entry per machine (GPU or CPU, and dtype).
+Each pair has a file PEAGLE_HOME/pairs/NAME.json with one entry per machine (GPU or CPU, dtype, and
+format of weights as stored).
 """
 
 import hashlib
@@ -29,13 +30,14 @@ def tuned_path(pair: Pair) -> Path:
     return cache_home() / "pairs" / f"{path.name}-{digest}.json"
 
 
-def machine_of(device: Any, dtype: Any) -> str:
-    """The key of a measurement: device, number of CPU threads, dtype."""
+def machine_of(device: Any, dtype: Any, stored_format: str | None = None) -> str:
+    """The key of a measurement: device, number of CPU threads, dtype, format of stored weights."""
     import torch
 
     name = torch.cuda.get_device_name(device) if str(device).startswith("cuda") else cpu_name()
     threads = "" if str(device).startswith("cuda") else f", {torch.get_num_threads()} threads"
-    return f"{name}{threads}, {str(dtype).removeprefix('torch.')}"
+    weights = f", {stored_format}" if stored_format else ""
+    return f"{name}{threads}, {str(dtype).removeprefix('torch.')}{weights}"
 
 
 def read_tuned(pair: Pair, machine: str) -> dict[int, Best]:

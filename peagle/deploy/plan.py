@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peagle.catalog import find_pair
+from peagle.catalog.catalog import is_gguf_file
 from peagle.catalog.entry import HUB_ID
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.core import Method, check_k, parse_method
@@ -35,6 +36,7 @@ def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
     """Plan the deployment of the pair `name` to the platform `kind`."""
     options = options or DeployOptions()
     pair = find_pair(name)
+    target, target_folder = target_location(pair)
     production = pair.production
     context = production.context if options.context is None else options.context
     drafter = choose_drafter(pair, options, context)
@@ -48,7 +50,6 @@ def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
     k, k_notes = choose_k(pair, drafter, options.k, options.concurrency)
     untrained_notes = () if drafter.trained else (UNTRAINED_NOTE,)
     folder = drafter.location if isinstance(drafter.location, Path) else None
-    target, target_folder = target_location(pair)
     deployment = Deployment(
         pair=Path(pair.name).resolve().name if target_folder else pair.name,
         target=target,
@@ -77,6 +78,11 @@ def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
 def target_location(pair: Pair) -> tuple[str, str | None]:
     """(name of the target for vLLM, folder of this machine that is mounted there)."""
     if pair.target.folder is not None:
+        if is_gguf_file(pair.target.folder):
+            raise UserError(
+                f"{pair.name} is a GGUF file, which is not deployed: give the folder or the hub id"
+                " of the same model with config.json and safetensors"
+            )
         return TARGET_MOUNT, str(pair.target.folder.resolve())
     if pair.target.hub is None:
         raise UserError(

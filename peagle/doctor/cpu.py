@@ -3,23 +3,21 @@
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from peagle.bench.environment import available_cores
 from peagle.kernels.cpu import library
-from peagle.machine import cpu_name
+from peagle.kernels.cpu.level import LEVEL_VARIABLE, cpu_features
+from peagle.machine import available_cores, cpu_name
 from peagle.target.weight_speed import last_level_cache_bytes
 
 X86_FLAGS = (
-    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni"),
+    *("f16c", "fma", "avx2"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"),
-    *("amx_tile", "amx_bf16", "amx_int8"),
 )
-ARM_FLAGS = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
-LEVEL_VARIABLE = "PEAGLE_CPU_LEVEL"
+ARM_FLAGS = ("asimd", "asimddp", "bf16")
 WITHOUT_KERNELS = (
     "norms, attention and products of few rows run in PyTorch, weights of GGUF files are widened,"
     " and int8 is not available"
@@ -30,7 +28,7 @@ WITHOUT_KERNELS = (
 class CpuFacts:
     model: str
     architecture: str
-    flags: tuple[str, ...]  # those that matter to the kernels
+    flags: tuple[str, ...]  # those that the kernels use
     cores: int  # that this process may use
     threads: int  # that PyTorch and the kernels use
     cache_bytes: int  # of the last level
@@ -53,7 +51,7 @@ class KernelFacts:
 
 
 def cpu_facts() -> CpuFacts:
-    features = set(library.cpu_features().split())
+    features = set(cpu_features().split())
     return CpuFacts(
         model=cpu_name(),
         architecture=platform.machine(),
@@ -70,9 +68,9 @@ def kernel_facts(cpu: CpuFacts, environment: Mapping[str, str] = os.environ) -> 
 
 
 def build_facts() -> dict[str, Any]:
-    """The record of what was compiled."""
-    build = getattr(library, "kernel_build", lambda: None)()
-    return asdict(build) if is_dataclass(build) and not isinstance(build, type) else {}
+    """The record of what was compiled; empty without kernels."""
+    build = library.kernel_build()
+    return asdict(build) if build is not None else {}
 
 
 def limitations(state: str, cpu: CpuFacts, environment: Mapping[str, str]) -> list[Limitation]:
@@ -84,24 +82,21 @@ def limitations(state: str, cpu: CpuFacts, environment: Mapping[str, str]) -> li
 
 
 def library_limitations(state: str, environment: Mapping[str, str]) -> list[Limitation]:
-    found = []
+    reasons = []
     if environment.get("PEAGLE_NATIVE") == "0":
-        found.append(Limitation("PEAGLE_NATIVE=0", WITHOUT_KERNELS, "unset PEAGLE_NATIVE"))
+        reasons.append(Limitation("PEAGLE_NATIVE=0", WITHOUT_KERNELS, "unset PEAGLE_NATIVE"))
     elif state.startswith("pytorch"):
         reason = state.partition(": ")[2]
         fix = "install gcc 9 or newer, or clang (Debian, Ubuntu: apt install gcc libc6-dev)"
         if LEVEL_VARIABLE in reason:
             fix = f"unset {LEVEL_VARIABLE}"
-        found.append(Limitation(reason, WITHOUT_KERNELS, fix))
-    elif "one thread" in state:
-        reason = state.partition(": ")[2]
-        found.append(Limitation(reason, "kernels run on one thread", "install gcc"))
+        reasons.append(Limitation(reason, WITHOUT_KERNELS, fix))
     level = environment.get(LEVEL_VARIABLE)
     if level and level != "native" and state.startswith("c"):
         reason = f"{LEVEL_VARIABLE}={level}"
         loss = "kernels do not use every instruction of this CPU"
-        found.append(Limitation(reason, loss, f"unset {LEVEL_VARIABLE}"))
-    return found
+        reasons.append(Limitation(reason, loss, f"unset {LEVEL_VARIABLE}"))
+    return reasons
 
 
 def cpu_limitations(cpu: CpuFacts) -> list[Limitation]:
@@ -112,7 +107,6 @@ def cpu_limitations(cpu: CpuFacts) -> list[Limitation]:
             Limitation(f"this CPU has no {flag}", loss)
             for flag, loss in (
                 ("asimddp", "products of int8 take more instructions"),
-                ("i8mm", "products of int8 with several rows take more instructions"),
                 ("bf16", "products of bf16 are computed in float32"),
             )
             if flag not in flags

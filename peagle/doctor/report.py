@@ -1,6 +1,7 @@
 """DoctorReport: everything that `peagle doctor` shows."""
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from peagle.catalog.pair import Pair
@@ -16,6 +17,7 @@ from peagle.doctor.software import (
 )
 from peagle.pull.pull import target_folder
 from peagle.target.gguf.choice import choose_weights
+from peagle.target.matrix_shapes import read_shapes
 from peagle.target.precision import SpeedChoice
 
 GB = 1e9
@@ -27,7 +29,8 @@ class DoctorReport:
     cpu: CpuFacts
     kernels: KernelFacts
     pair: str  # whose target the choice holds for
-    choice: SpeedChoice | None  # of dtype "auto" on the CPU; None: a GGUF file runs as stored
+    choice: SpeedChoice  # of dtype "auto" on the CPU
+    shapes_note: str | None  # set if the times are those of other shapes than the pair's
     gpu: GpuFacts
     memory: MemoryFacts
     disk: DiskFacts
@@ -37,7 +40,7 @@ class DoctorReport:
         parts = ("cpu", "kernels", "gpu", "memory", "disk", "software")
         return {
             **{name: asdict(getattr(self, name)) for name in parts},
-            "auto": {"pair": self.pair, **(self.choice.as_dict() if self.choice else {})},
+            "auto": {"pair": self.pair, "note": self.shapes_note, **self.choice.as_dict()},
         }
 
     def lines(self) -> list[tuple[str, str]]:
@@ -45,7 +48,7 @@ class DoctorReport:
         return [
             *cpu_lines(self.cpu),
             *kernel_lines(self.kernels),
-            *choice_lines(self.pair, self.choice),
+            *choice_lines(self.pair, self.choice, self.shapes_note),
             *gpu_lines(self.gpu),
             *storage_lines(self.memory, self.disk),
             *software_lines(self.software),
@@ -55,16 +58,28 @@ class DoctorReport:
 def examine(pair: Pair) -> DoctorReport:
     """Examine this machine; the first time, kernels are compiled and weights are timed."""
     cpu = cpu_facts()
+    path = pair.target.folder or target_folder(pair)
+    choice = choose_weights(path, "auto", "cpu").speed
+    assert choice is not None  # "auto" on a CPU is measured
     return DoctorReport(
         cpu=cpu,
         kernels=kernel_facts(cpu),
         pair=pair.name,
-        choice=choose_weights(pair.target.folder or target_folder(pair), "auto", "cpu").speed,
+        choice=choice,
+        shapes_note=shapes_note(path),
         gpu=gpu_facts(),
         memory=memory_facts(),
         disk=disk_facts(),
         software=software_facts(),
     )
+
+
+def shapes_note(path: Path) -> str | None:
+    """Why the times are not those of the target at `path`; None if they are."""
+    if read_shapes(path) is not None:
+        return None
+    reason = "its shapes are not known" if path.exists() else "not pulled"
+    return f"{reason}: times of SmolLM2-135M's shapes"
 
 
 def cpu_lines(cpu: CpuFacts) -> list[tuple[str, str]]:
@@ -97,11 +112,12 @@ def text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def choice_lines(pair: str, choice: SpeedChoice | None) -> list[tuple[str, str]]:
+def choice_lines(pair: str, choice: SpeedChoice, note: str | None) -> list[tuple[str, str]]:
     """The times of a pass, for each candidate and number of rows."""
-    if choice is None:
-        return [("dtype auto", f"{pair} runs as stored, with float32 activations")]
-    lines = [("dtype auto", f"{choice.chosen} for {pair}; milliseconds of a pass, measured here:")]
+    subject = f"{pair} ({note})" if note else pair
+    lines = [
+        ("dtype auto", f"{choice.chosen} for {subject}; milliseconds of a pass, measured here:")
+    ]
     for name, times in choice.times.items():
         figures = ", ".join(f"{count(rows, 'row')} {ms:.2f}" for rows, ms in times.items())
         lines.append(("", f"{name}: {figures}"))
@@ -132,10 +148,10 @@ def software_lines(software: SoftwareFacts) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {v or 'not installed'}" for name, v in software.versions.items())
     lines = [("versions", versions)]
     for extra, packages in software.extras.items():
-        found = ", ".join(f"{name} {v}" for name, v in packages.items() if v)
+        present = ", ".join(f"{name} {v}" for name, v in packages.items() if v)
         missing = [name for name, v in packages.items() if v is None]
         note = f"; missing: {', '.join(missing)} (pip install 'peagle[{extra}]')" if missing else ""
-        lines.append(("", f"{extra}: {found or 'nothing installed'}{note}"))
+        lines.append(("", f"{extra}: {present or 'nothing installed'}{note}"))
     policy = software.environment.get("OMP_WAIT_POLICY", "not set")
     lines.append(("OpenMP", f"wait policy (OMP_WAIT_POLICY): {policy}"))
     others = {k: v for k, v in software.environment.items() if k != "OMP_WAIT_POLICY"}

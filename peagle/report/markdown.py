@@ -41,10 +41,13 @@ def command_lines(machine: Machine) -> list[str]:
 
 
 def load_text(info: RunInfo, sets: str) -> str:
-    """The load that was measured: sets, dtype, answer length, sampling."""
+    """The load that was measured: sets, dtype, weights, answer length, sampling."""
     parts = [sets]
     if info.target.get("dtype"):
         parts.append(str(info.target["dtype"]))
+    weights = info.target.get("weights")
+    if weights and weights != info.target.get("dtype"):
+        parts.append(f"weights in {weights}")
     if info.settings.get("max_tokens"):
         parts.append(f"answers of up to {info.settings['max_tokens']} tokens")
     temperature = info.settings.get("temperature")

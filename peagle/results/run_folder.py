@@ -6,7 +6,7 @@ from pathlib import Path
 from peagle.errors import UserError
 from peagle.results.run_file import BenchResult, read_result
 
-TARGET_FIELDS = ("name", "dtype", "revision", "sha")
+TARGET_FIELDS = ("name", "dtype", "weights", "revision", "sha")
 
 
 def read_results(folder: Path, warn: Callable[[str], None]) -> list[BenchResult]:

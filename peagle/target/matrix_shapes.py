@@ -56,16 +56,21 @@ class MatrixShapes:
         return [*(layer * layers), (max(1, round(share * self.vocab_size)), self.hidden_size)]
 
 
-# SmolLM2-135M, for a target whose shapes are not known.
+# Of SmolLM2-135M, for a target whose shapes are not known.
 DEFAULT_SHAPES = MatrixShapes(576, 1536, 576, 192, 30, 49152)
 
 
-def read_shapes(folder: Path | None) -> MatrixShapes:
-    """The shapes of the target in a folder; those of the default target if it does not tell."""
-    if folder is not None:
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            return config_shapes(json.loads((folder / "config.json").read_text()))
-    return DEFAULT_SHAPES
+def read_shapes(path: Path) -> MatrixShapes | None:
+    """The shapes of the target in a folder or GGUF file; None if its config does not tell."""
+    folder = path
+    if path.is_file():
+        from peagle.target.gguf.config_folder import config_folder
+        from peagle.target.gguf.header import read_header
+
+        folder = config_folder(read_header(path))
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return config_shapes(json.loads((folder / "config.json").read_text()))
+    return None
 
 
 def config_shapes(config: Mapping[str, Any]) -> MatrixShapes:

@@ -5,22 +5,22 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from peagle.errors import UserError
-from peagle.kernels.cpu.library import kernel_state
-from peagle.machine import cpu_name
+from peagle.kernels.cpu.level import chosen_level
+from peagle.kernels.cpu.library import cache_key, kernel_build, kernel_state
+from peagle.machine import available_cores, cpu_name
 from peagle.paths import cache_home, write_json
-from peagle.target.matrix_shapes import MatrixShapes, read_shapes
+from peagle.target.matrix_shapes import DEFAULT_SHAPES, MatrixShapes
 from peagle.target.weight_speed import BF16_ROWS, ROW_COUNTS, PassTimes, measure_passes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_STORED = 64  # measurements that are remembered; the oldest are dropped
 MIN_SPEEDUP = 1.1  # what is less precise, or needs more memory, must be clearly faster
-MAX_LOAD = 1.5  # running processes per core, over the last minute
+MAX_LOAD = 1.1  # running processes per core, over the last minute
 Measure = Callable[[MatrixShapes, str | None], dict[str, PassTimes]]
 
 
@@ -66,41 +66,26 @@ class SpeedChoice:
         }
 
 
-def choose_dtype(
-    name: str, device: str, folder: Path | None = None, measure: Measure = measure_passes
-) -> torch.dtype:
-    """The dtype with that name; for "auto", bfloat16 on a GPU and the faster one on a CPU.
-
-    `folder`: of the target, whose matrices are measured; None: those of the default target.
-    """
+def choose_dtype(name: str, device: str) -> torch.dtype:
+    """The dtype with that name; for "auto", bfloat16 on a GPU and the faster one on a CPU."""
     if name in DTYPES:
         return DTYPES[name]
     if name != "auto":
         raise UserError(f"unknown dtype {name!r}: use auto, {', '.join(DTYPES)}")
-    choice = automatic_choice(name, device, folder, measure=measure)
-    return torch.bfloat16 if choice is None else choice.dtype
-
-
-def automatic_choice(
-    name: str,
-    device: str,
-    folder: Path | None = None,
-    stored_format: str | None = None,
-    measure: Measure = measure_passes,
-) -> SpeedChoice | None:
-    """What `auto` chooses on a CPU; None if the dtype is given, or the device is a GPU."""
-    if name != "auto" or device.startswith("cuda"):
-        return None
-    return measured_choice(read_shapes(folder), stored_format, measure)
+    return torch.bfloat16 if device.startswith("cuda") else measured_choice(None).dtype
 
 
 def measured_choice(
-    shapes: MatrixShapes, stored_format: str | None = None, measure: Measure = measure_passes
+    shapes: MatrixShapes | None,
+    stored_format: str | None = None,
+    measure: Measure = measure_passes,
 ) -> SpeedChoice:
     """Choose for a target of these shapes, from a remembered measurement or a new one.
 
+    Where the shapes are not known, those of the default target are measured.
     `stored_format`: of the blocks of the target's GGUF file, if it has one.
     """
+    shapes = shapes or DEFAULT_SHAPES
     path = cache_home() / "precision.json"
     machine = machine_key()
     key = f"{machine}, {shapes.name}{f', {stored_format}' if stored_format else ''}"
@@ -124,7 +109,7 @@ def is_overloaded() -> bool:
         load = os.getloadavg()[0]
     except OSError:
         return False
-    return load > MAX_LOAD * (os.cpu_count() or 1)
+    return load > MAX_LOAD * (available_cores() or 1)
 
 
 def read_times(record: dict[str, Any]) -> dict[str, PassTimes]:
@@ -158,9 +143,15 @@ def machine_key() -> str:
     The name of the host is no part of it: every container has a new one.
     """
     return (
-        f"{cpu_capability()}, kernels {kernel_state()}, {torch.get_num_threads()} threads,"
-        f" torch {torch.__version__}"
+        f"{cpu_capability()}, kernels {kernel_state()}{kernel_version()},"
+        f" {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
+
+
+def kernel_version() -> str:
+    """` (1a2b3c4d5e6f7a8b)`, a hash of the compiled kernels' sources; empty without kernels."""
+    built = kernel_build()
+    return f" ({cache_key(built.compiler, chosen_level())})" if built is not None else ""
 
 
 def cpu_capability() -> str:

@@ -5,7 +5,7 @@ hold them: a step reads every weight from memory, and a probe that fits the cach
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,9 +23,9 @@ from peagle.target.matrix_shapes import MatrixShapes, Shape
 ROW_COUNTS = (1, 4, 8)  # a plain step, and verify steps with K = 3 and K = 7
 CACHE_SIZES = 3  # a candidate's matrices are this many times as large as the last-level cache,
 MIN_BYTES = 48 << 20
-MAX_BYTES = 192 << 20  # but not larger than this
+MAX_BYTES = 160 << 20  # but not larger than this
 DEFAULT_CACHE_BYTES = 32 << 20
-MAX_SECONDS = 2.0  # of all rounds
+MAX_SECONDS = 2.0  # of all candidates
 MAX_ROUNDS = 8
 MIN_ROUNDS = 3
 MKLDNN_ROWS = 8  # rows for which the matrix library chooses its layout
@@ -51,7 +51,7 @@ def candidates(stored_format: str | None) -> list[Candidate]:
 
     Each builds what the engine uses for such weights (engine/model/weight.py).
     """
-    found = [
+    offered = [
         Candidate("float32", torch.float32, 4, build_float32),
         Candidate("bfloat16", torch.bfloat16, 2, build_bfloat16),
     ]
@@ -62,11 +62,11 @@ def candidates(stored_format: str | None) -> list[Candidate]:
         def build(shape: Shape) -> Multiply | None:
             return build_stored(shape, stored_format)
 
-        found.append(Candidate(stored_format, torch.float32, density, build))
+        offered.append(Candidate(stored_format, torch.float32, density, build))
         if has_bf16_dots():
             name = f"{stored_format}{BF16_ROWS}"
-            found.append(Candidate(name, torch.bfloat16, density, build))
-    return found
+            offered.append(Candidate(name, torch.bfloat16, density, build))
+    return offered
 
 
 def has_bf16_dots() -> bool:
@@ -77,14 +77,14 @@ def has_bf16_dots() -> bool:
 
 def build_float32(shape: Shape) -> Multiply | None:
     """Weights of a bf16 checkpoint, widened. A kernel may pack them in bf16: nothing is lost."""
-    weight = random_weight(shape).bfloat16().float()
+    weight = random_weight(shape).float()
     if can_pack(weight):
         return PackedMatrix(weight)
     return lambda x: linear(x, weight)
 
 
 def build_bfloat16(shape: Shape) -> Multiply | None:
-    weight = random_weight(shape).bfloat16()
+    weight = random_weight(shape)
     if can_pack(weight):
         return PackedMatrix(weight)
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -108,7 +108,7 @@ def build_stored(shape: Shape, stored_format: str) -> Multiply | None:
 @cache
 def random_weight(shape: Shape) -> Tensor:
     """The same numbers for all matrices of a shape: drawing them takes longer than timing."""
-    return torch.randn(shape).mul_(0.02)
+    return torch.randn(shape, dtype=torch.bfloat16).mul_(0.02)
 
 
 class Probe:
@@ -155,25 +155,29 @@ class Probe:
 def measure_passes(
     shapes: MatrixShapes, stored_format: str | None = None, max_bytes: float | None = None
 ) -> dict[str, PassTimes]:
-    """Time every candidate that this machine supports, in interleaved rounds: about 2 seconds."""
+    """Time every candidate that this machine supports: about 2 seconds.
+
+    One after the other, so that the matrices of only one candidate are in memory.
+    """
     max_bytes = max_bytes or sample_bytes()
-    probes = {
-        candidate.name: Probe(candidate, shapes, max_bytes)
-        for candidate in candidates(stored_format)
-    }
-    supported = {name: probe for name, probe in probes.items() if probe.supported}
-    random_weight.cache_clear()
-    run_rounds(list(supported.values()))
-    return {name: probe.times for name, probe in supported.items()}
+    offered = candidates(stored_format)
+    times: dict[str, PassTimes] = {}
+    for candidate in offered:
+        probe = Probe(candidate, shapes, max_bytes)
+        random_weight.cache_clear()
+        if probe.supported:
+            run_rounds(probe, MAX_SECONDS / len(offered))
+            times[candidate.name] = probe.times
+        del probe  # before the next one is built
+    return times
 
 
-def run_rounds(probes: Sequence[Probe]) -> None:
-    deadline = time.perf_counter() + MAX_SECONDS
-    run_seconds = MAX_SECONDS / (MIN_ROUNDS * len(ROW_COUNTS) * max(1, len(probes)))
+def run_rounds(probe: Probe, max_seconds: float) -> None:
+    deadline = time.perf_counter() + max_seconds
+    run_seconds = max_seconds / (MIN_ROUNDS * len(ROW_COUNTS))
     for _ in range(MAX_ROUNDS):
         for rows in ROW_COUNTS:
-            for probe in probes:
-                probe.run(rows, run_seconds)
+            probe.run(rows, run_seconds)
         if time.perf_counter() > deadline:
             break
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.arm
 FEATURES = {
     "armv8": ("f16c",),
     "armv8.2-dotprod": ("dotprod", "f16c"),
-    "armv8.6-bf16-i8mm": ("bf16", "i8mm", "dotprod", "f16c"),
+    "armv8.6-bf16": ("bf16", "dotprod", "f16c"),
 }
 
 

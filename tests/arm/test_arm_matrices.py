@@ -11,32 +11,62 @@ from tests.support.gguf_files import random_blocks
 
 pytestmark = [pytest.mark.arm, pytest.mark.usefixtures("cpu_level")]
 N, K = 50, 512
+PARTIAL_K = 504  # no multiple of a block of 32
+ROWS = (9, 40)  # tiles that widen blocks in registers, and chunks that are widened once for many
+MIXED = ("Q4_K", "Q6_K", "Q8_0")
 EXACT, ROUNDED = 1e-4, 0.02  # of the largest output
 
 
-def weight_of(format: str) -> tuple[Packable, torch.Tensor]:
-    weight = (some(N, K) / K**0.5).bfloat16()
+def weight_of(format: str, k: int = K) -> tuple[Packable, torch.Tensor]:
+    weight = (some(N, k) / k**0.5).bfloat16()
     if format == "BF16":
         return weight, weight.float()
     if format == "INT8":
         matrix = quantize_int8(weight)
         return matrix, matrix.codes * matrix.scales[:, None]
-    stored = StoredMatrix(format, torch.from_numpy(random_blocks(format, N, K, seed=1)))
+    stored = StoredMatrix(format, torch.from_numpy(random_blocks(format, N, k, seed=1)))
     return stored, stored.dequantize()
 
 
+def check_product(matrix: PackedMatrix, dense: torch.Tensor, rows: int, dtype: torch.dtype) -> None:
+    x = some(rows, matrix.k).to(dtype)
+    result = matrix(x)
+    expected = linear(x.float(), dense, matrix.bias)
+    limit = ROUNDED if matrix.int8_rows or dtype == torch.bfloat16 else EXACT
+    assert (result.float() - expected).abs().max() <= limit * expected.abs().max()
+    for row in (4, rows - 1):
+        alone = matrix(x[row : row + 1])
+        assert torch.equal(alone, result[row : row + 1]), "a row depends on its neighbors"
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("format", "int8_rows"),
     [("BF16", False), ("INT8", True), *((name, int8) for name in BLOCK_FORMATS for int8 in (0, 1))],
 )
-def test_products(format: str, int8_rows: bool, dtype: torch.dtype) -> None:
+def test_products(format: str, int8_rows: bool, dtype: torch.dtype, rows: int) -> None:
     weight, dense = weight_of(format)
-    bias = some(N)
-    matrix = PackedMatrix(weight, bias, bool(int8_rows))
-    x = some(9, K).to(dtype)
-    result = matrix(x)
-    expected = linear(x.float(), dense, bias)
-    limit = ROUNDED if int8_rows or dtype == torch.bfloat16 else EXACT
-    assert (result.float() - expected).abs().max() <= limit * expected.abs().max()
-    assert torch.equal(matrix(x[4:5]), result[4:5]), "a row depends on its neighbors"
+    check_product(PackedMatrix(weight, some(N), bool(int8_rows)), dense, rows, dtype)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("format", "int8_rows"), [("BF16", False), ("INT8", False), ("INT8", True)]
+)
+def test_inputs_beside_whole_blocks(
+    format: str, int8_rows: bool, dtype: torch.dtype, rows: int
+) -> None:
+    weight, dense = weight_of(format, PARTIAL_K)
+    check_product(PackedMatrix(weight, None, int8_rows), dense, rows, dtype)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8_rows", [False, True])
+def test_mixed_parts(int8_rows: bool, dtype: torch.dtype, rows: int) -> None:
+    names = MIXED if int8_rows else (*MIXED, "BF16")
+    parts, dense = zip(*map(weight_of, names), strict=True)
+    matrix = PackedMatrix(parts, some(N * len(names)), int8_rows)
+    check_product(matrix, torch.cat(dense), rows, dtype)

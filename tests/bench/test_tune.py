@@ -6,7 +6,7 @@ import pytest
 
 from peagle.bench.tune import TunePoint, Tuner, expected_tokens, search_k
 from peagle.catalog.pair import Best, Pair, TargetSource
-from peagle.catalog.tuned import read_tuned, tuned_path, write_tuned
+from peagle.catalog.tuned import machine_of, read_tuned, tuned_path, write_tuned
 from peagle.cli.measurement.tune_output import summary_lines
 from tests.support.benching import some_jobs, tiny_pair
 
@@ -50,6 +50,11 @@ def test_a_real_pair() -> None:
     assert len(lines) == 3
     assert "c=2" in lines[0] and "by position" in lines[1] and "at 4.5 an hour" in lines[2]
     assert "--price" in summary_lines(tuner, best, None)[2]
+
+
+def test_stored_weights_are_tuned_on_their_own() -> None:
+    plain, stored = (machine_of("cpu", "torch.float32", x) for x in (None, "Q4_1"))
+    assert plain.endswith(", float32") and stored == f"{plain}, Q4_1"
 
 
 def test_kept_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

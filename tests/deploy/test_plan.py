@@ -100,6 +100,14 @@ def test_mistakes_are_named(pair: str, options: dict[str, Any], message: str) ->
         planned("kubernetes", pair, **options)
 
 
+@pytest.mark.parametrize("kind", ["kubernetes", "sagemaker"])
+def test_a_gguf_file_is_not_deployed(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"is a GGUF file.* with config\.json and safetensors"):
+        planned(kind, str(file), drafter=SHIPPED)
+
+
 @pytest.mark.parametrize(
     "flags", [{"dtype\nrun: evil": True}, {"a b": 1}, {"": 1}, {"dtype": "half\nrun: evil"}]
 )

@@ -17,6 +17,7 @@ from peagle.doctor.software import disk_facts, memory_facts, software_facts
 from peagle.target import precision
 from peagle.target.gguf.choice import choose_weights
 from peagle.target.weight_speed import ROW_COUNTS
+from tests.support.tiny_models import make_target
 
 AVX512 = CpuFacts("x", "x86_64", ("avx2", "avx512f", "avx512_vnni", "avx512_bf16"), 2, 2, 1 << 20)
 TIMES = {name: dict.fromkeys(ROW_COUNTS, 1.5) for name in ("float32", "bfloat16")}
@@ -89,8 +90,8 @@ def test_settings_that_slow_down_are_named() -> None:
         (("avx2", "fma"), ["avx512f"]),
         (("avx2", "avx512f"), ["avx512_bf16", "avx512_vnni"]),
         (("avx2", "avx512f", "avx512_vnni"), ["avx512_bf16"]),
-        (("asimd",), ["asimddp", "i8mm", "bf16"]),
-        (("asimd", "asimddp", "i8mm", "bf16"), []),
+        (("asimd",), ["asimddp", "bf16"]),
+        (("asimd", "asimddp", "bf16"), []),
     ],
 )
 def test_missing_instructions_are_named(flags: tuple[str, ...], expected: list[str]) -> None:
@@ -145,13 +146,20 @@ def test_a_gpu_is_described() -> None:
     ]
 
 
-def test_a_gguf_file_runs_as_stored() -> None:
-    assert report.choice_lines("m.gguf", None) == [
-        ("dtype auto", "m.gguf runs as stored, with float32 activations")
-    ]
-
-
 def test_examine_downloads_nothing(tmp_path: Path) -> None:
-    found = examine(find_pair(DEFAULT_PAIR))
-    assert found.choice is not None and found.choice.times == TIMES
+    facts = examine(find_pair(DEFAULT_PAIR))
+    assert facts.choice.times == TIMES
     assert not (tmp_path / "targets").exists()
+
+
+def test_times_of_other_shapes_are_marked(tmp_path: Path) -> None:
+    """Those of a pair that is not pulled, or whose config is not Llama-like."""
+    absent = examine(find_pair("qwen3-8b"))
+    assert absent.as_dict()["auto"]["note"] == "not pulled: times of SmolLM2-135M's shapes"
+    assert f"for qwen3-8b ({absent.shapes_note});" in dict(absent.lines())["dtype auto"]
+    folder = tmp_path / "model"
+    make_target().model.save_pretrained(folder)
+    assert examine(find_pair(str(folder))).shapes_note is None
+    (folder / "config.json").write_text("{}")
+    note = examine(find_pair(str(folder))).shapes_note
+    assert note and note.startswith("its shapes are not known: ")

@@ -78,6 +78,13 @@ def test_answers_are_the_references(tmp_path: Path, architecture: str, stored_ke
     check_answers(pair)
 
 
+def test_rounded_activations_are_named(tmp_path: Path, stored_kernel: None) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1").write()
+    target = load_target(file, torch.bfloat16, "cpu", stored=True)
+    engine = engine_of(pair_of(target, {}), "none")
+    assert engine.weights == "Q4_1, bfloat16 activations"
+
+
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
 def test_without_the_kernel_weights_are_widened_once(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
@@ -174,3 +181,16 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert json.loads(drafted.stdout)["token_ids"] == answer["token_ids"]
     missing = CliRunner().invoke(app, ["generate", str(tmp_path / "none.gguf"), *words])
     assert missing.exit_code == 2 and "there is no file" in missing.output
+
+
+def test_an_export_does_not_tell_vllm_to_serve_a_gguf_file(tmp_path: Path) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1", tokenizer=byte_level_tokenizer()).write()
+    target = load_target(file, torch.float32, "cpu")
+    compact.save(make_drafter(target, "p-eagle", 2, aux=AUX), tmp_path / "drafter", target)
+    words = ["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--target", str(file)]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2 and not (tmp_path / "out").exists()
+    assert "safetensors" in refused.output and "--verifier" in refused.output
+    named = CliRunner().invoke(app, [*words, "--verifier", "someone/model", "--json"])
+    assert named.exit_code == 0, named.output
+    assert "someone/model" in json.loads(named.stdout)["command"]

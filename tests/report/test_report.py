@@ -78,19 +78,11 @@ def test_no_result_is_exit_2(tmp_path: Path) -> None:
     assert "does not exist" in run("report", tmp_path / "nowhere", code=2)
 
 
-@pytest.mark.parametrize("field", ["name", "dtype", "sha", "revision"])
+@pytest.mark.parametrize("field", ["name", "dtype", "weights", "sha", "revision"])
 def test_different_targets_are_refused(tmp_path: Path, field: str) -> None:
-    write(
-        tmp_path,
-        result("a", target={"name": "x", "dtype": "bfloat16", "sha": "1", "revision": "r"}),
-    )
-    write(
-        tmp_path,
-        result(
-            "b",
-            target={"name": "x", "dtype": "bfloat16", "sha": "1", "revision": "r", field: "other"},
-        ),
-    )
+    target = {"name": "x", "dtype": "float32", "weights": "Q4_1", "sha": "1", "revision": "r"}
+    write(tmp_path, result("a", target=target))
+    write(tmp_path, result("b", target=target | {field: "other"}))
     message = run("report", tmp_path, "--markdown", code=2)
     assert field in message and "folder of its own" in message
 

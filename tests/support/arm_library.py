@@ -27,7 +27,7 @@ NAME_BYTES = 64
 VARIANTS = {
     "armv8": "-march=armv8-a",
     "armv8.2-dotprod": "-march=armv8.2-a+dotprod+fp16",
-    "armv8.6-bf16-i8mm": "-march=armv8.6-a+bf16+i8mm",
+    "armv8.6-bf16": "-march=armv8.6-a+bf16",
 }
 
 

@@ -181,4 +181,6 @@ def save(
             for (method, k, c), point in tuner.points.items()
         ],
     }
-    return write_tuned(loaded.pair, machine_of(loaded.target.device, loaded.target.dtype), entry)
+    target = loaded.target
+    machine = machine_of(target.device, target.dtype, target.stored_format)
+    return write_tuned(loaded.pair, machine, entry)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peagle.catalog import find_pair
+from peagle.catalog.catalog import is_gguf_file
 from peagle.cli.application import app, out, warn
 from peagle.cli.options import Json, K, Target
 from peagle.cli.options import Method as MethodOption
@@ -145,10 +146,16 @@ def served_name(pair: "LoadedPair") -> str:
     """The name by which vLLM finds the target: its hub id if it is from there, else its folder."""
     from peagle.pull import receipt
 
+    name = str(pair.target.name)
+    if is_gguf_file(Path(name).expanduser()):
+        raise UserError(
+            f"vLLM would serve the drafter with {name}, a GGUF file: give `target`, the folder of"
+            " the same model with config.json and safetensors, or its name with `verifier`"
+        )
     folder = pair.target.folder
     assert folder is not None
     origin = receipt(folder)
-    return str(pair.target.name if origin and origin.source == "hub" else folder)
+    return name if origin and origin.source == "hub" else str(folder)
 
 
 def architectures(pair: "LoadedPair") -> list[str]:

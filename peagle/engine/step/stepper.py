@@ -78,11 +78,16 @@ class Stepper:
 
     @property
     def weights(self) -> str:
-        """The number format in which the layers' matrices are multiplied."""
+        """The number format in which the layers' matrices are multiplied.
+
+        Activations are named for stored weights only, where they may be rounded to bfloat16.
+        """
         dtype = str(self.target.dtype).removeprefix("torch.")
         stored = self.target.stored_format
         if stored:
-            return stored if self.verifier.is_stored else f"{stored}, multiplied out to {dtype}"
+            if not self.verifier.is_stored:
+                return f"{stored}, multiplied out to {dtype}"
+            return stored if dtype == "float32" else f"{stored}, {dtype} activations"
         quantized = self.target.format
         if not quantized:
             return dtype

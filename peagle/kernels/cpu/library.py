@@ -89,13 +89,13 @@ class KernelBuild:
     level: str  # of PEAGLE_CPU_LEVEL: native, avx512, avx2 or baseline
     instruction_set: str  # avx512, avx2, sse2 or neon
     vector_bits: int
-    features: tuple[str, ...]  # in use: bf16, i8mm, dotprod, vnni, f16c
+    features: tuple[str, ...]  # in use: bf16, dotprod, vnni, f16c
     compiler: str  # its path
     compiler_version: str
 
     @property
     def name(self) -> str:
-        """The instruction set and its best dot product: `avx512-bf16`, `avx2`, `neon-i8mm`."""
+        """The instruction set and its best dot product: `avx512-bf16`, `avx2`, `neon-dotprod`."""
         dots = [name for name in self.features if name != "f16c"]
         return "-".join([self.instruction_set, *dots[:1]])
 

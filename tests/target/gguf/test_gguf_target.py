@@ -174,6 +174,7 @@ def test_which_weights_run(tmp_path: Path) -> None:
     assert choice(folder, "auto", "cuda") == (False, torch.bfloat16)
     assert choice(folder, "auto", "cpu", False) == (False, torch.bfloat16)
     assert choice(file, "auto", "cpu") == (True, torch.float32)
+    assert choice(file, "auto", "cpu", False) == (False, torch.bfloat16)
     assert choice(file, "bfloat16", "cpu") == (True, torch.bfloat16)
     assert choice(file, "auto", "cuda") == (False, torch.bfloat16)
 

@@ -18,19 +18,16 @@ const char *instruction_set(void) {
 #endif
 }
 
-/* The dot products, the best first, and conversions of 16 bits. */
+/* What the kernels use: the dot products, the best first, and conversions of 16 bits. */
 const char *cpu_features(void) {
     return ""
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
            " bf16"
 #endif
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-           " i8mm"
-#endif
 #if defined(__ARM_FEATURE_DOTPROD)
            " dotprod"
 #endif
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__)
            " vnni"
 #endif
 #if defined(__F16C__) || defined(__aarch64__)
