@@ -12,8 +12,10 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from peagle.errors import UserError
 from peagle.paths import cache_home, publish_folder
 from peagle.target.gguf.header import GGUFHeader
+from peagle.target.loading_error import loading_reason
 
 FOLDER_VERSION = 1  # of what is written here
 # Kinds of vocabularies whose digits are split one by one; transformers does not read the kind.
@@ -28,8 +30,21 @@ def config_folder(header: GGUFHeader) -> Path:
         with FileLock(folder.parent / f".{folder.name}.lock"):
             if not folder.exists():
                 with publish_folder(folder) as staging:
-                    convert_config(header, staging)
+                    convert_checked(header, staging)
     return folder
+
+
+def convert_checked(header: GGUFHeader, folder: Path) -> None:
+    """convert_config, with an error of ours if transformers cannot read the file."""
+    try:
+        convert_config(header, folder)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises exceptions of any type
+        raise UserError(
+            f"cannot read config and tokenizer of {header.path} (architecture"
+            f" {header.architecture!r}): {loading_reason(error)}"
+        ) from error
 
 
 def location(file: Path) -> dict[str, Any]:

@@ -132,3 +132,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     file = TinyGGUF(tmp_path / "model.gguf", "gptneox").write()
     with pytest.raises(UserError, match="gptneox"):
         load_target(file, torch.float32, "cpu", stored=True)
+    for command in (["generate", str(file), "hi", "--method", "none"], ["doctor", str(file)]):
+        result = CliRunner().invoke(app, command)
+        output = " ".join(result.output.split())
+        assert result.exit_code == 2 and "(architecture 'gptneox')" in output, output
