@@ -4,6 +4,7 @@ transformers takes 10 seconds to read them from the file of a small model, becau
 vocabulary three times. So the result is kept in the cache folder, under the digest of the header.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from peagle.paths import cache_home, publish_folder
 from peagle.target.gguf.header import GGUFHeader
 from peagle.target.loading_error import loading_reason
 
-FOLDER_VERSION = 1  # of what is written here
+FOLDER_VERSION = 2  # of what is written here
 # Kinds of vocabularies whose digits are split one by one; transformers does not read the kind.
 DIGIT_SPLITTING = ("smollm", "starcoder", "refact", "command-r")
+LAYER_BIAS = re.compile(r"blk\.\d+\.(attn_[qkv]|attn_output|ffn_(gate|up|down))\.bias")
 
 
 def config_folder(header: GGUFHeader) -> Path:
@@ -66,6 +68,7 @@ def convert_config(header: GGUFHeader, folder: Path, digits_split: bool = False)
     head_dim = header.metadata.get(f"{header.architecture}.attention.key_length")
     if head_dim is not None and hasattr(config, "head_dim"):
         config.head_dim = head_dim  # which transformers does not read of every architecture
+    set_biases(config, header)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     config.architectures = [type(model).__name__]
@@ -78,6 +81,16 @@ def convert_config(header: GGUFHeader, folder: Path, digits_split: bool = False)
     if "tokenizer.ggml.model" in header.metadata:
         kind = header.metadata.get("tokenizer.ggml.pre")
         save_tokenizer(header.path, config, folder, digits_split or kind in DIGIT_SPLITTING)
+
+
+def set_biases(config: Any, header: GGUFHeader) -> None:
+    """Llama files may have biases; only their tensors tell."""
+    if header.architecture != "llama":
+        return
+    biases = {name.split(".")[2] for name in header.tensors if LAYER_BIAS.fullmatch(name)}
+    for option, part in (("attention_bias", "attn_"), ("mlp_bias", "ffn_")):
+        if hasattr(config, option):
+            setattr(config, option, any(name.startswith(part) for name in biases))
 
 
 def save_tokenizer(file: Path, config: Any, folder: Path, digits_split: bool) -> None:

@@ -7,6 +7,7 @@ blocks, so it needs no dequantization.
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,10 @@ from peagle.target.gguf.header import GGUFHeader, TensorInfo
 
 PLAIN_FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_FACTORS = "rope_freqs.weight"  # read by model.py
+BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
+USED_PARTS = ("blk.", "token_embd", "output")  # names of tensors on which answers depend
+# Frequencies of RoPE in old files, which are computed. Blocks beyond the last one draft tokens.
+UNUSED_KINDS = ("attn_rot_embd.weight", "attn_rot_embd")
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +50,7 @@ class TensorReader:
         """Every tensor that the model has, with its name there; logs what was dequantized."""
         total = sum(info.size for info in self.header.tensors.values())
         done = 0
+        yield from self._absent_biases()
         for info in self.header.tensors.values():
             name = self.names.get(info.name)
             matrix = None if name is None else self._stored(info, name)
@@ -57,6 +63,15 @@ class TensorReader:
             progress("dequantizing", done, total)
         yield from self.merged["tensors"].items()
         self._report()
+
+    def _absent_biases(self) -> Iterator[tuple[str, Tensor]]:
+        """Zeros for biases that no block of a llama file has: transformers wants all or none."""
+        kinds = {block_and_kind(name)[1] for name in self.header.tensors}
+        for name, own_name in self.names.items():
+            block, kind = block_and_kind(name)
+            is_bias = block is not None and kind.endswith(".bias")
+            if is_bias and self.header.architecture == "llama" and kind not in kinds:
+                yield own_name, torch.zeros(self.model.get_parameter(own_name).shape)
 
     def _names(self) -> dict[str, str]:
         """Name in the file -> name in the model."""
@@ -114,7 +129,19 @@ class TensorReader:
             tensor = torch.from_numpy(np.ascontiguousarray(result.weights))
             yield self.names[result.name], self._narrowed(info, tensor)
         elif result.name is not None:  # without a name, the processor has merged it
-            self.ignored.append(info.name)
+            self._ignore(info.name)
+
+    def _ignore(self, name: str) -> None:
+        """Note a tensor that the model does not have; an error if results would be wrong."""
+        block, kind = block_and_kind(name)
+        is_extra = block is not None and block >= self.model.config.num_hidden_layers
+        if name.startswith(USED_PARTS) and not is_extra and kind not in UNUSED_KINDS:
+            raise UserError(
+                f"{self.header.path}: tensor {name} is not part of a"
+                f" {self.model.config.model_type} model in transformers, and answers without it"
+                " would be wrong: use another file, or the model's safetensors"
+            )
+        self.ignored.append(name)
 
     def _narrowed(self, info: TensorInfo, tensor: Tensor) -> Tensor:
         """The tensor in the smallest dtype that holds its values exactly."""
@@ -135,6 +162,12 @@ class TensorReader:
         ignored = [name for name in self.ignored if name != ROPE_FACTORS]
         if ignored:
             log.warning(f"{file}: {len(ignored)} tensors are not used, the first is {ignored[0]}")
+
+
+def block_and_kind(name: str) -> tuple[int | None, str]:
+    """blk.3.attn_q.bias -> 3, attn_q.bias; None for a tensor outside the blocks."""
+    match = BLOCK_TENSOR.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
 
 
 def can_be_stored(model: nn.Module, name: str) -> bool:

@@ -20,6 +20,7 @@ from tests.support.gguf_files import (
     HEADS,
     HIDDEN,
     INNER,
+    KV_HEADS,
     LAYERS,
     VOCAB_SIZE,
     TinyGGUF,
@@ -104,6 +105,50 @@ def test_without_stored_the_file_is_dequantized_to_the_dtype(tmp_path: Path) -> 
     wide = transformers_model(file)
     for name, tensor in target.model.state_dict().items():
         assert torch.equal(tensor, wide.state_dict()[name].bfloat16()), name
+
+
+def random_biases(*kinds: tuple[str, int]) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(5)
+    return {
+        f"blk.{i}.{name}.bias": generator.standard_normal(size).astype(np.float32)
+        for i in range(LAYERS)
+        for name, size in kinds
+    }
+
+
+def test_biases_of_a_llama_file(tmp_path: Path) -> None:
+    """With those of attention only, the one of the output is zero."""
+    kv = KV_HEADS * HIDDEN // HEADS
+    writer = TinyGGUF(tmp_path / "m.gguf")
+    writer.extra = random_biases(("attn_q", HIDDEN), ("attn_k", kv), ("attn_v", kv))
+    target = stored(writer.write())
+    attention = target.layers[1].self_attn
+    expected = torch.from_numpy(writer.extra["blk.1.attn_v.bias"])
+    assert torch.equal(attention.v_proj.bias, expected)  # type: ignore[union-attr]
+    assert not attention.o_proj.bias.any()  # type: ignore[union-attr]
+    assert target.layers[1].mlp.up_proj.bias is None  # type: ignore[union-attr]
+    writer.extra |= random_biases(("attn_output", HIDDEN))
+    whole = stored(writer.write())
+    check_logits(whole, writer.path, attention_bias=True)
+    assert not torch.allclose(whole.forward(IDS).logits, target.forward(IDS).logits, atol=0.1)
+    del writer.extra["blk.2.attn_q.bias"]
+    with pytest.raises(UserError, match=r"the first is model.layers.2.self_attn.q_proj.bias"):
+        stored(writer.write())
+
+
+def test_tensors_that_the_model_does_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TinyGGUF(tmp_path / "m.gguf")
+    for name in ("blk.1.attn_q_norm.weight", "blk.0.ffn_down.scale", "output.bias"):
+        writer.extra = {name: np.ones(64, dtype=np.float32)}
+        with pytest.raises(UserError, match=f"tensor {name} is not part of a llama model"):
+            stored(writer.write())
+    harmless = (f"blk.{LAYERS}.nextn.eh_proj.weight", "blk.0.attn_rot_embd.weight", "note.weight")
+    writer.extra = {name: np.ones(32, dtype=np.float32) for name in harmless}
+    with caplog.at_level(logging.WARNING, "peagle"):
+        stored(writer.write())
+    assert "3 tensors are not used" in caplog.text
 
 
 def test_factors_and_scaling_of_rope(tmp_path: Path) -> None:
