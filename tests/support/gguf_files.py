@@ -139,10 +139,10 @@ class TinyGGUF:
                 self._matrix(block + name, rows, HIDDEN)
                 if self.architecture == "qwen2":
                     self._vector(f"{block}{name}.bias", rows, 0.0)
-            if self.architecture == "qwen3":
+            if self.architecture in ("qwen3", "gemma3"):
                 self._vector(f"{block}attn_q_norm.weight", HIDDEN // HEADS, 1.0)
                 self._vector(f"{block}attn_k_norm.weight", HIDDEN // HEADS, 1.0)
-            if self.architecture == "gemma2":
+            if self.architecture in ("gemma2", "gemma3"):
                 self._vector(f"{block}post_attention_norm.weight", HIDDEN, 1.0)
                 self._vector(f"{block}post_ffw_norm.weight", HIDDEN, 1.0)
             self._matrix(f"{block}attn_output", HIDDEN, HIDDEN)

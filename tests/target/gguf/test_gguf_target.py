@@ -173,6 +173,39 @@ def test_factors_and_scaling_of_rope(tmp_path: Path) -> None:
         stored(odd.write())
 
 
+def test_linear_scaling_of_an_old_file(tmp_path: Path) -> None:
+    plain = stored(TinyGGUF(tmp_path / "plain.gguf").write())
+    for key in ("llama.rope.scale_linear", "llama.rope.scaling.factor"):  # without a type
+        writer = TinyGGUF(tmp_path / "old.gguf")
+        writer.entries[key] = 4.0
+        frequencies = [
+            x.model.get_decoder().rotary_emb.inv_freq for x in (plain, stored(writer.write()))
+        ]
+        assert torch.allclose(frequencies[0] / 4, frequencies[1])
+
+
+def test_gemma3_scales_rope_in_layers_with_full_attention(tmp_path: Path) -> None:
+    writer = TinyGGUF(tmp_path / "m.gguf", "gemma3")
+    writer.scaling = ("linear", 8.0, CONTEXT)
+    target = stored(writer.write())
+    rope = target.config.rope_parameters
+    assert rope["full_attention"]["rope_type"] == "linear"
+    assert rope["full_attention"]["factor"] == 8.0
+    assert rope["sliding_attention"]["rope_type"] == "default"
+    # All layers of the tiny file have a sliding window, so nothing is scaled.
+    assert list(target.model.get_decoder().rotary_emb.layer_types) == ["sliding_attention"]
+    plain = stored(TinyGGUF(tmp_path / "plain.gguf", "gemma3").write())
+    assert torch.equal(target.forward(IDS).logits, plain.forward(IDS).logits)
+
+
+def test_long_factors_of_rope_are_refused(tmp_path: Path) -> None:
+    writer = TinyGGUF(tmp_path / "m.gguf")
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        writer.extra[name] = np.linspace(1, 8, HIDDEN // HEADS // 2, dtype=np.float32)
+    with pytest.raises(UserError, match=r"scales RoPE with rope_factors_long.weight \(LongRoPE\)"):
+        stored(writer.write())
+
+
 def test_a_copy_of_the_model_shares_the_blocks(tmp_path: Path) -> None:
     target = stored(TinyGGUF(tmp_path / "m.gguf").write())
     copy = target.private_model()
