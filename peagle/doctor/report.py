@@ -15,6 +15,7 @@ from peagle.doctor.software import (
     software_facts,
 )
 from peagle.pull.pull import target_folder
+from peagle.pull.receipt import has_stored, receipt
 from peagle.target.gguf.choice import choose_weights
 from peagle.target.precision import SpeedChoice
 
@@ -55,11 +56,13 @@ class DoctorReport:
 def examine(pair: Pair) -> DoctorReport:
     """Examine this machine; the first time, kernels are compiled and weights are timed."""
     cpu = cpu_facts()
+    folder = pair.target.folder or target_folder(pair)
+    weights = choose_weights(folder, "auto", "cpu", has_stored=has_stored(receipt(folder)))
     return DoctorReport(
         cpu=cpu,
         kernels=kernel_facts(cpu),
         pair=pair.name,
-        choice=choose_weights(pair.target.folder or target_folder(pair), "auto", "cpu").speed,
+        choice=weights.speed,
         gpu=gpu_facts(),
         memory=memory_facts(),
         disk=disk_facts(),

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 
 from peagle.errors import UserError
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
+from peagle.model_pair import load_models
+from peagle.pull.receipt import RECEIPT, write_receipt
 from peagle.target import Target, load_target
 from peagle.target.gguf.choice import choose_weights
 from peagle.target.gguf.modules import StoredEmbedding, StoredLinear, weight_bytes
@@ -242,12 +245,14 @@ def test_which_weights_run(tmp_path: Path) -> None:
         return {name: dict.fromkeys(ROW_COUNTS, ms) for name, ms in milliseconds.items()}
 
     def choice(path: Path, dtype: str, device: str, allow: bool = True) -> tuple[object, ...]:
-        return choose_weights(path, dtype, device, allow, measure)[:2]
+        return choose_weights(path, dtype, device, allow, measure, has_stored=True)[:2]
 
     assert choice(folder, "auto", "cpu") == (False, torch.bfloat16)
     shutil.copy(file, folder / "model.gguf")
     assert choice(folder, "auto", "cpu") == (True, torch.float32)
     assert measured == [None, "Q4_1"]
+    foreign = choose_weights(folder, "auto", "cpu", measure=measure)
+    assert foreign[:2] == (False, torch.bfloat16)
     assert choice(folder, "bfloat16", "cpu") == (False, torch.bfloat16)
     assert choice(folder, "auto", "cuda") == (False, torch.bfloat16)
     assert choice(folder, "auto", "cpu", False) == (False, torch.bfloat16)
@@ -263,7 +268,7 @@ def test_stored_weights_that_are_slower_do_not_run(tmp_path: Path) -> None:
     shutil.copy(file, folder / "model.gguf")
     times = {"float32": 1.0, "bfloat16": 0.99, "Q4_1": 2.0}
     passes = {name: dict.fromkeys(ROW_COUNTS, ms) for name, ms in times.items()}
-    chosen = choose_weights(folder, "auto", "cpu", measure=lambda *_: passes)
+    chosen = choose_weights(folder, "auto", "cpu", measure=lambda *_: passes, has_stored=True)
     assert chosen[:2] == (False, torch.float32)
     assert chosen.speed is not None and chosen.speed.times == passes
 
@@ -294,3 +299,33 @@ def test_bytes_of_weights(tmp_path: Path) -> None:
     numbers += LAYERS * 3 * HIDDEN * INNER
     norms = (2 * LAYERS + 1) * HIDDEN
     assert weight_bytes(target.model) == numbers * 34 // 32 + 4 * norms
+
+
+def test_only_a_file_from_the_receipt_replaces_the_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"float32": 3.0, "bfloat16": 3.0, "Q4_1": 1.0}
+
+    def measure(shapes: MatrixShapes, stored_format: str | None) -> dict[str, PassTimes]:
+        names = [name for name in times if name != "Q4_1" or stored_format]
+        return {name: dict.fromkeys(ROW_COUNTS, times[name]) for name in names}
+
+    monkeypatch.setattr(
+        "peagle.model_pair.choose_weights", partial(choose_weights, measure=measure)
+    )
+    folder = tmp_path / "target"
+    file = TinyGGUF(tmp_path / "m.gguf").write()
+    load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
+    TinyGGUF(folder / "model.gguf", seed=9).write()  # of another model
+
+    def stored_format() -> str | None:
+        return load_models(str(folder), device="cpu").target.stored_format
+
+    assert stored_format() is None
+    write_receipt(folder, "hub", "main")  # which says nothing of what the file holds
+    assert stored_format() is None
+    (folder / RECEIPT).unlink()
+    write_receipt(folder, "wheels", "1")
+    assert stored_format() == "Q4_1"
+    shutil.copy(TinyGGUF(file, format="Q8_0").write(), folder / "model.gguf")
+    assert stored_format() is None  # it was replaced
