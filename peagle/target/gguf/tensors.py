@@ -95,8 +95,13 @@ class TensorReader:
         if order is None:
             return None
         blocks = self.header.bytes_of(info)
-        is_permuted = not torch.equal(order, torch.arange(len(order)))
-        return StoredMatrix(info.format, blocks[order] if is_permuted else blocks)
+        if not torch.equal(order, torch.arange(len(order))):
+            blocks = blocks[order]
+        elif is_embedding(self.model, name):
+            # Read for every token, unlike matrices that the engine packs: a file that is
+            # overwritten or truncated meanwhile must not change answers, or end the process.
+            blocks = blocks.clone()
+        return StoredMatrix(info.format, blocks)
 
     def _row_order(self, info: TensorInfo) -> Tensor | None:
         """The order into which transformers brings the rows; None if it does more than that."""
@@ -174,6 +179,10 @@ def can_be_stored(model: nn.Module, name: str) -> bool:
     """Whether `name` is the weight of a plain linear layer or a plain embedding."""
     path, _, kind = name.rpartition(".")
     return kind == "weight" and type(model.get_submodule(path)) in (nn.Linear, nn.Embedding)
+
+
+def is_embedding(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
 
 
 def dequantize(header: GGUFHeader, info: TensorInfo) -> Tensor:
