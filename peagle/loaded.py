@@ -100,6 +100,7 @@ class LoadedPair(ModelPair):
             started = time.perf_counter()
             stream = engine.add(ids, max_tokens=max_tokens, grammar=compiled, **asdict(settings))
             answer = run_to_end(engine, stream, on_text)
+            seconds = time.perf_counter() - started
         tokens = [token for step in answer.steps for token in step.tokens]
         return Generation(
             text=self._text(tokens, answer.reason),
@@ -107,18 +108,25 @@ class LoadedPair(ModelPair):
             prompt_tokens=len(ids),
             steps=answer.steps,
             finish_reason="stop" if answer.reason == "stop" else "length",
-            method=parsed_method,
-            k=engine.max_k if adaptive else k,
-            adaptive=adaptive,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             prefill_seconds=answer.first_piece - started,
             seed=settings.seed,
-            dtype=str(self.target.dtype).removeprefix("torch."),
-            weights=engine.weights,
-            exact=engine.exact,
-            trained=parsed_method == "none" or self.drafter(parsed_method).config.trained,
-            tree=tree,
+            **self._engine_facts(engine, key),
         )
+
+    def _engine_facts(self, engine: Engine, key: EngineKey) -> dict[str, Any]:
+        """The fields of `Generation` that tell how the engine ran."""
+        adaptive = key.k == "auto"
+        return {
+            "method": key.method,
+            "k": engine.max_k if adaptive else key.k,
+            "adaptive": adaptive,
+            "tree": key.tree,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "weights": engine.weights,
+            "exact": engine.exact,
+            "trained": key.method == "none" or self.drafter(key.method).config.trained,
+        }
 
     def _drafts_adaptively(self, method: Method, tree: int) -> bool:
         """Whether K follows the measured costs if none is given."""

@@ -17,7 +17,7 @@ from peagle.drafter.untrained import untrained_drafter
 from peagle.errors import UserError
 from peagle.grammar import GrammarCompiler
 from peagle.progress import Progress, silent
-from peagle.pull import pull, pull_drafter, receipt
+from peagle.pull import has_stored, pull, pull_drafter, receipt
 from peagle.target import Target, load_target
 from peagle.target.gguf.choice import choose_weights
 
@@ -111,7 +111,7 @@ def load_models(
     origin = receipt(folder)
     revision = origin.revision if origin is not None else None
     name = source.target.hub or source.name
-    weights = choose_weights(folder, dtype, device, stored)
+    weights = choose_weights(folder, dtype, device, stored, has_stored=has_stored(origin))
     is_own = target is None and drafter is None
     if is_own:
         pair = with_pulled_drafter(pair, progress)

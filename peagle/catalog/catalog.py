@@ -4,6 +4,7 @@ The shipped entries are in catalog.toml. Each pair of the user has a file pairs/
 config folder.
 """
 
+import os
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -57,8 +58,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML ({error}): correct it") from error
 
 
+def is_gguf_name(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
 def is_gguf_file(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf" and path.is_file()
+    return is_gguf_name(path) and os.path.isfile(path)  # False also for a name that is too long
+
+
+def require_file(path: Path) -> None:
+    """Raise if `path` is the name of a GGUF file, and there is no such file."""
+    if is_gguf_name(path) and not path.is_file():
+        raise UserError(f"there is no file {path}: give the path of a .gguf file")
 
 
 def find_pair(name: str) -> Pair:
@@ -77,10 +88,9 @@ def find_pair(name: str) -> Pair:
     for pair in all_pairs().values():
         if name == pair.target.hub:
             return pair
+    require_file(folder)  # before hub ids, which may look the same
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return Pair(name.replace("/", "--"), TargetSource(order=("hub",), hub=name), drafters={})
-    if folder.suffix.lower() == ".gguf":
-        raise UserError(f"there is no file {name}: give the path of a .gguf file")
     names = pair_names()
     raise UserError(
         f"unknown pair {name!r}: use one of {', '.join(names)}, a hub id OWNER/NAME, or the path"

@@ -16,6 +16,7 @@ from peagle.doctor.software import (
     software_facts,
 )
 from peagle.pull.pull import target_folder
+from peagle.pull.receipt import has_stored, receipt
 from peagle.target.gguf.choice import choose_weights
 from peagle.target.matrix_shapes import read_shapes
 from peagle.target.precision import SpeedChoice
@@ -59,7 +60,8 @@ def examine(pair: Pair) -> DoctorReport:
     """Examine this machine; the first time, kernels are compiled and weights are timed."""
     cpu = cpu_facts()
     path = pair.target.folder or target_folder(pair)
-    choice = choose_weights(path, "auto", "cpu").speed
+    stored = has_stored(receipt(path))
+    choice = choose_weights(path, "auto", "cpu", has_stored=stored).speed
     assert choice is not None  # "auto" on a CPU is measured
     return DoctorReport(
         cpu=cpu,

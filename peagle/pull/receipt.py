@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peagle.paths import write_json
+from peagle.paths import STORED_FILE, write_json
 
 RECEIPT = "peagle.json"
 
@@ -28,6 +28,11 @@ def receipt(folder: Path) -> Receipt | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return parsed if complete else None
+
+
+def has_stored(origin: Receipt | None) -> bool:
+    """Whether the safetensors of a folder were converted from the GGUF file beside them."""
+    return origin is not None and origin.source == "wheels" and STORED_FILE in origin.files
 
 
 def write_receipt(folder: Path, source: str, revision: str, hub: str | None = None) -> None:

@@ -30,6 +30,7 @@ from peagle.target.cache import RollbackCache
 from peagle.target.gguf.config_folder import config_folder
 from peagle.target.gguf.header import GGUFHeader, read_header
 from peagle.target.gguf.model import load_model, stored_format
+from peagle.target.gguf.pre_tokenizer import warn_of_splitting
 from peagle.target.loading_error import loading_reason
 from peagle.target.precision import SpeedChoice
 from peagle.target.quantized.codes import QuantizedWeight
@@ -327,6 +328,7 @@ def load_gguf(
     header = read_header(file)
     if folder == file:
         folder = config_folder(header)
+        warn_of_splitting(header)
     model: Any = load_model(header, folder, dtype, keep_stored=stored)
     target = Target(model.to(device), load_tokenizer(folder), context=context)
     target.folder = folder.resolve()

@@ -158,6 +158,25 @@ def test_weights_of_different_formats_and_a_bias(stored_kernel: None) -> None:
     assert torch.equal(mixed.weight, torch.cat([dense(parts[0]), whole[:16]]))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_answers_do_not_depend_on_the_file_after_the_start(
+    tmp_path: Path, architecture: str, stored_kernel: None
+) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf", architecture, "Q4_1").write()
+    pair = stored_pair(file)
+    engines = {method: engine_of(pair, method) for method in METHODS}
+    expected = [tokens_of(steps) for steps in serve(engines["none"], ASKED)]
+    with file.open("r+b") as content:  # the same file, as `cp` over it writes it
+        content.write(bytes(file.stat().st_size))
+    for engine in engines.values():
+        assert [tokens_of(steps) for steps in serve(engine, ASKED)] == expected
+    with file.open("r+b") as content:
+        content.truncate(10)  # reading its mapped bytes would end the process
+    for engine in engines.values():
+        assert [tokens_of(steps) for steps in serve(engine, ASKED)] == expected
+        engine.close()
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1", tokenizer=tokenizer).write()

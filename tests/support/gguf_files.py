@@ -71,6 +71,7 @@ class TinyGGUF:
         self.tokenizer = tokenizer  # byte-level
         self.vocab_size = VOCAB_SIZE if tokenizer is None else len(tokenizer)
         self.extra: dict[str, np.ndarray] = {}  # more tensors, in float32
+        self.entries: dict[str, int | float | str] = {}  # more metadata
         self.left_out: tuple[str, ...] = ()
         self.scaling: tuple[str, float, int] | None = None  # of RoPE: type, factor, context before
 
@@ -97,6 +98,7 @@ class TinyGGUF:
             writer.add_float32(f"{self.architecture}.rope.scaling.factor", factor)
             key = f"{self.architecture}.rope.scaling.original_context_length"
             writer.add_uint32(key, before)
+        self._add_entries()
         self._add_tensors()
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -114,6 +116,15 @@ class TinyGGUF:
             self.writer.add_chat_template(self.tokenizer.chat_template)
         self.writer.add_array("tokenizer.ggml.tokens", tokens)
 
+    def _add_entries(self) -> None:
+        for key, value in self.entries.items():
+            if isinstance(value, str):
+                self.writer.add_string(key, value)
+            elif isinstance(value, float):
+                self.writer.add_float32(key, value)
+            else:
+                self.writer.add_uint32(key, value)
+
     def _add_tensors(self) -> None:
         kv = KV_HEADS * HIDDEN // HEADS
         self._matrix("token_embd", self.vocab_size, HIDDEN)
@@ -128,10 +139,10 @@ class TinyGGUF:
                 self._matrix(block + name, rows, HIDDEN)
                 if self.architecture == "qwen2":
                     self._vector(f"{block}{name}.bias", rows, 0.0)
-            if self.architecture == "qwen3":
+            if self.architecture in ("qwen3", "gemma3"):
                 self._vector(f"{block}attn_q_norm.weight", HIDDEN // HEADS, 1.0)
                 self._vector(f"{block}attn_k_norm.weight", HIDDEN // HEADS, 1.0)
-            if self.architecture == "gemma2":
+            if self.architecture in ("gemma2", "gemma3"):
                 self._vector(f"{block}post_attention_norm.weight", HIDDEN, 1.0)
                 self._vector(f"{block}post_ffw_norm.weight", HIDDEN, 1.0)
             self._matrix(f"{block}attn_output", HIDDEN, HIDDEN)

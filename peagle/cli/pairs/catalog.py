@@ -161,7 +161,8 @@ def local_source(pair: Pair) -> str | None:
     """The source of the target if it is on this machine."""
     from peagle.pull import receipt, target_folder
 
-    if pair.target.folder is not None and (pair.target.folder / "config.json").is_file():
+    folder = pair.target.folder
+    if folder is not None and (folder.is_file() or (folder / "config.json").is_file()):
         return "folder"
     origin = receipt(target_folder(pair))
     return origin.source if origin else None

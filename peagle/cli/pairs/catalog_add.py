@@ -4,7 +4,13 @@ from typing import Annotated, Any
 
 import typer
 
-from peagle.catalog.catalog import read_toml, shipped_pairs, user_files
+from peagle.catalog.catalog import (
+    is_gguf_file,
+    read_toml,
+    require_file,
+    shipped_pairs,
+    user_files,
+)
 from peagle.catalog.entry import parse_pair
 from peagle.cli.options import K
 from peagle.cli.options import Method as MethodOption
@@ -37,7 +43,9 @@ def add(
     name: Annotated[
         str, typer.Argument(metavar="NAME|FILE", help="Name of the pair, or a file NAME.toml.")
     ],
-    target: Annotated[str | None, optional("--target", "A hub id or a folder.")] = None,
+    target: Annotated[
+        str | None, optional("--target", "A hub id, a folder or a .gguf file.")
+    ] = None,
     drafter: Annotated[str | None, optional("--drafter", "A hub id or a folder.")] = None,
     method: MethodOption = None,
     k: K = None,
@@ -79,12 +87,12 @@ def entry_from_file(path: Path, options: PairOptions) -> dict[str, Any]:
 
 def entry_from_options(options: PairOptions) -> dict[str, Any]:
     if options.target is None:
-        raise UserError("a pair needs a target: give --target HUB_ID or --target DIR")
+        raise UserError("a pair needs a target: give --target HUB_ID, DIR or FILE.gguf")
     entry: dict[str, Any] = {
         "license": options.license,
         "method": options.method,
         "k": options.k,
-        "target": locate(options.target),
+        "target": locate_target(options.target),
         "production": drop_unset({"vllm": options.vllm, "context": options.context}),
     }
     if options.drafter is not None:
@@ -116,6 +124,13 @@ def locate(text: str) -> dict[str, str]:
     """The `folder` or `hub` field of an entry."""
     folder = Path(text).expanduser()
     return {"folder": str(folder.resolve())} if folder.is_dir() else {"hub": text}
+
+
+def locate_target(text: str) -> dict[str, str]:
+    """As `locate`, also for a GGUF file."""
+    path = Path(text).expanduser()
+    require_file(path)
+    return {"folder": str(path.resolve())} if is_gguf_file(path) else locate(text)
 
 
 def describe_drafter(text: str, options: PairOptions) -> tuple[str, dict[str, Any]]:

@@ -1,13 +1,16 @@
 """peagle generate."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peagle.catalog import DEFAULT_PAIR, pair_names
+from peagle.catalog.catalog import is_gguf_file, is_gguf_name
 from peagle.cli.application import app, err
 from peagle.cli.load_pair import load_with_progress
 from peagle.cli.options import (
@@ -131,12 +134,20 @@ def print_choice(choice: "SpeedChoice | None") -> None:
         err.print(f"[dim]measured on this CPU: {choice.text}[/]", highlight=False, soft_wrap=True)
 
 
+def names_gguf_file(word: str) -> bool:
+    """Whether a word on the command line is the path of a GGUF file, possibly a mistyped one."""
+    path = Path(os.path.expanduser(word))
+    return is_gguf_file(path) or (is_gguf_name(path) and len(word.split()) == 1)
+
+
 def pair_and_prompt(words: list[str]) -> tuple[str, str]:
     """The pair and the prompt on the command line; the pair may be left out."""
     if len(words) > 2:
         raise UserError("give a pair and one prompt: put the prompt in quotes")
     if len(words) == 1 and words[0] in pair_names():
         raise UserError(f"{words[0]!r} is a pair: add a prompt in quotes")
+    if len(words) == 1 and names_gguf_file(words[0]):
+        raise UserError(f"{words[0]} is a file, not a prompt: add a prompt in quotes")
     pair, prompt = words if len(words) == 2 else (DEFAULT_PAIR, words[0])
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():

@@ -26,19 +26,24 @@ def choose_weights(
     device: str,
     allow_stored: bool = True,
     measure: Measure = measure_passes,
+    has_stored: bool = False,
 ) -> WeightChoice:
     """The weights that run for `path` (a folder or a GGUF file), and the dtype of activations.
 
     A GGUF file runs as stored on a CPU; with dtype "auto" its activations are float32 unless
     bfloat16 is clearly faster here (precision.py). With dtype "auto" on a CPU, a folder that has
     one runs as stored unless its safetensors are clearly faster.
+
+    `has_stored`: whether the STORED_FILE of a folder has the same weights as its safetensors. Of
+    another file by this name nobody knows what it holds.
     """
     on_cpu = device.startswith("cpu")
     is_file = path.is_file()
     if dtype != "auto" or not on_cpu:
         return WeightChoice(on_cpu and allow_stored and is_file, choose_dtype(dtype, device))
     file = path if is_file else path / STORED_FILE
-    header = read_header(file) if allow_stored and file.is_file() else None
+    is_usable = allow_stored and (is_file or has_stored) and file.is_file()
+    header = read_header(file) if is_usable else None
     folder = config_folder(header) if is_file and header is not None else path
     stored_format = None if header is None else main_format(header)
     speed = measured_choice(read_shapes(folder), stored_format, measure)

@@ -133,6 +133,8 @@ def read_header(path: Path) -> GGUFHeader:
                 raise UserError(f"{path} is not a GGUF file: give a .gguf file, or a folder")
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return parse_header(path, memoryview(content))
+    except UserError:  # a ValueError too
+        raise
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (struct.error, ValueError, KeyError, OverflowError) as error:
@@ -158,7 +160,7 @@ def parse_header(path: Path, content: memoryview) -> GGUFHeader:
             metadata[key] = value
     raw_infos = [read_info(cursor) for _ in range(tensor_count)]
     digest = hashlib.sha256(content[: cursor.position]).hexdigest()
-    alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+    alignment = read_integer(metadata, "general.alignment", DEFAULT_ALIGNMENT, minimum=1)
     data_start = -(-cursor.position // alignment) * alignment
     tensors = {
         name: tensor_info(path, name, number, shape, data_start + offset)
@@ -200,9 +202,17 @@ def tensor_info(
     return TensorInfo(name, kind.name, shape, start, math.prod(shape) // inputs * size)
 
 
+def read_integer(metadata: dict[str, Any], key: str, default: int, minimum: int) -> int:
+    value = metadata.get(key, default)
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"{key} is {value!r}")
+    return value
+
+
 def check_parts(path: Path, metadata: dict[str, Any]) -> None:
-    if metadata.get("split.count", 1) > 1:
+    parts = read_integer(metadata, "split.count", 1, minimum=0)
+    if parts > 1:
         raise UserError(
-            f"{path} is one of {metadata['split.count']} parts of a model: merge them with"
+            f"{path} is one of {parts} parts of a model: merge them with"
             " `llama-gguf-split --merge`, and give the merged file"
         )

@@ -7,6 +7,7 @@ blocks, so it needs no dequantization.
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,10 @@ from peagle.target.gguf.header import GGUFHeader, TensorInfo
 
 PLAIN_FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_FACTORS = "rope_freqs.weight"  # read by model.py
+BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
+USED_PARTS = ("blk.", "token_embd", "output")  # names of tensors on which answers depend
+# Frequencies of RoPE in old files, which are computed. Blocks beyond the last one draft tokens.
+UNUSED_KINDS = ("attn_rot_embd.weight", "attn_rot_embd")
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +50,7 @@ class TensorReader:
         """Every tensor that the model has, with its name there; logs what was dequantized."""
         total = sum(info.size for info in self.header.tensors.values())
         done = 0
+        yield from self._absent_biases()
         for info in self.header.tensors.values():
             name = self.names.get(info.name)
             matrix = None if name is None else self._stored(info, name)
@@ -57,6 +63,15 @@ class TensorReader:
             progress("dequantizing", done, total)
         yield from self.merged["tensors"].items()
         self._report()
+
+    def _absent_biases(self) -> Iterator[tuple[str, Tensor]]:
+        """Zeros for biases that no block of a llama file has: transformers wants all or none."""
+        kinds = {block_and_kind(name)[1] for name in self.header.tensors}
+        for name, own_name in self.names.items():
+            block, kind = block_and_kind(name)
+            is_bias = block is not None and kind.endswith(".bias")
+            if is_bias and self.header.architecture == "llama" and kind not in kinds:
+                yield own_name, torch.zeros(self.model.get_parameter(own_name).shape)
 
     def _names(self) -> dict[str, str]:
         """Name in the file -> name in the model."""
@@ -80,8 +95,13 @@ class TensorReader:
         if order is None:
             return None
         blocks = self.header.bytes_of(info)
-        is_permuted = not torch.equal(order, torch.arange(len(order)))
-        return StoredMatrix(info.format, blocks[order] if is_permuted else blocks)
+        if not torch.equal(order, torch.arange(len(order))):
+            blocks = blocks[order]
+        elif is_embedding(self.model, name):
+            # Read for every token, unlike matrices that the engine packs: a file that is
+            # overwritten or truncated meanwhile must not change answers, or end the process.
+            blocks = blocks.clone()
+        return StoredMatrix(info.format, blocks)
 
     def _row_order(self, info: TensorInfo) -> Tensor | None:
         """The order into which transformers brings the rows; None if it does more than that."""
@@ -114,7 +134,19 @@ class TensorReader:
             tensor = torch.from_numpy(np.ascontiguousarray(result.weights))
             yield self.names[result.name], self._narrowed(info, tensor)
         elif result.name is not None:  # without a name, the processor has merged it
-            self.ignored.append(info.name)
+            self._ignore(info.name)
+
+    def _ignore(self, name: str) -> None:
+        """Note a tensor that the model does not have; an error if results would be wrong."""
+        block, kind = block_and_kind(name)
+        is_extra = block is not None and block >= self.model.config.num_hidden_layers
+        if name.startswith(USED_PARTS) and not is_extra and kind not in UNUSED_KINDS:
+            raise UserError(
+                f"{self.header.path}: tensor {name} is not part of a"
+                f" {self.model.config.model_type} model in transformers, and answers without it"
+                " would be wrong: use another file, or the model's safetensors"
+            )
+        self.ignored.append(name)
 
     def _narrowed(self, info: TensorInfo, tensor: Tensor) -> Tensor:
         """The tensor in the smallest dtype that holds its values exactly."""
@@ -137,10 +169,20 @@ class TensorReader:
             log.warning(f"{file}: {len(ignored)} tensors are not used, the first is {ignored[0]}")
 
 
+def block_and_kind(name: str) -> tuple[int | None, str]:
+    """blk.3.attn_q.bias -> 3, attn_q.bias; None for a tensor outside the blocks."""
+    match = BLOCK_TENSOR.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
+
+
 def can_be_stored(model: nn.Module, name: str) -> bool:
     """Whether `name` is the weight of a plain linear layer or a plain embedding."""
     path, _, kind = name.rpartition(".")
     return kind == "weight" and type(model.get_submodule(path)) in (nn.Linear, nn.Embedding)
+
+
+def is_embedding(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
 
 
 def dequantize(header: GGUFHeader, info: TensorInfo) -> Tensor:

@@ -45,17 +45,44 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
     for content in (b"", b"GG", b"hello, this is no model"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is not a GGUF file"):
+        with pytest.raises(UserError) as caught:
             read_header(path)
+        assert str(caught.value) == f"{path} is not a GGUF file: give a .gguf file, or a folder"
     result = CliRunner().invoke(app, ["generate", str(path), "hi", "--method", "none"])
     assert result.exit_code == 2 and "is not a GGUF file" in result.output.replace("\n", " ")
+
+
+def header_error(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_header(path)
+    return str(caught.value)
 
 
 def test_an_old_version_and_parts(file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
-    with pytest.raises(UserError, match="GGUF version 1"):
-        read_header(file)
+    assert header_error(file) == (
+        f"{file} has GGUF version 1, and only 2 and 3 are supported (little-endian): convert it"
+        " again with a current llama.cpp"
+    )
+    writer = TinyGGUF(file)
+    writer.entries["split.count"] = 3
+    assert header_error(writer.write()) == (
+        f"{file} is one of 3 parts of a model: merge them with `llama-gguf-split --merge`, and"
+        " give the merged file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("general.alignment", 0), ("general.alignment", "32"), ("split.count", "3")],
+)
+def test_numbers_that_are_none(tmp_path: Path, key: str, value: int | str) -> None:
+    writer = TinyGGUF(tmp_path / "model.gguf")
+    writer.entries[key] = value
+    assert header_error(writer.write()) == (
+        f"{writer.path} is damaged or truncated ({key} is {value!r}): copy or download it again"
+    )
 
 
 def test_truncated_files(file: Path) -> None:
@@ -105,3 +132,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     file = TinyGGUF(tmp_path / "model.gguf", "gptneox").write()
     with pytest.raises(UserError, match="gptneox"):
         load_target(file, torch.float32, "cpu", stored=True)
+    for command in (["generate", str(file), "hi", "--method", "none"], ["doctor", str(file)]):
+        result = CliRunner().invoke(app, command)
+        output = " ".join(result.output.split())
+        assert result.exit_code == 2 and "(architecture 'gptneox')" in output, output

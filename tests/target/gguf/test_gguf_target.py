@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 
 from peagle.errors import UserError
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
+from peagle.model_pair import load_models
+from peagle.pull.receipt import RECEIPT, write_receipt
 from peagle.target import Target, load_target
 from peagle.target.gguf.choice import choose_weights
 from peagle.target.gguf.modules import StoredEmbedding, StoredLinear, weight_bytes
@@ -20,6 +23,7 @@ from tests.support.gguf_files import (
     HEADS,
     HIDDEN,
     INNER,
+    KV_HEADS,
     LAYERS,
     VOCAB_SIZE,
     TinyGGUF,
@@ -106,6 +110,50 @@ def test_without_stored_the_file_is_dequantized_to_the_dtype(tmp_path: Path) -> 
         assert torch.equal(tensor, wide.state_dict()[name].bfloat16()), name
 
 
+def random_biases(*kinds: tuple[str, int]) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(5)
+    return {
+        f"blk.{i}.{name}.bias": generator.standard_normal(size).astype(np.float32)
+        for i in range(LAYERS)
+        for name, size in kinds
+    }
+
+
+def test_biases_of_a_llama_file(tmp_path: Path) -> None:
+    """With those of attention only, the one of the output is zero."""
+    kv = KV_HEADS * HIDDEN // HEADS
+    writer = TinyGGUF(tmp_path / "m.gguf")
+    writer.extra = random_biases(("attn_q", HIDDEN), ("attn_k", kv), ("attn_v", kv))
+    target = stored(writer.write())
+    attention = target.layers[1].self_attn
+    expected = torch.from_numpy(writer.extra["blk.1.attn_v.bias"])
+    assert torch.equal(attention.v_proj.bias, expected)  # type: ignore[union-attr]
+    assert not attention.o_proj.bias.any()  # type: ignore[union-attr]
+    assert target.layers[1].mlp.up_proj.bias is None  # type: ignore[union-attr]
+    writer.extra |= random_biases(("attn_output", HIDDEN))
+    whole = stored(writer.write())
+    check_logits(whole, writer.path, attention_bias=True)
+    assert not torch.allclose(whole.forward(IDS).logits, target.forward(IDS).logits, atol=0.1)
+    del writer.extra["blk.2.attn_q.bias"]
+    with pytest.raises(UserError, match=r"the first is model.layers.2.self_attn.q_proj.bias"):
+        stored(writer.write())
+
+
+def test_tensors_that_the_model_does_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TinyGGUF(tmp_path / "m.gguf")
+    for name in ("blk.1.attn_q_norm.weight", "blk.0.ffn_down.scale", "output.bias"):
+        writer.extra = {name: np.ones(64, dtype=np.float32)}
+        with pytest.raises(UserError, match=f"tensor {name} is not part of a llama model"):
+            stored(writer.write())
+    harmless = (f"blk.{LAYERS}.nextn.eh_proj.weight", "blk.0.attn_rot_embd.weight", "note.weight")
+    writer.extra = {name: np.ones(32, dtype=np.float32) for name in harmless}
+    with caplog.at_level(logging.WARNING, "peagle"):
+        stored(writer.write())
+    assert "3 tensors are not used" in caplog.text
+
+
 def test_factors_and_scaling_of_rope(tmp_path: Path) -> None:
     """Llama 3.1 has factors of its frequencies in the file; transformers does not read them."""
     plain = stored(TinyGGUF(tmp_path / "plain.gguf").write())
@@ -126,6 +174,39 @@ def test_factors_and_scaling_of_rope(tmp_path: Path) -> None:
     odd.scaling = ("spiral", 4.0, CONTEXT)
     with pytest.raises(UserError, match="scales RoPE as 'spiral'"):
         stored(odd.write())
+
+
+def test_linear_scaling_of_an_old_file(tmp_path: Path) -> None:
+    plain = stored(TinyGGUF(tmp_path / "plain.gguf").write())
+    for key in ("llama.rope.scale_linear", "llama.rope.scaling.factor"):  # without a type
+        writer = TinyGGUF(tmp_path / "old.gguf")
+        writer.entries[key] = 4.0
+        frequencies = [
+            x.model.get_decoder().rotary_emb.inv_freq for x in (plain, stored(writer.write()))
+        ]
+        assert torch.allclose(frequencies[0] / 4, frequencies[1])
+
+
+def test_gemma3_scales_rope_in_layers_with_full_attention(tmp_path: Path) -> None:
+    writer = TinyGGUF(tmp_path / "m.gguf", "gemma3")
+    writer.scaling = ("linear", 8.0, CONTEXT)
+    target = stored(writer.write())
+    rope = target.config.rope_parameters
+    assert rope["full_attention"]["rope_type"] == "linear"
+    assert rope["full_attention"]["factor"] == 8.0
+    assert rope["sliding_attention"]["rope_type"] == "default"
+    # All layers of the tiny file have a sliding window, so nothing is scaled.
+    assert list(target.model.get_decoder().rotary_emb.layer_types) == ["sliding_attention"]
+    plain = stored(TinyGGUF(tmp_path / "plain.gguf", "gemma3").write())
+    assert torch.equal(target.forward(IDS).logits, plain.forward(IDS).logits)
+
+
+def test_long_factors_of_rope_are_refused(tmp_path: Path) -> None:
+    writer = TinyGGUF(tmp_path / "m.gguf")
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        writer.extra[name] = np.linspace(1, 8, HIDDEN // HEADS // 2, dtype=np.float32)
+    with pytest.raises(UserError, match=r"scales RoPE with rope_factors_long.weight \(LongRoPE\)"):
+        stored(writer.write())
 
 
 def test_a_copy_of_the_model_shares_the_blocks(tmp_path: Path) -> None:
@@ -164,12 +245,14 @@ def test_which_weights_run(tmp_path: Path) -> None:
         return {name: dict.fromkeys(ROW_COUNTS, ms) for name, ms in milliseconds.items()}
 
     def choice(path: Path, dtype: str, device: str, allow: bool = True) -> tuple[object, ...]:
-        return choose_weights(path, dtype, device, allow, measure)[:2]
+        return choose_weights(path, dtype, device, allow, measure, has_stored=True)[:2]
 
     assert choice(folder, "auto", "cpu") == (False, torch.bfloat16)
     shutil.copy(file, folder / "model.gguf")
     assert choice(folder, "auto", "cpu") == (True, torch.float32)
     assert measured == [None, "Q4_1"]
+    foreign = choose_weights(folder, "auto", "cpu", measure=measure)
+    assert foreign[:2] == (False, torch.bfloat16)
     assert choice(folder, "bfloat16", "cpu") == (False, torch.bfloat16)
     assert choice(folder, "auto", "cuda") == (False, torch.bfloat16)
     assert choice(folder, "auto", "cpu", False) == (False, torch.bfloat16)
@@ -186,7 +269,7 @@ def test_stored_weights_that_are_slower_do_not_run(tmp_path: Path) -> None:
     shutil.copy(file, folder / "model.gguf")
     times = {"float32": 1.0, "bfloat16": 0.99, "Q4_1": 2.0}
     passes = {name: dict.fromkeys(ROW_COUNTS, ms) for name, ms in times.items()}
-    chosen = choose_weights(folder, "auto", "cpu", measure=lambda *_: passes)
+    chosen = choose_weights(folder, "auto", "cpu", measure=lambda *_: passes, has_stored=True)
     assert chosen[:2] == (False, torch.float32)
     assert chosen.speed is not None and chosen.speed.times == passes
 
@@ -217,3 +300,33 @@ def test_bytes_of_weights(tmp_path: Path) -> None:
     numbers += LAYERS * 3 * HIDDEN * INNER
     norms = (2 * LAYERS + 1) * HIDDEN
     assert weight_bytes(target.model) == numbers * 34 // 32 + 4 * norms
+
+
+def test_only_a_file_from_the_receipt_replaces_the_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"float32": 3.0, "bfloat16": 3.0, "Q4_1": 1.0}
+
+    def measure(shapes: MatrixShapes, stored_format: str | None) -> dict[str, PassTimes]:
+        names = [name for name in times if name != "Q4_1" or stored_format]
+        return {name: dict.fromkeys(ROW_COUNTS, times[name]) for name in names}
+
+    monkeypatch.setattr(
+        "peagle.model_pair.choose_weights", partial(choose_weights, measure=measure)
+    )
+    folder = tmp_path / "target"
+    file = TinyGGUF(tmp_path / "m.gguf").write()
+    load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
+    TinyGGUF(folder / "model.gguf", seed=9).write()  # of another model
+
+    def stored_format() -> str | None:
+        return load_models(str(folder), device="cpu").target.stored_format
+
+    assert stored_format() is None
+    write_receipt(folder, "hub", "main")  # which says nothing of what the file holds
+    assert stored_format() is None
+    (folder / RECEIPT).unlink()
+    write_receipt(folder, "wheels", "1")
+    assert stored_format() == "Q4_1"
+    shutil.copy(TinyGGUF(file, format="Q8_0").write(), folder / "model.gguf")
+    assert stored_format() is None  # it was replaced
