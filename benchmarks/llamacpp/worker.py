@@ -13,11 +13,14 @@ peagle's worker also takes `method` and `int8`, which llama.cpp's does not have.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Any
+
+from peagle.openmp import WAIT_POLICY
 
 HERE = Path(__file__).parent
 LLAMA_WORKER = HERE / "llama_worker.py"
@@ -35,6 +38,8 @@ class Worker:
             stderr=self.log,
             text=True,
             cwd=ROOT,
+            # `import peagle` sets how OpenMP threads wait; llama.cpp must not inherit that.
+            env={name: text for name, text in os.environ.items() if name != WAIT_POLICY},
         )
         self._read()
 

@@ -178,7 +178,8 @@ def plain_data(values: np.ndarray, format: str) -> np.ndarray:
 
 def transformers_model(file: Path, **config_changes: Any) -> PreTrainedModel:
     """The dequantized model in float32, read by transformers' own reader."""
-    config = AutoConfig.from_pretrained(**location(file))
+    with location(file) as source:
+        config = AutoConfig.from_pretrained(**source)
     for name, value in config_changes.items():
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

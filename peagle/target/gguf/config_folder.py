@@ -5,6 +5,9 @@ vocabulary three times. So the result is kept in the cache folder, under the dig
 """
 
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from peagle.target.gguf.header import GGUFHeader
 from peagle.target.gguf.pre_tokenizer import correct_splitting
 from peagle.target.loading_error import loading_reason
 
-FOLDER_VERSION = 2  # of what is written here
+FOLDER_VERSION = 3  # of what is written here
 # Tokens that end an answer: of the text, of a turn, and of a message that calls a tool.
 STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 LAYER_BIAS = re.compile(r"blk\.\d+\.(attn_[qkv]|attn_output|ffn_(gate|up|down))\.bias")
@@ -49,13 +52,19 @@ def convert_checked(header: GGUFHeader, folder: Path) -> None:
         ) from error
 
 
-def location(file: Path) -> dict[str, Any]:
-    """Arguments with which transformers reads a local GGUF file."""
-    return {
-        "pretrained_model_name_or_path": str(file.parent),
-        "gguf_file": file.name,
-        "local_files_only": True,
-    }
+@contextmanager
+def location(file: Path) -> Iterator[dict[str, Any]]:
+    """Arguments with which transformers reads a local GGUF file.
+
+    It gets a folder in which the file is alone: it would mix in the tokenizer files beside it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / file.name).symlink_to(file.resolve())
+        yield {
+            "pretrained_model_name_or_path": folder,
+            "gguf_file": file.name,
+            "local_files_only": True,
+        }
 
 
 def convert_config(header: GGUFHeader, folder: Path, digits_split: bool = False) -> None:
@@ -63,7 +72,8 @@ def convert_config(header: GGUFHeader, folder: Path, digits_split: bool = False)
 
     `digits_split`: split digits in any case, not only if the file says so.
     """
-    config: Any = AutoConfig.from_pretrained(**location(header.path), trust_remote_code=False)
+    with location(header.path) as source:
+        config: Any = AutoConfig.from_pretrained(**source, trust_remote_code=False)
     config.tie_word_embeddings = "output.weight" not in header.tensors
     head_dim = header.metadata.get(f"{header.architecture}.attention.key_length")
     if head_dim is not None and hasattr(config, "head_dim"):
@@ -108,8 +118,8 @@ def save_tokenizer(header: GGUFHeader, config: Any, folder: Path, digits_split: 
 
     Those are the stop token, the clean-up of spaces, and where text is split before merges.
     """
-    source = location(header.path)
-    tokenizer: Any = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    with location(header.path) as source:
+        tokenizer: Any = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
     correct_splitting(tokenizer, header, digits_split)
     stop = config.eos_token_id
     if stop is not None:

@@ -12,6 +12,7 @@ import torch
 from peagle.errors import UserError
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from peagle.model_pair import load_models
+from peagle.paths import cache_home
 from peagle.pull.receipt import RECEIPT, write_receipt
 from peagle.target import Target, load_target
 from peagle.target.gguf.choice import choose_weights
@@ -330,3 +331,12 @@ def test_only_a_file_from_the_receipt_replaces_the_safetensors(
     assert stored_format() == "Q4_1"
     shutil.copy(TinyGGUF(file, format="Q8_0").write(), folder / "model.gguf")
     assert stored_format() is None  # it was replaced
+
+
+def test_tokenizer_files_beside_the_file_are_not_read(tmp_path: Path) -> None:
+    file = TinyGGUF(tmp_path / "m.gguf").write()
+    alone = load_target(file, torch.float32, "cpu").config.vocab_size
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    shutil.rmtree(cache_home() / "gguf")
+    assert load_target(file, torch.float32, "cpu").config.vocab_size == alone == VOCAB_SIZE
