@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from peagle.kernels.cpu.library import kernel_build
 from peagle.kernels.cpu.matrix import PackedMatrix, can_pack
+from peagle.kernels.cpu.reordered import can_reorder, multiply_reordered, reorder
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from peagle.target.matrix_shapes import MatrixShapes, Shape
 
@@ -28,7 +29,6 @@ DEFAULT_CACHE_BYTES = 32 << 20
 MAX_SECONDS = 2.0  # of all candidates
 MAX_ROUNDS = 8
 MIN_ROUNDS = 3
-MKLDNN_ROWS = 8  # rows for which the matrix library chooses its layout
 BF16_ROWS = " with bfloat16"  # in the name of a candidate: the dtype of the activations
 MAX_SCALE_BYTE = 0x40  # random bytes below it are never a NaN or infinity in a block's scales
 
@@ -87,10 +87,9 @@ def build_bfloat16(shape: Shape) -> Multiply | None:
     weight = random_weight(shape)
     if can_pack(weight):
         return PackedMatrix(weight)
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, MKLDNN_ROWS)
-        multiply = torch.ops.mkldnn._linear_pointwise
-        return lambda x: multiply(x, reordered, None, "none", [], "")
+    if can_reorder(weight):
+        reordered = reorder(weight)
+        return lambda x: multiply_reordered(x, reordered, None)
     return lambda x: linear(x, weight)
 
 

@@ -14,10 +14,11 @@ from peagle import loaded
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.model import weight
 from peagle.engine.model.fused_llama import FusedLlamaTarget
-from peagle.engine.model.weight import Weight, can_reorder
+from peagle.engine.model.weight import Weight
 from peagle.engine.stream import RequestFailed
 from peagle.errors import UserError
 from peagle.kernels.cpu.matrix import can_pack
+from peagle.kernels.cpu.reordered import can_reorder
 from peagle.loaded import MAX_ENGINES, EngineKey, LoadedPair
 from tests.support.cpu_features import needs_c
 from tests.support.engines import TIGHT, engine_of, pair_of, small, small_with_words

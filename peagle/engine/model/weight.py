@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.cpu.matrix import Int8Matrix, PackedMatrix, can_pack, quantize_int8
+from peagle.kernels.cpu.reordered import can_reorder, multiply_reordered, reorder
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense
 from peagle.kernels.triton.skinny_gemm import (
     gated_skinny_gemm,
@@ -32,8 +33,6 @@ from peagle.kernels.triton.skinny_gemm import (
 from peagle.kernels.triton.swiglu import swiglu
 from peagle.target.quantized.codes import QuantizedWeight
 
-# Number of rows for which the matrix library chooses its layout.
-MKLDNN_ROWS = 8
 # Number of weights from which on reading codes is faster on an H200 (docs/quantized.md).
 MIN_GPU_CODES = 32 << 20
 
@@ -67,7 +66,7 @@ class Weight:
         self.bias = None if bias is None else bias.detach()
         self.codes = codes
         self.matrix: PackedMatrix | None = None
-        self.mkldnn_weight: Tensor | None = None
+        self.reordered: Tensor | None = None
         # Own the widened weight, and the packed matrix or the reordered weight.
         self._wide: PackedCopy | None = None
         self._copy: PackedCopy | None = None
@@ -80,10 +79,9 @@ class Weight:
         self.skinny_scales: Tensor | None = None
         if self.matrix is None and self.weight is not None and can_reorder(self.weight):
             whole = self.weight
-            reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._copy = self._shared_copy("mkldnn", lambda: reorder(whole, MKLDNN_ROWS))
+            self._copy = self._shared_copy("reordered", lambda: reorder(whole))
             assert isinstance(self._copy.packed, Tensor)
-            self.mkldnn_weight = self._copy.packed
+            self.reordered = self._copy.packed
 
     @property
     def is_stored(self) -> bool:
@@ -110,10 +108,10 @@ class Weight:
         """x [T, inputs] -> [T, outputs]"""
         if self.matrix is not None:
             return self.matrix(x)
-        if self.mkldnn_weight is None:
-            assert self.weight is not None
-            return linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.mkldnn_weight, self.bias, "none", [], "")
+        if self.reordered is not None:
+            return multiply_reordered(x, self.reordered, self.bias)
+        assert self.weight is not None
+        return linear(x, self.weight, self.bias)
 
     def split_k(self, x: Tensor) -> Tensor:
         """The product [T, outputs], or its split-K partial sums [S, T, outputs].
@@ -199,13 +197,3 @@ def is_plain(parts: tuple[Table, ...], dtype: torch.dtype | None) -> bool:
 def can_pack_parts(parts: tuple[Table, ...], dtype: torch.dtype | None) -> bool:
     """Whether the kernel reads these parts as they are, for rows of this dtype."""
     return all(can_pack(part, dtype) for part in parts)
-
-
-def can_reorder(weight: Tensor) -> bool:
-    """Whether the matrix library has a layout of its own for this weight."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )

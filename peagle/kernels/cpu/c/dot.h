@@ -2,13 +2,14 @@
    bf16 and of words of four bytes. */
 #pragma once
 #include "block_format.h"
+
 /* A tile has a sum in a register for each row and vector of a panel. */
 #if LANES == 16 || defined(__aarch64__) /* 32 registers */
-#define TILE_ROWS 8
-#define EACH_TILE_SIZE(one)     one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8)
+#define TILE_ROWS           8
+#define EACH_TILE_SIZE(one) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8)
 #else
-#define TILE_ROWS               4
-#define EACH_TILE_SIZE(one)     one(1) one(2) one(3) one(4)
+#define TILE_ROWS           4
+#define EACH_TILE_SIZE(one) one(1) one(2) one(3) one(4)
 #endif
 
 /* Rows of a tile of codes, which has a sum of the block beside each sum. */
@@ -150,23 +151,24 @@ INLINE void dot_words(const enum format format, const int rows, const int first,
                       ints dot[][PANEL_VECTORS]) {
     /* 16 bits hold the products of a block of four-bit codes (16 x 15 x 127), of a pair of words of
        six-bit codes (4 x 63 x 127), or of one word of signed codes. */
-    const int is_small = has_four_bits(format);
+    const int is_signed = has_signed_codes(format), is_small = has_four_bits(format);
     shorts sum[CODE_ROWS][PANEL_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) sum[r][v] = (shorts){0}, dot[r][v] = (ints){0};
     for (int pair = first; pair < first + pairs; pair++)
-        for (int v = 0; v < PANEL_VECTORS; v++)
-            for (int odd = 0; odd < 2; odd++) {
-                bits codes = dot_operand(format, body, v, pair, odd);
-                for (int r = 0; r < rows; r++) {
-                    shorts products = dot_byte_pairs(has_signed_codes(format), codes,
-                                                     x[r * row + pair * 2 + odd]);
-                    int continues = has_signed_codes(format) ? 0 : odd || (is_small && pair > first);
-                    sum[r][v] = continues ? sum[r][v] + products : products;
-                    int flushes = has_signed_codes(format) ||
-                                  (odd && (!is_small || pair == first + pairs - 1));
-                    int begins = pair == first && !(has_signed_codes(format) && odd);
-                    if (flushes && (begins || is_small)) dot[r][v] = add_pairs(sum[r][v]);
-                    else if (flushes) dot[r][v] += add_pairs(sum[r][v]);
-                }
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            bits even = dot_operand(format, body, v, pair, 0),
+                 odd = dot_operand(format, body, v, pair, 1);
+            for (int r = 0; r < rows; r++) {
+                const int32_t *words = x + r * row + pair * 2;
+                shorts one = dot_byte_pairs(is_signed, even, words[0]),
+                       other = dot_byte_pairs(is_signed, odd, words[1]);
+                if (is_signed) dot[r][v] += add_pairs(one) + add_pairs(other);
+                else if (is_small) sum[r][v] += one + other;
+                else dot[r][v] += add_pairs(one + other);
             }
+        }
+    for (int r = 0; is_small && r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) dot[r][v] = add_pairs(sum[r][v]);
 }
 #endif

@@ -63,8 +63,7 @@ static const struct format_functions functions[FORMAT_COUNT] = {
 static void wide_sums(const struct prepared_rows *x, enum format format, const uint8_t *panel,
                       long k, long start, long rows, vec sums[][PANEL_VECTORS]) {
     float wide[CHUNK * PANEL] __attribute__((aligned(64)));
-    for (long r = 0; r < rows; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = splat(0);
+    clear(rows, sums);
     for (long from = 0; from < k; from += CHUNK) {
         long count = min_long(CHUNK, k - from);
         functions[format].widen(panel, from, count, wide);
@@ -174,6 +173,12 @@ static void quantize_row(const float *x, int8_t *q, float *steps, float *totals,
         steps[at / BLOCK] = step;
         totals[at / 16] = step * sums[0], totals[at / 16 + 1] = step * sums[1];
     }
+}
+
+static int has_only_bf16(const struct matrix *m) {
+    for (long i = 0; i < m->part_count; i++)
+        if (m->parts[i].format != BF16) return 0;
+    return 1;
 }
 
 /* The sums of 16 inputs each. */
