@@ -146,22 +146,24 @@ class EngineLoop:
                 self.stepping_thread = None
 
     def _run(self) -> bool:
-        with self.lock:
-            plan = self._plan()
+        plan = StepPlan()
         try:
-            return self._run_plan(plan)
+            with self.lock:  # One block: no request ends between the plan and its slot.
+                plan = self._plan()
+                updates: list[PageTableUpdate] = []
+                chunks = [(chunk, self._enter(chunk.request, updates)) for chunk in plan.prefill]
+                entries = [self._enter(request, updates) for request in plan.decode]
+                self.stepper.slots.write_tables(updates, self.stepper.kv_cache.discard_page)
+            return self._run_passes(chunks, entries)
         except BaseException:
             with self.lock:
                 for request in self.scheduler.cancel_prefill(plan):
                     self.outputs.release_slot(self.states[request.id])
             raise
 
-    def _run_plan(self, plan: StepPlan) -> bool:
-        with self.lock:
-            updates: list[PageTableUpdate] = []
-            chunks = [(chunk, self._enter(chunk.request, updates)) for chunk in plan.prefill]
-            entries = [self._enter(request, updates) for request in plan.decode]
-            self.stepper.slots.write_tables(updates, self.stepper.kv_cache.discard_page)
+    def _run_passes(
+        self, chunks: list[tuple[PrefillChunk, BatchEntry]], entries: list[BatchEntry]
+    ) -> bool:
         for chunk_group in self._groups(chunks):
             self._prefill(chunk_group)
         for group in self._groups(entries):

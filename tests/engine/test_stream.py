@@ -1,7 +1,7 @@
 """Answers as they come, to threads and to asyncio; given up by their owner, or by the engine."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -114,6 +114,43 @@ def test_an_old_stream_does_not_abort_a_new_request_with_its_id(expected) -> Non
     engine.step()
     third.abort()
     assert list(third)[-1].reason == "abort" and engine.idle
+
+
+class LockReleaseHook:
+    """A lock that calls a hook whenever it has been released."""
+
+    def __init__(self, lock: Any, hook: Callable[[], None]) -> None:
+        self._lock = lock
+        self._hook = hook
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._hook()
+
+
+@pytest.mark.parametrize("release", range(1, 6))
+def test_abort_between_two_parts_of_a_step(prompt, release: int) -> None:
+    engine = engine_of(small(), "p-eagle")
+    stream = engine.add(prompt(13), max_tokens=12)
+    lock = engine.loop.lock
+    releases = 0
+
+    def abort_once() -> None:
+        nonlocal releases
+        releases += 1
+        if releases == release:
+            stream.abort()
+
+    engine.loop.lock = LockReleaseHook(lock, abort_once)  # type: ignore[assignment]
+    engine.step()
+    engine.step()
+    engine.loop.lock = lock
+    engine.drain()
+    assert releases >= release and stream.poll()[-1].reason == "abort"
+    engine.check_integrity()
 
 
 def test_abort_from_other_threads(engine: Engine, expected) -> None:
