@@ -4,7 +4,7 @@
 |---|---|---|
 | float | [E, N, K] in the dtype of the rows | none |
 | fp8, int8 | [E, N, K] | [E, N] float32: one per output |
-| mxfp4 | [E, N, K / 2] uint8: two codes, that of the first input in the low bits | [E, N, K / 32] uint8 |
+| mxfp4 | [E, N, K / 2] uint8: two codes, the first in the low bits | [E, N, K / 32] uint8 |
 
 An MXFP4 code is a float of 4 bits (sign, two bits of exponent, one of mantissa). 32 inputs share a
 scale: the exponent of a power of 2, plus 127.

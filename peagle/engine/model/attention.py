@@ -30,11 +30,13 @@ def attend(
 ) -> Tensor:
     """query [T, heads, d]; key_cache, value_cache [slots, kv_heads, d] -> [T, heads, d].
 
-    Soft caps and sinks are supported on a GPU only.
+    Soft caps are supported on a GPU only.
     """
     if query.is_cuda:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         return paged_attention(query, key_cache, value_cache, rows, params, out, split_counters)
+    if params.sinks is not None:
+        return paged_attention(query, key_cache, value_cache, rows, params)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if ops.attend(query, key_cache, value_cache, rows, params, out):
         return out

@@ -1,5 +1,7 @@
 """A Llama-like stack of layers with merged projections and fused kernels.
 
+The MLP of a layer is dense, or a mixture of experts; attention may have sinks and windows.
+
 The same layers run a target and its drafter, on a GPU (Triton) and on a CPU (C, or the reference
 of each kernel). A target runs this way only if its modules are those of a Llama and its logits
 equal those of transformers (`build_verifier` compares them).
@@ -15,7 +17,14 @@ from torch import Tensor, nn
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import attend
+from peagle.engine.model.dense_mlp import DenseMLP
 from peagle.engine.model.merged_linear import merged_weight
+from peagle.engine.model.mixture import (
+    Mixture,
+    RouterCounters,
+    build_mixture,
+    router_counters,
+)
 from peagle.engine.model.weight import Weight
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.cpu.layer import (
@@ -36,8 +45,7 @@ from peagle.kernels.triton.rope_store import rope_store
 class LlamaLayer:
     qkv: Weight
     out: Weight
-    gate_up: Weight
-    down: Weight
+    mlp: DenseMLP | Mixture
     input_norm: Tensor
     post_attention_norm: Tensor
     eps: float
@@ -74,17 +82,18 @@ class LlamaLayer:
         normed, residual = add_norm(
             self.out.split_k(attended.flatten(1)), residual, self.post_attention_norm, self.eps
         )
-        return self.down.split_k(self.gate_up.gated(normed)), residual
+        return self.mlp(normed), residual
 
     @property
     def weights(self) -> list[Weight]:
-        return [self.qkv, self.out, self.gate_up, self.down]
+        return [self.qkv, self.out, *self.mlp.weights]
 
     def with_cpu_layer(self) -> "LlamaLayer":
         """The same layer, run by one C call where that is supported."""
         matrices = [weight.matrix for weight in self.weights if weight.matrix is not None]
         group = self.heads.num_heads // self.heads.num_kv_heads
-        if len(matrices) < 4 or not supports_heads(self.head_dim, group):
+        supported = supports_heads(self.head_dim, group) and self.attention.sinks is None
+        if len(matrices) < 4 or not supported:
             return self
         cpu_layer = FusedLayer(
             LayerMatrices(*matrices),
@@ -103,10 +112,19 @@ class LlamaLayer:
         return self.with_cpu_layer()
 
 
-def build_layer(module: Any, eps: float, head_dim: int, window: int | None = None) -> LlamaLayer:
-    """Build the layer from a transformers module or a drafter block, which use the same names."""
+def build_layer(
+    module: Any,
+    eps: float,
+    head_dim: int,
+    window: int | None = None,
+    counters: RouterCounters | None = None,
+) -> LlamaLayer:
+    """Build the layer from a transformers module or a drafter block, which use the same names.
+
+    `counters`: of the mixture, if the layer has one.
+    """
     attention = module.self_attn
-    mlp = module.mlp
+    sinks = getattr(attention, "sinks", None)
     head_norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in head_norms)
     num_heads = attention.q_proj.weight.shape[0] // head_dim
@@ -115,16 +133,28 @@ def build_layer(module: Any, eps: float, head_dim: int, window: int | None = Non
     layer = LlamaLayer(
         qkv=merged_weight([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
         out=merged_weight([attention.o_proj], dtype),
-        gate_up=merged_weight([mlp.gate_proj, mlp.up_proj], dtype),
-        down=merged_weight([mlp.down_proj], dtype),
+        mlp=build_mlp(module.mlp, dtype, counters),
         input_norm=module.input_layernorm.weight.detach(),
         post_attention_norm=module.post_attention_layernorm.weight.detach(),
         eps=eps,
         head_dim=head_dim,
         heads=AttentionHeads(num_heads, num_kv_heads, q_norm, k_norm, eps),
-        attention=AttentionParams(head_dim**-0.5, window),
+        attention=AttentionParams(
+            head_dim**-0.5, window, sinks=None if sinks is None else sinks.detach()
+        ),
     )
     return layer.with_cpu_layer()
+
+
+def build_mlp(
+    module: Any, dtype: torch.dtype, counters: RouterCounters | None
+) -> DenseMLP | Mixture:
+    if counters is not None:
+        return build_mixture(module, counters)
+    return DenseMLP(
+        merged_weight([module.gate_proj, module.up_proj], dtype),
+        merged_weight([module.down_proj], dtype),
+    )
 
 
 def fuse_layers(layers: Sequence[LlamaLayer]) -> FusedLayers | None:
@@ -136,9 +166,11 @@ def fuse_layers(layers: Sequence[LlamaLayer]) -> FusedLayers | None:
 def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
     """[length, rotated dims] float32: the cosines of each position, then its sines."""
     positions = torch.arange(length, device=device)[None]
-    cos, sin = rotary(torch.zeros(1, device=device), positions)
-    half = cos.shape[-1] // 2  # transformers repeats them
-    return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).float().contiguous()
+    cos, sin = (x[0].float() for x in rotary(torch.zeros(1, device=device), positions))
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[:, :half], cos[:, half:]):  # Most models repeat them; GPT-OSS does not.
+        cos, sin = cos[:, :half], sin[:, :half]
+    return torch.cat([cos, sin], -1).contiguous()
 
 
 class FusedLlamaTarget:
@@ -152,10 +184,14 @@ class FusedLlamaTarget:
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
+        counters = router_counters([layer.mlp for layer in target.layers], target.device)
         self.layers = [
-            build_layer(layer, self.eps, head_dim, windows[i])
+            build_layer(layer, self.eps, head_dim, windows[i], counters[i])
             for i, layer in enumerate(target.layers)
         ]
+        # [mixtures, E + 1] int32: the rows of each expert in the last pass, and the number of
+        # experts that had rows; None without mixtures.
+        self.expert_counts = next((x.all_counts for x in counters if x is not None), None)
         self.norm = decoder.norm.weight.detach()
         self.embed_table: Table = target.embedding_table
         self.lm_head = Weight(target.head_table, dtype=self.norm.dtype)
@@ -191,7 +227,7 @@ class FusedLlamaTarget:
         x = table_rows(self.embed_table, ids, self.norm.dtype)
         x, residual, g = self.run_layers(x, rows, kv_cache)
         if logit_rows is not None:
-            x, residual = x[logit_rows], residual[logit_rows]
+            x, residual = x[..., logit_rows, :], residual[logit_rows]
         normed, _ = add_norm(x, residual, self.norm, self.eps)
         return self.lm_head(normed), g
 
@@ -202,6 +238,8 @@ class FusedLlamaTarget:
             workspace = LayerWorkspace.create(rows, self.rope, width, x.dtype)
             keys, values = kv_cache.keys, kv_cache.values
             return self.cpu_layers(x.contiguous(), workspace, keys, values, self.taps)
+        if self.expert_counts is not None:
+            self.expert_counts.zero_()
         residual: Tensor | None = None
         taps: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):

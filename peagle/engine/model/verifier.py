@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
+from peagle.engine.model.mixture import SILU_CLASSES, is_supported_mixture
 from peagle.engine.model.verifier_probe import VerifierProbe
 from peagle.kernels.row_pass import RowPass
 from peagle.target import Target
@@ -92,7 +93,10 @@ def target_kv_shapes(target: Target) -> list[KVShape]:
 
 
 def is_llama_like(target: Target) -> bool:
-    """Whether every layer is attention and a gated MLP, each behind one norm, and nothing else."""
+    """Whether every layer is attention and an MLP, each behind one norm, and nothing else.
+
+    The MLP is gated, or a mixture of gated experts.
+    """
     decoder: Any = target.model.get_decoder()
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None or getattr(decoder, "norm", None) is None:
@@ -107,16 +111,23 @@ def is_llama_layer(layer: nn.Module) -> bool:
         return False
     layer_parts = set(dict(layer.named_children()))
     attention_parts = set(dict(attention.named_children()))
-    mlp_parts = set(dict(mlp.named_children()))
     projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
     return (
         layer_parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         and projections <= attention_parts <= projections | {"q_norm", "k_norm"}
         and all(is_scale_norm(getattr(layer, name)) for name in layer_parts if "norm" in name)
-        and mlp_parts - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
-        and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
         and all(isinstance(getattr(attention, name), LINEAR_TYPES) for name in projections)
-        and all(getattr(mlp, name).bias is None for name in ("gate_proj", "up_proj", "down_proj"))
+        and (is_gated_mlp(mlp) or is_supported_mixture(mlp))
+    )
+
+
+def is_gated_mlp(mlp: Any) -> bool:
+    """Whether an MLP is a SwiGLU without biases."""
+    projections = {"gate_proj", "up_proj", "down_proj"}
+    return (
+        set(dict(mlp.named_children())) - {"act_fn"} == projections
+        and type(getattr(mlp, "act_fn", None)).__name__ in SILU_CLASSES
+        and all(getattr(mlp, name).bias is None for name in projections)
     )
 
 

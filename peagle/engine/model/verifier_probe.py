@@ -13,10 +13,13 @@ Over pages, the target's own modules must give the logits of transformers at the
 
 The fused layers of a Llama must agree with the target's own modules in three things:
 
-* What attention is asked for: a scale of head_dim ** -0.5, a sliding window, and nothing else.
+* What attention is asked for: a scale of head_dim ** -0.5, a sliding window, sinks, nothing else.
 * The queries, keys and values of every layer and row, given the same input of the layer. Rounding
   does not add up there, and attention cannot hide a difference.
 * The logits.
+
+In half precision, rounding may choose another expert for a row of a mixture. Logits differ then,
+and so do a few rows of a layer. For mixtures, most rows of each layer must agree instead.
 """
 
 from dataclasses import dataclass
@@ -44,12 +47,14 @@ MAX_ERROR_HALF = 0.1
 MAX_SPREAD_ERROR_HALF = 0.3
 # The same for the query, key and value of one row: rounding gives 0.0006 for SmolLM2-135M.
 MAX_ROW_ERROR_HALF = 0.02
+# The same for what a layer with experts adds to the residual stream, for the median of the rows.
+MAX_MIXTURE_ERROR_HALF = 0.25
 # From here on a target is refused. Between experts, rounding may decide otherwise.
 MIN_WRONG_ERROR_FLOAT32 = 0.01
 MIN_WRONG_ERROR_HALF = 0.5
 # Arguments of an attention function that do not change what it computes without a gradient.
-NEUTRAL_ARGUMENTS = frozenset({"dropout", "position_ids", "use_cache"})
-FUSED_ARGUMENTS = frozenset({"scaling", "sliding_window"})
+NEUTRAL_ARGUMENTS = frozenset({"dropout", "output_router_logits", "position_ids", "use_cache"})
+FUSED_ARGUMENTS = frozenset({"scaling", "sliding_window", "s_aux"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,9 @@ class VerifierProbe:
             self._row_error(fused, i, kv_cache) > max_row_error for i in range(len(self.shapes))
         ):
             return False
+        if self.is_half and fused.expert_counts is not None:
+            errors = [self._layer_error(fused, i, kv_cache) for i in range(len(self.shapes))]
+            return max(errors) <= MAX_MIXTURE_ERROR_HALF
         logits, _ = fused.forward(self.ids, self.rows, kv_cache)
         spread, first = zip(logits.chunk(2), self.logits.chunk(2), strict=True)
         if not self.is_half:
@@ -146,6 +154,22 @@ class VerifierProbe:
             row_error(values[slots], own_values[slots]),
         )
 
+    def _layer_error(self, fused: FusedLlamaTarget, index: int, kv_cache: KVCache) -> float:
+        """The median error of what the layer adds to its input; of the last layer, of the logits.
+
+        `kv_cache` must hold the keys and values of the layer.
+        """
+        stream = self.streams[index].contiguous()
+        assert fused.expert_counts is not None
+        fused.expert_counts.zero_()
+        layer = fused.layers[index]
+        normed, residual = add_norm(stream, None, layer.input_norm, fused.eps)
+        x, residual = layer.run(normed, residual, self.rows, kv_cache, index, fused.rope)
+        normed, total = add_norm(x, residual, fused.norm, fused.eps)
+        if index + 1 == len(self.streams):
+            return float(row_errors(fused.lm_head(normed), self.logits).median())
+        return float(row_errors(total - stream, self.streams[index + 1] - stream).median())
+
     def _new_cache(self) -> KVCache:
         return KVCache(self.shapes, 4, PROBE_PAGE_SIZE, self.ids.device)
 
@@ -161,10 +185,15 @@ def logits_error(mine: Tensor, own: Tensor) -> float:
 
 
 def row_error(mine: Tensor, own: Tensor) -> float:
-    """The largest norm of a row's difference, relative to the row's norm; not finite: infinite."""
+    """The largest of `row_errors`."""
+    return float(row_errors(mine, own).max())
+
+
+def row_errors(mine: Tensor, own: Tensor) -> Tensor:
+    """[T]: the norm of a row's difference, relative to the row's norm; not finite: infinite."""
     mine, own = (x.flatten(1).float() for x in (mine, own))
     error = (mine - own).norm(dim=1) / own.norm(dim=1).clamp(min=1e-6)
-    return float(error.nan_to_num(nan=torch.inf).max())
+    return error.nan_to_num(nan=torch.inf)
 
 
 def probe_rows(length: int, device: torch.device) -> RowPass:

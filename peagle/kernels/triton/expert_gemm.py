@@ -1,0 +1,416 @@
+"""The products of a mixture's experts, for the rows that the router gave them (route.py).
+
+    gate_up:  x [T, d], matrices [E, 2I, d]  ->  hidden [T * top_k, I], one row per assignment
+    down:     hidden, matrices [E, d, I]     ->  parts [top_k, T, d]
+
+The gated activation runs in the launch that computes its inputs. The second product is multiplied
+with the weight of its assignment; what is left to do is the sum over the parts, which the kernel
+that reads the result adds (add_norm).
+
+A program computes some outputs of one touched expert for all of its rows, so that each matrix is
+read once: memory bandwidth is the limit for the few rows of a step. If an expert has more rows than
+a block holds, its matrix is read again for the next block. The order in which a number is summed
+depends on the matrix alone.
+
+An 8-bit weight is converted to x's dtype before the product, which is exact, and its scale
+multiplies the sum. An MXFP4 weight is decoded in registers. A byte holds the codes of two inputs:
+the low halves are multiplied with the even inputs, the high halves with the odd ones, and nothing
+has to be interleaved.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
+from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.route import Routing
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # without Triton the reference runs
+    triton = None
+
+MIN_BLOCK_ROWS = 16
+MAX_BLOCK_ROWS = 128
+WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
+MXFP4_ASM_SCALE = 128  # the largest exponent (plus 127) that the fast decoding supports
+NO_LIMIT = 3.0e38
+# Two bytes to four bf16 numbers: codes lie in bits 0-3 and 4-7 of a byte. Sign, exponent and
+# mantissa of a code move to their places in a bf16 number, which is then 2**126 times too small.
+DECODE_MXFP4 = """
+{
+    .reg .b32 a, b, low, high, zero;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    shl.b32 high, a, 12;
+    shl.b32 low, a, 6;
+    and.b32 low, low, 0x01C001C0;
+    lop3.b32 low, high, 0x80008000, low, 0xEA;
+    fma.rn.bf16x2 $0, low, $5, zero;
+    shl.b32 high, b, 12;
+    shl.b32 low, b, 6;
+    and.b32 low, low, 0x01C001C0;
+    lop3.b32 low, high, 0x80008000, low, 0xEA;
+    fma.rn.bf16x2 $1, low, $6, zero;
+    shl.b32 high, a, 8;
+    shl.b32 low, a, 2;
+    and.b32 low, low, 0x01C001C0;
+    lop3.b32 low, high, 0x80008000, low, 0xEA;
+    fma.rn.bf16x2 $2, low, $5, zero;
+    shl.b32 high, b, 8;
+    shl.b32 low, b, 2;
+    and.b32 low, low, 0x01C001C0;
+    lop3.b32 low, high, 0x80008000, low, 0xEA;
+    fma.rn.bf16x2 $3, low, $6, zero;
+}
+"""
+
+
+class ExpertTiles(NamedTuple):
+    block_n: int
+    block_k: int  # elements of a stored row: inputs, or bytes of MXFP4
+    num_warps: int
+    num_stages: int
+
+
+def reference_gate_up(
+    x: Tensor, matrices: ExpertMatrices, activation: GatedActivation, routing: Routing
+) -> Tensor:
+    """The same computation in plain PyTorch."""
+    top_k = routing.experts.shape[1]
+    rows = x.repeat_interleave(top_k, 0)
+    return activation(reference_products(rows, matrices, routing, activation))
+
+
+def reference_down(hidden: Tensor, matrices: ExpertMatrices, routing: Routing) -> Tensor:
+    """The same computation in plain PyTorch."""
+    out = reference_products(hidden, matrices, routing).float()
+    weighted = out * routing.weights.flatten()[:, None]
+    parts = weighted.unflatten(0, routing.experts.shape).transpose(0, 1)
+    return parts.to(part_dtype(len(routing.experts), hidden.dtype)).contiguous()
+
+
+def reference_products(
+    rows: Tensor,
+    matrices: ExpertMatrices,
+    routing: Routing,
+    activation: GatedActivation | None = None,
+) -> Tensor:
+    """rows [T * top_k, K] -> [T * top_k, N], each with the matrix of its expert."""
+    flat = routing.experts.flatten()
+    out = torch.zeros(len(rows), matrices.outputs, dtype=rows.dtype, device=rows.device)
+    for expert in flat.unique().tolist():
+        own = flat == expert
+        bias = None if matrices.bias is None else matrices.bias[expert].to(rows.dtype)
+        out[own] = linear(rows[own], matrices.dense(expert, rows.dtype), bias)
+    return out
+
+
+def part_dtype(rows: int, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if rows <= WIDE_PART_ROWS else dtype
+
+
+if triton is not None:
+    _NO_LIMIT = tl.constexpr(NO_LIMIT)
+    _DECODE_MXFP4 = tl.constexpr(DECODE_MXFP4)
+
+    @triton.jit
+    def _mxfp4_value(code):  # type: ignore[no-untyped-def]
+        """The value of a code in float32; bits 0-3 of an int32."""
+        magnitude = code & 7
+        bits = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+        normal = bits.to(tl.float32, bitcast=True)
+        value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+        return tl.where((code & 8) == 8, -value, value)
+
+    @triton.jit
+    def _decode_mxfp4(  # type: ignore[no-untyped-def]
+        codes, scales, DTYPE: tl.constexpr, ASM: tl.constexpr
+    ):
+        """codes [N, B] and scales [N, B / 16] -> the weights of even and odd inputs, [N, B]."""
+        rows: tl.constexpr = codes.shape[0]
+        width: tl.constexpr = codes.shape[1]
+        groups: tl.constexpr = scales.shape[1]
+        if ASM:
+            exponents = ((scales.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+            spread = tl.broadcast_to(exponents[:, :, None], (rows, groups, width // groups))
+            even, odd = tl.inline_asm_elementwise(
+                asm=_DECODE_MXFP4,
+                constraints="=r,=r,=r,=r,r,r,r",
+                args=[codes, tl.reshape(spread, (rows, width))],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            factors = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+            spread = tl.broadcast_to(factors[:, :, None], (rows, groups, width // groups))
+            factor = tl.reshape(spread, (rows, width))
+            wide = codes.to(tl.int32)
+            even = (_mxfp4_value(wide & 15) * factor).to(DTYPE)
+            odd = (_mxfp4_value(wide >> 4) * factor).to(DTYPE)
+        return even, odd
+
+    @triton.jit
+    def _load(ptr, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+        return tl.load(ptr) if EVEN else tl.load(ptr, mask=mask, other=0.0)
+
+    @triton.jit
+    def _multiply(  # type: ignore[no-untyped-def]
+        x_ptr,
+        row,
+        row_mask,
+        stride_x_row,
+        weight_ptr,
+        scales_ptr,
+        n,
+        n_mask,
+        UP_ROW: tl.constexpr,
+        K: tl.constexpr,
+        WIDTH: tl.constexpr,
+        GATED: tl.constexpr,
+        MXFP4: tl.constexpr,
+        ASM: tl.constexpr,
+        EVEN: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+    ):
+        """[N, rows]: the products of rows with the matrix rows n, and with n + UP_ROW."""
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        total = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+        up = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+        x_row_ptr = x_ptr + row[None, :] * stride_x_row
+        weight_row_ptr = weight_ptr + n[:, None] * WIDTH
+        for start in range(0, WIDTH, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            k_mask = k < WIDTH
+            x_mask = row_mask[None, :] & k_mask[:, None]
+            mask = n_mask[:, None] & k_mask[None, :]
+            codes = _load(weight_row_ptr + k[None, :], mask, EVEN)
+            if MXFP4:
+                group = start // 16 + tl.arange(0, BLOCK_K // 16)
+                group_mask = n_mask[:, None] & (group < WIDTH // 16)[None, :]
+                scale_ptr = scales_ptr + n[:, None] * (WIDTH // 16) + group[None, :]
+                even_x = tl.load(x_row_ptr + 2 * k[:, None], mask=x_mask, other=0.0)
+                odd_x = tl.load(x_row_ptr + 2 * k[:, None] + 1, mask=x_mask, other=0.0)
+                even, odd = _decode_mxfp4(codes, _load(scale_ptr, group_mask, EVEN), dtype, ASM)
+                total = tl.dot(even, even_x, total, input_precision="ieee")
+                total = tl.dot(odd, odd_x, total, input_precision="ieee")
+                if GATED:
+                    codes = _load(weight_row_ptr + UP_ROW * WIDTH + k[None, :], mask, EVEN)
+                    scale_ptr += UP_ROW * (WIDTH // 16)
+                    even, odd = _decode_mxfp4(codes, _load(scale_ptr, group_mask, EVEN), dtype, ASM)
+                    up = tl.dot(even, even_x, up, input_precision="ieee")
+                    up = tl.dot(odd, odd_x, up, input_precision="ieee")
+            else:
+                x = tl.load(x_row_ptr + k[:, None], mask=x_mask, other=0.0)
+                total = tl.dot(codes.to(dtype), x, total, input_precision="ieee")
+                if GATED:
+                    codes = _load(weight_row_ptr + UP_ROW * WIDTH + k[None, :], mask, EVEN)
+                    up = tl.dot(codes.to(dtype), x, up, input_precision="ieee")
+        return total, up
+
+    @triton.jit
+    def _expert_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        weight_ptr,
+        scales_ptr,
+        bias_ptr,
+        out_ptr,
+        counts_ptr,
+        touched_ptr,
+        table_ptr,
+        factors_ptr,
+        rows,
+        stride_x_row,
+        alpha,
+        limit,
+        up_shift,
+        EXPERTS: tl.constexpr,
+        TOP_K: tl.constexpr,
+        N: tl.constexpr,
+        MATRIX_ROWS: tl.constexpr,
+        K: tl.constexpr,
+        WIDTH: tl.constexpr,
+        GATE_STEP: tl.constexpr,
+        UP_ROW: tl.constexpr,
+        GATED: tl.constexpr,
+        BIAS: tl.constexpr,
+        SCALED: tl.constexpr,
+        MXFP4: tl.constexpr,
+        ASM: tl.constexpr,
+        EVEN: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+    ):
+        place = tl.program_id(1)
+        if place >= tl.load(counts_ptr + EXPERTS):
+            return
+        expert = tl.load(touched_ptr + place).to(tl.int64)
+        count = tl.load(counts_ptr + expert)
+        output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_mask = output < N
+        n = output * GATE_STEP  # the gate's rows of the matrix, or all of them
+        weight_ptr += expert * MATRIX_ROWS * WIDTH
+        scales_ptr += expert * MATRIX_ROWS * (WIDTH // 16 if MXFP4 else 1)
+        bias_ptr += expert * MATRIX_ROWS
+        for start in range(0, count, BLOCK_T):
+            place_in_block = start + tl.arange(0, BLOCK_T)
+            mask = place_in_block < count
+            assignment = tl.load(table_ptr + expert * rows + place_in_block, mask=mask, other=0)
+            assignment = assignment.to(tl.int64)
+            row = assignment // TOP_K
+            total, up = _multiply(
+                x_ptr,
+                row if GATED else assignment,
+                mask,
+                stride_x_row,
+                weight_ptr,
+                scales_ptr,
+                n,
+                n_mask,
+                UP_ROW,
+                K,
+                WIDTH,
+                GATED,
+                MXFP4,
+                ASM,
+                EVEN,
+                BLOCK_K,
+            )
+            if SCALED:
+                total *= tl.load(scales_ptr + n, mask=n_mask, other=0.0)[:, None]
+            if BIAS:
+                total += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+            dtype = x_ptr.dtype.element_ty
+            if GATED:
+                if SCALED:
+                    up *= tl.load(scales_ptr + n + UP_ROW, mask=n_mask, other=0.0)[:, None]
+                if BIAS:
+                    bias = tl.load(bias_ptr + n + UP_ROW, mask=n_mask, other=0.0)
+                    up += bias.to(tl.float32)[:, None]
+                gate = tl.minimum(total.to(dtype).to(tl.float32), limit)
+                up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -limit), limit)
+                total = gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_shift)
+                out_row = assignment
+            else:
+                factor = tl.load(factors_ptr + assignment, mask=mask, other=0.0)
+                total = total.to(dtype).to(tl.float32) * factor[None, :]
+                out_row = assignment % TOP_K * rows + row
+            tl.store(
+                out_ptr + out_row[None, :] * N + output[:, None],
+                total.to(out_ptr.dtype.element_ty),
+                mask=n_mask[:, None] & mask[None, :],
+            )
+
+
+def expert_gate_up(
+    x: Tensor,
+    matrices: ExpertMatrices,
+    activation: GatedActivation,
+    routing: Routing,
+    tiles: ExpertTiles | None = None,
+) -> Tensor:
+    """[T * top_k, I]. The rows of x may lie apart, but must be contiguous."""
+    if not uses_triton(x):
+        return reference_gate_up(x, matrices, activation, routing)
+    out = torch.empty(
+        routing.experts.numel(), matrices.outputs // 2, dtype=x.dtype, device=x.device
+    )
+    _launch(x, matrices, activation, routing, out, tiles)
+    return out
+
+
+def expert_down(
+    hidden: Tensor, matrices: ExpertMatrices, routing: Routing, tiles: ExpertTiles | None = None
+) -> Tensor:
+    """Parts [top_k, T, d] in float32; for many rows in x's dtype."""
+    if not uses_triton(hidden):
+        return reference_down(hidden, matrices, routing)
+    rows, top_k = routing.experts.shape
+    out = torch.empty(
+        (top_k, rows, matrices.outputs),
+        dtype=part_dtype(rows, hidden.dtype),
+        device=hidden.device,
+    )
+    _launch(hidden, matrices, None, routing, out, tiles)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    matrices: ExpertMatrices,
+    activation: GatedActivation | None,
+    routing: Routing,
+    out: Tensor,
+    tiles: ExpertTiles | None,
+) -> None:
+    rows, top_k = routing.experts.shape
+    weight, scales, bias = matrices.weight, matrices.scales, matrices.bias
+    num_experts, matrix_rows, width = weight.shape
+    gated = activation is not None
+    shape = activation or GatedActivation()
+    outputs = matrix_rows // 2 if gated else matrix_rows
+    block_t = block_rows(rows * top_k / num_experts, rows)
+    tiles = tiles or tile_sizes(matrices, gated, block_t, len(routing.touched))
+    assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
+    assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
+    _expert_kernel[(triton.cdiv(outputs, tiles.block_n), len(routing.touched))](
+        x,
+        weight,
+        x if scales is None else scales,
+        x if bias is None else bias,
+        out,
+        routing.counts,
+        routing.touched,
+        routing.table,
+        routing.weights,
+        rows,
+        x.stride(0),
+        shape.alpha,
+        NO_LIMIT if shape.limit is None else shape.limit,
+        shape.up_shift,
+        EXPERTS=num_experts,
+        TOP_K=top_k,
+        N=outputs,
+        MATRIX_ROWS=matrix_rows,
+        K=matrices.inputs,
+        WIDTH=width,
+        GATE_STEP=2 if gated and shape.interleaved else 1,
+        UP_ROW=(1 if shape.interleaved else outputs) if gated else 0,
+        GATED=gated,
+        BIAS=bias is not None,
+        SCALED=scales is not None and not matrices.is_mxfp4,
+        MXFP4=matrices.is_mxfp4,
+        ASM=x.is_cuda and x.dtype == torch.bfloat16,
+        EVEN=outputs % tiles.block_n == 0 and width % tiles.block_k == 0,
+        BLOCK_T=block_t,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def block_rows(mean_rows: float, rows: int) -> int:
+    """Rows of a block: enough for most experts, whose numbers of rows differ."""
+    wanted = min(rows, int(1.5 * mean_rows) + 1)
+    return min(max(MIN_BLOCK_ROWS, triton.next_power_of_2(wanted)), MAX_BLOCK_ROWS)
+
+
+def tile_sizes(matrices: ExpertMatrices, gated: bool, block_t: int, touched: int) -> ExpertTiles:
+    """Sizes measured on an H200. `touched`: the most experts that may have rows."""
+    if matrices.is_mxfp4:
+        return ExpertTiles(block_n=32, block_k=32, num_warps=4, num_stages=4)
+    if block_t <= 32:
+        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
+    if gated:
+        return ExpertTiles(
+            block_n=64, block_k=64, num_warps=4 if block_t <= 64 else 8, num_stages=3
+        )
+    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)

@@ -1,0 +1,250 @@
+"""The router of a mixture: which experts compute each row, and which rows each expert computes.
+
+    logits = x weight^T + bias, rounded to x's dtype
+    experts = the TOP_K largest, the first of equal ones
+    weights = softmax of the logits, over all experts or (`normalized`) over the chosen ones
+
+    logits (1 3 2 0), top_k 2, normalized  ->  experts (1 2), weights (0.73 0.27)
+
+An assignment a = row * top_k + rank is one of a row's experts. The rows of an expert are, in any
+order and as assignments, `table[expert, : counts[expert]]`. `touched[: counts[-1]]` lists the
+experts that have rows. None of this is known on the host: the experts' kernels read it on the
+device.
+
+A program multiplies 16 rows with some experts' router rows, over a part of the inputs. The last
+program of a block of rows adds the parts in a fixed order, chooses the experts, and enters its
+assignments into the table.
+
+Shapes: x [T, K], weight [E, K], bias [E]. Results: experts and weights [T, top_k], table [E, T].
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from peagle.kernels.triton import uses_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # without Triton the reference runs
+    triton = None
+
+BLOCK_ROWS = 16
+BLOCK_EXPERTS = 16
+BLOCK_INPUTS = 128
+SPLIT_INPUTS = 512  # inputs of one program, unless the rows alone keep a GPU busy
+BUSY_BLOCKS = 16  # blocks of rows from which on the inputs are not split
+
+
+@dataclass(frozen=True, slots=True)
+class RouterParams:
+    top_k: int
+    normalized: bool  # whether the weights of the chosen experts sum to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    experts: Tensor  # [T, top_k] int32
+    weights: Tensor  # [T, top_k] float32, rounded to the rows' dtype
+    counts: Tensor  # [E + 1] int32: rows of each expert; last: the number of touched experts
+    table: Tensor  # [E, T] int32: the assignments of each expert
+    touched: Tensor  # [min(E, T * top_k)] int32: experts with rows
+
+
+def choose_experts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams
+) -> tuple[Tensor, Tensor]:
+    """Experts and weights in plain PyTorch."""
+    logits = linear(x, weight, bias).float()
+    top = logits.sort(dim=-1, descending=True, stable=True)
+    chosen = top.values[:, : params.top_k]
+    total = chosen if params.normalized else logits
+    weights = (chosen - total.logsumexp(-1, keepdim=True)).exp()
+    return top.indices[:, : params.top_k].int(), weights.to(x.dtype).float()
+
+
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams, counts: Tensor
+) -> Routing:
+    """The same computation in plain PyTorch. `counts` must be zero and is overwritten."""
+    experts, weights = choose_experts(x, weight, bias, params)
+    num_experts = len(weight)
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    sizes = flat.bincount(minlength=num_experts)
+    starts = sizes.cumsum(0) - sizes
+    table = torch.zeros(num_experts, len(x), dtype=torch.int32, device=x.device)
+    places = torch.arange(len(flat), device=x.device) - starts[flat[order]]
+    table[flat[order], places] = order.int()
+    touched = sizes.nonzero()[:, 0].int()
+    counts[:-1] = sizes
+    counts[-1] = len(touched)
+    return Routing(experts, weights, counts, table, touched)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _choose_experts(  # type: ignore[no-untyped-def]
+        scores, all_experts, NORMALIZED: tl.constexpr, TOP_K: tl.constexpr, RANKS: tl.constexpr
+    ):
+        """scores [rows, experts] -> the chosen experts and their weights, [rows, RANKS]."""
+        rank = tl.arange(0, RANKS)[None, :]
+        highest = tl.max(scores, 1)
+        total = tl.sum(tl.exp(scores - highest[:, None]), 1)
+        chosen = tl.zeros([scores.shape[0], RANKS], tl.int32)
+        weights = tl.zeros([scores.shape[0], RANKS], tl.float32)
+        for i in tl.static_range(TOP_K):
+            expert = tl.argmax(scores, 1)
+            weight = tl.exp(tl.max(scores, 1) - highest)
+            chosen = tl.where(rank == i, expert[:, None], chosen)
+            weights = tl.where(rank == i, weight[:, None], weights)
+            scores = tl.where(all_experts == expert[:, None], float("-inf"), scores)
+        if NORMALIZED:
+            total = tl.sum(weights, 1)
+        return chosen, weights / total[:, None]
+
+    @triton.jit
+    def _route_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        parts_ptr,
+        arrived_ptr,
+        experts_ptr,
+        weights_ptr,
+        counts_ptr,
+        table_ptr,
+        touched_ptr,
+        rows,
+        stride_x_row,
+        split_inputs,
+        K: tl.constexpr,
+        EXPERTS: tl.constexpr,
+        TOP_K: tl.constexpr,
+        NORMALIZED: tl.constexpr,
+        BIAS: tl.constexpr,
+        PARTS: tl.constexpr,
+        SPLITS: tl.constexpr,
+        RANKS: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_E: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        ALL_EXPERTS: tl.constexpr,
+    ):
+        block = tl.program_id(0)
+        part = tl.program_id(1)
+        split = tl.program_id(2)
+        t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        row_mask = t < rows
+        e = part * BLOCK_E + tl.arange(0, BLOCK_E)
+        expert_mask = e < EXPERTS
+        total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+        first = split * split_inputs
+        for start in range(first, tl.minimum(first + split_inputs, K), BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x = tl.load(
+                x_ptr + t[:, None].to(tl.int64) * stride_x_row + k[None, :],
+                mask=row_mask[:, None] & (k < K)[None, :],
+                other=0.0,
+            )
+            weight = tl.load(
+                weight_ptr + e[None, :] * K + k[:, None],
+                mask=expert_mask[None, :] & (k < K)[:, None],
+                other=0.0,
+            )
+            total = tl.dot(x, weight, total, input_precision="ieee")
+        part_ptr = parts_ptr + (split * rows + t[:, None]) * EXPERTS + e[None, :]
+        tl.store(part_ptr, total, mask=row_mask[:, None] & expert_mask[None, :])
+        tl.debug_barrier()  # Every thread has stored.
+        if PARTS * SPLITS > 1:
+            if tl.atomic_add(arrived_ptr + block, 1) < PARTS * SPLITS - 1:
+                return
+            tl.store(arrived_ptr + block, 0)  # for the next launch
+
+        all_experts = tl.arange(0, ALL_EXPERTS)[None, :]
+        in_range = row_mask[:, None] & (all_experts < EXPERTS)
+        scores = tl.zeros([BLOCK_T, ALL_EXPERTS], tl.float32)
+        for i in tl.static_range(SPLITS):
+            part_ptr = parts_ptr + (i * rows + t[:, None]) * EXPERTS + all_experts
+            scores += tl.load(part_ptr, mask=in_range, other=0.0, cache_modifier=".cg")
+        if BIAS:
+            scores += tl.load(bias_ptr + all_experts, mask=all_experts < EXPERTS, other=0.0).to(
+                tl.float32
+            )
+        dtype = x_ptr.dtype.element_ty
+        scores = scores.to(dtype).to(tl.float32)
+        scores = tl.where(all_experts < EXPERTS, scores, float("-inf"))
+        experts, weights = _choose_experts(scores, all_experts, NORMALIZED, TOP_K, RANKS)
+        rank = tl.arange(0, RANKS)[None, :]
+        assignment = t[:, None] * TOP_K + rank
+        mask = row_mask[:, None] & (rank < TOP_K)
+        tl.store(experts_ptr + assignment, experts, mask=mask)
+        tl.store(weights_ptr + assignment, weights.to(dtype).to(tl.float32), mask=mask)
+        place = tl.atomic_add(counts_ptr + experts, 1, mask=mask)
+        tl.store(table_ptr + experts.to(tl.int64) * rows + place, assignment, mask=mask)
+        is_first = mask & (place == 0)
+        index = tl.atomic_add(counts_ptr + EXPERTS + tl.zeros_like(place), 1, mask=is_first)
+        tl.store(touched_ptr + index, experts, mask=is_first)
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    params: RouterParams,
+    counts: Tensor,
+    arrived: Tensor,
+) -> Routing:
+    """`counts` [E + 1] int32 must be zero. `arrived` [>= T / 16] int32 is zero, and zero again."""
+    if not uses_triton(x):
+        return reference(x, weight, bias, params, counts)
+    rows, inputs = x.shape
+    num_experts = len(weight)
+    blocks = triton.cdiv(rows, BLOCK_ROWS)
+    parts = triton.cdiv(num_experts, BLOCK_EXPERTS)
+    splits = triton.cdiv(inputs, SPLIT_INPUTS) if blocks < BUSY_BLOCKS else 1
+    split_inputs = triton.cdiv(inputs, splits * BLOCK_INPUTS) * BLOCK_INPUTS
+    assert x.stride(1) == 1 and weight.is_contiguous() and len(counts) == num_experts + 1
+    assert counts.is_contiguous() and len(arrived) >= blocks
+    logits = torch.empty(splits, rows, num_experts, dtype=torch.float32, device=x.device)
+    routing = Routing(
+        counts.new_empty(rows, params.top_k),
+        logits.new_empty(rows, params.top_k),
+        counts,
+        counts.new_empty(num_experts, rows),
+        counts.new_empty(min(num_experts, rows * params.top_k)),
+    )
+    _route_kernel[(blocks, parts, splits)](
+        x,
+        weight,
+        x if bias is None else bias,
+        logits,
+        arrived,
+        routing.experts,
+        routing.weights,
+        counts,
+        routing.table,
+        routing.touched,
+        rows,
+        x.stride(0),
+        split_inputs,
+        K=inputs,
+        EXPERTS=num_experts,
+        TOP_K=params.top_k,
+        NORMALIZED=params.normalized,
+        BIAS=bias is not None,
+        PARTS=parts,
+        SPLITS=splits,
+        RANKS=triton.next_power_of_2(params.top_k),
+        BLOCK_T=BLOCK_ROWS,
+        BLOCK_E=BLOCK_EXPERTS,
+        BLOCK_K=BLOCK_INPUTS,
+        ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
+        num_warps=4,
+        num_stages=4,
+    )
+    return routing
