@@ -15,7 +15,9 @@ def quantize(
     target: Annotated[
         str, typer.Argument(help="A target: a folder, a pair's name or a hub id.")
     ] = DEFAULT_PAIR,
-    to: Annotated[str, typer.Option("--format", help="fp8, int8 or int4.")] = "int8",
+    to: Annotated[
+        str, typer.Option("--format", help="fp8, int8, int4, or mxfp4 for GPT-OSS.")
+    ] = "int8",
     group: Annotated[
         int | None,
         typer.Option(
@@ -39,17 +41,24 @@ def quantize(
     """
     from peagle.progress import progress_bars
     from peagle.pull import pull
+    from peagle.target.experts.mxfp4_layout import MXFP4
+    from peagle.target.experts.mxfp4_write import write_mxfp4
     from peagle.target.quantized.formats import find_format
     from peagle.target.quantized.write import quantize as write
 
-    format = find_format(to)
+    format = None if to == MXFP4 else find_format(to)
+    if format is None and group is not None:
+        raise UserError("--group is for int4: leave it out")
     pair = find_pair(target)
     folder = folder or Path(f"{Path(pair.name).name}-{to}")
     with progress_bars(err, quiet=as_json) as progress:
         source = pull(pair, progress=progress)
         if source.is_file():
             raise UserError(f"{source} is quantized already: give a folder with safetensors")
-        result = write(source, folder, format, progress, group)
+        if format is None:
+            result = write_mxfp4(source, folder, progress)
+        else:
+            result = write(source, folder, format, progress, group)
     if as_json:
         print(json.dumps({"folder": str(folder)} | result.as_dict()))
         return

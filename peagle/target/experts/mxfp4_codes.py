@@ -17,7 +17,7 @@ def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     and taken where the block's squared error is smaller, as it often is if the largest magnitude
     becomes more than 7. On normal weights this reduces the error from 11.4 % to 11.1 %.
     """
-    blocks = weight.float().unflatten(-1, (-1, MXFP4_BLOCK))  # [.., N, K / 32, 32]
+    blocks = weight.float().contiguous().unflatten(-1, (-1, MXFP4_BLOCK))  # [.., N, K / 32, 32]
     exponents = torch.frexp(blocks.abs().amax(-1)).exponent - 1 - LARGEST_EXPONENT
     candidates = [encode_blocks(blocks, exponents + step) for step in (0, 1)]
     errors = [squared_errors(blocks, *candidate) for candidate in candidates]
