@@ -27,6 +27,7 @@ from peagle.errors import UserError
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, table_rows
 from peagle.paths import STORED_FILE
 from peagle.target.cache import RollbackCache
+from peagle.target.experts.mxfp4_read import MXFP4_EXPERTS, has_mxfp4, load_mxfp4
 from peagle.target.gguf.config_folder import config_folder
 from peagle.target.gguf.header import GGUFHeader, read_header
 from peagle.target.gguf.model import load_model, stored_format
@@ -87,7 +88,7 @@ class Target:
         self.name = name or model.config.name_or_path
         self.revision = revision
         self.folder: Path | None = None  # from which it was loaded
-        self.format: str | None = None  # of quantized weights: fp8, int8, int4 or mixed
+        self.format: str | None = None  # fp8, int8, int4, mixed or mxfp4 experts
         self.speed_choice: SpeedChoice | None = None  # why it has this dtype, if that was measured
         self.layers = decoder_layers(model)
         self._taps = ResidualTaps(self.layers, ())
@@ -292,6 +293,8 @@ def load_target(
 
 def load_folder(folder: Path, dtype: torch.dtype, device: str, context: int | None) -> Target:
     """A target from config.json and safetensors."""
+    if has_mxfp4(folder):
+        return load_with_experts(folder, dtype, device, context)
     quantization = read_quantization(folder)
     target_format: str | None = None
     weights: dict[str, QuantizedWeight] = {}
@@ -313,6 +316,15 @@ def load_folder(folder: Path, dtype: torch.dtype, device: str, context: int | No
     target.folder = folder.resolve()
     attach_quantized(model, weights, device)
     target.format = target_format
+    return target
+
+
+def load_with_experts(folder: Path, dtype: torch.dtype, device: str, context: int | None) -> Target:
+    """A target whose experts stay in MXFP4, as GPT-OSS is published."""
+    model: Any = load_mxfp4(folder, dtype, device)
+    target = Target(model.to(device), load_tokenizer(folder), context=context)
+    target.folder = folder.resolve()
+    target.format = MXFP4_EXPERTS
     return target
 
 

@@ -35,6 +35,8 @@ from peagle.kernels.triton.accept_tree import AcceptedPath, accept_tree
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.expand_rows import VerifiedBlock
 from peagle.target import Target
+from peagle.target.experts.mxfp4_read import MXFP4_EXPERTS
+from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.gguf.modules import StoredLinear
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -91,6 +93,8 @@ class Stepper:
         quantized = self.target.format
         if not quantized:
             return dtype
+        if quantized == MXFP4_EXPERTS:
+            return f"{quantized}, {dtype} elsewhere"
         if not self._quantized_share:
             return f"{quantized}, multiplied out to {dtype}"
         if self._quantized_share == 1:
@@ -317,7 +321,9 @@ class Stepper:
 def weight_count(layers: nn.Module) -> int:
     """The number of weights, those as stored included."""
     stored = [x.weight.shape for x in layers.modules() if isinstance(x, StoredLinear)]
-    return sum(p.numel() for p in layers.parameters()) + sum(rows * cols for rows, cols in stored)
+    experts = [x.weight_count for x in layers.modules() if isinstance(x, StoredExperts)]
+    parameters = sum(p.numel() for p in layers.parameters())
+    return parameters + sum(rows * cols for rows, cols in stored) + sum(experts)
 
 
 def graph_keys(

@@ -31,6 +31,15 @@ class StoredExperts(nn.Module):
     def down(self) -> ExpertMatrices:
         return ExpertMatrices(self.down_weight, self.down_scales, self.down_bias)  # type: ignore[arg-type]
 
+    @property
+    def weight_count(self) -> int:
+        """The number of weights in the matrices of all experts."""
+        return sum(x.num_experts * x.outputs * x.inputs for x in (self.gate_up, self.down))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.num_experts * x.expert_bytes for x in (self.gate_up, self.down))
+
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, d], chosen [T, top_k] experts with their weights -> [T, d]"""
         total = torch.zeros_like(hidden)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from peagle.kernels.stored_matrix import Table, dense, table_bytes, table_rows
+from peagle.target.experts.stored_experts import StoredExperts
 
 MAX_OUTPUTS = 8192  # that are widened at once
 
@@ -57,4 +58,5 @@ def weight_bytes(module: nn.Module) -> int:
     """The memory of a module's parameters and of its weights as stored, shared ones once."""
     stored = [x for x in module.modules() if isinstance(x, (StoredLinear, StoredEmbedding))]
     tables = {id(x.weight): x.weight for x in stored}
-    return sum(table_bytes(x) for x in (*module.parameters(), *tables.values()))
+    experts = sum(x.nbytes for x in module.modules() if isinstance(x, StoredExperts))
+    return experts + sum(table_bytes(x) for x in (*module.parameters(), *tables.values()))

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from peagle.errors import UserError
 from peagle.paths import publish_folder, save_tensors, write_json
 from peagle.progress import Progress, silent
+from peagle.target.experts.mxfp4_read import has_mxfp4
 from peagle.target.loading_error import loading_reason
 from peagle.target.quantized.card import TITLE, card
 from peagle.target.quantized.codes import quantize_matrix
@@ -208,4 +209,4 @@ def check_out_folder(out: Path, source: Path) -> Path:
 def is_quantized_target(folder: Path) -> bool:
     readme = folder / "README.md"
     is_ours = readme.is_file() and readme.read_text().startswith(TITLE)
-    return is_ours and read_quantization(folder) is not None
+    return is_ours and (read_quantization(folder) is not None or has_mxfp4(folder))
