@@ -13,13 +13,15 @@ scale: the exponent of a power of 2, plus 127.
     value  0 0.5 1 1.5 2 3 4 6
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_BLOCK = 32  # inputs that share a scale
+SCALE_ALIGNMENT = 16  # bytes
 MXFP4_BIAS = 127  # of the exponents that are stored as scales
 
 
@@ -78,6 +80,14 @@ class ExpertMatrices:
         """Bytes that a product with one expert reads."""
         tensors = (self.weight, self.scales, self.bias)
         return sum(x[0].numel() * x.element_size() for x in tensors if x is not None)
+
+    def aligned(self) -> "ExpertMatrices":
+        """The same with rows of scales that begin at multiples of 16 bytes, for copies on a GPU."""
+        if not self.is_mxfp4 or self.scales is None or self.scales.stride(1) % SCALE_ALIGNMENT == 0:
+            return self
+        count = self.scales.shape[2]
+        padded = pad(self.scales, (0, -count % SCALE_ALIGNMENT))
+        return replace(self, scales=padded[:, :, :count])
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] of one expert, multiplied out."""

@@ -171,8 +171,8 @@ if triton is not None:
         n,
         n_mask,
         UP_ROW: tl.constexpr,
-        K: tl.constexpr,
         WIDTH: tl.constexpr,
+        SCALE_WIDTH: tl.constexpr,
         GATED: tl.constexpr,
         MXFP4: tl.constexpr,
         ASM: tl.constexpr,
@@ -181,33 +181,44 @@ if triton is not None:
     ):
         """[N, rows]: the products of rows with the matrix rows n, and with n + UP_ROW."""
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        total = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        up = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        x_row_ptr = x_ptr + row[None, :] * stride_x_row
+        rows: tl.constexpr = row.shape[0]
+        total = tl.zeros([n.shape[0], rows], tl.float32)
+        up = tl.zeros([n.shape[0], rows], tl.float32)
         weight_row_ptr = weight_ptr + n[:, None] * WIDTH
+        scale_row_ptr = scales_ptr + n[:, None] * SCALE_WIDTH
         for start in range(0, WIDTH, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            k_mask = k < WIDTH
-            x_mask = row_mask[None, :] & k_mask[:, None]
-            mask = n_mask[:, None] & k_mask[None, :]
+            mask = n_mask[:, None] & (k < WIDTH)[None, :]
             codes = _load(weight_row_ptr + k[None, :], mask, EVEN)
             if MXFP4:
-                group = start // 16 + tl.arange(0, BLOCK_K // 16)
-                group_mask = n_mask[:, None] & (group < WIDTH // 16)[None, :]
-                scale_ptr = scales_ptr + n[:, None] * (WIDTH // 16) + group[None, :]
-                even_x = tl.load(x_row_ptr + 2 * k[:, None], mask=x_mask, other=0.0)
-                odd_x = tl.load(x_row_ptr + 2 * k[:, None] + 1, mask=x_mask, other=0.0)
-                even, odd = _decode_mxfp4(codes, _load(scale_ptr, group_mask, EVEN), dtype, ASM)
+                inputs = 2 * start + tl.arange(0, 2 * BLOCK_K)
+                x = tl.load(
+                    x_ptr + row[:, None] * stride_x_row + inputs[None, :],
+                    mask=row_mask[:, None] & (inputs < 2 * WIDTH)[None, :],
+                    other=0.0,
+                )
+                even_x, odd_x = tl.split(tl.reshape(x, (rows, BLOCK_K, 2)))
+                even_x = tl.trans(even_x)
+                odd_x = tl.trans(odd_x)
+                group = start // 16 + tl.arange(0, BLOCK_K // 16)[None, :]
+                group_mask = n_mask[:, None] & (group < SCALE_WIDTH)
+                scales = _load(scale_row_ptr + group, group_mask, EVEN)
+                even, odd = _decode_mxfp4(codes, scales, dtype, ASM)
                 total = tl.dot(even, even_x, total, input_precision="ieee")
                 total = tl.dot(odd, odd_x, total, input_precision="ieee")
                 if GATED:
                     codes = _load(weight_row_ptr + UP_ROW * WIDTH + k[None, :], mask, EVEN)
-                    scale_ptr += UP_ROW * (WIDTH // 16)
-                    even, odd = _decode_mxfp4(codes, _load(scale_ptr, group_mask, EVEN), dtype, ASM)
+                    scale_ptr = scale_row_ptr + UP_ROW * SCALE_WIDTH + group
+                    scales = _load(scale_ptr, group_mask, EVEN)
+                    even, odd = _decode_mxfp4(codes, scales, dtype, ASM)
                     up = tl.dot(even, even_x, up, input_precision="ieee")
                     up = tl.dot(odd, odd_x, up, input_precision="ieee")
             else:
-                x = tl.load(x_row_ptr + k[:, None], mask=x_mask, other=0.0)
+                x = tl.load(
+                    x_ptr + row[None, :] * stride_x_row + k[:, None],
+                    mask=row_mask[None, :] & (k < WIDTH)[:, None],
+                    other=0.0,
+                )
                 total = tl.dot(codes.to(dtype), x, total, input_precision="ieee")
                 if GATED:
                     codes = _load(weight_row_ptr + UP_ROW * WIDTH + k[None, :], mask, EVEN)
@@ -234,8 +245,8 @@ if triton is not None:
         TOP_K: tl.constexpr,
         N: tl.constexpr,
         MATRIX_ROWS: tl.constexpr,
-        K: tl.constexpr,
         WIDTH: tl.constexpr,
+        SCALE_WIDTH: tl.constexpr,
         GATE_STEP: tl.constexpr,
         UP_ROW: tl.constexpr,
         GATED: tl.constexpr,
@@ -257,7 +268,7 @@ if triton is not None:
         n_mask = output < N
         n = output * GATE_STEP  # the gate's rows of the matrix, or all of them
         weight_ptr += expert * MATRIX_ROWS * WIDTH
-        scales_ptr += expert * MATRIX_ROWS * (WIDTH // 16 if MXFP4 else 1)
+        scales_ptr += expert * MATRIX_ROWS * SCALE_WIDTH
         bias_ptr += expert * MATRIX_ROWS
         for start in range(0, count, BLOCK_T):
             place_in_block = start + tl.arange(0, BLOCK_T)
@@ -275,8 +286,8 @@ if triton is not None:
                 n,
                 n_mask,
                 UP_ROW,
-                K,
                 WIDTH,
+                SCALE_WIDTH,
                 GATED,
                 MXFP4,
                 ASM,
@@ -379,8 +390,8 @@ def _launch(
         TOP_K=top_k,
         N=outputs,
         MATRIX_ROWS=matrix_rows,
-        K=matrices.inputs,
         WIDTH=width,
+        SCALE_WIDTH=scales.stride(1) if scales is not None and matrices.is_mxfp4 else 1,
         GATE_STEP=2 if gated and shape.interleaved else 1,
         UP_ROW=(1 if shape.interleaved else outputs) if gated else 0,
         GATED=gated,

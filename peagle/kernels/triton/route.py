@@ -34,8 +34,8 @@ except ImportError:  # without Triton the reference runs
 
 BLOCK_ROWS = 16
 BLOCK_EXPERTS = 16
-BLOCK_INPUTS = 128
-SPLIT_INPUTS = 512  # inputs of one program, unless the rows alone keep a GPU busy
+BLOCK_INPUTS = 256
+SPLIT_INPUTS = 256  # inputs of one program, unless the rows alone keep a GPU busy
 BUSY_BLOCKS = 16  # blocks of rows from which on the inputs are not split
 
 
@@ -88,24 +88,98 @@ def reference(
 if triton is not None:
 
     @triton.jit
+    def _sort_keys(scores, all_experts, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Integers in the order of the scores; among equal scores, the first expert is largest.
+
+        The upper half is the score, the lower half the expert. A score in bf16 has 16 bits.
+        """
+        bits = scores.to(tl.int32, bitcast=True)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        if WIDE:
+            return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - all_experts)
+        return (ordered & -65536) | (0xFFFF - all_experts)
+
+    @triton.jit
+    def _key_score(key, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+        if WIDE:
+            ordered = (key >> 32).to(tl.int32)
+            bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+        else:
+            ordered = key & -65536
+            bits = ordered ^ ((ordered >> 31) & 0x7FFF0000)
+        return bits.to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _key_expert(key, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+        if WIDE:
+            return (0x7FFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
+        return 0xFFFF - (key & 0xFFFF)
+
+    @triton.jit
     def _choose_experts(  # type: ignore[no-untyped-def]
-        scores, all_experts, NORMALIZED: tl.constexpr, TOP_K: tl.constexpr, RANKS: tl.constexpr
+        scores,
+        all_experts,
+        NORMALIZED: tl.constexpr,
+        WIDE: tl.constexpr,
+        TOP_K: tl.constexpr,
+        RANKS: tl.constexpr,
     ):
         """scores [rows, experts] -> the chosen experts and their weights, [rows, RANKS]."""
         rank = tl.arange(0, RANKS)[None, :]
         highest = tl.max(scores, 1)
-        total = tl.sum(tl.exp(scores - highest[:, None]), 1)
         chosen = tl.zeros([scores.shape[0], RANKS], tl.int32)
         weights = tl.zeros([scores.shape[0], RANKS], tl.float32)
+        keys = _sort_keys(scores, all_experts, WIDE)
         for i in tl.static_range(TOP_K):
-            expert = tl.argmax(scores, 1)
-            weight = tl.exp(tl.max(scores, 1) - highest)
+            key = tl.max(keys, 1)
+            expert = _key_expert(key, WIDE)
+            weight = tl.exp(_key_score(key, WIDE) - highest)
             chosen = tl.where(rank == i, expert[:, None], chosen)
             weights = tl.where(rank == i, weight[:, None], weights)
-            scores = tl.where(all_experts == expert[:, None], float("-inf"), scores)
-        if NORMALIZED:
-            total = tl.sum(weights, 1)
+            keys = tl.where(all_experts == expert[:, None], -(1 << (63 if WIDE else 31)), keys)
+        total = tl.sum(weights, 1)
+        if not NORMALIZED:
+            total = tl.sum(tl.exp(scores - highest[:, None]), 1)
         return chosen, weights / total[:, None]
+
+    @triton.jit
+    def _group_one_block(  # type: ignore[no-untyped-def]
+        experts,
+        mask,
+        assignment,
+        counts_ptr,
+        table_ptr,
+        touched_ptr,
+        rows,
+        EXPERTS: tl.constexpr,
+    ):
+        """Enter the assignments of all rows, [A] each; no other program has any."""
+        index = tl.arange(0, experts.shape[0])
+        same = (experts[:, None] == experts[None, :]) & mask[None, :]
+        place = tl.sum((same & (index[None, :] < index[:, None])).to(tl.int32), 1)
+        is_first = (mask & (place == 0)).to(tl.int32)
+        tl.store(counts_ptr + experts, tl.sum(same.to(tl.int32), 1), mask=mask)
+        tl.store(counts_ptr + EXPERTS, tl.sum(is_first, 0))
+        tl.store(table_ptr + experts * rows + place, assignment, mask=mask)
+        tl.store(touched_ptr + tl.cumsum(is_first, 0) - 1, experts, mask=is_first == 1)
+
+    @triton.jit
+    def _group_by_atomics(  # type: ignore[no-untyped-def]
+        experts,
+        mask,
+        assignment,
+        counts_ptr,
+        table_ptr,
+        touched_ptr,
+        rows,
+        EXPERTS: tl.constexpr,
+    ):
+        """Enter the assignments of some rows, [A] each, beside other programs."""
+        place = tl.atomic_add(counts_ptr + experts, 1, mask=mask)
+        tl.store(table_ptr + experts.to(tl.int64) * rows + place, assignment, mask=mask)
+        is_first = mask & (place == 0)
+        index = tl.atomic_add(counts_ptr + EXPERTS + tl.zeros_like(place), 1, mask=is_first)
+        tl.store(touched_ptr + index, experts, mask=is_first)
 
     @triton.jit
     def _route_kernel(  # type: ignore[no-untyped-def]
@@ -129,6 +203,7 @@ if triton is not None:
         BIAS: tl.constexpr,
         PARTS: tl.constexpr,
         SPLITS: tl.constexpr,
+        ONE_BLOCK: tl.constexpr,
         RANKS: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_E: tl.constexpr,
@@ -178,17 +253,42 @@ if triton is not None:
         dtype = x_ptr.dtype.element_ty
         scores = scores.to(dtype).to(tl.float32)
         scores = tl.where(all_experts < EXPERTS, scores, float("-inf"))
-        experts, weights = _choose_experts(scores, all_experts, NORMALIZED, TOP_K, RANKS)
+        experts, weights = _choose_experts(
+            scores, all_experts, NORMALIZED, dtype != tl.bfloat16, TOP_K, RANKS
+        )
         rank = tl.arange(0, RANKS)[None, :]
         assignment = t[:, None] * TOP_K + rank
         mask = row_mask[:, None] & (rank < TOP_K)
         tl.store(experts_ptr + assignment, experts, mask=mask)
         tl.store(weights_ptr + assignment, weights.to(dtype).to(tl.float32), mask=mask)
-        place = tl.atomic_add(counts_ptr + experts, 1, mask=mask)
-        tl.store(table_ptr + experts.to(tl.int64) * rows + place, assignment, mask=mask)
-        is_first = mask & (place == 0)
-        index = tl.atomic_add(counts_ptr + EXPERTS + tl.zeros_like(place), 1, mask=is_first)
-        tl.store(touched_ptr + index, experts, mask=is_first)
+        flat_experts = tl.reshape(experts, (BLOCK_T * RANKS,))
+        flat_index = tl.arange(0, BLOCK_T * RANKS)
+        flat_t = block * BLOCK_T + flat_index // RANKS
+        flat_rank = flat_index % RANKS
+        flat_mask = (flat_t < rows) & (flat_rank < TOP_K)
+        flat_assignment = flat_t * TOP_K + flat_rank
+        if ONE_BLOCK:
+            _group_one_block(
+                flat_experts,
+                flat_mask,
+                flat_assignment,
+                counts_ptr,
+                table_ptr,
+                touched_ptr,
+                rows,
+                EXPERTS,
+            )
+        else:
+            _group_by_atomics(
+                flat_experts,
+                flat_mask,
+                flat_assignment,
+                counts_ptr,
+                table_ptr,
+                touched_ptr,
+                rows,
+                EXPERTS,
+            )
 
 
 def route(
@@ -239,12 +339,13 @@ def route(
         BIAS=bias is not None,
         PARTS=parts,
         SPLITS=splits,
+        ONE_BLOCK=blocks == 1,
         RANKS=triton.next_power_of_2(params.top_k),
         BLOCK_T=BLOCK_ROWS,
         BLOCK_E=BLOCK_EXPERTS,
         BLOCK_K=BLOCK_INPUTS,
         ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
     )
     return routing
