@@ -59,7 +59,10 @@ def require_known_matrices(model: Any, linear: set[nn.Linear], layers: list[Expe
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in known:
             if model.config.get_text_config().model_type == "gpt_oss":
-                raise UserError(f"{name} of a gpt_oss target is supported in mxfp4 only: use mxfp4")
+                raise UserError(
+                    "the experts of gpt_oss targets, with biases and interleaved gates, are"
+                    " supported in mxfp4 only: use mxfp4"
+                )
             raise UserError(
                 f"{name} is not the matrix of a linear layer, nor of experts of a"
                 f" {' or '.join(EXPERT_NAMES)} target: such targets cannot be quantized"
