@@ -15,6 +15,7 @@ from peagle.catalog.pair import Pair, TargetSource
 from peagle.cli import app
 from peagle.core import Method
 from peagle.drafter.formats import compact
+from peagle.engine.step.stepper import weight_count
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair
 from peagle.target import Target, load_target
@@ -125,6 +126,10 @@ def test_8_bit_experts_stay_as_stored(name: str, format: str, root: Path) -> Non
             for e in range(EXPERTS):
                 assert torch.equal(matrices.dense(e, torch.float32), dense[e])
     assert target.dtype == torch.bfloat16 and target.format == format
+    private = target.private_model().get_submodule("model.layers.0.mlp.experts")
+    assert private.gate_up_weight is target.layers[0].mlp.experts.gate_up_weight
+    plain = load_target(root / name / "source", torch.bfloat16, "cpu")
+    assert weight_count(target.layers) == weight_count(plain.layers)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -35,6 +35,7 @@ from peagle.kernels.triton.accept_tree import AcceptedPath, accept_tree
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.expand_rows import VerifiedBlock
 from peagle.target import Target
+from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.gguf.modules import StoredLinear
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -317,7 +318,12 @@ class Stepper:
 def weight_count(layers: nn.Module) -> int:
     """The number of weights, those as stored included."""
     stored = [x.weight.shape for x in layers.modules() if isinstance(x, StoredLinear)]
-    return sum(p.numel() for p in layers.parameters()) + sum(rows * cols for rows, cols in stored)
+    count = sum(p.numel() for p in layers.parameters()) + sum(rows * cols for rows, cols in stored)
+    for module in layers.modules():
+        if isinstance(module, StoredExperts):
+            for x in (module.gate_up, module.down):
+                count += x.num_experts * x.outputs * x.inputs
+    return count
 
 
 def graph_keys(
