@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from peagle.errors import UserError
@@ -35,12 +29,8 @@ from peagle.target.gguf.pre_tokenizer import warn_of_splitting
 from peagle.target.loading_error import loading_reason
 from peagle.target.precision import SpeedChoice
 from peagle.target.quantized.codes import QuantizedWeight
-from peagle.target.quantized.read import (
-    attach_quantized,
-    format_name,
-    read_quantization,
-    read_quantized,
-)
+from peagle.target.quantized.model import load_quantized
+from peagle.target.quantized.read import attach_quantized, format_name, read_quantization
 from peagle.target.residual_taps import ResidualTaps
 from peagle.target.rope import config_depends_on_length, freeze_rope, shortest_context
 
@@ -362,23 +352,6 @@ def require_complete(folder: Path, missing: list[str]) -> None:
             f"the target in {folder} lacks {len(missing)} tensors, the first is {missing[0]}:"
             " download or copy it again"
         )
-
-
-def load_quantized(
-    folder: Path, options: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any], dict[str, QuantizedWeight]]:
-    """A model with dequantized weights, its loading info, and the weights that kernels can read."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    del config.quantization_config
-    with torch.device("meta"):
-        model_class: Any = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    tensors, weights = read_quantized(folder, options["dtype"])
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=tensors, trust_remote_code=False, **options
-    )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model, info, weights
 
 
 def shared_tensors(model: nn.Module) -> dict[int, Any]:

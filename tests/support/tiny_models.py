@@ -10,6 +10,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
     Qwen2Config,
     Qwen3Config,
@@ -51,6 +52,7 @@ CONFIGS = {
     "gemma2": lambda: Gemma2Config(**SIZES, **WINDOW, query_pre_attn_scalar=16),
     "gemma3": lambda: Gemma3TextConfig(**SIZES, **WINDOW, query_pre_attn_scalar=16),
 }
+OTHER_MIXTURES = {"mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4)}
 LEARNED_POSITIONS = {  # a table with one entry per position of the context, and no more
     "gpt2": lambda: GPT2Config(**SIZES | {"max_position_embeddings": 64}),
     "opt": lambda: OPTConfig(
@@ -64,7 +66,7 @@ MASK = 5
 
 def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
     torch.manual_seed(seed)
-    config = (CONFIGS | LEARNED_POSITIONS)[name]()
+    config = (CONFIGS | OTHER_MIXTURES | LEARNED_POSITIONS)[name]()
     for key, value in overrides.items():
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -32,17 +32,21 @@ def card(source: Path, config: dict[str, Any], report: "QuantizationReport") -> 
             " least squared error."
         )
     values = report.as_dict()
+    matrices, routers = f"{values['matrices']}", ""
+    if report.expert_matrices:
+        matrices += f", {report.expert_matrices} of them of experts"
+        routers = "routers, "
     return "\n".join(
         [
             f"{TITLE}: {source_name}, {report.format}",
             "",
             f"{description} Rounded to the nearest.{search} No data was used. Embeddings, lm_head,"
-            " norms and biases are unchanged.",
+            f" {routers}norms and biases are unchanged.",
             "",
             "| | |",
             "|---|---|",
             f"| layout | compressed-tensors, {format.layout} |",
-            f"| matrices | {values['matrices']} |",
+            f"| matrices | {matrices} |",
             f"| bytes | {values['bytes_before']:,} -> {values['bytes_after']:,} |",
             f"| error, relative to the norm of the weights | {report.error:.3%} |",
             f"| the worst matrix | {values['worst']}, {values['worst_error']:.3%} |",

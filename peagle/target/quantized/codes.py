@@ -55,6 +55,7 @@ def concatenate_weights(parts: list[QuantizedWeight | None]) -> QuantizedWeight 
 def quantize_matrix(weight: Tensor, format: WeightFormat, group: int | None) -> QuantizedWeight:
     """Quantize weight [N, K]; each row or group uses the clipping point with the least error."""
     n, k = weight.shape
+    codes = weight.new_empty(n, k, dtype=format.codes)  # Before temporaries: a compact heap.
     x = weight.float().view(n, -1, group or k)  # [N, groups, inputs]
     peak = x.abs().amax(2, keepdim=True)  # [N, groups, 1]
     least_error = scales = torch.full_like(peak, torch.inf)
@@ -65,7 +66,7 @@ def quantize_matrix(weight: Tensor, format: WeightFormat, group: int | None) -> 
         error = error.sum(2, keepdim=True)
         scales = torch.where(error < least_error, step, scales)
         least_error = torch.minimum(error, least_error)
-    codes = round_to_codes(x, scales, format).view(n, k)
+    codes.copy_(round_to_codes(x, scales, format).view(n, k))
     return QuantizedWeight(codes, scales[:, :, 0].to(format.scales))
 
 

@@ -1,6 +1,7 @@
 """Read a quantized target: dequantized tensors for the model, and 8-bit weights for kernels."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import UserError
+from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights
+from peagle.target.quantized.expert_layer import ExpertLayer
 from peagle.target.quantized.layout import PACKED, QUANTIZE_AGAIN, WEIGHT, parse_quantized
+from peagle.target.quantized.merged_experts import (
+    can_stay_stored,
+    dense_experts,
+    stored_experts,
+    take_parts,
+)
 from peagle.target.quantized.shards import read_shard, shard_paths
 
 QUANT_METHOD = "compressed-tensors"
@@ -43,25 +52,41 @@ def format_name(quantization: dict[str, Any]) -> str:
     return types.pop().replace("float", "fp") if len(types) == 1 else "mixed"
 
 
-def read_quantized(
-    folder: Path, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
-    """Every tensor dequantized to `dtype`, and the weights that kernels can read, by module.
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """The content of a quantized target."""
+
+    tensors: dict[str, Tensor]  # by name: unquantized ones and dequantized ones
+    weights: dict[str, QuantizedWeight]  # by linear layer: those that kernels can read
+    experts: dict[str, StoredExperts]  # by module: 8-bit experts
+
+
+def read_quantized(folder: Path, dtype: torch.dtype, layers: list[ExpertLayer]) -> StoredTensors:
+    """Read all files; `layers` are those with experts.
 
     Kernels read 8-bit weights with one scale per row. They do not read packed weights, whose inputs
-    are not rounded.
+    are not rounded. These are dequantized to `dtype`, and so are all weights of linear layers.
     """
     stored: dict[str, Tensor] = {}
     for path in shard_paths(folder):
         stored |= read_shard(path)
+    packed = {name.removesuffix(PACKED) for name in stored if name.endswith(PACKED)}
     weights, tensors = parse_quantized(stored)
+    experts: dict[str, StoredExperts] = {}
+    for layer in layers:
+        is_packed = not packed.isdisjoint(layer.matrices)
+        parts = take_parts(layer, weights)
+        if parts is None:
+            continue
+        if not is_packed and all(map(can_stay_stored, parts)):
+            experts[layer.module] = stored_experts(*parts)
+        else:
+            tensors |= dense_experts(layer, *parts, dtype)
     tensors |= {name + WEIGHT: weight.matrix(dtype) for name, weight in weights.items()}
     readable = {
-        name: weight
-        for name, weight in weights.items()
-        if weight.by_row and name + PACKED not in stored
+        name: weight for name, weight in weights.items() if weight.by_row and name not in packed
     }
-    return tensors, readable
+    return StoredTensors(tensors, readable, experts)
 
 
 def attach_quantized(model: nn.Module, weights: dict[str, QuantizedWeight], device: str) -> None:

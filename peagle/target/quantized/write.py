@@ -1,8 +1,8 @@
 """`peagle quantize`: write a target in fewer bits, in a folder that vLLM serves.
 
-The matrices of the linear layers are quantized; embeddings, lm_head, norms and biases are copied.
-Each file of the source becomes a file of the same name, one after another, so that only one of them
-is in memory.
+The matrices of linear layers and of experts are quantized; embeddings, lm_head, routers, norms and
+biases are copied. Each file of the source becomes a file of the same name, one after another, so
+that only one of them is in memory.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peagle.errors import UserError
@@ -25,6 +25,7 @@ from peagle.target.quantized.card import TITLE, card
 from peagle.target.quantized.codes import quantize_matrix
 from peagle.target.quantized.formats import WeightFormat, quantization_config
 from peagle.target.quantized.layout import WEIGHT, weight_tensors
+from peagle.target.quantized.matrix_choice import MatrixChoice, choose_matrices
 from peagle.target.quantized.read import read_quantization
 from peagle.target.quantized.shards import INDEX, read_shard, shard_paths
 
@@ -38,6 +39,7 @@ class QuantizationReport:
 
     format: str
     group: int | None
+    expert_matrices: int = 0  # how many of the matrices belong to experts
     bytes_before: int = 0
     bytes_after: int = 0
     errors: dict[str, float] = field(default_factory=dict)  # by matrix
@@ -68,6 +70,7 @@ class QuantizationReport:
             "format": self.format,
             "group": self.group,
             "matrices": len(self.errors),
+            "expert_matrices": self.expert_matrices,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "error": round(self.error, 6),
@@ -88,19 +91,20 @@ def quantize(
     `group` is the number of inputs that share a scale in int4; None: the largest possible.
     """
     out = check_out_folder(out, source)
-    matrices, ignored = linear_layers(source)
-    report = QuantizationReport(format.name, format.choose_group_size(matrices.values(), group))
+    choice = choose_matrices(build_without_weights(source))
+    group = format.choose_group_size(choice.inputs.values(), group)
+    report = QuantizationReport(format.name, group, choice.expert_matrices)
     with publish_folder(out) as staging:
         for file in source.iterdir():
             copied = file.name not in NOT_COPIED and file.suffix not in WEIGHT_SUFFIXES
             if file.is_file() and copied:
                 shutil.copyfile(file, staging / file.name)
-        weight_map = write_shards(source, staging, matrices, format, report, progress)
+        weight_map = write_shards(source, staging, choice, format, report, progress)
         if (source / INDEX).is_file():
             index = {"metadata": {"total_size": report.bytes_after}, "weight_map": weight_map}
             write_json(staging / INDEX, index)
         config = json.loads((source / "config.json").read_text())
-        quantization = quantization_config(format, report.group, ignored)
+        quantization = quantization_config(format, report.group, choice.ignored)
         write_json(staging / "config.json", config | {"quantization_config": quantization})
         (staging / "README.md").write_text(card(source, config, report))
     return report
@@ -109,23 +113,23 @@ def quantize(
 def write_shards(
     source: Path,
     staging: Path,
-    matrices: dict[str, int],
+    choice: MatrixChoice,
     format: WeightFormat,
     report: QuantizationReport,
     progress: Progress,
 ) -> dict[str, str]:
     """Quantize all files; return tensor name -> file name."""
     paths = shard_paths(source)
-    missing = set(matrices)
+    missing = set(choice.inputs)
     weight_map: dict[str, str] = {}
     what = f"rounding to {format.name}"
     total = sum(path.stat().st_size for path in paths)
     done = 0
     for path in paths:
         tensors: dict[str, Tensor] = {}
-        for name, tensor in read_shard(path).items():
+        for name, tensor in choice.tensors_in_files(read_shard(path)):
             module = name.removesuffix(WEIGHT)
-            if name.endswith(WEIGHT) and module in matrices:
+            if name.endswith(WEIGHT) and module in choice.inputs:
                 tensors |= quantize_weight(module, tensor, format, report)
                 missing.discard(module)
             else:
@@ -150,30 +154,6 @@ def quantize_weight(
     weight = quantize_matrix(tensor, format, report.group)
     report.add(module, tensor.float(), weight.matrix(torch.float32))
     return weight_tensors(module, weight, format)
-
-
-def linear_layers(source: Path) -> tuple[dict[str, int], list[str]]:
-    """The layers to quantize with their numbers of inputs, and the linear layers to keep."""
-    model = build_without_weights(source)
-    head = model.get_output_embeddings()
-    names = {
-        module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
-    in_decoder = set(model.get_decoder().modules())
-    supported = {id(module.weight) for module in names} | {id(model.get_input_embeddings().weight)}
-    if unsupported := [
-        name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in supported
-    ]:
-        raise UserError(
-            f"{unsupported[0]} is not the matrix of a linear layer (it may belong to experts):"
-            " only dense targets can be quantized"
-        )
-    chosen = {
-        name: module.in_features
-        for module, name in names.items()
-        if module in in_decoder and module is not head
-    }
-    return chosen, [name for name in names.values() if name not in chosen]
 
 
 def build_without_weights(source: Path) -> Any:
