@@ -64,12 +64,14 @@ class AttentionCall:
     query: Tensor  # [T, heads, head_dim]
     arguments: dict[str, Any]
 
-    def is_plain(self) -> bool:
-        """Whether the fused layers support it."""
+    def is_plain(self, sinks: Tensor | None) -> bool:
+        """Whether the fused layers support it; `sinks`: those of the layer, if it has any."""
         scaling = self.arguments.get("scaling")
         other_arguments = self.arguments.keys() - NEUTRAL_ARGUMENTS - FUSED_ARGUMENTS
-        return scaling in (None, self.query.shape[-1] ** -0.5) and all(
-            self.arguments[name] is None for name in other_arguments
+        return (
+            scaling in (None, self.query.shape[-1] ** -0.5)
+            and self.arguments.get("s_aux") is sinks
+            and all(self.arguments[name] is None for name in other_arguments)
         )
 
 
@@ -114,7 +116,11 @@ class VerifierProbe:
 
     def is_plain_attention(self) -> bool:
         """Whether the fused layers support everything that the target's attention is asked for."""
-        return all(call.is_plain() for call in self.calls.values())
+        modules: list[Any] = list(self.target.layers)
+        return all(
+            call.is_plain(getattr(modules[i].self_attn, "sinks", None))
+            for i, call in self.calls.items()
+        )
 
     @torch.inference_mode()
     def equals(self, fused: FusedLlamaTarget) -> bool:
