@@ -18,6 +18,7 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.exactness import pad_rows
+from peagle.engine.model.expert_load import ExpertLoad, expert_load
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
@@ -267,25 +268,44 @@ class Stepper:
         padded = [*probabilities, *[0.0] * max_k][:max_k]
         self._forced_acceptance = torch.tensor(padded, device=self.slots.device)
 
+    @torch.inference_mode()
     def time_graphs(
         self, count: int, shape: DraftShape, repeats: int = 30
     ) -> tuple[float | None, float | None]:
-        """Milliseconds of a step's two graphs: verification, acceptance with drafting."""
-        verify_key, accept_key = graph_keys(batch_bucket(count), shape, shape)
-        return (
-            self.graphs.milliseconds(verify_key, repeats),
-            self.graphs.milliseconds(accept_key, repeats),
-        )
+        """Milliseconds of a step's two graphs: verification, acceptance with drafting.
 
+        The rows are those that the first `count` slots hold, for example of the last requests; no
+        request may be live. Nothing is stored, and the slots are the same afterwards.
+        """
+        batch = batch_bucket(count)
+        verify_key, accept_key = graph_keys(batch, shape, shape)
+        with self.slots.preserved():
+            self.slots.ends.zero_()
+            self._slot_index(list(range(min(count, self.slots.count))), batch)
+            return (
+                self.graphs.milliseconds(verify_key, repeats),
+                self.graphs.milliseconds(accept_key, repeats),
+            )
+
+    @torch.inference_mode()
     def graph_costs(self, shapes: Iterable[DraftShape]) -> dict[tuple[int, DraftShape], float]:
-        """Seconds of a step by batch size and shape, for those that have graphs."""
+        """Seconds of a step of random rows by batch size and shape, for those that have graphs."""
         costs = {}
-        for batch in BATCH_BUCKETS:
-            for shape in shapes:
-                verify_ms, draft_ms = self.time_graphs(batch, shape, repeats=5)
-                if verify_ms and draft_ms:
-                    costs[batch, shape] = (verify_ms + draft_ms) / 1000
+        with self.slots.preserved():
+            self.slots.fill_random(self.target.vocab_size, self.kv_cache.discard_page)
+            for batch in BATCH_BUCKETS:
+                for shape in shapes:
+                    verify_ms, draft_ms = self.time_graphs(batch, shape, repeats=5)
+                    if verify_ms and draft_ms:
+                        costs[batch, shape] = (verify_ms + draft_ms) / 1000
         return costs
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """What the target's last pass read; None for a target without experts."""
+        if not isinstance(self.verifier, FusedLlamaTarget):
+            return None
+        return expert_load(self.verifier)
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 
