@@ -80,7 +80,7 @@ def load_llm(options: argparse.Namespace, counts: list[int]) -> tuple[Any, int]:
 
     parallel = options.method == "p-eagle"
     extra: dict[str, Any] = {}
-    if options.kv_gib:  # vLLM's own profile of the memory fails beside another process.
+    if options.kv_gib:  # vLLM's own memory profile (GPU_SHARE) fails beside another process.
         extra["kv_cache_memory_bytes"] = int(options.kv_gib * (1 << 30))
     with tempfile.TemporaryDirectory() as root:
         method: Method = "p-eagle" if parallel else "eagle3"
@@ -173,7 +173,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kv-gib", type=float, default=6.0, help="KV cache; 0: vLLM decides")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="KV cache; 0: GPU_SHARE")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     return parser.parse_args()
 

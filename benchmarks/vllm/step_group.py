@@ -1,11 +1,14 @@
 """Measure several methods and draft lengths of vLLM with step.py, one process each.
 
     PYTHONPATH=.:VLLM python benchmarks/vllm/step_group.py OUT SHAPE none:0,p-eagle:3,eagle3:3 1,8
-        [--at-once 2] [--seconds 300] [--profile p-eagle=.8,.6 --profile eagle3=.7,.5]
+        [--at-once 2] [--seconds 300] [--profile p-eagle=.8,.6 --profile eagle3=.7,.5] [OPTIONS]
 
 Processes of a group load at the same time; when all of them are ready, they are measured one after
 another. OUT gets a JSON line per cell as soon as it is measured. `--seconds` limits the loading of
-a group, and each measurement.
+a group, and each measurement. OPTIONS are those of step.py.
+
+Memory: a process takes the weights, `--kv-gib` and about 5 GiB. On a GPU of 139 GiB that is two of
+gpt-oss-20b at a time, or two of qwen3-30b-a3b with `--kv-gib 3`.
 """
 
 import argparse
@@ -30,12 +33,12 @@ class Worker:
         self.out: Path = options.out
         self.ready = False
         profiles = dict(word.split("=") for word in options.profile)
-        extra = ["--profile", profiles[method]] if method in profiles else []
-        if options.eager:
-            extra.append("--eager")
-        arguments = [options.shape, method, k, options.concurrency, str(go), *extra]
+        profile = ["--profile", profiles[method]] if method in profiles else []
+        arguments = [options.shape, method, k, options.concurrency, str(go), *profile]
         self.process = subprocess.Popen(
-            [sys.executable, str(STEP), *arguments], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(STEP), *arguments, *options.extra],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -114,8 +117,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--profile", action="append", default=[], help="METHOD=.8,.6,.4")
-    parser.add_argument("--eager", action="store_true")
-    return parser.parse_args()
+    options, options.extra = parser.parse_known_args()
+    return options
 
 
 if __name__ == "__main__":
