@@ -130,7 +130,7 @@ def draw_ratio(axes: Any, ratios: dict[int, float]) -> None:
         linestyle="--",
         **line_style("none"),
     )
-    for values, offset in ((ratios, 6), (PUBLISHED, -13)):
+    for values, offset in ((ratios, -13), (PUBLISHED, 6)):
         for count, ratio in values.items():
             axes.annotate(
                 f"{ratio:.2f}",
@@ -155,6 +155,7 @@ def draw_speeds(axes: Any, best: dict[str, dict[int, BestCell]]) -> None:
         if speeds:
             axes.plot([*cells], speeds, label=label, **line_style(method))
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend()
     label_axes(axes, [*best["p-eagle"]], "tokens/s")
 

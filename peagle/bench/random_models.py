@@ -1,14 +1,9 @@
 """Pairs of a given shape with random weights, to measure what their steps cost."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from peagle.bench.shapes import MXFP4_SHAPES, SHAPES, shape_config, shape_name
 from peagle.catalog.pair import Pair, TargetSource
@@ -22,7 +17,6 @@ from peagle.target import Target
 __all__ = ["SHAPES", "parse_experts", "random_drafter", "random_pair", "shape_config"]
 
 ExpertFormat = Literal["bf16", "mxfp4"]  # bf16: the dtype of the other weights, whichever it is
-EXPERT_MODULES: tuple[type[nn.Module], ...] = (GptOssExperts, Qwen3MoeExperts)
 
 
 def parse_experts(name: str | None, shape: str) -> ExpertFormat:
@@ -54,41 +48,11 @@ def random_pair(
 
 def random_model(config: Any, device: str, dtype: torch.dtype, experts: ExpertFormat) -> Any:
     """A model of transformers; MXFP4 experts are made as such, so that large ones fit."""
-    if experts == "bf16":
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    with torch.device(device), experts_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    if not any(isinstance(module, EXPERT_MODULES) for module in model.modules()):
-        raise UserError(
-            f"{config.model_type} has no experts that can be mxfp4: leave out --experts mxfp4"
-        )
-    replace_experts(model)
-    return model
-
-
-def replace_experts(model: nn.Module) -> None:
-    """Give a model, whose experts lie on the meta device, random MXFP4 experts."""
-    # The call site of `peagle.bench.random_experts.random_mxfp4_experts`.
-    raise UserError("MXFP4 experts with random weights are not supported yet: use --experts bf16")
-
-
-@contextmanager
-def experts_on_meta() -> Iterator[None]:
-    """Create the experts of transformers' models without memory."""
-    originals = {cls: cls.__init__ for cls in EXPERT_MODULES}
-
-    def meta_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        with torch.device("meta"):
-            originals[type(self)](self, *args, **kwargs)
-
-    try:
-        for cls in EXPERT_MODULES:
-            cls.__init__ = meta_init  # type: ignore[method-assign]
-        yield
-    finally:
-        for cls, init in originals.items():
-            cls.__init__ = init  # type: ignore[method-assign]
+    if experts == "mxfp4":
+        # The call site of peagle.bench.random_experts: random_mxfp4_model(config, device, dtype)
+        raise UserError("random MXFP4 experts are not supported yet: use experts in bf16")
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def random_drafter(target: Target, method: Method, layers: int) -> Drafter:

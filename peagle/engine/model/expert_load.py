@@ -27,7 +27,7 @@ def expert_load(target: FusedLlamaTarget) -> ExpertLoad | None:
     dense = [layer.mlp for layer in layers if isinstance(layer.mlp.gate_up, Weight)]
     for mlp, count in zip(mixtures, touched, strict=True):
         expert_bytes = mlp.gate_up.expert_bytes + mlp.down.expert_bytes
-        layer_bytes += matrix_bytes(mlp.router) + count * expert_bytes
+        layer_bytes += table_bytes(mlp.router_weight) + count * expert_bytes
     layer_bytes += sum(matrix_bytes(mlp.gate_up) + matrix_bytes(mlp.down) for mlp in dense)
     experts = target.expert_counts.shape[1] - 1
     return ExpertLoad(sum(touched) / len(touched), experts, layer_bytes)
