@@ -10,6 +10,7 @@ already is skipped, so that the same command goes on.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -53,7 +54,12 @@ def run(measurement: Measurement, folder: Path, seconds: float) -> None:
     with (folder / f"{measurement.name}.log").open("w") as log:
         try:
             code = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds, check=False
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                check=False,
+                env=os.environ | {"COLUMNS": "140"},
             ).returncode
             state = f"exit code {code}"
         except subprocess.TimeoutExpired:

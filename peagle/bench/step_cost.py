@@ -181,8 +181,9 @@ def split_step(
 ) -> StepCell:
     metrics = engine.metrics
     usual_nodes = metrics.k_steps.most_common(1)[0][0]
-    target_ms, drafter_ms = engine.time_step(engine.max_batch, engine.shape(usual_nodes))
-    load = engine.expert_load  # On a GPU, that of the pass which has just been timed.
+    shape = engine.shape(usual_nodes)
+    target_ms, drafter_ms = engine.time_step(engine.max_batch, shape)
+    load = engine.expert_load(engine.max_batch, shape)
     step_bytes = weight_bytes(engine.pair, engine.method, usual_nodes, load)
     rest_ms = None
     if target_ms is not None and drafter_ms is not None:

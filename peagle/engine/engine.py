@@ -289,10 +289,12 @@ class Engine:
         """
         return self._stepper.time_graphs(batch, shape)
 
-    @property
-    def expert_load(self) -> ExpertLoad | None:
-        """What the target's last pass read; None for a target without experts."""
-        return self._stepper.expert_load
+    def expert_load(self, batch: int, shape: DraftShape) -> ExpertLoad | None:
+        """The experts that a verification touches, with the rows of the last requests.
+
+        None for a target without experts. No request may be live.
+        """
+        return self._stepper.expert_load(batch, shape)
 
     def force_acceptance(self, probabilities: list[float]) -> None:
         """For measurements: draft i is accepted with this probability, given the ones before."""

@@ -106,7 +106,7 @@ def test_mixtures_with_a_profile_for_each_method(shape: str) -> None:
 
 
 def test_touched_experts_are_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "expert_load", ExpertLoad(21.3, 32, 1 << 30))
+    monkeypatch.setattr(Engine, "expert_load", lambda *_: ExpertLoad(21.3, 32, 1 << 30))
     monkeypatch.setattr(out, "_width", 200)
     arguments = [*ARGUMENTS, "--methods", "none", "--concurrency", "1", "--repeats", "1"]
     result = CliRunner().invoke(app, arguments)

@@ -7,7 +7,7 @@ import torch
 
 from peagle.bench.random_models import random_pair
 from peagle.bench.step_cost import weight_bytes
-from peagle.engine.model.expert_load import ExpertLoad, expert_load
+from peagle.engine.model.expert_load import ExpertLoad, last_expert_load
 from peagle.engine.model.weight import Weight
 from peagle.kernels.expert_matrices import ExpertMatrices
 
@@ -29,7 +29,7 @@ def fused_target(counts: list[list[int]] | None) -> Any:
 
 
 def test_touched_experts_are_counted() -> None:
-    load = expert_load(fused_target([[3, 0, 1, 0, 2], [1, 1, 1, 1, 4]]))
+    load = last_expert_load(fused_target([[3, 0, 1, 0, 2], [1, 1, 1, 1, 4]]))
     attention = 4 * (16 * 8 + 8 * 8)
     router = 4 * EXPERTS * 8
     expert = 4 * (6 * 8 + 6 + 8 * 3)
@@ -37,7 +37,7 @@ def test_touched_experts_are_counted() -> None:
 
 
 def test_a_dense_target_has_none() -> None:
-    assert expert_load(fused_target(None)) is None
+    assert last_expert_load(fused_target(None)) is None
 
 
 def test_the_floor_counts_touched_experts_and_the_head() -> None:

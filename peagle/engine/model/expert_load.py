@@ -16,7 +16,7 @@ class ExpertLoad:
     layer_bytes: int  # attention, routers, touched experts and dense MLPs of all layers
 
 
-def expert_load(target: FusedLlamaTarget) -> ExpertLoad | None:
+def last_expert_load(target: FusedLlamaTarget) -> ExpertLoad | None:
     """The load of the target's last pass; None if its layers have no experts."""
     if target.expert_counts is None:
         return None
