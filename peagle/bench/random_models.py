@@ -1,81 +1,58 @@
 """Pairs of a given shape with random weights, to measure what their steps cost."""
 
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from peagle.bench.shapes import MXFP4_SHAPES, SHAPES, shape_config, shape_name
 from peagle.catalog.pair import Pair, TargetSource
 from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
-from peagle.errors import UserError, did_you_mean
+from peagle.errors import UserError
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
-}
+__all__ = ["SHAPES", "parse_experts", "random_drafter", "random_pair", "shape_config"]
+
+ExpertFormat = Literal["bf16", "mxfp4"]  # bf16: the dtype of the other weights, whichever it is
 
 
-def random_pair(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> LoadedPair:
+def parse_experts(name: str | None, shape: str) -> ExpertFormat:
+    """The format of that name; None: the usual one of the shape."""
+    if name is None:
+        return "mxfp4" if shape in MXFP4_SHAPES else "bf16"
+    if name not in get_args(ExpertFormat):
+        raise UserError(f"unknown format of experts {name!r}: use bf16 or mxfp4")
+    return cast("ExpertFormat", name)
+
+
+def random_pair(
+    shape: str,
+    device: str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    experts: ExpertFormat = "bf16",
+) -> LoadedPair:
     """A target of that shape with random weights, and random drafters of both methods for it."""
     config = shape_config(shape)
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    name = shape if shape in SHAPES else Path(shape).resolve().name
+    model = random_model(config, device, dtype, experts)
+    name = shape_name(shape)
     target = Target(model, name=name)
     layers: dict[Method, int] = {"p-eagle": 4, "eagle3": 1}
     drafters = {method: random_drafter(target, method, count) for method, count in layers.items()}
     return LoadedPair(Pair(name, TargetSource(()), {}, k=7), target, drafters)
 
 
-def shape_config(shape: str) -> Any:
-    """The config of a known shape, or of a transformers config file or its folder."""
-    if shape in SHAPES:
-        return LlamaConfig(**SHAPES[shape])
-    if not Path(shape).exists():
-        raise UserError(
-            f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}, a config.json of"
-            f" transformers or its folder.{did_you_mean(shape, list(SHAPES))}"
-        )
-    try:
-        return AutoConfig.from_pretrained(shape, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{shape} is not a config of transformers: {error}. Give a config.json or its folder"
-        ) from error
+def random_model(config: Any, device: str, dtype: torch.dtype, experts: ExpertFormat) -> Any:
+    """A model of transformers; MXFP4 experts are made as such, so that large ones fit."""
+    if experts == "mxfp4":
+        # The call site of peagle.bench.random_experts: random_mxfp4_model(config, device, dtype)
+        raise UserError("random MXFP4 experts are not supported yet: use experts in bf16")
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def random_drafter(target: Target, method: Method, layers: int) -> Drafter:

@@ -18,6 +18,7 @@ import torch
 from peagle.core import Method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.gc_tuning import freeze_live_objects
+from peagle.engine.model.expert_load import ExpertLoad
 from peagle.kernels.stored_matrix import table_bytes
 from peagle.loaded import LoadedPair
 from peagle.model_pair import ModelPair
@@ -43,7 +44,11 @@ class StepCell:
     target_ms: float | None
     drafter_ms: float | None
     rest_ms: float | None
-    floor_ms: float  # reading every weight of target and drafter once, at the given bandwidth
+    # Reading the weights of target and drafter once, at the given bandwidth; of experts, those
+    # that the pass touched.
+    floor_ms: float
+    experts_touched: float | None  # per mixture layer, in a pass with the K used most
+    experts: int | None  # of a layer; None for dense targets
     k_steps: dict[int, int]  # drafted tokens -> number of steps
 
     def to_json(self) -> dict[str, Any]:
@@ -176,7 +181,10 @@ def split_step(
 ) -> StepCell:
     metrics = engine.metrics
     usual_nodes = metrics.k_steps.most_common(1)[0][0]
-    target_ms, drafter_ms = engine.time_step(engine.max_batch, engine.shape(usual_nodes))
+    shape = engine.shape(usual_nodes)
+    target_ms, drafter_ms = engine.time_step(engine.max_batch, shape)
+    load = engine.expert_load(engine.max_batch, shape)
+    step_bytes = weight_bytes(engine.pair, engine.method, usual_nodes, load)
     rest_ms = None
     if target_ms is not None and drafter_ms is not None:
         rest_ms = step_ms - target_ms - drafter_ms
@@ -191,14 +199,20 @@ def split_step(
         target_ms=target_ms,
         drafter_ms=drafter_ms,
         rest_ms=rest_ms,
-        floor_ms=1000 * weight_bytes(engine.pair, engine.method, usual_nodes) / bandwidth,
+        floor_ms=1000 * step_bytes / bandwidth,
+        experts_touched=None if load is None else load.touched,
+        experts=None if load is None else load.experts,
         k_steps=dict(metrics.k_steps),
     )
 
 
-def weight_bytes(pair: ModelPair, method: Method, k: int) -> int:
-    """The bytes that a step must read: every matrix, those of the drafter once for each pass."""
-    target_bytes = module_bytes(pair.target.layers) + table_bytes(pair.target.head_table)
+def weight_bytes(pair: ModelPair, method: Method, k: int, load: ExpertLoad | None = None) -> int:
+    """The bytes that a step must read: every matrix, those of the drafter once for each pass.
+
+    `load`: the experts that the target's pass touched; None: all weights of its layers are read.
+    """
+    layer_bytes = module_bytes(pair.target.layers) if load is None else load.layer_bytes
+    target_bytes = layer_bytes + table_bytes(pair.target.head_table)
     if method == "none":
         return target_bytes
     drafter = pair.drafter(method)

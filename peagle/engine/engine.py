@@ -22,6 +22,7 @@ from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
 from peagle.engine.model.exactness import exact_multiple
+from peagle.engine.model.expert_load import ExpertLoad
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
@@ -282,8 +283,18 @@ class Engine:
         self.loop.step_hook = hook
 
     def time_step(self, batch: int, shape: DraftShape) -> tuple[float | None, float | None]:
-        """Milliseconds of the two CUDA graphs of a step: verification, acceptance with drafting."""
+        """Milliseconds of the two CUDA graphs of a step: verification, acceptance with drafting.
+
+        The rows are those of the last requests; none may be live.
+        """
         return self._stepper.time_graphs(batch, shape)
+
+    def expert_load(self, batch: int, shape: DraftShape) -> ExpertLoad | None:
+        """The experts that a verification touches, with the rows of the last requests.
+
+        None for a target without experts. No request may be live.
+        """
+        return self._stepper.expert_load(batch, shape)
 
     def force_acceptance(self, probabilities: list[float]) -> None:
         """For measurements: draft i is accepted with this probability, given the ones before."""

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from peagle.bench import step_cost
-from peagle.bench.random_models import random_pair
+from peagle.bench.random_models import parse_experts, random_pair, shape_config
 from peagle.bench.step_cost import (
     PROFILE,
     StepCell,
@@ -17,6 +17,10 @@ from peagle.bench.step_cost import (
     conditional_probabilities,
 )
 from peagle.cli import app
+from peagle.cli.application import out
+from peagle.engine import Engine
+from peagle.engine.model.expert_load import ExpertLoad
+from peagle.errors import UserError
 from peagle.loaded import LoadedPair
 
 ARGUMENTS = [
@@ -34,7 +38,7 @@ ARGUMENTS = [
 
 
 def test_every_method_and_load(tmp_path: Path) -> None:
-    out = tmp_path / "steps.json"
+    file = tmp_path / "steps.json"
     arguments = [
         *ARGUMENTS,
         "--methods",
@@ -46,9 +50,9 @@ def test_every_method_and_load(tmp_path: Path) -> None:
         "--repeats",
         "1",
     ]
-    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    result = CliRunner().invoke(app, [*arguments, "--out", str(file)])
     assert result.exit_code == 0, result.output
-    cells = json.loads(out.read_text())["cells"]
+    cells = json.loads(file.read_text())["cells"]
     assert {(cell["method"], cell["concurrency"]) for cell in cells} == {
         (method, c) for method in ("none", "eagle3", "p-eagle") for c in (1, 8)
     }
@@ -77,17 +81,61 @@ def test_any_shape_of_transformers(tmp_path: Path) -> None:
     config = random_pair("tiny", "cpu", torch.float32).target.model.config
     config.save_pretrained(tmp_path / "my-shape")
     for shape in (tmp_path / "my-shape", tmp_path / "my-shape" / "config.json"):
-        out = tmp_path / "steps.json"
+        file = tmp_path / "steps.json"
         arguments = ["bench-step", str(shape), *ARGUMENTS[2:], "--methods", "none,p-eagle"]
-        arguments += ["-k", "auto,2", "--concurrency", "2", "--repeats", "1", "--out", str(out)]
+        arguments += ["-k", "auto,2", "--concurrency", "2", "--repeats", "1", "--out", str(file)]
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
-        cells = json.loads(out.read_text())["cells"]
+        cells = json.loads(file.read_text())["cells"]
         assert [(cell["method"], cell["k"]) for cell in cells] == [
             ("none", "auto"),
             ("p-eagle", "auto"),
             ("p-eagle", "2"),
         ]
+
+
+@pytest.mark.parametrize("shape", ["tiny-qwen3-moe", "tiny-gpt-oss"])
+def test_mixtures_with_a_profile_for_each_method(shape: str) -> None:
+    arguments = ["bench-step", shape, *ARGUMENTS[2:], "--methods", "p-eagle,eagle3", "-k", "2"]
+    arguments += ["--profile", "p-eagle=1,1", "--profile", "eagle3=0,0", "--concurrency", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    parallel, sequential = json.loads(result.output[result.output.index("[{") :])
+    assert parallel["acceptance_length"] == pytest.approx(3, rel=0.1)
+    assert sequential["acceptance_length"] == 1
+
+
+def test_touched_experts_are_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "expert_load", lambda *_: ExpertLoad(21.3, 32, 1 << 30))
+    monkeypatch.setattr(out, "_width", 200)
+    arguments = [*ARGUMENTS, "--methods", "none", "--concurrency", "1", "--repeats", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert "experts" in result.output and "21.3 / 32" in result.output
+    result = CliRunner().invoke(app, [*arguments, "--bandwidth", "1", "--json"])
+    [cell] = json.loads(result.output[result.output.index("[{") :])
+    assert (cell["experts_touched"], cell["experts"]) == (21.3, 32)
+    head_bytes = 4 * 512 * 64
+    assert cell["floor_ms"] == pytest.approx(1000 * ((1 << 30) + head_bytes) / 1e12, abs=1e-4)
+
+
+def test_a_config_file_is_a_shape(tmp_path: Path) -> None:
+    shape_config("tiny-gpt-oss").save_pretrained(tmp_path)
+    arguments = [*ARGUMENTS[2:], "--methods", "none", "--concurrency", "1", "--repeats", "1"]
+    config = ["--config", str(tmp_path / "config.json")]
+    result = CliRunner().invoke(app, ["bench-step", *config, *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    for wrong in ([], ["tiny", *config]):
+        result = CliRunner().invoke(app, ["bench-step", *wrong, *arguments])
+        assert result.exit_code == 2 and "--config" in result.output
+
+
+def test_the_format_of_experts() -> None:
+    assert parse_experts(None, "gpt-oss-120b") == "mxfp4"
+    assert parse_experts(None, "gpt-oss-20b") == parse_experts("bf16", "gpt-oss-120b") == "bf16"
+    with pytest.raises(UserError, match="bf16 or mxfp4"):
+        parse_experts("int3", "gpt-oss-20b")
+    with pytest.raises(UserError, match="bf16"):
+        random_pair("tiny", "cpu", torch.float32, experts="mxfp4")
 
 
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])
@@ -118,8 +166,8 @@ def test_an_interrupted_run_keeps_its_cells(
         return real(pair, "none", *args)
 
     monkeypatch.setattr(step_cost, "measure_random", interrupted)
-    out = tmp_path / "steps.json"
+    file = tmp_path / "steps.json"
     arguments = [*ARGUMENTS, "--methods", "none,p-eagle", "--concurrency", "1", "--repeats", "1"]
-    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    result = CliRunner().invoke(app, [*arguments, "--out", str(file)])
     assert result.exit_code != 0
-    assert [cell["method"] for cell in json.loads(out.read_text())["cells"]] == ["none"]
+    assert [cell["method"] for cell in json.loads(file.read_text())["cells"]] == ["none"]

@@ -12,6 +12,7 @@ from peagle.cli.measurement.lists import parse_counts, parse_ks, parse_sequence
 from peagle.cli.measurement.options import DataFolder, OutFile
 from peagle.cli.options import Device, Dtype, Int8, Json
 from peagle.core import parse_method
+from peagle.errors import UserError
 from peagle.paths import write_json
 
 if TYPE_CHECKING:
@@ -19,11 +20,29 @@ if TYPE_CHECKING:
     from peagle.core import Method
     from peagle.loaded import LoadedPair
 
+DEFAULT_PROFILE = ".78,.59,.43,.29,.18,.10,.05"
+ANY_METHOD = "any"
+
 Shape = Annotated[
-    str,
+    str | None,
     typer.Argument(
-        help="smollm2-135m, llama-3.1-8b, tiny, a transformers config.json or its folder;"
-        " with --set, a pair."
+        help="gpt-oss-20b, gpt-oss-120b, qwen3-30b-a3b, qwen3-8b, llama-3.1-8b, llama-3.2-3b,"
+        " smollm2-135m, tiny, a transformers config.json or its folder; with --set, a pair.",
+        show_default=False,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="A transformers config.json or its folder: the shape.", show_default=False
+    ),
+]
+Experts = Annotated[
+    str | None,
+    typer.Option(
+        "--experts",
+        help="Format of random experts: bf16 (as the other weights) or mxfp4; gpt-oss-120b: mxfp4.",
+        show_default=False,
     ),
 ]
 Methods = Annotated[str, typer.Option("--methods", help="none, eagle3, p-eagle.")]
@@ -33,8 +52,12 @@ DraftLengths = Annotated[
 Concurrency = Annotated[str, typer.Option("--concurrency", help="Requests at a time.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", help="Tokens of a random prompt.")]
 OutputTokens = Annotated[int, typer.Option("--output", help="Tokens of an answer.")]
-AcceptanceProfile = Annotated[
-    str, typer.Option("--profile", help="The share of drafts accepted at each position.")
+AcceptanceProfiles = Annotated[
+    list[str],
+    typer.Option(
+        "--profile",
+        help="The share of drafts accepted at each position; of one method: p-eagle=.8,.6,.4.",
+    ),
 ]
 Repeats = Annotated[int, typer.Option("--repeats", help="Runs; the best one counts.")]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", help="TB/s of the device's memory.")]
@@ -47,13 +70,15 @@ PromptLimit = Annotated[int, typer.Option("--limit", help="Only the first N prom
 
 @app.command("bench-step")
 def bench_step(
-    shape: Shape,
+    shape: Shape = None,
+    config: ConfigFile = None,
+    experts: Experts = None,
     methods: Methods = "none,eagle3,p-eagle",
     k: DraftLengths = "auto",
     concurrency: Concurrency = "1,8,64",
     prompt: PromptTokens = 128,
     output: OutputTokens = 256,
-    profile: AcceptanceProfile = ".78,.59,.43,.29,.18,.10,.05",
+    profile: AcceptanceProfiles = [DEFAULT_PROFILE],  # noqa: B006
     repeats: Repeats = 3,
     bandwidth: Bandwidth = 4.3,
     set_name: PromptSet = None,
@@ -68,20 +93,21 @@ def bench_step(
     """Measure what a step costs: with random weights and a given acceptance, or with a real pair.
 
     c: requests at a time; AL: acceptance length; ms: of a step, and of its parts; floor: the share
-    of a step that reading every weight once would take.
+    of a step that reading every weight once would take, of experts those that a pass touches.
     """
+    shape = chosen_shape(shape, config)
     names = [parse_method(name) for name in methods.split(",")]
     ks = parse_ks(k)
     counts = parse_counts(concurrency)
     measurement = StepMeasurement(
-        parse_sequence(profile, float, ".8,.6,.4"),
+        parse_profiles(profile),
         prompt,
         output,
         repeats,
         bandwidth * 1e12,
         int8,
     )
-    pair, prompts = load_pair(shape, set_name, data, limit, device, dtype)
+    pair, prompts = load_pair(shape, set_name, data, limit, device, dtype, experts)
     cells = []
     for count, method in product(counts, names):
         for length in ks if method != "none" else ks[:1]:
@@ -96,7 +122,7 @@ def bench_step(
 class StepMeasurement:
     """What every cell of a command has in common."""
 
-    profile: tuple[float, ...]
+    profiles: dict[str, tuple[float, ...]]  # by method, ANY_METHOD for the others
     prompt: int
     output: int
     repeats: int
@@ -117,20 +143,46 @@ class StepMeasurement:
         common = (self.output, self.repeats, self.bytes_per_second, self.int8)
         if prompts:
             return measure_prompts(pair, method, k, concurrency, prompts, *common)
-        return measure_random(pair, method, k, concurrency, self.profile, self.prompt, *common)
+        profile = self.profiles.get(method, self.profiles[ANY_METHOD])
+        return measure_random(pair, method, k, concurrency, profile, self.prompt, *common)
+
+
+def chosen_shape(shape: str | None, config: Path | None) -> str:
+    if (shape is None) == (config is None):
+        raise UserError("give a shape or --config FILE, and not both")
+    return str(config) if shape is None else shape
+
+
+def parse_profiles(words: list[str]) -> dict[str, tuple[float, ...]]:
+    """By method; without a method, a profile is for all that have none of their own."""
+    profiles = {ANY_METHOD: parse_sequence(DEFAULT_PROFILE, float, ".8,.6,.4")}
+    for word in words:
+        method, _, numbers = word.rpartition("=")
+        name = parse_method(method) if method else ANY_METHOD
+        profiles[name] = parse_sequence(numbers, float, ".8,.6,.4")
+    return profiles
 
 
 def load_pair(
-    shape: str, set_name: str | None, data: Path | None, limit: int, device: str, dtype: str
+    shape: str,
+    set_name: str | None,
+    data: Path | None,
+    limit: int,
+    device: str,
+    dtype: str,
+    experts: str | None,
 ) -> "tuple[LoadedPair, list[list[int]]]":
     """A pair with random weights and no prompts, or with a set a real pair and its prompts."""
     if set_name is None:
-        from peagle.bench.random_models import random_pair
+        from peagle.bench.random_models import parse_experts, random_pair
         from peagle.model_pair import choose_device
         from peagle.target.precision import choose_dtype
 
         chosen = choose_device(device)
-        return random_pair(shape, chosen, choose_dtype(dtype, chosen)), []
+        expert_format = parse_experts(experts, shape)
+        return random_pair(shape, chosen, choose_dtype(dtype, chosen), experts=expert_format), []
+    if experts is not None:
+        raise UserError("--experts is for random weights: leave it out with --set")
     from peagle.data.bench import read_sets
     from peagle.loaded import load
 
@@ -147,9 +199,9 @@ def show_cells(cells: list["StepCell"], as_json: bool) -> None:
 
 
 def cell_table(cells: list["StepCell"]) -> Table:
-    table = Table(
-        "method", "K", "c", "tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"
-    )
+    columns = ["tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"]
+    mixture = any(cell.experts is not None for cell in cells)
+    table = Table("method", "K", "c", *columns, *["experts"] * mixture)
     for cell in cells:
         parts = (cell.target_ms, cell.drafter_ms, cell.rest_ms)
         usual_k = max(cell.k_steps, key=lambda k: cell.k_steps[k])
@@ -163,5 +215,11 @@ def cell_table(cells: list["StepCell"]) -> Table:
             *(f"{part:.2f}" if part is not None else "-" for part in parts),
             f"{cell.floor_ms / cell.step_ms:.0%}",
             str(usual_k),
+            *[touched_experts(cell)] * mixture,
         )
     return table
+
+
+def touched_experts(cell: "StepCell") -> str:
+    touched = cell.experts_touched
+    return "-" if touched is None else f"{touched:.1f} / {cell.experts}"

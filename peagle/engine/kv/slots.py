@@ -5,6 +5,8 @@ computed, `newest` is the token after them, and `trees` holds the drafts that co
 and a tree where one was drafted.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,8 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.slot_state import SlotState
 from peagle.kernels.triton.build_tree import DraftTrees
 from peagle.kernels.triton.gather_rows import GatheredRows, gather_rows
+
+MAX_RANDOM_CONTEXT = 1024  # of slots that are filled to be timed
 
 
 class PageTableUpdate(NamedTuple):
@@ -95,6 +99,36 @@ class DecodeSlots:
         """Gather the newest token and the drafts of the slots in `index` [B] for one pass."""
         gathered = gather_rows(index, shape, self.page_size, self.state, self.trees)
         return gathered, gathered.row_pass(self.page_size)
+
+    # --- measurements -----------------------------------------------------------------------------
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore the state of every slot at the end."""
+        tensors = [*self.state, *self.trees]
+        copies = [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+
+    def fill_random(self, vocab_size: int, discard_page: int) -> None:
+        """Give every slot random tokens at a random position, over pages of no request.
+
+        Rows that are alike would choose the same experts, and their pass would look too cheap.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def fill(tensor: Tensor, limit: int) -> None:
+            values = torch.randint(limit, tensor.shape, generator=generator)
+            tensor.copy_(values.to(tensor.dtype))
+
+        for ids in (self.newest, self.trees.chain, self.trees.nodes):
+            fill(ids, vocab_size)
+        capacity = self.tables.shape[1] * self.page_size
+        fill(self.lengths, max(1, min(MAX_RANDOM_CONTEXT, capacity // 2)))
+        self.tables.fill_(discard_page)
 
 
 def empty_trees(slots: int, max_shape: DraftShape, device: torch.device) -> DraftTrees:

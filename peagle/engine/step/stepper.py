@@ -7,7 +7,8 @@ two, logits are processed where a request needs more than the argmax.
 """
 
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.exactness import pad_rows
+from peagle.engine.model.expert_load import ExpertLoad, last_expert_load
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
@@ -271,25 +273,52 @@ class Stepper:
         padded = [*probabilities, *[0.0] * max_k][:max_k]
         self._forced_acceptance = torch.tensor(padded, device=self.slots.device)
 
+    @torch.inference_mode()
     def time_graphs(
         self, count: int, shape: DraftShape, repeats: int = 30
     ) -> tuple[float | None, float | None]:
         """Milliseconds of a step's two graphs: verification, acceptance with drafting."""
         verify_key, accept_key = graph_keys(batch_bucket(count), shape, shape)
-        return (
-            self.graphs.milliseconds(verify_key, repeats),
-            self.graphs.milliseconds(accept_key, repeats),
-        )
+        with self._timed_rows(count):
+            return (
+                self.graphs.milliseconds(verify_key, repeats),
+                self.graphs.milliseconds(accept_key, repeats),
+            )
 
+    @torch.inference_mode()
+    def expert_load(self, count: int, shape: DraftShape) -> ExpertLoad | None:
+        """The experts that a verification touches; None for a target without experts."""
+        target = self.verifier
+        if not isinstance(target, FusedLlamaTarget) or target.expert_counts is None:
+            return None
+        with self._timed_rows(count) as index:
+            verify_key, _ = graph_keys(len(index), shape, shape)
+            self.graphs.run(verify_key, lambda: self.verify(index, shape))
+        return last_expert_load(target)
+
+    @torch.inference_mode()
     def graph_costs(self, shapes: Iterable[DraftShape]) -> dict[tuple[int, DraftShape], float]:
-        """Seconds of a step by batch size and shape, for those that have graphs."""
+        """Seconds of a step of random rows by batch size and shape, for those that have graphs."""
         costs = {}
-        for batch in BATCH_BUCKETS:
-            for shape in shapes:
-                verify_ms, draft_ms = self.time_graphs(batch, shape, repeats=5)
-                if verify_ms and draft_ms:
-                    costs[batch, shape] = (verify_ms + draft_ms) / 1000
+        with self.slots.preserved():
+            self.slots.fill_random(self.target.vocab_size, self.kv_cache.discard_page)
+            for batch in BATCH_BUCKETS:
+                for shape in shapes:
+                    verify_ms, draft_ms = self.time_graphs(batch, shape, repeats=5)
+                    if verify_ms and draft_ms:
+                        costs[batch, shape] = (verify_ms + draft_ms) / 1000
         return costs
+
+    @contextmanager
+    def _timed_rows(self, count: int) -> Iterator[Tensor]:
+        """The first `count` slots with what they hold: the last requests, or random rows.
+
+        No request may be live. Nothing is stored, and the slots are the same afterwards.
+        """
+        slots = list(range(min(count, self.slots.count)))
+        with self.slots.preserved():
+            self.slots.ends.zero_()
+            yield self._slot_index(slots, batch_bucket(count) if self.on_gpu else len(slots))
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 

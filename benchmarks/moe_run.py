@@ -1,0 +1,99 @@
+"""Mixtures of experts on one GPU: `peagle bench-step` for a list of measurements, in order.
+
+    PYTHONPATH=. python benchmarks/moe_run.py OUT [NAME ...] [--budget 560]
+
+Every measurement has a process of its own, a time limit, OUT/NAME.json (written after each of its
+cells, so that a process that is stopped loses one cell) and OUT/NAME.log. NAMEs are those of the
+list below; without one all run. `--budget` ends the run after so many seconds: what has its file
+already is skipped, so that the same command goes on.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.moe_figure import profile_options
+
+BOTH = ["--methods", "none,p-eagle", "-k", "auto", "--concurrency", "1,8,64", "--repeats", "2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    name: str
+    seconds: int
+    arguments: list[str]
+
+
+def headline(name: str, concurrency: str) -> Measurement:
+    """Both methods at four K, with the published acceptance lengths."""
+    load = ["--concurrency", concurrency, "--repeats", "2", *profile_options()]
+    arguments = ["gpt-oss-20b", "--methods", "none,eagle3,p-eagle", "-k", "2,3,5,7", *load]
+    return Measurement(name, 540, arguments)
+
+
+MEASUREMENTS = [
+    Measurement("gpt-oss-20b", 240, ["gpt-oss-20b", *BOTH]),
+    Measurement("qwen3-30b-a3b", 300, ["qwen3-30b-a3b", *BOTH]),
+    Measurement("gpt-oss-20b-mxfp4", 240, ["gpt-oss-20b", "--experts", "mxfp4", *BOTH]),
+    Measurement("gpt-oss-120b-mxfp4", 300, ["gpt-oss-120b", "--experts", "mxfp4", *BOTH]),
+    headline("headline-ends", "1,8,64"),
+    headline("headline-between", "2,4,16,32"),
+]
+
+
+def run(measurement: Measurement, folder: Path, seconds: float) -> None:
+    """Run it, and print the speed of every cell that it measured."""
+    out = folder / f"{measurement.name}.json"
+    command = [sys.executable, "-m", "peagle", "bench-step", *measurement.arguments]
+    command += ["--dtype", "bfloat16", "--out", str(out)]
+    start = time.monotonic()
+    with (folder / f"{measurement.name}.log").open("w") as log:
+        try:
+            code = subprocess.run(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                check=False,
+                env=os.environ | {"COLUMNS": "140"},
+            ).returncode
+            state = f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            state = "stopped"
+    print(f"{measurement.name}: {state} after {time.monotonic() - start:.0f} s", flush=True)
+    for cell in json.loads(out.read_text())["cells"] if out.exists() else []:
+        words = (cell["method"], f"K={cell['k']}", f"c={cell['concurrency']}")
+        share = cell["floor_ms"] / cell["step_ms"]
+        experts = cell["experts_touched"]
+        print(
+            f"  {' '.join(words)}: {cell['tokens_per_second']:,.0f} tokens/s,"
+            f" {cell['step_ms']:.2f} ms, floor {share:.0%}, experts {experts} / {cell['experts']}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds for all of them")
+    options = parser.parse_args()
+    known = {measurement.name: measurement for measurement in MEASUREMENTS}
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.budget
+    for name in options.names or known:
+        seconds = min(known[name].seconds, end - time.monotonic())
+        if seconds > 20 and not (options.out / f"{name}.json").exists():
+            run(known[name], options.out, seconds)
+
+
+if __name__ == "__main__":
+    main()
