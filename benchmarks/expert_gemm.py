@@ -1,6 +1,6 @@
 """Measure the expert kernels on a GPU: the mixtures of Qwen3-30B-A3B and GPT-OSS-20B.
 
-    python -m benchmarks.expert_gemm [--rows 1,8,64,512] [--formats bf16,mxfp4] [--sweep] [--workers 8]
+    python -m benchmarks.expert_gemm [--rows 1,8,64,512] [--formats bf16,mxfp4] [--sweep]
 
 Results are in terabytes per second, counting the experts that random rows touch. A CUDA graph runs
 the product for several sets of rows, one after another, which together touch more than the cache
@@ -31,7 +31,6 @@ from peagle.kernels.triton.expert_gemm import (
     block_rows,
     expert_down,
     expert_gate_up,
-    tile_sizes,
 )
 from peagle.kernels.triton.route import RouterParams, Routing, route
 
@@ -181,7 +180,7 @@ def time_routes(rows: list[int]) -> None:
             arrived = torch.zeros(1024, dtype=torch.int32, device="cuda")
 
             def run() -> None:
-                counts.zero_()
+                counts.zero_()  # noqa: B023
                 for own in counts:  # noqa: B023
                     route(x, router, None, params, own, arrived)  # noqa: B023
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from transformers import AutoModelForCausalLM
 
+from peagle.bench.random_experts import random_mxfp4_model
 from peagle.bench.shapes import MXFP4_SHAPES, SHAPES, shape_config, shape_name
 from peagle.catalog.pair import Pair, TargetSource
 from peagle.core import Method
@@ -49,8 +50,7 @@ def random_pair(
 def random_model(config: Any, device: str, dtype: torch.dtype, experts: ExpertFormat) -> Any:
     """A model of transformers; MXFP4 experts are made as such, so that large ones fit."""
     if experts == "mxfp4":
-        # The call site of peagle.bench.random_experts: random_mxfp4_model(config, device, dtype)
-        raise UserError("random MXFP4 experts are not supported yet: use experts in bf16")
+        return random_mxfp4_model(config, device, dtype)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 

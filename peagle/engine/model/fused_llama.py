@@ -198,8 +198,6 @@ class FusedLlamaTarget:
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
         self.cpu_layers = fuse_layers(self.layers)
-        # [mixture layers, experts + 1] int32, of the last pass: rows by expert, experts touched
-        self.expert_counts: Tensor | None = None
 
     def use_codes(self) -> float:
         """Multiply with the codes of a quantized target where kernels read them.

@@ -112,7 +112,8 @@ def build_mixture(mlp: Any, counters: RouterCounters) -> Mixture:
     bias = getattr(router, "bias", None)
     experts = mlp.experts
     if isinstance(experts, StoredExperts):
-        gate_up, down, activation = experts.gate_up, experts.down, experts.activation
+        gate_up, down = experts.gate_up.aligned(), experts.down.aligned()
+        activation = experts.activation
     else:
         activation = activation_of(experts)
         gate_up = expert_matrices(experts, "gate_up_proj")
