@@ -106,7 +106,7 @@ def test_generate_in_several_threads(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gemma2"])
 def test_engines_with_threads(name: str) -> None:
-    """Both run as a server runs them. Engines of one mixture share its experts, not its counters."""
+    """Both run as a server runs them."""
     pair = drafting_pair(name)
     right = expected(pair)
     engines = [
