@@ -125,9 +125,9 @@ def check_few(target: Target, expected: Target) -> None:
         assert answer_all(mixture_pair(target), way, right, FEW)[0] == right
 
 
-@pytest.mark.parametrize("format", ["fp8", "int8"])
 @pytest.mark.parametrize(
-    ("name", "width"), [("qwen3-moe", "moe_intermediate_size"), ("mixtral", "intermediate_size")]
+    ("name", "width", "format"),
+    [("qwen3-moe", "moe_intermediate_size", "fp8"), ("mixtral", "intermediate_size", "int8")],
 )
 def test_8_bit_experts(name: str, width: str, format: str, tmp_path: Path) -> None:
     make_mixture(name, **{width: 32}).model.save_pretrained(tmp_path / "source")
@@ -140,7 +140,7 @@ def test_8_bit_experts(name: str, width: str, format: str, tmp_path: Path) -> No
 
 def test_mxfp4_experts(tmp_path: Path) -> None:
     """The expected tokens are those of transformers' own module, with dequantized weights."""
-    model = save_mxfp4(tmp_path)
+    model = save_mxfp4(tmp_path, **MIXTURES["gpt-oss"])
     target = load_target(tmp_path, torch.float32, "cpu")
     verifier = build_verifier(target, 64)
     assert isinstance(verifier, FusedLlamaTarget)

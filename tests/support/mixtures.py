@@ -13,11 +13,14 @@ from tests.support.engines import Asked, pair_of
 from tests.support.tiny_models import make_drafter, make_target
 
 AUX = (0, 1, 2)
-# Experts of a layer and of a row, normalized weights or not, dense layers between sparse ones.
+LAYERS: dict[str, Any] = {"num_hidden_layers": 3}
+GPT_OSS_LAYERS: dict[str, Any] = LAYERS | {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+}
 MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3-moe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
-    "gpt-oss": {"num_local_experts": 8, "num_experts_per_tok": 4},
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3-moe": LAYERS | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "gpt-oss": GPT_OSS_LAYERS | {"num_local_experts": 8, "num_experts_per_tok": 4},
+    "mixtral": LAYERS | {"num_local_experts": 6, "num_experts_per_tok": 2},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights that do not sum to 1": ("qwen3-moe", {"norm_topk_prob": False}),
@@ -30,7 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_mixture(name: str, seed: int = 0, **changes: Any) -> Target:
     """Three layers with large weights, for varied answers; biases and sinks are not zero."""
-    target = make_target(name, seed, **{"num_hidden_layers": 3} | MIXTURES[name] | changes)
+    target = make_target(name, seed, **MIXTURES[name] | changes)
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in target.model.named_parameters():
         if key.endswith(("bias", "sinks")):

@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
-def save_mxfp4(folder: Path, files: int = 1, seed: int = 0, **sizes: int) -> Any:
+def save_mxfp4(folder: Path, files: int = 1, seed: int = 0, **sizes: Any) -> Any:
     """Write a checkpoint; return transformers' model with the same experts, dequantized by it."""
     model: Any = make_target("gpt-oss", seed, **{"intermediate_size": 64} | sizes).model
     generator = torch.Generator().manual_seed(seed)

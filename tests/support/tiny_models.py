@@ -64,7 +64,7 @@ AUX = (1, 3, 6)
 MASK = 5
 
 
-def make_target(name: str = "llama", seed: int = 0, **overrides: int) -> Target:
+def make_target(name: str = "llama", seed: int = 0, **overrides: Any) -> Target:
     torch.manual_seed(seed)
     config = (CONFIGS | OTHER_MIXTURES | LEARNED_POSITIONS)[name]()
     for key, value in overrides.items():
