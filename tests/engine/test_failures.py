@@ -104,7 +104,7 @@ class Poisoned:
     """A pair whose target gives NaN for one token, which is in one prompt and never generated."""
 
     def __init__(self, name: str = "llama") -> None:
-        target = make_target(name)
+        target = make_target(name, tie_word_embeddings=False)
         drafters = {m: make_drafter(target, m, 1, draft_vocab=40) for m in METHODS[1:]}
         self.pair = pair_of(target, drafters)
         self.good = some_requests(8, seed=9, max_tokens=8)
@@ -132,7 +132,7 @@ class Poisoned:
         return [*longest[:30], self.token, 7, 8]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "gemma2"])
 def poisoned(request: pytest.FixtureRequest) -> Poisoned:
     return Poisoned(request.param)
 
