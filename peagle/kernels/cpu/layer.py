@@ -27,7 +27,7 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = [
         *struct_fields(MatrixStruct, "qkv", "out", "gate_up", "down"),
-        *struct_fields(ctypes.c_void_p, "input_norm", "mlp_norm", "q_norm", "k_norm"),
+        *struct_fields(ctypes.c_void_p, "input_norm", "mlp_norm", "q_norm", "k_norm", "sinks"),
         *struct_fields(ctypes.c_long, "heads", "kv_heads", "head_dim", "window"),
         *struct_fields(ctypes.c_float, "eps", "scale"),
     ]
@@ -103,13 +103,16 @@ class FusedLayer:
         head_dim: int,
         params: AttentionParams,
     ) -> None:
+        assert params.softcap is None
         # The struct points to these tensors.
         self.matrices = matrices
         norms = (input_norm, mlp_norm, heads.q_norm, heads.k_norm)
         self.norms = [None if x is None else x.contiguous() for x in norms]
+        self.sinks = None if params.sinks is None else params.sinks.float().contiguous()
         self.struct = LayerStruct(
             *(matrix.struct for matrix in matrices),
             *(None if x is None else x.data_ptr() for x in self.norms),
+            None if self.sinks is None else self.sinks.data_ptr(),
             heads.num_heads,
             heads.num_kv_heads,
             head_dim,

@@ -48,7 +48,7 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "rope_store": [POINTER] * 8 + [LONG] * 7 + [FLOAT, INT],
     "swiglu": [POINTER] * 2 + [LONG] * 3 + [INT],
     "argmax": [POINTER] * 2 + [LONG] * 3 + [INT],
-    "attend": [POINTER] * 10 + [LONG] * 11 + [FLOAT, INT],
+    "attend": [POINTER] * 11 + [LONG] * 11 + [FLOAT, INT],
     "multiply": [POINTER] * 3 + [LONG] * 2 + [INT],
     "layer": [POINTER] * 4 + [LONG] + [POINTER] * 5,
     "layers": [POINTER, LONG] + [POINTER] * 8,

@@ -6,6 +6,7 @@
 struct layer {
     struct matrix qkv, out, gate_up, down;
     const void *input_norm, *mlp_norm, *q_norm, *k_norm; /* head norms may be null */
+    const float *sinks;                                  /* [heads] or null */
     long heads, kv_heads, head_dim, window;
     float eps, scale;
 };
