@@ -86,8 +86,9 @@ class LlamaLayer:
         group = self.heads.num_heads // self.heads.num_kv_heads
         if len(matrices) < 4 or not supports_heads(self.head_dim, group):
             return self
+        qkv, out, gate_up, down = matrices
         cpu_layer = FusedLayer(
-            LayerMatrices(*matrices),
+            LayerMatrices(qkv, out, gate_up, down),
             self.input_norm,
             self.post_attention_norm,
             self.heads,
