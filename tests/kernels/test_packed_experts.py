@@ -63,6 +63,20 @@ def test_against_pytorch(format: str, activation: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", EXPERT_FORMATS)
+def test_rows_of_int8(format: str, dtype: torch.dtype) -> None:
+    matrices = some_experts(format)
+    packed = PackedExperts(*matrices, ACTIVATIONS["clamped"], int8_rows=True)
+    assert all(matrix.int8_rows for matrix in (*packed.gate_up, *packed.down))
+    x = some_rows(20, dtype)
+    routes = some_routes(20)
+    result = packed(x, *routes)
+    expected = StoredExperts(*matrices, ACTIVATIONS["clamped"])(x, *routes)
+    assert (result - expected).float().std() < 0.02 * expected.float().std()
+    assert torch.equal(packed(x[7:9], *(route[7:9] for route in routes)), result[7:9])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "inner"), [(34, 18), (160, 50), (2, 2)])
 def test_sizes_that_are_no_multiples(hidden: int, inner: int, dtype: torch.dtype) -> None:
     for format in ("float", "int8"):

@@ -20,6 +20,7 @@ from peagle.kernels.cpu.matrix import (
     PackedMatrix,
     is_exact_in_bf16,
     loaded_library,
+    quantize_int8,
 )
 from peagle.kernels.cpu.threads import kernel_threads
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
@@ -56,8 +57,13 @@ class PackedExperts:
     """`can_pack_experts` tells whether the matrices are supported."""
 
     def __init__(
-        self, gate_up: ExpertMatrices, down: ExpertMatrices, activation: GatedActivation
+        self,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        activation: GatedActivation,
+        int8_rows: bool = False,
     ) -> None:
+        """`int8_rows`: as in PackedMatrix. Floats are then rounded to int8 as well."""
         count = gate_up.num_experts
         assert down.num_experts == count and down.inputs * 2 == gate_up.outputs
         assert down.outputs == gate_up.inputs
@@ -65,8 +71,10 @@ class PackedExperts:
         self.hidden_size = gate_up.inputs
         order = output_order(gate_up.outputs, activation.interleaved)
         # The structs point to these.
-        self.gate_up = [packed_expert(gate_up, expert, order) for expert in range(count)]
-        self.down = [packed_expert(down, expert, None) for expert in range(count)]
+        self.gate_up, self.down = (
+            [packed_expert(matrices, expert, outputs, int8_rows) for expert in range(count)]
+            for matrices, outputs in ((gate_up, order), (down, None))
+        )
         self.arrays = [
             (MatrixStruct * count)(*(matrix.struct for matrix in matrices))
             for matrices in (self.gate_up, self.down)
@@ -173,16 +181,23 @@ def output_order(outputs: int, interleaved: bool) -> Tensor | None:
     return torch.cat([torch.arange(0, outputs, 2), torch.arange(1, outputs, 2)])
 
 
-def packed_expert(matrices: ExpertMatrices, expert: int, order: Tensor | None) -> PackedMatrix:
+def packed_expert(
+    matrices: ExpertMatrices, expert: int, order: Tensor | None, int8_rows: bool
+) -> PackedMatrix:
     """The matrix of one expert; `order`: of its outputs."""
 
-    def own(tensor: Tensor) -> Tensor:
-        return tensor[expert] if order is None else tensor[expert][order]
+    def ordered(tensor: Tensor) -> Tensor:
+        return tensor if order is None else tensor[order]
 
-    bias = None if matrices.bias is None else own(matrices.bias)
-    if matrices.scales is None:
-        return PackedMatrix(own(matrices.weight), bias)
-    return PackedMatrix(scaled_matrix(own(matrices.weight), own(matrices.scales)), bias)
+    bias = None if matrices.bias is None else ordered(matrices.bias[expert])
+    has_codes = matrices.scales is not None and matrices.weight.dtype not in FP8_DTYPES
+    if int8_rows and not has_codes:
+        weight: Packable = quantize_int8(ordered(matrices.dense(expert, torch.float32)))
+    elif matrices.scales is None:
+        weight = ordered(matrices.weight[expert])
+    else:
+        weight = scaled_matrix(ordered(matrices.weight[expert]), ordered(matrices.scales[expert]))
+    return PackedMatrix(weight, bias, int8_rows)
 
 
 def scaled_matrix(codes: Tensor, scales: Tensor) -> Packable:

@@ -34,15 +34,16 @@ static void order_pairs(const int64_t *chosen, long pairs, long count, struct pa
     starts[0] = 0;
 }
 
-/* The experts with the largest scores [count], the first of equal ones. */
-static void choose_experts(const float *scores, long count, long top_k, int64_t *chosen) {
-    char taken[MAX_EXPERTS] = {0};
-    for (long rank = 0; rank < top_k; rank++) {
-        long best = -1;
-        for (long i = 0; i < count; i++)
-            if (!taken[i] && (best < 0 || scores[i] > scores[best])) best = i;
-        chosen[rank] = best;
-        taken[best] = 1;
+/* The experts with the largest scores [count], the first of equal ones -> chosen and their scores,
+   best [top_k], in order. */
+static void choose_experts(const float *scores, long count, long top_k, int64_t *chosen,
+                           float *best) {
+    for (long i = 0; i < count; i++) {
+        long rank = min_long(i, top_k);
+        if (rank == top_k && !(scores[i] > best[--rank])) continue; /* the last one stays */
+        for (; rank > 0 && scores[i] > best[rank - 1]; rank--)
+            best[rank] = best[rank - 1], chosen[rank] = chosen[rank - 1];
+        best[rank] = scores[i], chosen[rank] = i;
     }
 }
 
