@@ -417,7 +417,9 @@ def block_rows(mean_rows: float, rows: int) -> int:
 def tile_sizes(matrices: ExpertMatrices, gated: bool, block_t: int, touched: int) -> ExpertTiles:
     """Sizes measured on an H200. `touched`: the most experts that may have rows."""
     if matrices.is_mxfp4:
-        return ExpertTiles(block_n=32, block_k=32, num_warps=4, num_stages=4)
+        if block_t > 32:
+            return ExpertTiles(block_n=64, block_k=64, num_warps=4, num_stages=3)
+        return ExpertTiles(block_n=32 if gated else 64, block_k=64, num_warps=2, num_stages=4)
     if block_t <= 32:
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     if gated:

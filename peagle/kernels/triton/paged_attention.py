@@ -363,12 +363,9 @@ def _attend_on_cpu(
     params: AttentionParams,
     out: Tensor | None,
 ) -> Tensor:
-    if params.softcap is None and params.sinks is None:
-        into = (
-            torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
-        )
-        if ops.attend(query, key_cache, value_cache, rows, params, into):
-            return into
+    into = torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
+    if ops.attend(query, key_cache, value_cache, rows, params, into):
+        return into
     return reference(query, key_cache, value_cache, rows, params, out)
 
 

@@ -130,13 +130,14 @@ if triton is not None:
         chosen = tl.zeros([scores.shape[0], RANKS], tl.int32)
         weights = tl.zeros([scores.shape[0], RANKS], tl.float32)
         keys = _sort_keys(scores, all_experts, WIDE)
+        lowest: tl.constexpr = -0x7FFFFFFFFFFFFFFF if WIDE else -0x7FFFFFFF
         for i in tl.static_range(TOP_K):
             key = tl.max(keys, 1)
             expert = _key_expert(key, WIDE)
             weight = tl.exp(_key_score(key, WIDE) - highest)
             chosen = tl.where(rank == i, expert[:, None], chosen)
             weights = tl.where(rank == i, weight[:, None], weights)
-            keys = tl.where(all_experts == expert[:, None], -(1 << (63 if WIDE else 31)), keys)
+            keys = tl.where(all_experts == expert[:, None], lowest, keys)
         total = tl.sum(weights, 1)
         if not NORMALIZED:
             total = tl.sum(tl.exp(scores - highest[:, None]), 1)
