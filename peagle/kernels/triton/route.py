@@ -96,8 +96,10 @@ if triton is not None:
         bits = scores.to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         if WIDE:
-            return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - all_experts)
-        return (ordered & -65536) | (0xFFFF - all_experts)
+            keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - all_experts)
+        else:
+            keys = (ordered & -65536) | (0xFFFF - all_experts)
+        return keys
 
     @triton.jit
     def _key_score(key, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -112,8 +114,10 @@ if triton is not None:
     @triton.jit
     def _key_expert(key, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
         if WIDE:
-            return (0x7FFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
-        return 0xFFFF - (key & 0xFFFF)
+            expert = (0x7FFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
+        else:
+            expert = 0xFFFF - (key & 0xFFFF)
+        return expert
 
     @triton.jit
     def _choose_experts(  # type: ignore[no-untyped-def]
