@@ -185,7 +185,7 @@ def test_a_page_is_shared_with_its_next_token_only(
     assert engine.metrics.cached_tokens == 5 * (24 if broken else 20)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])  # fused layers, and transformers' own
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # fused layers, and transformers' own
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chunk", [64, 16])
 def test_choices_of_one_prompt_share_its_prefill(

@@ -105,8 +105,10 @@ def test_the_same_seed_gives_the_same_tokens() -> None:
 
 
 def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
-    """The number of rows that an expert gets changes their bits, also in float32."""
-    experts = pair_of(make_target("qwen3-moe", hidden_size=64, moe_intermediate_size=128))
+    """In transformers, the number of rows of an expert changes their bits, also in float32."""
+    target = make_target("qwen3-moe", hidden_size=64, moe_intermediate_size=128)
+    target.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0.8)  # not fused
+    experts = pair_of(target)
     with pytest.raises(
         UserError,
         match=r"exact mode is not supported for 'tiny qwen3-moe'.*mixtures of experts.*float32",

@@ -60,7 +60,7 @@ def run_inside_passes(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None])
 
 @pytest.mark.parametrize(  # targets that run through transformers
     ("name", "method"),
-    [("qwen3-moe", "none"), ("qwen3-moe", "p-eagle"), ("gpt-oss", "p-eagle"), ("gemma3", "none")],
+    [("gemma2", "none"), ("gemma2", "p-eagle"), ("gemma3", "p-eagle")],
 )
 def test_two_engines(name: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is built and answers while the first is in the middle of a pass."""
@@ -74,7 +74,7 @@ def test_two_engines(name: str, method: Method, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_generate_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = drafting_pair("qwen3-moe")
+    pair = drafting_pair("gemma2")
     right = expected(pair)
     monkeypatch.setattr(LoadedPair, "decode", lambda self, ids: "")
     generated: list[list[int]] = []
@@ -89,7 +89,7 @@ def test_generate_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generated[0] == right[1][: len(generated[0])]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2"])
 def test_generate_in_several_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share an engine, whose steps run one after the other."""
     pair = drafting_pair(name)
@@ -104,9 +104,10 @@ def test_generate_in_several_threads(name: str, monkeypatch: pytest.MonkeyPatch)
         assert list(pool.map(generate, range(3))) == right
 
 
-def test_engines_with_threads() -> None:
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma2"])
+def test_engines_with_threads(name: str) -> None:
     """Both run as a server runs them."""
-    pair = drafting_pair("qwen3-moe")
+    pair = drafting_pair(name)
     right = expected(pair)
     engines = [
         Engine(pair, EngineConfig(method=method, k=3, max_batch=4, kv_tokens=400))
@@ -139,7 +140,7 @@ def test_taps_of_passes_in_two_threads() -> None:
     assert torch.equal(found[1], short)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "gemma2"])
 def test_an_engine_leaves_the_target_as_it_was(name: str) -> None:
     target = make_target(name)
     target.tap(AUX)
@@ -163,7 +164,10 @@ def test_the_copy_of_the_model_has_no_weights_of_its_own() -> None:
     assert own.config is not target.model.config
 
 
-def test_the_copy_of_a_fused_target_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_the_copy_of_a_fused_target_is_freed_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the garbage collector, whose oldest generation seldom runs in a server."""
     copies: list[weakref.ref[Any]] = []
     own = Target.private_model
@@ -176,7 +180,7 @@ def test_the_copy_of_a_fused_target_is_freed_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Target, "private_model", private_model)
     gc.disable()
     try:
-        build_verifier(make_target("llama"), 64)
+        build_verifier(make_target(name), 64)
         assert [copy() for copy in copies] == [None]
     finally:
         gc.enable()

@@ -257,7 +257,9 @@ if triton is not None:
             )
         dtype = x_ptr.dtype.element_ty
         scores = scores.to(dtype).to(tl.float32)
-        scores = tl.where(all_experts < EXPERTS, scores, float("-inf"))
+        # NaN would be sorted by its sign, behind experts that do not exist.
+        is_valid = (all_experts < EXPERTS) & (scores == scores)
+        scores = tl.where(is_valid, scores, float("-inf"))
         experts, weights = _choose_experts(
             scores, all_experts, NORMALIZED, dtype != tl.bfloat16, TOP_K, RANKS
         )

@@ -1,0 +1,149 @@
+"""Mixtures of experts in the fused path: every token is that of transformers' `generate`."""
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.core import Method
+from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.mixture import Mixture
+from peagle.engine.model.verifier import build_verifier
+from peagle.loaded import LoadedPair
+from peagle.target import Target, load_target
+from peagle.target.experts.stored_experts import StoredExperts
+from peagle.target.quantized.formats import WEIGHT_FORMATS
+from peagle.target.quantized.write import quantize
+from tests.support.decoding import tokens_of
+from tests.support.engines import Asked, engine_of, steps_of
+from tests.support.mixtures import MIXTURES, generate_all, make_mixture, mixture_pair
+from tests.support.mxfp4_folders import save_mxfp4
+from tests.support.planting import plant_random
+
+COUNT = 14  # tokens of an answer
+# Fewer pages than 64 requests need.
+CROWDED = {"max_batch": 64, "kv_tokens": 1200, "prefill_chunk": 256}
+WAYS: dict[str, tuple[Method, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "p-eagle": ("p-eagle", {"k": 3}),
+    "eagle3": ("eagle3", {"k": 2}),
+    "adaptive": ("p-eagle", {"k": "auto"}),
+    "trees": ("p-eagle", {"k": 4, "tree": 12}),
+    "adaptive trees": ("p-eagle", {"k": "auto", "tree": 12}),
+}
+
+
+def sixty_four() -> list[Asked]:
+    """Prompts of a few lengths; many begin alike."""
+    chance = random.Random(5)
+    common = [chance.randrange(6, 96) for _ in range(16)]
+    lengths = [(0, 5), (0, 12), (8, 4), (16, 7)]  # of the common part, and of the own
+    return [
+        (
+            common[:shared] + [chance.randrange(6, 96) for _ in range(own)],
+            {"max_tokens": COUNT, "ignore_eos": True},
+        )
+        for shared, own in lengths * 16
+    ]
+
+
+ASKED = sixty_four()
+
+
+@cache
+def pair(name: str, device: str = "cpu") -> LoadedPair:
+    target = make_mixture(name)
+    target.model.to(device)
+    return mixture_pair(target)
+
+
+@cache
+def generated(name: str, device: str = "cpu") -> list[list[int]]:
+    return generate_all(pair(name, device).target, ASKED, COUNT)
+
+
+def answer_all(
+    used: LoadedPair, way: str, right: list[list[int]], asked: list[Asked], **options: Any
+) -> Any:
+    """Answers and the engine; drafts are planted, so that many are accepted."""
+    method, settings = WAYS[way]
+    engine = engine_of(used, method, **CROWDED | settings | options)
+    assert isinstance(engine.loop.stepper.verifier, FusedLlamaTarget)
+    streams = [engine.add(ids, id=str(i), **more) for i, (ids, more) in enumerate(asked)]
+    chance = random.Random(1)
+    answers = {str(i): answer for i, answer in enumerate(right)}
+    while engine.step():
+        engine.check_integrity()
+        plant_random(engine, answers, chance)
+    return [tokens_of(steps_of(stream)) for stream in streams], engine
+
+
+def check_sixty_four(name: str, way: str, device: str) -> None:
+    right = generated(name, device)
+    answers, engine = answer_all(pair(name, device), way, right, ASKED)
+    assert answers == right
+    assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
+    if way != "none":
+        assert engine.metrics.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_sixty_four_requests_equal_generate(name: str, way: str) -> None:
+    check_sixty_four(name, way, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_sixty_four_requests_equal_generate_on_a_gpu(name: str, way: str) -> None:
+    check_sixty_four(name, way, "cuda")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_answers_vary(name: str) -> None:
+    """Otherwise the comparisons would show little."""
+    answers = generated(name)
+    assert len({tuple(answer) for answer in answers}) > 50
+    assert len({token for answer in answers for token in answer}) > 50
+
+
+# Stored experts.
+
+FEW = ASKED[:12]
+
+
+def check_few(target: Target, expected: Target) -> None:
+    """The engine's tokens are those of transformers, with and without drafts."""
+    right = generate_all(expected, FEW, COUNT)
+    assert len({tuple(answer) for answer in right}) > 8
+    assert generate_all(target, FEW, COUNT) == right
+    for way in ("none", "p-eagle", "trees"):
+        assert answer_all(mixture_pair(target), way, right, FEW)[0] == right
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("name", "width"), [("qwen3-moe", "moe_intermediate_size"), ("mixtral", "intermediate_size")]
+)
+def test_8_bit_experts(name: str, width: str, format: str, tmp_path: Path) -> None:
+    make_mixture(name, **{width: 32}).model.save_pretrained(tmp_path / "source")
+    quantize(tmp_path / "source", tmp_path / format, WEIGHT_FORMATS[format])
+    target = load_target(tmp_path / format, torch.float32, "cpu")
+    for module in target.layers:
+        assert isinstance(module.mlp.experts, StoredExperts)
+    check_few(target, target)
+
+
+def test_mxfp4_experts(tmp_path: Path) -> None:
+    """The expected tokens are those of transformers' own module, with dequantized weights."""
+    model = save_mxfp4(tmp_path)
+    target = load_target(tmp_path, torch.float32, "cpu")
+    verifier = build_verifier(target, 64)
+    assert isinstance(verifier, FusedLlamaTarget)
+    for layer in verifier.layers:
+        assert isinstance(layer.mlp, Mixture) and layer.mlp.gate_up.is_mxfp4
+    check_few(target, Target(model))
