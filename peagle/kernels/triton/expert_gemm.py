@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 from peagle.kernels.triton.route import Routing
 
 try:
@@ -258,7 +259,9 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
+        wait_for_previous(OVERLAP)
         place = tl.program_id(1)
         if place >= tl.load(counts_ptr + EXPERTS):
             return
@@ -405,6 +408,7 @@ def _launch(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **overlap_options(x),
     )
 
 
