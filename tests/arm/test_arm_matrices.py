@@ -5,14 +5,17 @@ import torch
 from torch.nn.functional import linear
 
 from peagle.kernels.cpu.matrix import Packable, PackedMatrix, quantize_int8
+from peagle.kernels.expert_matrices import decode_mxfp4
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from tests.support.comparing import some
+from tests.support.expert_layers import some_mxfp4
 from tests.support.gguf_files import random_blocks
 
 pytestmark = [pytest.mark.arm, pytest.mark.usefixtures("cpu_level")]
 N, K = 50, 512
 PARTIAL_K = 504  # no multiple of a block of 32
 ROWS = (9, 40)  # tiles that widen blocks in registers, and chunks that are widened once for many
+BLOCKS = (*BLOCK_FORMATS, "MXFP4")
 MIXED = ("Q4_K", "Q6_K", "Q8_0")
 EXACT, ROUNDED = 1e-4, 0.02  # of the largest output
 
@@ -24,6 +27,9 @@ def weight_of(format: str, k: int = K) -> tuple[Packable, torch.Tensor]:
     if format == "INT8":
         matrix = quantize_int8(weight)
         return matrix, matrix.codes * matrix.scales[:, None]
+    if format == "MXFP4":
+        blocks = some_mxfp4(N, k)
+        return blocks, decode_mxfp4(blocks.codes, blocks.scales, torch.float32)
     stored = StoredMatrix(format, torch.from_numpy(random_blocks(format, N, k, seed=1)))
     return stored, stored.dequantize()
 
@@ -43,7 +49,7 @@ def check_product(matrix: PackedMatrix, dense: torch.Tensor, rows: int, dtype: t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("format", "int8_rows"),
-    [("BF16", False), ("INT8", True), *((name, int8) for name in BLOCK_FORMATS for int8 in (0, 1))],
+    [("BF16", False), ("INT8", True), *((name, int8) for name in BLOCKS for int8 in (0, 1))],
 )
 def test_products(format: str, int8_rows: bool, dtype: torch.dtype, rows: int) -> None:
     weight, dense = weight_of(format)

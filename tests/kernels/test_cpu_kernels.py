@@ -27,6 +27,9 @@ ATTENTION_CASES = {
     "a window over blocks": partial(
         check_attention, 3, 1, 64, [8, 8], [300, 64], window=100, page_size=64
     ),
+    "sinks and a window": partial(
+        check_attention, 8, 2, 64, [1, 8, 70], [200, 66, 140], sinks=True, window=40
+    ),
 }
 
 
@@ -68,8 +71,21 @@ def test_nan_stays_nan() -> None:
 
 
 @pytest.mark.usefixtures("cpu_level")
+def test_a_large_sink_takes_all_weight() -> None:
+    table = torch.zeros(1, 1).int()
+    one = table[0] + 1
+    rows = RowPass(one.long(), one.long(), table, table[0], one, table[0], 1, 16)
+    query, keys, values = torch.zeros(1, 2, 16), torch.ones(16, 2, 16), torch.ones(16, 2, 16)
+    out = torch.zeros_like(query)
+    params = AttentionParams(1.0, sinks=torch.tensor([50.0, -50.0]))
+    assert ops.attend(query, keys, values, rows, params, out)
+    assert (out[0, 0] < 1e-20).all() and (out[0, 1] == 1).all()
+
+
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 4, 6)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_does_not_depend_on_neighbors(dtype: torch.dtype) -> None:
+def test_attention_does_not_depend_on_neighbors(dtype: torch.dtype, sinks: Tensor | None) -> None:
     """A row has the same bits alone, in a block, beside other requests, and with two threads."""
     heads, kv_heads, d, page_size, length = 6, 2, 64, 16, 150
     keys, values = (some(20 * page_size, kv_heads, d, seed=i).to(dtype) for i in range(2))
@@ -94,7 +110,8 @@ def test_attention_does_not_depend_on_neighbors(dtype: torch.dtype) -> None:
             int(counts.max()),
             page_size,
         )
-        assert ops.attend(block, keys, values, rows, AttentionParams(0.125, 90), out)
+        params = AttentionParams(0.125, 90, sinks=sinks)
+        assert ops.attend(block, keys, values, rows, params, out)
         return out[: counts[0]]
 
     whole = run([(0, length)])

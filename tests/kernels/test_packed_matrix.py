@@ -10,14 +10,18 @@ from torch.nn.functional import pad
 
 from peagle.kernels.cpu.library import FORMATS
 from peagle.kernels.cpu.matrix import (
+    Fp8Matrix,
     Int8Matrix,
+    Mxfp4Matrix,
     Packable,
     PackedMatrix,
     can_pack,
     quantize_int8,
 )
+from peagle.kernels.expert_matrices import decode_mxfp4
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 from tests.support.comparing import some
+from tests.support.expert_layers import some_mxfp4
 from tests.support.gguf_files import random_blocks
 
 pytestmark = pytest.mark.usefixtures("cpu_level")
@@ -49,6 +53,8 @@ CODE_BYTES = {
 def make_weight(format: str, n: int = OUTPUTS, k: int = INPUTS, seed: int = 0) -> Packable:
     if format in BLOCK_FORMATS:
         return StoredMatrix(format, torch.from_numpy(random_blocks(format, n, k, seed)))
+    if format == "MXFP4":
+        return some_mxfp4(n, k, seed)
     weight = (some(n, k, seed=seed) / k**0.5).bfloat16()
     return weight if format == "BF16" else quantize_int8(weight)
 
@@ -57,8 +63,10 @@ def dense(weight: Packable) -> Tensor:
     """The weight in float32."""
     if isinstance(weight, StoredMatrix):
         return weight.dequantize()
-    if isinstance(weight, Int8Matrix):
-        return weight.codes * weight.scales[:, None]
+    if isinstance(weight, Mxfp4Matrix):
+        return decode_mxfp4(weight.codes, weight.scales, torch.float32)
+    if isinstance(weight, Int8Matrix | Fp8Matrix):
+        return weight.codes.float() * weight.scales[:, None]
     return weight.float()
 
 
@@ -255,6 +263,47 @@ def test_extreme_codes(format: str, byte: int) -> None:
             for int8_rows in (False, True):
                 matrix = PackedMatrix(weight, int8_rows=int8_rows)
                 check_product(matrix, x.to(dtype), wide, None, INPUTS)
+
+
+@pytest.mark.parametrize("byte", [0, 0x88, 0x77, 0xFF, 0x7F, 0x80])
+def test_extreme_codes_of_mxfp4(byte: int) -> None:
+    """Zeros of both signs, 6 and -6."""
+    some_scales = some_mxfp4(20, 96, seed=1).scales
+    weight = Mxfp4Matrix(torch.full((20, 48), byte, dtype=torch.uint8), some_scales)
+    for x in (torch.ones(5, 96), -torch.ones(5, 96)):
+        for dtype in DTYPES:
+            for int8_rows in (False, True):
+                matrix = PackedMatrix(weight, int8_rows=int8_rows)
+                check_product(matrix, x.to(dtype), dense(weight), None, 96)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 60, 126, 127, 128, 200, 251])
+def test_exponents_of_mxfp4(exponent: int) -> None:
+    """All values of a code, with subnormal and huge scales; 0 is 2^-127."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(20, 1)
+    weight = Mxfp4Matrix(codes | codes.flip(1) << 4, torch.full((20, 1), exponent).byte())
+    unit = torch.eye(32)
+    assert torch.equal(PackedMatrix(weight)(unit), dense(weight).T)
+    assert dense(weight).unique().numel() == 15
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_mxfp4_has_the_bits_of_the_multiplied_out_matrix(rows: int) -> None:
+    weight = some_mxfp4(OUTPUTS, INPUTS)
+    multiplied_out = dense(weight).bfloat16()
+    assert torch.equal(multiplied_out.float(), dense(weight))
+    x = some_rows(rows, torch.float32)
+    assert same_bits(PackedMatrix(weight)(x), PackedMatrix(multiplied_out)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8(fp8: torch.dtype, dtype: torch.dtype) -> None:
+    weight = Fp8Matrix(some(OUTPUTS, INPUTS).to(fp8), some(OUTPUTS, seed=3).abs() / 30)
+    assert can_pack(weight, dtype)
+    for rows in (3, 70):
+        x = some_rows(rows, dtype)
+        check_product(PackedMatrix(weight, some(OUTPUTS)), x, dense(weight), some(OUTPUTS), 32)
 
 
 @pytest.mark.parametrize("value", [-128, -127, 127])

@@ -98,6 +98,9 @@ class AddressBook:
 def pointer_fields(value: Any, offset: int = 0) -> list[tuple[int, int]]:
     """(offset, address) of the pointers in a struct or an array, nested ones included."""
     found: list[tuple[int, int]] = []
+    if isinstance(value, ctypes.Array) and value._type_ is ctypes.c_void_p:
+        size = ctypes.sizeof(ctypes.c_void_p)
+        return [(offset + i * size, address) for i, address in enumerate(value) if address]
     if isinstance(value, ctypes.Array):
         for i, part in enumerate(value):
             found += pointer_fields(part, offset + i * ctypes.sizeof(part))

@@ -212,6 +212,7 @@ def check_tree_attention(
     device: str,
     dtype: torch.dtype,
     window: int | None = None,
+    sinks: bool = False,
 ) -> None:
     """A row of a tree gives what the last row of its path gives in a chain."""
     batch, page_size, d, k, pages = 2, 16, 16, 5, 8
@@ -237,7 +238,8 @@ def check_tree_attention(
         page_size,
         tree.masks.flatten().to(device),
     )
-    params = AttentionParams(d**-0.5, window)
+    sink_scores = some(heads).to(device, dtype) if sinks else None
+    params = AttentionParams(d**-0.5, window, sinks=sink_scores)
     expected = paged_attention.reference(query, keys, values, rows, params)
     for splits in (None, 1, 3):
         result = paged_attention.paged_attention(query, keys, values, rows, params, splits=splits)
@@ -312,5 +314,8 @@ CASES = {
     "take, trees": partial(check_gather_trees, 6, 32),
     "attention, trees": partial(check_tree_attention, 6, 2, 32),
     "attention, trees in a window": partial(check_tree_attention, 4, 4, 20, window=21),
+    "attention, trees with sinks in a window": partial(
+        check_tree_attention, 6, 2, 32, window=30, sinks=True
+    ),
     "attention, both ways": partial(check_bidirectional_attention, 4),
 }

@@ -3,7 +3,8 @@
 Where the C kernel is not available, PyTorch attends in blocks of query rows. The heads of a group
 are folded into the rows, so that no key is copied for them, and keys are read in whole pages: a
 masked key adds exactly zero. Short passes run in blocks of a fixed number of rows; the bits of a
-row then depend neither on its place in the block nor on its neighbors (see exactness.py).
+row then depend neither on its place in the block nor on its neighbors (see exactness.py). A sink is
+a key of zeros in front of the others.
 """
 
 from dataclasses import dataclass
@@ -28,15 +29,10 @@ def attend(
     params: AttentionParams,
     split_counters: Tensor | None = None,
 ) -> Tensor:
-    """query [T, heads, d]; key_cache, value_cache [slots, kv_heads, d] -> [T, heads, d].
-
-    Soft caps are supported on a GPU only.
-    """
-    if query.is_cuda:
+    """query [T, heads, d]; key_cache, value_cache [slots, kv_heads, d] -> [T, heads, d]."""
+    if query.is_cuda or params.softcap is not None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         return paged_attention(query, key_cache, value_cache, rows, params, out, split_counters)
-    if params.sinks is not None:
-        return paged_attention(query, key_cache, value_cache, rows, params)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if ops.attend(query, key_cache, value_cache, rows, params, out):
         return out
@@ -46,14 +42,12 @@ def attend(
         ("block_batch", params.window, group), lambda: BlockBatch.create(blocks, rows, group)
     )
     if batch is not None:
-        out[batch.live_rows] = batch.attend(query, key_cache, value_cache, params.scale)
+        out[batch.live_rows] = batch.attend(query, key_cache, value_cache, params)
         return out
     for block in blocks:
         keys, values = block.read(key_cache, rows), block.read(value_cache, rows)
         block_query = query[block.start : block.end]
-        out[block.start : block.end] = attend_folded(
-            block_query, keys, values, block.mask, params.scale
-        )
+        out[block.start : block.end] = attend_folded(block_query, keys, values, block.mask, params)
     return out
 
 
@@ -171,20 +165,23 @@ class BlockBatch:
             mask,
         )
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, params: AttentionParams
+    ) -> Tensor:
         """[live rows, heads, d]"""
         group = query.shape[1] // key_cache.shape[1]
         q = query[self.query_rows].unflatten(2, (-1, group))  # [B, size, kv_heads, group, d]
         q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, kv_heads, group * size, d]
         k = key_cache[self.kv_slots].transpose(1, 2)  # [B, kv_heads, L, d]
         v = value_cache[self.kv_slots].transpose(1, 2)
-        out = scaled_dot_product_attention(q, k, v, self.mask, scale=scale)
+        k, v, mask = with_sinks(k, v, self.mask, params.sinks)
+        out = scaled_dot_product_attention(q, k, v, mask, scale=params.scale)
         out = out.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)  # [B, size, kv_heads, group, d]
         return out.flatten(0, 1).flatten(1, 2)[self.live_index]
 
 
 def attend_folded(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, params: AttentionParams
 ) -> Tensor:
     """Attend with the heads of a group folded into the rows.
 
@@ -197,5 +194,24 @@ def attend_folded(
     q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * size, d]
     k = keys.transpose(0, 1)  # [kv_heads, L, d]
     v = values.transpose(0, 1)
-    out = scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[0]
+    k, v, mask = with_sinks(k, v, mask, params.sinks)
+    out = scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=params.scale)[0]
     return out.unflatten(1, (group, size)).permute(2, 0, 1, 3).reshape(size, heads, d)[:count]
+
+
+def with_sinks(
+    keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key and a value of zeros in front, whose score in the mask is the sink of the head.
+
+    keys, values [.., kv_heads, L, d]; mask [.., group * size, L]; sinks [heads].
+    """
+    if sinks is None:
+        return keys, values, mask
+    kv_heads = keys.shape[-3]
+    group_rows = mask.shape[-2]
+    size = group_rows * kv_heads // len(sinks)
+    column = sinks.to(mask.dtype).repeat_interleave(size).view(kv_heads, group_rows, 1)
+    mask = mask.expand(*keys.shape[:-2], *mask.shape[-2:])
+    mask = torch.cat([column.expand(*mask.shape[:-1], 1), mask], -1)
+    return pad(keys, (0, 0, 1, 0)), pad(values, (0, 0, 1, 0)), mask

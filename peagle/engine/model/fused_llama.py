@@ -95,8 +95,9 @@ class LlamaLayer:
         supported = supports_heads(self.head_dim, group) and self.attention.sinks is None
         if len(matrices) < 4 or not supported:
             return self
+        qkv, out, gate_up, down = matrices
         cpu_layer = FusedLayer(
-            LayerMatrices(*matrices),
+            LayerMatrices(qkv, out, gate_up, down),
             self.input_norm,
             self.post_attention_norm,
             self.heads,

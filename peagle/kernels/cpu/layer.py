@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
+from peagle.kernels.cpu.experts import PackedMoe
 from peagle.kernels.cpu.matrix import MatrixStruct, PackedMatrix, loaded_library
 from peagle.kernels.cpu.threads import kernel_threads
 from peagle.kernels.row_pass import RowPass
@@ -27,7 +28,8 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = [
         *struct_fields(MatrixStruct, "qkv", "out", "gate_up", "down"),
-        *struct_fields(ctypes.c_void_p, "input_norm", "mlp_norm", "q_norm", "k_norm"),
+        ("moe", ctypes.c_void_p),
+        *struct_fields(ctypes.c_void_p, "input_norm", "mlp_norm", "q_norm", "k_norm", "sinks"),
         *struct_fields(ctypes.c_long, "heads", "kv_heads", "head_dim", "window"),
         *struct_fields(ctypes.c_float, "eps", "scale"),
     ]
@@ -85,10 +87,21 @@ class LayerWorkspace:
 
 
 class LayerMatrices(NamedTuple):
+    """The matrices of attention, and those of the MLP or a mixture of experts."""
+
     qkv: PackedMatrix
     out: PackedMatrix
-    gate_up: PackedMatrix
-    down: PackedMatrix
+    gate_up: PackedMatrix | None = None
+    down: PackedMatrix | None = None
+    moe: PackedMoe | None = None  # in place of gate_up and down
+
+    @property
+    def scratch_width(self) -> int:
+        """Numbers per row; a mixture of experts has its own memory."""
+        attention = self.qkv.n + self.out.k + 2 * self.out.n
+        if self.gate_up is None or self.down is None:
+            return attention
+        return attention + self.gate_up.n + self.down.k
 
 
 class FusedLayer:
@@ -103,13 +116,21 @@ class FusedLayer:
         head_dim: int,
         params: AttentionParams,
     ) -> None:
+        assert params.softcap is None
+        assert (matrices.moe is None) == (matrices.gate_up is not None)
+        assert (matrices.gate_up is None) == (matrices.down is None)
         # The struct points to these tensors.
         self.matrices = matrices
         norms = (input_norm, mlp_norm, heads.q_norm, heads.k_norm)
         self.norms = [None if x is None else x.contiguous() for x in norms]
+        self.sinks = None if params.sinks is None else params.sinks.float().contiguous()
         self.struct = LayerStruct(
-            *(matrix.struct for matrix in matrices),
+            matrices.qkv.struct,
+            matrices.out.struct,
+            *(MatrixStruct() if x is None else x.struct for x in (matrices.gate_up, matrices.down)),
+            None if matrices.moe is None else matrices.moe.address,
             *(None if x is None else x.data_ptr() for x in self.norms),
+            None if self.sinks is None else self.sinks.data_ptr(),
             heads.num_heads,
             heads.num_kv_heads,
             head_dim,
@@ -118,10 +139,9 @@ class FusedLayer:
             params.scale,
         )
         self.address = ctypes.addressof(self.struct)
-        qkv, out, gate_up, down = matrices
-        self.input_size = qkv.k
-        self.hidden_size = out.n
-        self.scratch_width = qkv.n + out.k + 2 * out.n + gate_up.n + down.k  # numbers per row
+        self.input_size = matrices.qkv.k
+        self.hidden_size = matrices.out.n
+        self.scratch_width = matrices.scratch_width
 
     def __call__(
         self,

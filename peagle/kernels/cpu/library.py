@@ -36,7 +36,7 @@ from peagle.paths import cache_home
 SOURCE_FOLDER = Path(__file__).parent / "c"
 FORMAT_FILE = SOURCE_FOLDER / "format.c"
 # Of packed matrices, in the order of `enum format` in c/matrix.h.
-FORMATS = ("BF16", "INT8", *BLOCK_FORMATS)
+FORMATS = ("BF16", "INT8", *BLOCK_FORMATS, "MXFP4")
 DTYPE_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 POINTER = ctypes.c_void_p
@@ -48,8 +48,10 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "rope_store": [POINTER] * 8 + [LONG] * 7 + [FLOAT, INT],
     "swiglu": [POINTER] * 2 + [LONG] * 3 + [INT],
     "argmax": [POINTER] * 2 + [LONG] * 3 + [INT],
-    "attend": [POINTER] * 10 + [LONG] * 11 + [FLOAT, INT],
+    "attend": [POINTER] * 11 + [LONG] * 11 + [FLOAT, INT],
     "multiply": [POINTER] * 3 + [LONG] * 2 + [INT],
+    "experts": [POINTER, POINTER, LONG] + [POINTER] * 3 + [LONG] * 2 + [INT],
+    "moe": [POINTER, POINTER, LONG, POINTER, LONG, INT],
     "layer": [POINTER] * 4 + [LONG] + [POINTER] * 5,
     "layers": [POINTER, LONG] + [POINTER] * 8,
 }

@@ -1,6 +1,7 @@
 """A matrix product on a CPU, in C, with a weight that is packed once.
 
-The weight is in bf16, in int8 with a scale per output, or in the blocks of a GGUF file. Rows are
+The weight is in bf16, in int8 or fp8 with a scale per output, in MXFP4, or in the blocks of a GGUF
+file. Rows are
 float32 or bf16. With `int8_rows` they are quantized too, 32 inputs with one scale: faster, but the
 product is no longer that of the weight. The bits of a row do not depend on its neighbors.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from peagle.kernels.cpu.library import DTYPE_SUFFIXES, FORMATS, Library, library
 from peagle.kernels.cpu.threads import kernel_threads
+from peagle.kernels.expert_matrices import MXFP4_BLOCK
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
 
 INT8_MAX = 127
@@ -32,7 +34,31 @@ class Int8Matrix:
         return self.codes.shape
 
 
-Packable = Tensor | Int8Matrix | StoredMatrix
+@dataclass(frozen=True, eq=False)
+class Fp8Matrix:
+    """W[n] is scales[n] * codes[n]. It is packed in bf16, which holds the codes exactly."""
+
+    codes: Tensor  # [N, K] float8
+    scales: Tensor  # [N] float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Matrix:
+    """Codes of 4 bits, 32 of which share a scale; see peagle/kernels/expert_matrices.py."""
+
+    codes: Tensor  # [N, K / 2] uint8
+    scales: Tensor  # [N, K / 32] uint8
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.codes), 2 * self.codes.shape[1]))
+
+
+Packable = Tensor | Int8Matrix | Fp8Matrix | Mxfp4Matrix | StoredMatrix
 
 
 class PartStruct(ctypes.Structure):
@@ -79,7 +105,7 @@ class PackedMatrix:
         # The structs point to these tensors.
         self.bias = None if bias is None else bias.float().contiguous()
         self.scales = [
-            part.scales.float().contiguous() if isinstance(part, Int8Matrix) else None
+            part.scales.float().contiguous() if isinstance(part, Int8Matrix | Fp8Matrix) else None
             for part in weights
         ]
         self.packed = [pack_weight(part) for part in weights]
@@ -144,8 +170,10 @@ def can_pack(weight: Packable, dtype: torch.dtype | None = None) -> bool:
         return False
     if isinstance(weight, StoredMatrix):
         return weight.blocks.device.type == "cpu" and weight.format in BLOCK_FORMATS
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, Int8Matrix | Mxfp4Matrix):
         return True
+    if isinstance(weight, Fp8Matrix):
+        return weight.shape[1] % 2 == 0
     if weight.device.type != "cpu" or (dtype or weight.dtype) not in DTYPE_SUFFIXES:
         return False
     return weight.shape[1] % 2 == 0 and is_exact_in_bf16(weight)
@@ -165,6 +193,8 @@ def quantize_int8(weight: Tensor) -> Int8Matrix:
 def format_of(weight: Packable) -> str:
     if isinstance(weight, StoredMatrix):
         return weight.format
+    if isinstance(weight, Mxfp4Matrix):
+        return "MXFP4"
     return "INT8" if isinstance(weight, Int8Matrix) else "BF16"
 
 
@@ -172,18 +202,27 @@ def pack_weight(weight: Packable) -> Tensor:
     """Lay out a weight [N, K] as c/block_format.h describes."""
     lib = loaded_library()
     n, k = weight.shape
-    if isinstance(weight, StoredMatrix):
-        source = weight.blocks.contiguous()
-    elif isinstance(weight, Int8Matrix):
-        source = weight.codes.contiguous()
-    else:
-        source = weight.bfloat16().contiguous()
+    source = packing_source(weight)
     number = FORMATS.index(format_of(weight))
     packed = torch.empty(lib.packed_size(number, n, k), dtype=torch.uint8)
     row_size = source.shape[1] * source.element_size()
     threads = kernel_threads()
     lib.pack(number, source.data_ptr(), packed.data_ptr(), n, k, row_size, threads)
     return packed
+
+
+def packing_source(weight: Packable) -> Tensor:
+    """What the C function reads: [N, numbers or bytes of a row]."""
+    if isinstance(weight, StoredMatrix):
+        return weight.blocks.contiguous()
+    if isinstance(weight, Int8Matrix):
+        return weight.codes.contiguous()
+    if isinstance(weight, Fp8Matrix):
+        return weight.codes.bfloat16().contiguous()
+    if isinstance(weight, Mxfp4Matrix):  # each scale before its codes
+        codes = weight.codes.unflatten(1, (-1, MXFP4_BLOCK // 2))
+        return torch.cat([weight.scales[:, :, None], codes], 2).flatten(1)
+    return weight.bfloat16().contiguous()
 
 
 def loaded_library() -> Library:

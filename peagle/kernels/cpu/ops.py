@@ -123,11 +123,13 @@ def attend(
     params: AttentionParams,
     out: Tensor,
 ) -> bool:
-    """Attention without soft caps and sinks: query and out [T, heads, d], each row contiguous."""
+    """Attention without soft caps: query and out [T, heads, d], each row contiguous."""
     lib = library_for(query, key_cache, value_cache, out)
     _, heads, head_dim = query.shape
     kv_heads = key_cache.shape[1]
     if lib is None or not supports_heads(head_dim, heads // kv_heads):
+        return False
+    if params.softcap is not None:
         return False
     if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
         return False
@@ -135,6 +137,7 @@ def attend(
         return False
     requests = (rows.page_tables, rows.row_starts, rows.row_counts, rows.first_positions)
     int_tensors = [x.int().contiguous() for x in requests]
+    sinks = None if params.sinks is None else params.sinks.float().contiguous()
     tree_masks = positions = None
     if rows.tree_masks is not None:
         tree_masks = rows.tree_masks.long().contiguous()
@@ -146,6 +149,7 @@ def attend(
         *(x.data_ptr() for x in int_tensors),
         pointer(tree_masks),
         pointer(positions),
+        pointer(sinks),
         out.data_ptr(),
         rows.bidirectional_rows,
         len(rows.page_tables),

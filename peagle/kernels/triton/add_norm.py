@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peagle.kernels.cpu import ops
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -56,7 +57,9 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         RESIDUAL: tl.constexpr,
         SPLITS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
+        wait_for_previous(OVERLAP)
         row = tl.program_id(0).to(tl.int64)
         dims = tl.arange(0, BLOCK_D)
         mask = dims < D
@@ -117,5 +120,6 @@ def add_norm(
         RESIDUAL=residual is not None,
         SPLITS=splits,
         num_warps=min(max(block_d // 256, 1), 16),
+        **overlap_options(x),
     )
     return normed, total

@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 from peagle.kernels.triton.route import Routing
 
 try:
@@ -258,7 +259,9 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
+        wait_for_previous(OVERLAP)
         place = tl.program_id(1)
         if place >= tl.load(counts_ptr + EXPERTS):
             return
@@ -405,6 +408,7 @@ def _launch(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **overlap_options(x),
     )
 
 
@@ -417,7 +421,9 @@ def block_rows(mean_rows: float, rows: int) -> int:
 def tile_sizes(matrices: ExpertMatrices, gated: bool, block_t: int, touched: int) -> ExpertTiles:
     """Sizes measured on an H200. `touched`: the most experts that may have rows."""
     if matrices.is_mxfp4:
-        return ExpertTiles(block_n=32, block_k=32, num_warps=4, num_stages=4)
+        if block_t > 32:
+            return ExpertTiles(block_n=64, block_k=64, num_warps=4, num_stages=3)
+        return ExpertTiles(block_n=32 if gated else 64, block_k=64, num_warps=2, num_stages=4)
     if block_t <= 32:
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     if gated:

@@ -37,6 +37,7 @@ from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -224,7 +225,9 @@ if triton is not None:
         BLOCK_ROWS: tl.constexpr,
         BLOCK_KEYS: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
+        wait_for_previous(OVERLAP)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         block = tl.program_id(2) // SPLITS
@@ -363,12 +366,9 @@ def _attend_on_cpu(
     params: AttentionParams,
     out: Tensor | None,
 ) -> Tensor:
-    if params.softcap is None and params.sinks is None:
-        into = (
-            torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
-        )
-        if ops.attend(query, key_cache, value_cache, rows, params, into):
-            return into
+    into = torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
+    if ops.attend(query, key_cache, value_cache, rows, params, into):
+        return into
     return reference(query, key_cache, value_cache, rows, params, out)
 
 
@@ -416,6 +416,7 @@ def _launch(
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
         PAGE_SIZE=rows.page_size,
         **_block_sizes(query, kv_heads, plan),
+        **overlap_options(query),
     )
 
 

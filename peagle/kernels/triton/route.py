@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -96,8 +97,10 @@ if triton is not None:
         bits = scores.to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         if WIDE:
-            return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - all_experts)
-        return (ordered & -65536) | (0xFFFF - all_experts)
+            keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - all_experts)
+        else:
+            keys = (ordered & -65536) | (0xFFFF - all_experts)
+        return keys
 
     @triton.jit
     def _key_score(key, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -111,9 +114,8 @@ if triton is not None:
 
     @triton.jit
     def _key_expert(key, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-        if WIDE:
-            return (0x7FFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
-        return 0xFFFF - (key & 0xFFFF)
+        low = 0x7FFFFFFF - (key & 0xFFFFFFFF) if WIDE else 0xFFFF - (key & 0xFFFF)
+        return low.to(tl.int32)
 
     @triton.jit
     def _choose_experts(  # type: ignore[no-untyped-def]
@@ -130,55 +132,45 @@ if triton is not None:
         chosen = tl.zeros([scores.shape[0], RANKS], tl.int32)
         weights = tl.zeros([scores.shape[0], RANKS], tl.float32)
         keys = _sort_keys(scores, all_experts, WIDE)
+        lowest: tl.constexpr = -0x7FFFFFFFFFFFFFFF if WIDE else -0x7FFFFFFF
         for i in tl.static_range(TOP_K):
             key = tl.max(keys, 1)
             expert = _key_expert(key, WIDE)
             weight = tl.exp(_key_score(key, WIDE) - highest)
             chosen = tl.where(rank == i, expert[:, None], chosen)
             weights = tl.where(rank == i, weight[:, None], weights)
-            keys = tl.where(all_experts == expert[:, None], -(1 << (63 if WIDE else 31)), keys)
+            keys = tl.where(all_experts == expert[:, None], lowest, keys)
         total = tl.sum(weights, 1)
         if not NORMALIZED:
             total = tl.sum(tl.exp(scores - highest[:, None]), 1)
         return chosen, weights / total[:, None]
 
     @triton.jit
-    def _group_one_block(  # type: ignore[no-untyped-def]
+    def _group_rows(  # type: ignore[no-untyped-def]
         experts,
         mask,
         assignment,
+        rank,
         counts_ptr,
         table_ptr,
         touched_ptr,
         rows,
         EXPERTS: tl.constexpr,
+        TOP_K: tl.constexpr,
+        ONE_ROW: tl.constexpr,
     ):
-        """Enter the assignments of all rows, [A] each; no other program has any."""
-        index = tl.arange(0, experts.shape[0])
-        same = (experts[:, None] == experts[None, :]) & mask[None, :]
-        place = tl.sum((same & (index[None, :] < index[:, None])).to(tl.int32), 1)
-        is_first = (mask & (place == 0)).to(tl.int32)
-        tl.store(counts_ptr + experts, tl.sum(same.to(tl.int32), 1), mask=mask)
-        tl.store(counts_ptr + EXPERTS, tl.sum(is_first, 0))
-        tl.store(table_ptr + experts * rows + place, assignment, mask=mask)
-        tl.store(touched_ptr + tl.cumsum(is_first, 0) - 1, experts, mask=is_first == 1)
-
-    @triton.jit
-    def _group_by_atomics(  # type: ignore[no-untyped-def]
-        experts,
-        mask,
-        assignment,
-        counts_ptr,
-        table_ptr,
-        touched_ptr,
-        rows,
-        EXPERTS: tl.constexpr,
-    ):
-        """Enter the assignments of some rows, [A] each, beside other programs."""
-        place = tl.atomic_add(counts_ptr + experts, 1, mask=mask)
+        """Enter assignments into the table, beside other programs; a single row has no others."""
+        if ONE_ROW:
+            place = tl.zeros_like(experts)
+            is_first = mask
+            index = place + rank
+            tl.store(counts_ptr + experts, place + 1, mask=mask)
+            tl.store(counts_ptr + EXPERTS, TOP_K)
+        else:
+            place = tl.atomic_add(counts_ptr + experts, 1, mask=mask)
+            is_first = mask & (place == 0)
+            index = tl.atomic_add(counts_ptr + EXPERTS + tl.zeros_like(place), 1, mask=is_first)
         tl.store(table_ptr + experts.to(tl.int64) * rows + place, assignment, mask=mask)
-        is_first = mask & (place == 0)
-        index = tl.atomic_add(counts_ptr + EXPERTS + tl.zeros_like(place), 1, mask=is_first)
         tl.store(touched_ptr + index, experts, mask=is_first)
 
     @triton.jit
@@ -203,13 +195,15 @@ if triton is not None:
         BIAS: tl.constexpr,
         PARTS: tl.constexpr,
         SPLITS: tl.constexpr,
-        ONE_BLOCK: tl.constexpr,
+        CHOOSE_T: tl.constexpr,
         RANKS: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_E: tl.constexpr,
         BLOCK_K: tl.constexpr,
         ALL_EXPERTS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
+        wait_for_previous(OVERLAP)
         block = tl.program_id(0)
         part = tl.program_id(1)
         split = tl.program_id(2)
@@ -240,9 +234,11 @@ if triton is not None:
                 return
             tl.store(arrived_ptr + block, 0)  # for the next launch
 
+        t = block * BLOCK_T + tl.arange(0, CHOOSE_T)
+        row_mask = t < rows
         all_experts = tl.arange(0, ALL_EXPERTS)[None, :]
         in_range = row_mask[:, None] & (all_experts < EXPERTS)
-        scores = tl.zeros([BLOCK_T, ALL_EXPERTS], tl.float32)
+        scores = tl.zeros([CHOOSE_T, ALL_EXPERTS], tl.float32)
         for i in tl.static_range(SPLITS):
             part_ptr = parts_ptr + (i * rows + t[:, None]) * EXPERTS + all_experts
             scores += tl.load(part_ptr, mask=in_range, other=0.0, cache_modifier=".cg")
@@ -263,34 +259,19 @@ if triton is not None:
         mask = row_mask[:, None] & (rank < TOP_K)
         tl.store(experts_ptr + assignment, experts, mask=mask)
         tl.store(weights_ptr + assignment, weights.to(dtype).to(tl.float32), mask=mask)
-        flat_experts = tl.reshape(experts, (BLOCK_T * RANKS,))
-        flat_index = tl.arange(0, BLOCK_T * RANKS)
-        flat_t = block * BLOCK_T + flat_index // RANKS
-        flat_rank = flat_index % RANKS
-        flat_mask = (flat_t < rows) & (flat_rank < TOP_K)
-        flat_assignment = flat_t * TOP_K + flat_rank
-        if ONE_BLOCK:
-            _group_one_block(
-                flat_experts,
-                flat_mask,
-                flat_assignment,
-                counts_ptr,
-                table_ptr,
-                touched_ptr,
-                rows,
-                EXPERTS,
-            )
-        else:
-            _group_by_atomics(
-                flat_experts,
-                flat_mask,
-                flat_assignment,
-                counts_ptr,
-                table_ptr,
-                touched_ptr,
-                rows,
-                EXPERTS,
-            )
+        _group_rows(
+            experts,
+            mask,
+            assignment,
+            rank,
+            counts_ptr,
+            table_ptr,
+            touched_ptr,
+            rows,
+            EXPERTS,
+            TOP_K,
+            CHOOSE_T == 1,
+        )
 
 
 def route(
@@ -341,13 +322,14 @@ def route(
         BIAS=bias is not None,
         PARTS=parts,
         SPLITS=splits,
-        ONE_BLOCK=blocks == 1,
+        CHOOSE_T=min(triton.next_power_of_2(rows), BLOCK_ROWS),
         RANKS=triton.next_power_of_2(params.top_k),
         BLOCK_T=BLOCK_ROWS,
         BLOCK_E=BLOCK_EXPERTS,
         BLOCK_K=BLOCK_INPUTS,
         ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
-        num_warps=4,
+        num_warps=1 if blocks == 1 else 4,  # One warp chooses without barriers.
         num_stages=3,
+        **overlap_options(x),
     )
     return routing

@@ -158,9 +158,13 @@ struct softmax_state {
     float sums[MAX_QUERIES * MAX_HEAD_DIM], max_score[MAX_QUERIES], total[MAX_QUERIES];
 };
 
-static void clear_softmax(struct softmax_state *state, long queries, long padded_dim) {
+/* Without any key: a sink is a score without a value. Query q is of head q % group; sinks [group] or
+   null. */
+static void start_softmax(struct softmax_state *state, long queries, long padded_dim,
+                          const float *sinks, long group) {
     for (long q = 0; q < queries; q++) {
-        state->max_score[q] = UNSEEN_SCORE, state->total[q] = 0;
+        state->max_score[q] = sinks ? sinks[q % group] : UNSEEN_SCORE;
+        state->total[q] = sinks ? 1 : 0;
         memset(state->sums + q * MAX_HEAD_DIM, 0, padded_dim * sizeof *state->sums);
     }
 }

@@ -20,13 +20,18 @@
 
 #if LANES == 16
 #define WIDENS_BY_LOOKUP 1
-INLINE vec look_up(bits word) {
-    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (vec)_mm512_permutexvar_ps((__m512i)word, table);
+INLINE vec look_up(const enum format format, bits word) {
+    const vec table = format == MXFP4
+                          ? (vec){MXFP4_NUMBERS}
+                          : (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (vec)_mm512_permutexvar_ps((__m512i)word, (__m512)table);
 }
 #else
 #define WIDENS_BY_LOOKUP 0
-INLINE vec look_up(bits word) { return __builtin_convertvector((ints)(word & 15), vec); }
+INLINE vec look_up(const enum format format, bits word) {
+    (void)format;
+    return __builtin_convertvector((ints)(word & 15), vec);
+}
 #endif
 
 /* ---- pairs of bf16: an extension of AVX-512 and of ARMv8.6 ---- */
@@ -52,11 +57,16 @@ INLINE bits widen_pair(const enum format format, const uint8_t *body, int vector
     if (has_four_bits(format)) {
         __m512i index =
             _mm512_srli_epi16((__m512i)load_four_bits(format, body, vector, pair), i * 4);
-        /* 0 .. 15 in bf16, twice: the lookup takes five bits, of which the fifth is another code's */
-        const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
-            0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-            0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
-        return (bits)_mm512_permutexvar_epi16(index, table);
+        /* 0 .. 15 or MXFP4_NUMBERS in bf16, twice: the lookup takes five bits, of which the fifth is
+           another code's */
+        const __m256i half =
+            format == MXFP4
+                ? _mm256_setr_epi16(0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, 0,
+                                    0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140)
+                : _mm256_setr_epi16(0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                    0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160,
+                                    0x4170);
+        return (bits)_mm512_permutexvar_epi16(index, _mm512_broadcast_i64x4(half));
     }
 #endif
     bits codes = load_codes(format, body, vector, pair, i % 2);
@@ -69,7 +79,7 @@ INLINE bits widen_pair(const enum format format, const uint8_t *body, int vector
 
 #if defined(__AVX512VNNI__) && LANES == 16
 #define HAS_INT8_DOT
-#define SIGNED_SHIFT 128 /* vpdpbusd takes unsigned codes */
+#define TAKES_UNSIGNED 1 /* vpdpbusd */
 /* gcc 12 moves every sum to memory and back for the intrinsic, whose operands have 64-bit lanes. */
 INLINE ints dot_word(ints sum, bits codes, int32_t x) {
     ints word = x - (ints){0};
@@ -78,27 +88,34 @@ INLINE ints dot_word(ints sum, bits codes, int32_t x) {
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define HAS_INT8_DOT
-#define SIGNED_SHIFT 0
+#define TAKES_UNSIGNED 0
 INLINE ints dot_word(ints sum, bits codes, int32_t x) {
     return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(x));
 }
 #elif !defined(__AVX2__)
 #define HAS_INT8_DOT
-#define SIGNED_SHIFT 0
+#define TAKES_UNSIGNED 0
 INLINE ints dot_word(ints sum, bits codes, int32_t x) {
     for (int i = 0; i < 4; i++)
         sum += ((ints)(codes << (24 - 8 * i)) >> 24) * (int32_t)(int8_t)(x >> 8 * i);
     return sum;
 }
 #else
-#define SIGNED_SHIFT 0
+#define TAKES_UNSIGNED 0
 #endif
+
+/* What is added to signed codes where the dot product takes unsigned ones. Those of MXFP4 are small:
+   a larger number would cost accuracy. */
+INLINE int signed_shift(const enum format format) {
+    return !TAKES_UNSIGNED || !has_signed_codes(format) ? 0 : format == MXFP4 ? 16 : 128;
+}
 
 /* Codes as the dot product takes them. */
 INLINE bits dot_operand(const enum format format, const uint8_t *body, int vector, int pair,
                         const int odd) {
     bits codes = load_codes(format, body, vector, pair, odd);
-    return has_signed_codes(format) && SIGNED_SHIFT ? codes ^ 0x80808080 : codes;
+    const int shift = signed_shift(format);
+    return shift == 128 ? codes ^ 0x80808080 : (bits)((code_bytes)codes + (int8_t)shift);
 }
 
 #ifdef HAS_INT8_DOT
@@ -150,7 +167,7 @@ INLINE void dot_words(const enum format format, const int rows, const int first,
                       const uint8_t *body, const int32_t *x, long row,
                       ints dot[][PANEL_VECTORS]) {
     /* 16 bits hold the products of a block of four-bit codes (16 x 15 x 127), of a pair of words of
-       six-bit codes (4 x 63 x 127), or of one word of signed codes. */
+       six-bit codes (4 x 63 x 127), or of one word of signed codes of eight bits. */
     const int is_signed = has_signed_codes(format), is_small = has_four_bits(format);
     shorts sum[CODE_ROWS][PANEL_VECTORS];
     for (int r = 0; r < rows; r++)
@@ -163,8 +180,8 @@ INLINE void dot_words(const enum format format, const int rows, const int first,
                 const int32_t *words = x + r * row + pair * 2;
                 shorts one = dot_byte_pairs(is_signed, even, words[0]),
                        other = dot_byte_pairs(is_signed, odd, words[1]);
-                if (is_signed) dot[r][v] += add_pairs(one) + add_pairs(other);
-                else if (is_small) sum[r][v] += one + other;
+                if (is_small) sum[r][v] += one + other;
+                else if (is_signed) dot[r][v] += add_pairs(one) + add_pairs(other);
                 else dot[r][v] += add_pairs(one + other);
             }
         }

@@ -1,11 +1,14 @@
 /* A whole Llama-like layer, or a stack of them, in one call: four matrix products and the operations
-   between. */
+   between. A mixture of experts may take the place of the MLP. */
 
+#include "experts.h"
 #include "matrix.h"
 
 struct layer {
     struct matrix qkv, out, gate_up, down;
+    const struct moe *moe; /* if there are no gate_up and down, else null */
     const void *input_norm, *mlp_norm, *q_norm, *k_norm; /* head norms may be null */
+    const float *sinks;                                  /* [heads] or null */
     long heads, kv_heads, head_dim, window;
     float eps, scale;
 };

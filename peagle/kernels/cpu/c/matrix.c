@@ -27,6 +27,7 @@
 #define MIN_WIDE     (4 * TILE_ROWS + 1) /* rows from which on chunks are widened into the cache */
 #define MIN_ITEMS    8                   /* per thread */
 #define MIN_PARALLEL 4096                /* inputs that are prepared by several threads */
+#define MAX_PRODUCTS 64                  /* that share the threads */
 
 /* gcc has __builtin_shufflevector only since version 12, clang has no __builtin_shuffle. */
 #ifdef __clang__
@@ -39,7 +40,14 @@ struct product {
     const struct matrix *matrix;
     struct prepared_rows x;
     void *y;
-    long rows, is_bf16, panels_per_item, items_per_block;
+    float *memory; /* of the prepared rows, or null */
+    long rows, is_bf16;
+    long first_item, items_per_block;
+};
+
+struct products {
+    struct product product[MAX_PRODUCTS];
+    long count, panels_per_item;
 };
 
 #define WIDE_CASE(rows)                                                                            \
@@ -55,7 +63,7 @@ static void add_wide(long rows, const float *x, const float *wide, long count,
 #define FUNCTIONS(format) [format] = {widen_##format, multiply_##format}
 static const struct format_functions functions[FORMAT_COUNT] = {
     FUNCTIONS(BF16), FUNCTIONS(INT8), FUNCTIONS(Q4_0), FUNCTIONS(Q4_1), FUNCTIONS(Q5_0),
-    FUNCTIONS(Q5_1), FUNCTIONS(Q8_0), FUNCTIONS(Q4_K), FUNCTIONS(Q6_K)};
+    FUNCTIONS(Q5_1), FUNCTIONS(Q8_0), FUNCTIONS(Q4_K), FUNCTIONS(Q6_K), FUNCTIONS(MXFP4)};
 
 /* ---- a panel ---- */
 
@@ -102,14 +110,25 @@ static void store_sums(const struct product *p, const struct part *part, long fi
 
 static long panel_count(const struct part *part) { return (part->n + PANEL - 1) / PANEL; }
 
+static long row_blocks(const struct product *p) { return (p->rows + ROW_BLOCK - 1) / ROW_BLOCK; }
+
+static long matrix_panels(const struct matrix *m) {
+    long panels = 0;
+    for (long i = 0; i < m->part_count; i++) panels += panel_count(m->parts + i);
+    return panels;
+}
+
 /* A few panels for a block of rows. */
 static void run_item(void *context, long item) {
-    const struct product *p = context;
+    const struct products *all = context;
+    const struct product *p = all->product + all->count - 1;
+    while (item < p->first_item) p--;
+    item -= p->first_item;
     long start = item / p->items_per_block * ROW_BLOCK,
          rows = min_long(ROW_BLOCK, p->rows - start);
-    long first = item % p->items_per_block * p->panels_per_item;
+    long first = item % p->items_per_block * all->panels_per_item;
     vec sums[ROW_BLOCK][PANEL_VECTORS];
-    for (long panel = first; panel < first + p->panels_per_item; panel++) {
+    for (long panel = first; panel < first + all->panels_per_item; panel++) {
         const struct part *part = p->matrix->parts, *end = part + p->matrix->part_count;
         long index = panel, first_output = 0;
         while (part < end && index >= panel_count(part))
@@ -120,14 +139,19 @@ static void run_item(void *context, long item) {
     }
 }
 
-static void run_product(struct product *p, int threads) {
-    long panels = 0;
-    for (long i = 0; i < p->matrix->part_count; i++) panels += panel_count(p->matrix->parts + i);
-    long blocks = (p->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    p->panels_per_item = blocks * panels / (MIN_ITEMS * threads);
-    if (p->panels_per_item < 1) p->panels_per_item = 1;
-    p->items_per_block = (panels + p->panels_per_item - 1) / p->panels_per_item;
-    parallel_for(blocks * p->items_per_block, threads, run_item, p);
+static void run_products(struct products *all, int threads) {
+    long work = 0, items = 0, size;
+    for (long i = 0; i < all->count; i++)
+        work += row_blocks(all->product + i) * matrix_panels(all->product[i].matrix);
+    size = work / (MIN_ITEMS * threads);
+    all->panels_per_item = size = size < 1 ? 1 : size;
+    for (long i = 0; i < all->count; i++) {
+        struct product *p = all->product + i;
+        p->first_item = items;
+        p->items_per_block = (matrix_panels(p->matrix) + size - 1) / size;
+        items += row_blocks(p) * p->items_per_block;
+    }
+    parallel_for(items, threads, run_item, all);
 }
 
 /* ---- rows ---- */

@@ -7,7 +7,8 @@
 struct plain_block {
     uint8_t codes[BLOCK];
     uint16_t head[2]; /* float16: scale and minimum */
-    uint8_t sub[2];   /* of K formats: scale and minimum, or the scales of both halves */
+    uint8_t sub[2];   /* of K formats: scale and minimum, or the scales of both halves;
+                         of MXFP4: the exponent of the scale */
 };
 
 long packed_size(long format, long n, long k) {
@@ -67,6 +68,12 @@ static void read_block(enum format format, const uint8_t *row, long k, long inde
         memcpy(block->head, row + index * 34, 2);
         memcpy(block->codes, row + index * 34 + 2, BLOCK);
         break;
+    case MXFP4: { /* the exponent, and pairs of inputs, the first in the lower bits */
+        const uint8_t *from = row + index * 17;
+        block->sub[0] = from[0];
+        for (int i = 0; i < BLOCK; i++) block->codes[i] = from[1 + i / 2] >> i % 2 * 4 & 15;
+        break;
+    }
     case Q4_K: read_q4_k(row + index / 8 * 144, index % 8, block); break;
     case Q6_K: read_q6_k(row + index / 8 * 210, index % 8, block); break;
     default: memcpy(block->codes, row + index * BLOCK, min_long(BLOCK, k - index * BLOCK));
@@ -81,20 +88,21 @@ static void write_block(enum format format, const struct plain_block *block, uin
     uint8_t *head = (uint8_t *)at.head, *body = (uint8_t *)at.body;
     for (int i = 0; i < layout.head / 2; i++)
         memcpy(head + (i * PANEL + lane) * 2, &block->head[i], 2);
-    if (format == Q4_K || format == Q6_K)
+    if (format == MXFP4) head[lane] = block->sub[0];
+    if (has_small_scales(format))
         for (int i = 0; i < 2; i++, body += PANEL) body[lane] = block->sub[i];
     int high_bits = format == Q6_K ? 2 : format == Q5_0 || format == Q5_1;
     uint32_t high[2] = {0}, words[BLOCK_WORDS] = {0};
     for (int i = 0; i < BLOCK; i++) {
         int j = i / 4, byte = i % 4 * 8;
         uint32_t code = block->codes[j / 2 * 8 + CODE_INPUT(j % 2, i % 4)];
-        if (has_signed_codes(format)) words[j] |= code << byte;
+        if (has_eight_bits(format)) words[j] |= code << byte;
         else words[j / 2] |= (code & 15) << (byte + j % 2 * 4);
         if (high_bits == 1) high[0] |= code >> 4 << (byte + j);
         if (high_bits == 2) high[j / 4] |= code >> 4 << (byte + j % 4 * 2);
     }
     for (int i = 0; i < high_bits; i++, body += PANEL * 4) memcpy(body + lane * 4, &high[i], 4);
-    for (int i = 0; i < (has_signed_codes(format) ? 8 : 4); i++, body += PANEL * 4)
+    for (int i = 0; i < (has_eight_bits(format) ? 8 : 4); i++, body += PANEL * 4)
         memcpy(body + lane * 4, &words[i], 4);
 }
 

@@ -58,7 +58,7 @@ INLINE vec widen_input(const enum format format, const struct word_pair *pair, c
     const int odd = i / 2 % 2, byte = i / 4 + i % 2 * 2; /* the inverse of CODE_INPUT */
     if (WIDENS_BY_LOOKUP && has_four_bits(format)) {
         bits word = pair->words[0][vector] >> (byte * 8 + odd * 4);
-        return multiply_add(look_up(word), scale, minimum);
+        return multiply_add(look_up(format, word), scale, minimum);
     }
     return multiply_add(widen_code(format, pair->words[odd][vector], byte), scale, minimum);
 }
@@ -163,7 +163,7 @@ INLINE void dot_code_pairs(const enum format format, const int rows, const int f
 INLINE void tile_codes(const enum format format, const int rows, const int is_int8,
                        const struct prepared_rows *x, long start, const uint8_t *panel, long k,
                        vec sums[][PANEL_VECTORS]) {
-    const int halves = HALVES(format), pairs = 4 / halves;
+    const int halves = HALVES(format), pairs = 4 / halves, shift = signed_shift(format);
     const float *totals = x->totals + start * (k / 16), *steps = x->steps + start * (k / BLOCK);
     vec sum[CODE_ROWS][PANEL_VECTORS];
     clear(rows, sum);
@@ -187,13 +187,13 @@ INLINE void tile_codes(const enum format format, const int rows, const int is_in
 #endif
             unpack_scales(format, block, half, scale, minimum);
             for (int v = 0; v < PANEL_VECTORS; v++)
-                if (is_int8 && has_signed_codes(format)) minimum[v] = scale[v] * -SIGNED_SHIFT;
+                if (is_int8 && has_signed_codes(format)) minimum[v] = scale[v] * (float)-shift;
             for (int r = 0; r < rows; r++) {
                 const float *parts = totals + r * (k / 16) + b * 2 + half;
                 float total = halves == 1 ? parts[0] + parts[1] : parts[0];
                 for (int v = 0; v < PANEL_VECTORS; v++) {
                     sum[r][v] = multiply_add(dot[r][v], scale[v], sum[r][v]);
-                    if (!has_signed_codes(format) || (is_int8 && SIGNED_SHIFT))
+                    if (!has_signed_codes(format) || (is_int8 && shift))
                         sum[r][v] = multiply_add(splat(total), minimum[v], sum[r][v]);
                 }
             }
@@ -225,3 +225,4 @@ DECLARE_FORMAT(Q5_1)
 DECLARE_FORMAT(Q8_0)
 DECLARE_FORMAT(Q4_K)
 DECLARE_FORMAT(Q6_K)
+DECLARE_FORMAT(MXFP4)

@@ -1,0 +1,20 @@
+"""Mixtures of experts on ARM under qemu (`make test-arm`)."""
+
+import pytest
+
+from tests.kernels.test_cpu_moe_layer import test_in_one_call
+from tests.kernels.test_packed_experts import (
+    test_against_pytorch,
+    test_equal_logits_choose_the_first_experts,
+    test_mxfp4_has_the_bits_of_the_multiplied_out_matrices,
+    test_router,
+)
+
+__all__ = [
+    "test_against_pytorch",
+    "test_equal_logits_choose_the_first_experts",
+    "test_in_one_call",
+    "test_mxfp4_has_the_bits_of_the_multiplied_out_matrices",
+    "test_router",
+]
+pytestmark = [pytest.mark.arm, pytest.mark.usefixtures("cpu_level")]
