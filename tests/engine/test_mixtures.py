@@ -19,7 +19,13 @@ from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
 from tests.support.decoding import tokens_of
 from tests.support.engines import Asked, engine_of, steps_of
-from tests.support.mixtures import MIXTURES, generate_all, make_mixture, mixture_pair
+from tests.support.mixtures import (
+    MIXTURES,
+    generate_all,
+    make_mixture,
+    mixture_pair,
+    round_weights,
+)
 from tests.support.mxfp4_folders import save_mxfp4
 from tests.support.planting import plant_random
 
@@ -53,15 +59,17 @@ ASKED = sixty_four()
 
 
 @cache
-def pair(name: str, device: str = "cpu") -> LoadedPair:
+def pair(name: str, device: str = "cpu", rounded: bool = False) -> LoadedPair:
     target = make_mixture(name)
+    if rounded:
+        round_weights(target)
     target.model.to(device)
     return mixture_pair(target)
 
 
 @cache
-def generated(name: str, device: str = "cpu") -> list[list[int]]:
-    return generate_all(pair(name, device).target, ASKED, COUNT)
+def generated(name: str, device: str = "cpu", rounded: bool = False) -> list[list[int]]:
+    return generate_all(pair(name, device, rounded).target, ASKED, COUNT)
 
 
 def answer_all(
@@ -81,9 +89,9 @@ def answer_all(
     return [tokens_of(steps_of(stream)) for stream in streams], engine
 
 
-def check_sixty_four(name: str, way: str, device: str) -> None:
-    right = generated(name, device)
-    answers, engine = answer_all(pair(name, device), way, right, ASKED)
+def check_sixty_four(name: str, way: str, device: str, rounded: bool = False) -> None:
+    right = generated(name, device, rounded)
+    answers, engine = answer_all(pair(name, device, rounded), way, right, ASKED)
     assert answers == right
     assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
     if way not in ("none", "adaptive"):  # which may choose not to draft
@@ -95,6 +103,12 @@ def check_sixty_four(name: str, way: str, device: str) -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_sixty_four_requests_equal_generate(name: str, way: str) -> None:
     check_sixty_four(name, way, "cpu")
+
+
+@pytest.mark.parametrize("way", ["p-eagle", "trees"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_weights_of_bfloat16(name: str, way: str) -> None:
+    check_sixty_four(name, way, "cpu", rounded=True)
 
 
 @pytest.mark.gpu
