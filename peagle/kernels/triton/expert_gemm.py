@@ -396,7 +396,7 @@ def _launch(
         BIAS=bias is not None,
         SCALED=scales is not None and not matrices.is_mxfp4,
         MXFP4=matrices.is_mxfp4,
-        ASM=x.is_cuda and x.dtype == torch.bfloat16,
+        ASM=matrices.fast_decoding and x.is_cuda and x.dtype == torch.bfloat16,
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
