@@ -36,7 +36,7 @@ try:
 except ImportError:  # without Triton the reference runs
     triton = None
 
-MIN_BLOCK_ROWS = 16
+MIN_BLOCK_ROWS = 8
 MAX_BLOCK_ROWS = 128
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
@@ -427,8 +427,8 @@ def tile_sizes(matrices: ExpertMatrices, block_t: int) -> ExpertTiles:
     """Sizes measured on an H200."""
     if matrices.is_mxfp4:
         if block_t > 32:
-            return ExpertTiles(block_n=128, block_k=64, num_warps=8, num_stages=3)
-        return ExpertTiles(block_n=64, block_k=64, num_warps=4, num_stages=4)
+            return ExpertTiles(block_n=128, block_k=32, num_warps=4, num_stages=3)
+        return ExpertTiles(block_n=64, block_k=64, num_warps=2, num_stages=4)
     if block_t <= 32:
-        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=4)
-    return ExpertTiles(block_n=128, block_k=64, num_warps=4 if block_t <= 64 else 8, num_stages=3)
+        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
+    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
