@@ -228,6 +228,26 @@ def check_mxfp4_codes(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(parts[0].to(dtype), expected.T)
 
 
+def check_independent_rows(format: Any, device: str, dtype: torch.dtype) -> None:
+    """The bits of a row do not depend on the rows beside it, up to a block of them."""
+    experts, top_k, d, inner = 4, 2, 192, 96
+    params = RouterParams(top_k, normalized=True)
+    x = some(route.BLOCK_ROWS, d).to(device, dtype)
+    router = some(experts, d).to(device, dtype)
+    gate_up = some_matrices(format, (experts, 2 * inner, d), True, device, dtype)
+    down = some_matrices(format, (experts, d, inner), True, device, dtype)
+
+    def run(rows: Tensor) -> Tensor:
+        counters = new_counters(experts, len(rows), device)
+        routing = route.route(rows, router, None, params, *counters)
+        hidden = expert_gemm.expert_gate_up(rows, gate_up, SWIGLU, routing)
+        return expert_gemm.expert_down(hidden, down, routing)
+
+    together = run(x)
+    for start, count in ((0, 1), (5, 1), (2, 3), (4, 8)):
+        assert torch.equal(run(x[start : start + count]), together[:, start : start + count])
+
+
 SMALL_TILES = expert_gemm.ExpertTiles(block_n=16, block_k=16, num_warps=4, num_stages=2)
 ROUTE_CASES = {
     "route": partial(check_route, 5, 300, 8, RouterParams(2, True), False),
