@@ -107,7 +107,7 @@ def random_matrices(format: str, experts: int, n: int, k: int) -> ExpertMatrices
     if format == "mxfp4":
         codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
         scales = torch.randint(118, 122, (experts, n, k // 32), dtype=torch.uint8, device="cuda")
-        return ExpertMatrices(codes, scales).aligned()
+        return ExpertMatrices(codes, scales).for_gpu()
     weight = (torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * 0.02).contiguous()
     if format == "bf16":
         return ExpertMatrices(weight)
@@ -134,8 +134,8 @@ def candidates(case: Case) -> Iterator[ExpertTiles]:
     block_t = block_rows(case.rows * mixture.top_k / mixture.experts, case.rows)
     widths = (32, 64, 128) if case.format == "mxfp4" else (64, 128, 256)
     if block_t <= 32:
-        settings = ((2, 4), (2, 6), (4, 3), (4, 5), (8, 4))
-        grid = itertools.product((16, 32, 64, 128), widths, settings)
+        settings = ((2, 4), (4, 3), (4, 4), (8, 3))
+        grid = itertools.product((32, 64, 128), widths, settings)
     else:
         grid = itertools.product((32, 64, 128), widths[:2], ((4, 3), (4, 4), (8, 3), (8, 4)))
     for block_n, block_k, (warps, stages) in grid:

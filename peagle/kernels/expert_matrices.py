@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_BLOCK = 32  # inputs that share a scale
 SCALE_ALIGNMENT = 16  # bytes
+MAX_FAST_SCALE = 128  # the largest scale that the fast decoding on a GPU supports: a factor of 2
 MXFP4_BIAS = 127  # of the exponents that are stored as scales
 
 
@@ -58,6 +59,7 @@ class ExpertMatrices:
     weight: Tensor
     scales: Tensor | None = None
     bias: Tensor | None = None  # [E, N]
+    fast_decoding: bool = False  # of MXFP4: no scale exceeds MAX_FAST_SCALE
 
     @property
     def is_mxfp4(self) -> bool:
@@ -81,13 +83,14 @@ class ExpertMatrices:
         tensors = (self.weight, self.scales, self.bias)
         return sum(x[0].numel() * x.element_size() for x in tensors if x is not None)
 
-    def aligned(self) -> "ExpertMatrices":
-        """The same with rows of scales that begin at multiples of 16 bytes, for copies on a GPU."""
-        if not self.is_mxfp4 or self.scales is None or self.scales.stride(1) % SCALE_ALIGNMENT == 0:
+    def for_gpu(self) -> "ExpertMatrices":
+        """The same for kernels on a GPU: rows of MXFP4 scales begin at multiples of 16 bytes."""
+        if not self.is_mxfp4 or self.scales is None:
             return self
         count = self.scales.shape[2]
         padded = pad(self.scales, (0, -count % SCALE_ALIGNMENT))
-        return replace(self, scales=padded[:, :, :count])
+        fits = int(self.scales.max()) <= MAX_FAST_SCALE
+        return replace(self, scales=padded[:, :, :count], fast_decoding=fits)
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] of one expert, multiplied out."""

@@ -112,7 +112,9 @@ def build_mixture(mlp: Any, counters: RouterCounters) -> Mixture:
     bias = getattr(router, "bias", None)
     experts = mlp.experts
     if isinstance(experts, StoredExperts):
-        gate_up, down = experts.gate_up.aligned(), experts.down.aligned()
+        gate_up, down = experts.gate_up, experts.down
+        if gate_up.weight.is_cuda:
+            gate_up, down = gate_up.for_gpu(), down.for_gpu()
         activation = experts.activation
     else:
         activation = activation_of(experts)

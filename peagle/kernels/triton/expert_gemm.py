@@ -1,11 +1,12 @@
 """The products of a mixture's experts, for the rows that the router gave them (route.py).
 
     gate_up:  x [T, d], matrices [E, 2I, d]  ->  hidden [T * top_k, I], one row per assignment
-    down:     hidden, matrices [E, d, I]     ->  parts [top_k, T, d]
+    down:     hidden, matrices [E, d, I]     ->  parts [splits * top_k, T, d]
 
-The gated activation runs in the launch that computes its inputs. The second product is multiplied
-with the weight of its assignment; what is left to do is the sum over the parts, which the kernel
-that reads the result adds (add_norm).
+The gated activation runs in the launch that computes its inputs, gates and ups in turn. The second
+product is multiplied with the weight of its assignment; what is left to do is the sum over the
+parts, which the kernel that reads the result adds (add_norm). If few experts are touched, several
+programs split the inputs of the second product, and each has its own parts.
 
 A program computes some outputs of one touched expert for all of its rows, so that each matrix is
 read once: memory bandwidth is the limit for the few rows of a step. If an expert has more rows than
@@ -37,8 +38,9 @@ except ImportError:  # without Triton the reference runs
 
 MIN_BLOCK_ROWS = 16
 MAX_BLOCK_ROWS = 128
+BUSY_PROGRAMS = 264  # programs that keep a GPU busy
+MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
-MXFP4_ASM_SCALE = 128  # the largest exponent (plus 127) that the fast decoding supports
 NO_LIMIT = 3.0e38
 # Two bytes to four bf16 numbers: codes lie in bits 0-3 and 4-7 of a byte. Sign, exponent and
 # mantissa of a code move to their places in a bf16 number, which is then 2**126 times too small.
@@ -85,7 +87,7 @@ def reference_gate_up(
     """The same computation in plain PyTorch."""
     top_k = routing.experts.shape[1]
     rows = x.repeat_interleave(top_k, 0)
-    return activation(reference_products(rows, matrices, routing, activation))
+    return activation(reference_products(rows, matrices, routing))
 
 
 def reference_down(hidden: Tensor, matrices: ExpertMatrices, routing: Routing) -> Tensor:
@@ -100,7 +102,6 @@ def reference_products(
     rows: Tensor,
     matrices: ExpertMatrices,
     routing: Routing,
-    activation: GatedActivation | None = None,
 ) -> Tensor:
     """rows [T * top_k, K] -> [T * top_k, N], each with the matrix of its expert."""
     flat = routing.experts.flatten()
@@ -171,49 +172,39 @@ if triton is not None:
         scales_ptr,
         n,
         n_mask,
-        UP_ROW: tl.constexpr,
+        first_block,
+        end_block,
         WIDTH: tl.constexpr,
         SCALE_WIDTH: tl.constexpr,
-        GATED: tl.constexpr,
         MXFP4: tl.constexpr,
         ASM: tl.constexpr,
         EVEN: tl.constexpr,
         BLOCK_K: tl.constexpr,
     ):
-        """[N, rows]: the products of rows with the matrix rows n, and with n + UP_ROW."""
+        """[N, rows]: the products of rows of x with the rows n of a matrix, over some inputs."""
         dtype: tl.constexpr = x_ptr.dtype.element_ty
         rows: tl.constexpr = row.shape[0]
         total = tl.zeros([n.shape[0], rows], tl.float32)
-        up = tl.zeros([n.shape[0], rows], tl.float32)
         weight_row_ptr = weight_ptr + n[:, None] * WIDTH
         scale_row_ptr = scales_ptr + n[:, None] * SCALE_WIDTH
-        for start in range(0, WIDTH, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
+        for block in range(first_block, end_block):
+            k = block * BLOCK_K + tl.arange(0, BLOCK_K)
             mask = n_mask[:, None] & (k < WIDTH)[None, :]
             codes = _load(weight_row_ptr + k[None, :], mask, EVEN)
             if MXFP4:
-                inputs = 2 * start + tl.arange(0, 2 * BLOCK_K)
+                inputs = block * (2 * BLOCK_K) + tl.arange(0, 2 * BLOCK_K)
                 x = tl.load(
                     x_ptr + row[:, None] * stride_x_row + inputs[None, :],
                     mask=row_mask[:, None] & (inputs < 2 * WIDTH)[None, :],
                     other=0.0,
                 )
                 even_x, odd_x = tl.split(tl.reshape(x, (rows, BLOCK_K, 2)))
-                even_x = tl.trans(even_x)
-                odd_x = tl.trans(odd_x)
-                group = start // 16 + tl.arange(0, BLOCK_K // 16)[None, :]
+                group = block * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
                 group_mask = n_mask[:, None] & (group < SCALE_WIDTH)
                 scales = _load(scale_row_ptr + group, group_mask, EVEN)
                 even, odd = _decode_mxfp4(codes, scales, dtype, ASM)
-                total = tl.dot(even, even_x, total, input_precision="ieee")
-                total = tl.dot(odd, odd_x, total, input_precision="ieee")
-                if GATED:
-                    codes = _load(weight_row_ptr + UP_ROW * WIDTH + k[None, :], mask, EVEN)
-                    scale_ptr = scale_row_ptr + UP_ROW * SCALE_WIDTH + group
-                    scales = _load(scale_ptr, group_mask, EVEN)
-                    even, odd = _decode_mxfp4(codes, scales, dtype, ASM)
-                    up = tl.dot(even, even_x, up, input_precision="ieee")
-                    up = tl.dot(odd, odd_x, up, input_precision="ieee")
+                total = tl.dot(even, tl.trans(even_x), total, input_precision="ieee")
+                total = tl.dot(odd, tl.trans(odd_x), total, input_precision="ieee")
             else:
                 x = tl.load(
                     x_ptr + row[None, :] * stride_x_row + k[:, None],
@@ -221,10 +212,7 @@ if triton is not None:
                     other=0.0,
                 )
                 total = tl.dot(codes.to(dtype), x, total, input_precision="ieee")
-                if GATED:
-                    codes = _load(weight_row_ptr + UP_ROW * WIDTH + k[None, :], mask, EVEN)
-                    up = tl.dot(codes.to(dtype), x, up, input_precision="ieee")
-        return total, up
+        return total
 
     @triton.jit
     def _expert_kernel(  # type: ignore[no-untyped-def]
@@ -239,6 +227,7 @@ if triton is not None:
         factors_ptr,
         rows,
         stride_x_row,
+        split_blocks,
         alpha,
         limit,
         up_shift,
@@ -248,8 +237,7 @@ if triton is not None:
         MATRIX_ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
         SCALE_WIDTH: tl.constexpr,
-        GATE_STEP: tl.constexpr,
-        UP_ROW: tl.constexpr,
+        INTERLEAVED: tl.constexpr,
         GATED: tl.constexpr,
         BIAS: tl.constexpr,
         SCALED: tl.constexpr,
@@ -267,9 +255,14 @@ if triton is not None:
             return
         expert = tl.load(touched_ptr + place).to(tl.int64)
         count = tl.load(counts_ptr + expert)
-        output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_mask = output < N
-        n = output * GATE_STEP  # the gate's rows of the matrix, or all of them
+        split = tl.program_id(2)
+        first_block = split * split_blocks
+        end_block = tl.minimum(first_block + split_blocks, (WIDTH + BLOCK_K - 1) // BLOCK_K)
+        # Rows of the matrix; of a gated one, gates and ups in turn.
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_mask = n < MATRIX_ROWS
+        if GATED and not INTERLEAVED:
+            n = n // 2 + n % 2 * (MATRIX_ROWS // 2)
         weight_ptr += expert * MATRIX_ROWS * WIDTH
         scales_ptr += expert * MATRIX_ROWS * SCALE_WIDTH
         bias_ptr += expert * MATRIX_ROWS
@@ -279,7 +272,7 @@ if triton is not None:
             assignment = tl.load(table_ptr + expert * rows + place_in_block, mask=mask, other=0)
             assignment = assignment.to(tl.int64)
             row = assignment // TOP_K
-            total, up = _multiply(
+            total = _multiply(
                 x_ptr,
                 row if GATED else assignment,
                 mask,
@@ -288,10 +281,10 @@ if triton is not None:
                 scales_ptr,
                 n,
                 n_mask,
-                UP_ROW,
+                first_block,
+                end_block,
                 WIDTH,
                 SCALE_WIDTH,
-                GATED,
                 MXFP4,
                 ASM,
                 EVEN,
@@ -300,26 +293,26 @@ if triton is not None:
             if SCALED:
                 total *= tl.load(scales_ptr + n, mask=n_mask, other=0.0)[:, None]
             if BIAS:
-                total += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
-            dtype = x_ptr.dtype.element_ty
+                bias = tl.load(bias_ptr + n, mask=n_mask & (split == 0), other=0.0)
+                total += bias.to(tl.float32)[:, None]
             if GATED:
-                if SCALED:
-                    up *= tl.load(scales_ptr + n + UP_ROW, mask=n_mask, other=0.0)[:, None]
-                if BIAS:
-                    bias = tl.load(bias_ptr + n + UP_ROW, mask=n_mask, other=0.0)
-                    up += bias.to(tl.float32)[:, None]
-                gate = tl.minimum(total.to(dtype).to(tl.float32), limit)
-                up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -limit), limit)
-                total = gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_shift)
+                dtype = x_ptr.dtype.element_ty
+                pairs = tl.reshape(total.to(dtype), (BLOCK_N // 2, 2, BLOCK_T))
+                gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+                gate = tl.minimum(gate.to(tl.float32), limit)
+                up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+                result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_shift)
+                output = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
                 out_row = assignment
             else:
                 factor = tl.load(factors_ptr + assignment, mask=mask, other=0.0)
-                total = total.to(dtype).to(tl.float32) * factor[None, :]
-                out_row = assignment % TOP_K * rows + row
+                result = total * factor[None, :]
+                output = n
+                out_row = (split * TOP_K + assignment % TOP_K) * rows + row
             tl.store(
                 out_ptr + out_row[None, :] * N + output[:, None],
-                total.to(out_ptr.dtype.element_ty),
-                mask=n_mask[:, None] & mask[None, :],
+                result.to(out_ptr.dtype.element_ty),
+                mask=(output < N)[:, None] & mask[None, :],
             )
 
 
@@ -336,23 +329,24 @@ def expert_gate_up(
     out = torch.empty(
         routing.experts.numel(), matrices.outputs // 2, dtype=x.dtype, device=x.device
     )
-    _launch(x, matrices, activation, routing, out, tiles)
+    _launch(x, matrices, activation, routing, out, tiles, splits=1)
     return out
 
 
 def expert_down(
     hidden: Tensor, matrices: ExpertMatrices, routing: Routing, tiles: ExpertTiles | None = None
 ) -> Tensor:
-    """Parts [top_k, T, d] in float32; for many rows in x's dtype."""
+    """Parts [splits * top_k, T, d] in float32; for many rows in x's dtype."""
     if not uses_triton(hidden):
         return reference_down(hidden, matrices, routing)
     rows, top_k = routing.experts.shape
+    splits = num_splits(matrices, rows * top_k)
     out = torch.empty(
-        (top_k, rows, matrices.outputs),
+        (splits * top_k, rows, matrices.outputs),
         dtype=part_dtype(rows, hidden.dtype),
         device=hidden.device,
     )
-    _launch(hidden, matrices, None, routing, out, tiles)
+    _launch(hidden, matrices, None, routing, out, tiles, splits)
     return out
 
 
@@ -363,18 +357,19 @@ def _launch(
     routing: Routing,
     out: Tensor,
     tiles: ExpertTiles | None,
+    splits: int,
 ) -> None:
     rows, top_k = routing.experts.shape
     weight, scales, bias = matrices.weight, matrices.scales, matrices.bias
     num_experts, matrix_rows, width = weight.shape
     gated = activation is not None
     shape = activation or GatedActivation()
-    outputs = matrix_rows // 2 if gated else matrix_rows
     block_t = block_rows(rows * top_k / num_experts, rows)
-    tiles = tiles or tile_sizes(matrices, gated, block_t, len(routing.touched))
+    tiles = tiles or tile_sizes(matrices, block_t)
+    split_blocks = triton.cdiv(width, splits * tiles.block_k)
     assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
     assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
-    _expert_kernel[(triton.cdiv(outputs, tiles.block_n), len(routing.touched))](
+    _expert_kernel[(triton.cdiv(matrix_rows, tiles.block_n), len(routing.touched), splits)](
         x,
         weight,
         x if scales is None else scales,
@@ -386,23 +381,23 @@ def _launch(
         routing.weights,
         rows,
         x.stride(0),
+        split_blocks,
         shape.alpha,
         NO_LIMIT if shape.limit is None else shape.limit,
         shape.up_shift,
         EXPERTS=num_experts,
         TOP_K=top_k,
-        N=outputs,
+        N=out.shape[-1],
         MATRIX_ROWS=matrix_rows,
         WIDTH=width,
         SCALE_WIDTH=scales.stride(1) if scales is not None and matrices.is_mxfp4 else 1,
-        GATE_STEP=2 if gated and shape.interleaved else 1,
-        UP_ROW=(1 if shape.interleaved else outputs) if gated else 0,
+        INTERLEAVED=shape.interleaved,
         GATED=gated,
         BIAS=bias is not None,
         SCALED=scales is not None and not matrices.is_mxfp4,
         MXFP4=matrices.is_mxfp4,
-        ASM=x.is_cuda and x.dtype == torch.bfloat16,
-        EVEN=outputs % tiles.block_n == 0 and width % tiles.block_k == 0,
+        ASM=matrices.fast_decoding and x.is_cuda and x.dtype == torch.bfloat16,
+        EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -418,16 +413,22 @@ def block_rows(mean_rows: float, rows: int) -> int:
     return min(max(MIN_BLOCK_ROWS, triton.next_power_of_2(wanted)), MAX_BLOCK_ROWS)
 
 
-def tile_sizes(matrices: ExpertMatrices, gated: bool, block_t: int, touched: int) -> ExpertTiles:
-    """Sizes measured on an H200. `touched`: the most experts that may have rows."""
+def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
+    """Programs that share the inputs of an output, if the outputs of few experts are too few.
+
+    Decoding MXFP4 takes more instructions, and therefore more programs.
+    """
+    blocks = min(assignments, matrices.num_experts) * matrices.outputs // 64
+    busy = BUSY_PROGRAMS * (4 if matrices.is_mxfp4 else 1)
+    return min(max(busy // blocks, 1), MAX_SPLITS)
+
+
+def tile_sizes(matrices: ExpertMatrices, block_t: int) -> ExpertTiles:
+    """Sizes measured on an H200."""
     if matrices.is_mxfp4:
         if block_t > 32:
-            return ExpertTiles(block_n=64, block_k=64, num_warps=4, num_stages=3)
-        return ExpertTiles(block_n=32 if gated else 64, block_k=64, num_warps=2, num_stages=4)
+            return ExpertTiles(block_n=128, block_k=64, num_warps=8, num_stages=3)
+        return ExpertTiles(block_n=64, block_k=64, num_warps=4, num_stages=4)
     if block_t <= 32:
-        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
-    if gated:
-        return ExpertTiles(
-            block_n=64, block_k=64, num_warps=4 if block_t <= 64 else 8, num_stages=3
-        )
-    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
+        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=4)
+    return ExpertTiles(block_n=128, block_k=64, num_warps=4 if block_t <= 64 else 8, num_stages=3)

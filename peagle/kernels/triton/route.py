@@ -11,9 +11,9 @@ order and as assignments, `table[expert, : counts[expert]]`. `touched[: counts[-
 experts that have rows. None of this is known on the host: the experts' kernels read it on the
 device.
 
-A program multiplies 16 rows with some experts' router rows, over a part of the inputs. The last
-program of a block of rows adds the parts in a fixed order, chooses the experts, and enters its
-assignments into the table.
+A program multiplies 16 rows, or one of a few, with the router rows of some experts, over a part of
+the inputs. The last program of a block of rows adds the parts in a fixed order, chooses the
+experts, and enters its assignments into the table.
 
 Shapes: x [T, K], weight [E, K], bias [E]. Results: experts and weights [T, top_k], table [E, T].
 """
@@ -37,7 +37,7 @@ BLOCK_ROWS = 16
 BLOCK_EXPERTS = 16
 BLOCK_INPUTS = 256
 SPLIT_INPUTS = 256  # inputs of one program, unless the rows alone keep a GPU busy
-BUSY_BLOCKS = 16  # blocks of rows from which on the inputs are not split
+BUSY_ROWS = 256  # rows from which on the inputs are not split
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ if triton is not None:
         BIAS: tl.constexpr,
         PARTS: tl.constexpr,
         SPLITS: tl.constexpr,
-        CHOOSE_T: tl.constexpr,
+        ONE_ROW: tl.constexpr,
         RANKS: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_E: tl.constexpr,
@@ -220,12 +220,20 @@ if triton is not None:
                 mask=row_mask[:, None] & (k < K)[None, :],
                 other=0.0,
             )
-            weight = tl.load(
-                weight_ptr + e[None, :] * K + k[:, None],
-                mask=expert_mask[None, :] & (k < K)[:, None],
-                other=0.0,
-            )
-            total = tl.dot(x, weight, total, input_precision="ieee")
+            if BLOCK_T == 1:
+                weight = tl.load(
+                    weight_ptr + e[:, None] * K + k[None, :],
+                    mask=expert_mask[:, None] & (k < K)[None, :],
+                    other=0.0,
+                )
+                total += tl.sum(weight.to(tl.float32) * x.to(tl.float32), 1)[None, :]
+            else:
+                weight = tl.load(
+                    weight_ptr + e[None, :] * K + k[:, None],
+                    mask=expert_mask[None, :] & (k < K)[:, None],
+                    other=0.0,
+                )
+                total = tl.dot(x, weight, total, input_precision="ieee")
         part_ptr = parts_ptr + (split * rows + t[:, None]) * EXPERTS + e[None, :]
         tl.store(part_ptr, total, mask=row_mask[:, None] & expert_mask[None, :])
         tl.debug_barrier()  # Every thread has stored.
@@ -234,11 +242,9 @@ if triton is not None:
                 return
             tl.store(arrived_ptr + block, 0)  # for the next launch
 
-        t = block * BLOCK_T + tl.arange(0, CHOOSE_T)
-        row_mask = t < rows
         all_experts = tl.arange(0, ALL_EXPERTS)[None, :]
         in_range = row_mask[:, None] & (all_experts < EXPERTS)
-        scores = tl.zeros([CHOOSE_T, ALL_EXPERTS], tl.float32)
+        scores = tl.zeros([BLOCK_T, ALL_EXPERTS], tl.float32)
         for i in tl.static_range(SPLITS):
             part_ptr = parts_ptr + (i * rows + t[:, None]) * EXPERTS + all_experts
             scores += tl.load(part_ptr, mask=in_range, other=0.0, cache_modifier=".cg")
@@ -270,7 +276,7 @@ if triton is not None:
             rows,
             EXPERTS,
             TOP_K,
-            CHOOSE_T == 1,
+            ONE_ROW,
         )
 
 
@@ -282,14 +288,18 @@ def route(
     counts: Tensor,
     arrived: Tensor,
 ) -> Routing:
-    """`counts` [E + 1] int32 must be zero. `arrived` [>= T / 16] int32 is zero, and zero again."""
+    """`counts` [E + 1] must be zero. `arrived` [>= max(T / 16, 16)] is zero before and after.
+
+    Both are int32.
+    """
     if not uses_triton(x):
         return reference(x, weight, bias, params, counts)
     rows, inputs = x.shape
     num_experts = len(weight)
-    blocks = triton.cdiv(rows, BLOCK_ROWS)
+    block_t = 1 if rows <= BLOCK_ROWS else BLOCK_ROWS
+    blocks = triton.cdiv(rows, block_t)
     parts = triton.cdiv(num_experts, BLOCK_EXPERTS)
-    splits = triton.cdiv(inputs, SPLIT_INPUTS) if blocks < BUSY_BLOCKS else 1
+    splits = triton.cdiv(inputs, SPLIT_INPUTS) if rows < BUSY_ROWS else 1
     split_inputs = triton.cdiv(inputs, splits * BLOCK_INPUTS) * BLOCK_INPUTS
     assert x.stride(1) == 1 and weight.is_contiguous() and len(counts) == num_experts + 1
     assert counts.is_contiguous() and len(arrived) >= blocks
@@ -322,13 +332,13 @@ def route(
         BIAS=bias is not None,
         PARTS=parts,
         SPLITS=splits,
-        CHOOSE_T=min(triton.next_power_of_2(rows), BLOCK_ROWS),
+        ONE_ROW=rows == 1,
         RANKS=triton.next_power_of_2(params.top_k),
-        BLOCK_T=BLOCK_ROWS,
+        BLOCK_T=block_t,
         BLOCK_E=BLOCK_EXPERTS,
         BLOCK_K=BLOCK_INPUTS,
         ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
-        num_warps=1 if blocks == 1 else 4,  # One warp chooses without barriers.
+        num_warps=1 if block_t == 1 else 4,  # One warp chooses without barriers.
         num_stages=3,
         **overlap_options(x),
     )
