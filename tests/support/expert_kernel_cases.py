@@ -219,12 +219,12 @@ def check_experts(
     near(by_rank.to(dtype), expected.to(dtype), 4)
 
 
-def check_mxfp4_codes(device: str, dtype: torch.dtype) -> None:
+def check_mxfp4_codes(largest: int, device: str, dtype: torch.dtype) -> None:
     """Products with rows of an identity are the weights, bit for bit: all codes and many scales."""
     rows, outputs = 64, 80
     codes = torch.arange(256, dtype=torch.uint8).repeat(outputs * rows // 512).view(outputs, -1)
-    scales = random_bytes(90, MAX_FAST_SCALE + 1, outputs, rows // 32)
-    scales[0] = MAX_FAST_SCALE
+    scales = random_bytes(90, largest + 1, outputs, rows // 32)
+    scales[0] = largest
     stacked = (torch.stack([x, x]).to(device) for x in (codes, scales))
     routing = some_routing(rows, 2, 1, device, dtype)
     parts = expert_gemm.expert_down(
@@ -288,12 +288,14 @@ EXPERT_CASES |= {
 EXPERT_CASES |= {
     "experts, sizes of no tile": partial(check_experts, None, 9, 3, 1, 50, 37, GPT_OSS, True),
     "experts, one expert": partial(check_experts, torch.int8, 150, 2, 2, 48, 33, SWIGLU, False),
+    "experts, one row": partial(check_experts, None, 1, 4, 1, 32, 16, SWIGLU, True),
     "experts, small tiles": partial(
         check_experts, "mxfp4", 5, 3, 2, 96, 64, SWIGLU, True, tiles=SMALL_TILES
     ),
     "experts, narrow parts": partial(
         check_experts, None, expert_gemm.WIDE_PART_ROWS + 1, 2, 1, 32, 16, SWIGLU, False
     ),
-    "experts, codes": check_mxfp4_codes,
+    "experts, codes": partial(check_mxfp4_codes, MAX_FAST_SCALE),
+    "experts, codes, large scales": partial(check_mxfp4_codes, 200),
 }
 CASES = ROUTE_CASES | EXPERT_CASES
