@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from peagle.kernels.attention_params import AttentionHeads
 from peagle.kernels.triton import add_norm, rope_store
 from tests.support.comparing import some
+from tests.support.expert_kernel_cases import FORMATS, check_independent_rows
 from tests.support.kernel_cases import CASES, rope_rows
 from tests.support.triton_interpreter import (
     interpreted,
@@ -40,6 +41,14 @@ def test_kernel_interpreted(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_on_cuda(name: str, dtype: torch.dtype) -> None:
     CASES[name]("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_experts_are_independent(format: object, dtype: torch.dtype) -> None:
+    """Which exact mode needs."""
+    check_independent_rows(format, "cuda", dtype)
 
 
 @not_interpreted

@@ -219,12 +219,12 @@ def check_experts(
     near(by_rank.to(dtype), expected.to(dtype), 4)
 
 
-def check_mxfp4_codes(device: str, dtype: torch.dtype) -> None:
+def check_mxfp4_codes(largest: int, device: str, dtype: torch.dtype) -> None:
     """Products with rows of an identity are the weights, bit for bit: all codes and many scales."""
     rows, outputs = 64, 80
     codes = torch.arange(256, dtype=torch.uint8).repeat(outputs * rows // 512).view(outputs, -1)
-    scales = random_bytes(90, MAX_FAST_SCALE + 1, outputs, rows // 32)
-    scales[0] = MAX_FAST_SCALE
+    scales = random_bytes(90, largest + 1, outputs, rows // 32)
+    scales[0] = largest
     stacked = (torch.stack([x, x]).to(device) for x in (codes, scales))
     routing = some_routing(rows, 2, 1, device, dtype)
     parts = expert_gemm.expert_down(
@@ -232,6 +232,26 @@ def check_mxfp4_codes(device: str, dtype: torch.dtype) -> None:
     )
     expected = decode_mxfp4(codes, scales, dtype).to(device)
     assert torch.equal(parts.sum(0).to(dtype), expected.T)
+
+
+def check_independent_rows(format: Any, device: str, dtype: torch.dtype) -> None:
+    """The bits of a row do not depend on the rows beside it, up to a block of them."""
+    experts, top_k, d, inner = 4, 2, 192, 96
+    params = RouterParams(top_k, normalized=True)
+    x = some(route.BLOCK_ROWS, d).to(device, dtype)
+    router = some(experts, d).to(device, dtype)
+    gate_up = some_matrices(format, (experts, 2 * inner, d), True, device, dtype)
+    down = some_matrices(format, (experts, d, inner), True, device, dtype)
+
+    def run(rows: Tensor) -> Tensor:
+        counters = new_counters(experts, len(rows), device)
+        routing = route.route(rows, router, None, params, *counters)
+        hidden = expert_gemm.expert_gate_up(rows, gate_up, SWIGLU, routing)
+        return expert_gemm.expert_down(hidden, down, routing)
+
+    together = run(x)
+    for start, count in ((0, 1), (5, 1), (2, 3), (4, 8)):
+        assert torch.equal(run(x[start : start + count]), together[:, start : start + count])
 
 
 SMALL_TILES = expert_gemm.ExpertTiles(block_n=16, block_k=16, num_warps=4, num_stages=2)
@@ -268,12 +288,14 @@ EXPERT_CASES |= {
 EXPERT_CASES |= {
     "experts, sizes of no tile": partial(check_experts, None, 9, 3, 1, 50, 37, GPT_OSS, True),
     "experts, one expert": partial(check_experts, torch.int8, 150, 2, 2, 48, 33, SWIGLU, False),
+    "experts, one row": partial(check_experts, None, 1, 4, 1, 32, 16, SWIGLU, True),
     "experts, small tiles": partial(
         check_experts, "mxfp4", 5, 3, 2, 96, 64, SWIGLU, True, tiles=SMALL_TILES
     ),
     "experts, narrow parts": partial(
         check_experts, None, expert_gemm.WIDE_PART_ROWS + 1, 2, 1, 32, 16, SWIGLU, False
     ),
-    "experts, codes": check_mxfp4_codes,
+    "experts, codes": partial(check_mxfp4_codes, MAX_FAST_SCALE),
+    "experts, codes, large scales": partial(check_mxfp4_codes, 200),
 }
 CASES = ROUTE_CASES | EXPERT_CASES

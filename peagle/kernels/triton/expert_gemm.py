@@ -11,7 +11,7 @@ programs split the inputs of the second product, and each has its own parts.
 A program computes some outputs of one touched expert for all of its rows, so that each matrix is
 read once: memory bandwidth is the limit for the few rows of a step. If an expert has more rows than
 a block holds, its matrix is read again for the next block. The order in which a number is summed
-depends on the matrix alone.
+depends on the matrix and on the number of rows of the pass, not on the experts of other rows.
 
 An 8-bit weight is converted to x's dtype before the product, which is exact, and its scale
 multiplies the sum. An MXFP4 weight is decoded in registers. A byte holds the codes of two inputs:
@@ -418,7 +418,7 @@ def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
 
     Decoding MXFP4 takes more instructions, and therefore more programs.
     """
-    blocks = min(assignments, matrices.num_experts) * matrices.outputs // 64
+    blocks = max(min(assignments, matrices.num_experts) * matrices.outputs // 64, 1)
     busy = BUSY_PROGRAMS * (4 if matrices.is_mxfp4 else 1)
     return min(max(busy // blocks, 1), MAX_SPLITS)
 
