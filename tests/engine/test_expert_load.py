@@ -18,7 +18,7 @@ def mixture_layer() -> Any:
     mlp = SimpleNamespace(
         gate_up=ExpertMatrices(torch.zeros(EXPERTS, 6, 8), bias=torch.zeros(EXPERTS, 6)),
         down=ExpertMatrices(torch.zeros(EXPERTS, 8, 3)),
-        router_weight=torch.zeros(EXPERTS, 8),
+        packed_router=Weight(torch.zeros(EXPERTS, 8)),
     )
     return SimpleNamespace(qkv=Weight(torch.zeros(16, 8)), out=Weight(torch.zeros(8, 8)), mlp=mlp)
 
