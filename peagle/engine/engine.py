@@ -366,8 +366,8 @@ class Engine:
         if multiple is None and requested:
             raise UserError(
                 f"exact mode is not supported for {self.target.name!r}: rows depend on other rows"
-                " of the batch (as in mixtures of experts). Leave out `exact` and set `dtype` to"
-                " float32: a near tie is unlikely there"
+                " of the batch (as in mixtures of experts that run through transformers). Leave out"
+                " `exact` and set `dtype` to float32: a near tie is unlikely there"
             )
         self._stepper.row_multiple = multiple or 1
         return multiple is not None

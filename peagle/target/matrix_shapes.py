@@ -1,4 +1,7 @@
-"""MatrixShapes: the weight matrices of a target, as its config describes them."""
+"""MatrixShapes: the weight matrices of a target, as its config describes them.
+
+Those of experts are counted by themselves (expert_shapes.py): a pass reads some of them.
+"""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Shape = tuple[int, int]  # outputs, inputs
+from peagle.target.expert_shapes import ExpertShapes, Shape, config_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,31 +21,42 @@ class MatrixShapes:
     kv_size: int  # key and value heads * head_dim, of keys alone
     num_layers: int
     vocab_size: int
+    experts: ExpertShapes | None = None  # in place of the MLPs
 
     @property
     def layer(self) -> tuple[Shape, ...]:
-        """The matrices of a layer, with projections of the same input side by side."""
+        """The matrices of a layer, with projections of the same input side by side.
+
+        A layer with experts has a router in place of the MLP.
+        """
         d = self.hidden_size
-        return (
-            (self.query_size + 2 * self.kv_size, d),
-            (d, self.query_size),
-            (2 * self.intermediate_size, d),
-            (d, self.intermediate_size),
-        )
+        attention = ((self.query_size + 2 * self.kv_size, d), (d, self.query_size))
+        if self.experts is not None:
+            return (*attention, (self.experts.num_experts, d))
+        return (*attention, (2 * self.intermediate_size, d), (d, self.intermediate_size))
 
     @property
     def weights(self) -> int:
-        """The number of weights that a pass reads."""
+        """The number of weights without experts. A pass reads all of them."""
         layer = sum(n * k for n, k in self.layer)
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
     @property
     def name(self) -> str:
         """For the key of a measurement: `30 x (576, 1536, 576 + 2 * 192), 49152`."""
+        width = self.intermediate_size if self.experts is None else self.experts.name
         return (
-            f"{self.num_layers} x ({self.hidden_size}, {self.intermediate_size},"
+            f"{self.num_layers} x ({self.hidden_size}, {width},"
             f" {self.query_size} + 2 * {self.kv_size}), {self.vocab_size}"
         )
+
+    def share_read(self, rows: int) -> float:
+        """The share of `weights` that a pass of `rows` rows reads."""
+        return 1.0
+
+    def matrix_rows(self, rows: int) -> int:
+        """The rows of a matrix in a pass of `rows` rows."""
+        return rows
 
     def sample(self, weights: float) -> list[Shape]:
         """Matrices with about `weights` weights in all, in the proportions of the target.
@@ -79,13 +93,16 @@ def config_shapes(config: Mapping[str, Any]) -> MatrixShapes:
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
+    experts = config_experts(config)
+    width = config["intermediate_size"] if experts is None else experts.intermediate_size
     shapes = MatrixShapes(
         int(config["hidden_size"]),
-        int(config["intermediate_size"]),
+        int(width),
         heads * head_dim,
         kv_heads * head_dim,
         int(config["num_hidden_layers"]),
         int(config["vocab_size"]),
+        experts,
     )
     if min(shapes.hidden_size, shapes.intermediate_size, shapes.num_layers, shapes.kv_size) < 1:
         raise ValueError(f"sizes must be positive: {shapes}")

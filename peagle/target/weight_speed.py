@@ -2,12 +2,15 @@
 
 Matrices with the target's own shapes are multiplied, so many that the last-level cache does not
 hold them: a step reads every weight from memory, and a probe that fits the cache would not notice.
+
+The experts of a mixture are timed by themselves, with the rows that a touched expert has on average
+(expert_shapes.py). MXFP4 experts stay as they are for every candidate.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,10 +19,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.cpu.library import kernel_build
-from peagle.kernels.cpu.matrix import PackedMatrix, can_pack
+from peagle.kernels.cpu.matrix import Mxfp4Matrix, PackedMatrix, can_pack
 from peagle.kernels.cpu.reordered import can_reorder, multiply_reordered, reorder
+from peagle.kernels.expert_matrices import MXFP4_BIAS, MXFP4_BLOCK
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
-from peagle.target.matrix_shapes import MatrixShapes, Shape
+from peagle.target.expert_shapes import ExpertShapes, Shape
+from peagle.target.matrix_shapes import MatrixShapes
 
 ROW_COUNTS = (1, 4, 8)  # a plain step, and verify steps with K = 3 and K = 7
 CACHE_SIZES = 3  # a candidate's matrices are this many times as large as the last-level cache,
@@ -104,6 +109,21 @@ def build_stored(shape: Shape, stored_format: str) -> Multiply | None:
     return PackedMatrix(weight) if can_pack(weight) else None
 
 
+def build_mxfp4(shape: Shape) -> Multiply | None:
+    codes = torch.randint(256, (shape[0], shape[1] // 2), dtype=torch.uint8)
+    scales = torch.full((shape[0], shape[1] // MXFP4_BLOCK), MXFP4_BIAS - 6, dtype=torch.uint8)
+    weight = Mxfp4Matrix(codes, scales)
+    return PackedMatrix(weight) if can_pack(weight) else None
+
+
+def expert_candidate(candidate: Candidate, experts: ExpertShapes) -> Candidate:
+    """How the experts of the target are kept."""
+    if not experts.is_mxfp4:
+        return candidate
+    density = 1 / 2 + 1 / MXFP4_BLOCK  # codes of 4 bits, and a byte per block
+    return replace(candidate, bytes_per_weight=density, build=build_mxfp4)
+
+
 @cache
 def random_weight(shape: Shape) -> Tensor:
     """The same numbers for all matrices of a shape: drawing them takes longer than timing."""
@@ -117,13 +137,19 @@ class Probe:
     them wait for other processes, hundreds of times as long as they take.
     """
 
-    def __init__(self, candidate: Candidate, shapes: MatrixShapes, max_bytes: float) -> None:
+    def __init__(
+        self, candidate: Candidate, shapes: MatrixShapes | ExpertShapes, max_bytes: float
+    ) -> None:
+        self.shapes = shapes
         self.sample = shapes.sample(max_bytes / candidate.bytes_per_weight)
         built = [candidate.build(shape) for shape in self.sample]
         self.matrices = [multiply for multiply in built if multiply is not None]
         self.supported = len(self.matrices) == len(self.sample)
         self.inputs = {
-            rows: {k: torch.randn(rows, k).to(candidate.dtype) for _, k in self.sample}
+            rows: {
+                k: torch.randn(shapes.matrix_rows(rows), k).to(candidate.dtype)
+                for _, k in self.sample
+            }
             for rows in ROW_COUNTS
         }
         # From the sampled matrices to all of the target.
@@ -144,9 +170,10 @@ class Probe:
 
     @property
     def times(self) -> PassTimes:
+        factors = {rows: 1000 * self.factor * self.shapes.share_read(rows) for rows in ROW_COUNTS}
         return {
-            rows: round(1000 * self.factor * sum(self.best[rows, x] for x in self.sample), 3)
-            for rows in ROW_COUNTS
+            rows: round(factor * sum(self.best[rows, x] for x in self.sample), 3)
+            for rows, factor in factors.items()
         }
 
 
@@ -162,13 +189,43 @@ def measure_passes(
     offered = candidates(stored_format)
     times: dict[str, PassTimes] = {}
     for candidate in offered:
-        probe = Probe(candidate, shapes, max_bytes)
-        random_weight.cache_clear()
-        if probe.supported:
-            run_rounds(probe, MAX_SECONDS / len(offered))
-            times[candidate.name] = probe.times
-        del probe  # before the next one is built
+        parts = candidate_parts(candidate, shapes)
+        seconds = MAX_SECONDS / len(offered) / len(parts)
+        timed = [time_matrices(*part, max_bytes, seconds) for part in parts]
+        supported = [part for part in timed if part is not None]
+        if len(supported) == len(parts):
+            times[candidate.name] = {
+                rows: sum(part[rows] for part in supported) for rows in ROW_COUNTS
+            }
     return times
+
+
+def candidate_parts(
+    candidate: Candidate, shapes: MatrixShapes
+) -> list[tuple[Candidate, MatrixShapes | ExpertShapes]]:
+    """What is timed for a candidate: the matrices that every row reads, and experts.
+
+    Without kernels, MXFP4 experts are multiplied out in every pass: no candidate changes that.
+    """
+    experts = shapes.experts
+    if experts is None or (experts.is_mxfp4 and kernel_build() is None):
+        return [(candidate, shapes)]
+    return [(candidate, shapes), (expert_candidate(candidate, experts), experts)]
+
+
+def time_matrices(
+    candidate: Candidate,
+    shapes: MatrixShapes | ExpertShapes,
+    max_bytes: float,
+    max_seconds: float,
+) -> PassTimes | None:
+    """None if this machine does not support the candidate."""
+    probe = Probe(candidate, shapes, max_bytes)
+    random_weight.cache_clear()
+    if not probe.supported:
+        return None
+    run_rounds(probe, max_seconds)
+    return probe.times
 
 
 def run_rounds(probe: Probe, max_seconds: float) -> None:

@@ -7,37 +7,68 @@ import torch
 
 from peagle.bench.random_models import random_pair
 from peagle.bench.step_cost import weight_bytes
+from peagle.engine.model.cpu_experts import CpuExperts
 from peagle.engine.model.expert_load import ExpertLoad, last_expert_load
+from peagle.engine.model.mixture import Mixture, RouterCounters
 from peagle.engine.model.weight import Weight
-from peagle.kernels.expert_matrices import ExpertMatrices
+from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
+from peagle.kernels.triton.route import RouterParams
+from tests.support.cpu_features import needs_c
 
 EXPERTS = 4
+INNER = 64
+HIDDEN = 128
+COUNTS = [[3, 0, 1, 0, 2], [1, 1, 1, 1, 4]]
 
 
-def mixture_layer() -> Any:
-    mlp = SimpleNamespace(
-        gate_up=ExpertMatrices(torch.zeros(EXPERTS, 6, 8), bias=torch.zeros(EXPERTS, 6)),
-        down=ExpertMatrices(torch.zeros(EXPERTS, 8, 3)),
-        router_weight=torch.zeros(EXPERTS, 8),
+def mixture_layer(value: float) -> Any:
+    """All weights have this value."""
+    gate_up = ExpertMatrices(torch.full((EXPERTS, 2 * INNER, HIDDEN), value))
+    down = ExpertMatrices(torch.full((EXPERTS, HIDDEN, INNER), value))
+    router = torch.full((EXPERTS, HIDDEN), value)
+    counts = torch.zeros(1, EXPERTS + 1, dtype=torch.int32)
+    mlp = Mixture(
+        router,
+        None,
+        RouterParams(2, True),
+        gate_up,
+        down,
+        GatedActivation(),
+        RouterCounters(counts[0], counts, counts),
+        Weight(router),
+        CpuExperts(gate_up, down, GatedActivation(), torch.float32),
     )
-    return SimpleNamespace(qkv=Weight(torch.zeros(16, 8)), out=Weight(torch.zeros(8, 8)), mlp=mlp)
+    qkv, out = (Weight(torch.full((outputs, HIDDEN), value)) for outputs in (256, HIDDEN))
+    return SimpleNamespace(qkv=qkv, out=out, mlp=mlp)
 
 
-def fused_target(counts: list[list[int]] | None) -> Any:
+def fused_target(value: float, counts: list[list[int]] | None) -> Any:
     tensor = None if counts is None else torch.tensor(counts, dtype=torch.int32)
-    return SimpleNamespace(layers=[mixture_layer(), mixture_layer()], expert_counts=tensor)
+    return SimpleNamespace(layers=[mixture_layer(value) for _ in range(2)], expert_counts=tensor)
+
+
+def expected_bytes(per_weight: int) -> int:
+    attention = per_weight * (256 + HIDDEN) * HIDDEN
+    router = per_weight * EXPERTS * HIDDEN
+    expert = per_weight * 3 * INNER * HIDDEN
+    return 2 * (attention + router) + (2 + 4) * expert
 
 
 def test_touched_experts_are_counted() -> None:
-    load = last_expert_load(fused_target([[3, 0, 1, 0, 2], [1, 1, 1, 1, 4]]))
-    attention = 4 * (16 * 8 + 8 * 8)
-    router = 4 * EXPERTS * 8
-    expert = 4 * (6 * 8 + 6 + 8 * 3)
-    assert load == ExpertLoad(3.0, EXPERTS, 2 * (attention + router) + (2 + 4) * expert)
+    target = fused_target(0.3, COUNTS)  # which bf16 does not hold exactly: nothing is packed
+    assert last_expert_load(target) == ExpertLoad(3.0, EXPERTS, expected_bytes(4))
+
+
+@needs_c
+def test_packed_matrices_are_read_in_bf16() -> None:
+    load = last_expert_load(fused_target(0.25, COUNTS))
+    assert load is not None
+    # Outputs are padded to whole panels.
+    assert expected_bytes(2) <= load.layer_bytes < 1.25 * expected_bytes(2)
 
 
 def test_a_dense_target_has_none() -> None:
-    assert last_expert_load(fused_target(None)) is None
+    assert last_expert_load(fused_target(0.25, None)) is None
 
 
 def test_the_floor_counts_touched_experts_and_the_head() -> None:

@@ -76,6 +76,22 @@ def test_rows_of_int8(format: str, dtype: torch.dtype) -> None:
     assert torch.equal(packed(x[7:9], *(route[7:9] for route in routes)), result[7:9])
 
 
+@pytest.mark.parametrize("format", ["int8", "mxfp4"])
+def test_codes_are_not_packed_again_for_rows_of_int8(format: str) -> None:
+    matrices = some_experts(format)
+    packed = PackedExperts(*matrices, ACTIVATIONS["clamped"])
+    expected = PackedExperts(*matrices, ACTIVATIONS["clamped"], int8_rows=True)
+    x = some_rows(20, torch.float32)
+    routes = some_routes(20)
+    before = packed(x, *routes)
+    rounded = packed.with_int8_rows()
+    assert torch.equal(rounded(x, *routes), expected(x, *routes))
+    assert torch.equal(packed(x, *routes), before)
+    assert not torch.equal(rounded(x, *routes), before)
+    for one, other in zip(packed.down, rounded.down, strict=True):
+        assert one.packed[0].data_ptr() == other.packed[0].data_ptr()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "inner"), [(34, 18), (160, 50), (2, 2)])
 def test_sizes_that_are_no_multiples(hidden: int, inner: int, dtype: torch.dtype) -> None:
@@ -188,6 +204,21 @@ def test_router(dtype: torch.dtype, biased: bool, normalized: bool) -> None:
         near(moe(x), moe_reference(packed, x, router, normalized), 4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_counted(dtype: torch.dtype) -> None:
+    """The counts are those of the last call."""
+    packed = PackedExperts(*some_experts("float"), ACTIVATIONS["swiglu"])
+    router = PackedMatrix(some(EXPERTS, HIDDEN, seed=9).bfloat16() / 4)
+    counts = torch.full((EXPERTS + 1,), 99, dtype=torch.int32)
+    moe = PackedMoe(packed, router, TOP_K, True, counts)
+    for rows in (40, 1):
+        x = some_rows(rows, dtype)
+        moe(x)
+        order = router(x).float().sort(dim=-1, descending=True, stable=True).indices
+        expected = order[:, :TOP_K].flatten().bincount(minlength=EXPERTS)
+        assert counts.tolist() == [*expected.tolist(), int((expected > 0).sum())]
+
+
 def test_equal_logits_choose_the_first_experts() -> None:
     packed = PackedExperts(*some_experts("float"), ACTIVATIONS["swiglu"])
     bias = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
@@ -212,5 +243,6 @@ def test_what_can_be_packed() -> None:
     inexact = ExpertMatrices(gate_up.weight + 1e-4)
     odd = ExpertMatrices(down.weight[:, :, 1:])
     assert not can_pack_experts(inexact, down) and not can_pack_experts(gate_up, odd)
+    assert can_pack_experts(inexact, down, int8_rows=True)
     codes = ExpertMatrices(torch.zeros(2, 4, 6, dtype=torch.int32), torch.ones(2, 4))
     assert not can_pack_experts(codes, codes)

@@ -49,6 +49,13 @@ def round_weights(target: Target) -> None:
         parameter.data = parameter.data.bfloat16().float()
 
 
+def packable_mixture(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Target:
+    """`make_mixture` with weights that bf16 holds exactly: the C kernels pack them."""
+    target = make_mixture(name, **changes)
+    target.model.to(torch.bfloat16).to(dtype)
+    return target
+
+
 def mixture_pair(target: Target) -> LoadedPair:
     drafters = {
         method: make_drafter(target, method, 1, aux=AUX) for method in METHODS if method != "none"

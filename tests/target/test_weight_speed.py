@@ -1,12 +1,14 @@
 """The probe multiplies the target's matrices, more of them than the cache holds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from peagle.target import weight_speed
+from peagle.target.expert_shapes import ExpertShapes
 from peagle.target.matrix_shapes import DEFAULT_SHAPES, MatrixShapes, read_shapes
 from peagle.target.weight_speed import (
     MAX_BYTES,
@@ -17,6 +19,7 @@ from peagle.target.weight_speed import (
     last_level_cache_bytes,
     measure_passes,
 )
+from tests.support.cpu_features import needs_c
 
 SMALL = MatrixShapes(64, 128, 64, 32, 2, 256)
 
@@ -112,3 +115,89 @@ def test_a_text_config_inside_is_read(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text_config}))
     assert read_shapes(tmp_path) == MatrixShapes(64, 128, 128, 64, 2, 256)
+
+
+# Experts.
+
+EXPERTS = ExpertShapes(64, 32, 8, 2, 2)
+MIXTURE = MatrixShapes(64, 32, 64, 32, 2, 256, EXPERTS)
+ATTENTION = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+MIXTURE_CONFIGS: dict[str, dict[str, object]] = {
+    "qwen3-moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 500,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "gpt-oss": {"num_local_experts": 8, "experts_per_token": 2, "intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("name", MIXTURE_CONFIGS)
+def test_the_experts_of_a_config(name: str, tmp_path: Path) -> None:
+    config = ATTENTION | MIXTURE_CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shapes(tmp_path) == MIXTURE
+
+
+def test_mxfp4_experts_of_a_config(tmp_path: Path) -> None:
+    stored = {"quantization_config": {"quant_method": "mxfp4"}}
+    config = ATTENTION | MIXTURE_CONFIGS["gpt-oss"] | stored
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = read_shapes(tmp_path)
+    assert shapes is not None and shapes.experts is not None and shapes.experts.is_mxfp4
+    assert shapes.name == "2 x (64, 2 of 8 experts with 32 in MXFP4, 64 + 2 * 32), 256"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    assert read_shapes(tmp_path) is None
+
+
+def test_the_experts_that_a_pass_reads() -> None:
+    qwen3 = ExpertShapes(2048, 768, 128, 8, 48)
+    assert qwen3.weights == 48 * 128 * 3 * 2048 * 768
+    assert qwen3.share_read(1) == pytest.approx(8 / 128)
+    assert 128 * qwen3.share_read(8) == pytest.approx(51.6, abs=0.1)
+    assert [qwen3.matrix_rows(rows) for rows in (1, 8, 64, 512)] == [1, 1, 4, 32]
+    for wanted in (1e6, 3e6, 40e6):  # Less than an expert, one, and many.
+        assert weights(qwen3.sample(wanted)) == pytest.approx(wanted, rel=0.4)
+    assert EXPERTS.sample(1e9) == list(EXPERTS.expert) * 16
+
+
+def test_experts_are_timed_by_themselves() -> None:
+    candidate = weight_speed.candidates(None)[0]
+    probe = weight_speed.Probe(candidate, EXPERTS, 1e9)
+    assert probe.inputs[8][64].shape == (EXPERTS.matrix_rows(8), 64) == (2, 64)
+    probe.best = {(rows, shape): 1e-3 for rows in ROW_COUNTS for shape in EXPERTS.expert}
+    assert probe.times == {rows: round(32 * EXPERTS.share_read(rows), 3) for rows in ROW_COUNTS}
+    assert MIXTURE.layer == ((128, 64), (64, 64), (8, 64))
+    times = measure_passes(MIXTURE)
+    assert times.keys() == {"float32", "bfloat16"}
+
+
+def test_mxfp4_experts_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernels they are left out: they are multiplied out with every dtype."""
+    shapes = replace(MIXTURE, experts=replace(EXPERTS, is_mxfp4=True))
+    built: list[tuple[int, int]] = []
+
+    def build(shape: tuple[int, int]) -> weight_speed.Multiply:
+        built.append(shape)
+        return lambda x: x
+
+    monkeypatch.setattr(weight_speed, "build_mxfp4", build)
+    for compiled in (object(), None):
+        monkeypatch.setattr(weight_speed, "kernel_build", lambda compiled=compiled: compiled)
+        built.clear()
+        assert measure_passes(shapes).keys() == {"float32", "bfloat16"}
+        assert set(built) == (set(EXPERTS.expert) if compiled else set())
+
+
+@needs_c
+def test_mxfp4_matrices_are_finite() -> None:
+    multiply = weight_speed.build_mxfp4((48, 64))
+    assert multiply is not None and multiply(torch.ones(2, 64)).isfinite().all()

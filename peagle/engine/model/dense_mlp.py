@@ -16,6 +16,11 @@ class DenseMLP:
         """x [T, d] -> [T, d], or its split-K partial sums [S, T, d]."""
         return self.down.split_k(self.gate_up.gated(x))
 
+    def quantize(self) -> None:
+        """Multiply in int8 from now on."""
+        for weight in self.weights:
+            weight.quantize()
+
     @property
     def weights(self) -> list[Weight]:
         return [self.gate_up, self.down]

@@ -42,7 +42,8 @@ def pad_rows(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass
 def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 0) -> int | None:
     """The multiple of rows that makes passes exact.
 
-    None: no multiple does, as in mixtures of experts, where the neighbors of a row change its bits.
+    None: no multiple does, as in mixtures of experts that run through transformers: the number of
+    rows of an expert changes their bits there. The C kernels of a CPU compute every row by itself.
     """
     blocks: tuple[int, ...] = PROBED_BLOCKS
     if k + 1 > max(PROBED_BLOCKS):

@@ -26,8 +26,7 @@ def last_expert_load(target: FusedLlamaTarget) -> ExpertLoad | None:
     mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp.gate_up, ExpertMatrices)]
     dense = [layer.mlp for layer in layers if isinstance(layer.mlp.gate_up, Weight)]
     for mlp, count in zip(mixtures, touched, strict=True):
-        expert_bytes = mlp.gate_up.expert_bytes + mlp.down.expert_bytes
-        layer_bytes += table_bytes(mlp.router_weight) + count * expert_bytes
+        layer_bytes += matrix_bytes(mlp.packed_router) + count * mlp.expert_bytes
     layer_bytes += sum(matrix_bytes(mlp.gate_up) + matrix_bytes(mlp.down) for mlp in dense)
     experts = target.expert_counts.shape[1] - 1
     return ExpertLoad(sum(touched) / len(touched), experts, layer_bytes)
@@ -35,6 +34,8 @@ def last_expert_load(target: FusedLlamaTarget) -> ExpertLoad | None:
 
 def matrix_bytes(weight: Weight) -> int:
     """The bytes that a product of few rows reads."""
+    if weight.matrix is not None:
+        return weight.matrix.nbytes
     if weight.skinny_weight is not None:
         return table_bytes(weight.skinny_weight)
     return sum(table_bytes(part) for part in weight.parts)

@@ -90,14 +90,12 @@ class LlamaLayer:
 
     def with_cpu_layer(self) -> "LlamaLayer":
         """The same layer, run by one C call where that is supported."""
-        matrices = [weight.matrix for weight in self.weights if weight.matrix is not None]
+        matrices = self._packed_matrices()
         group = self.heads.num_heads // self.heads.num_kv_heads
-        supported = supports_heads(self.head_dim, group) and self.attention.sinks is None
-        if len(matrices) < 4 or not supported:
+        if matrices is None or not supports_heads(self.head_dim, group):
             return self
-        qkv, out, gate_up, down = matrices
         cpu_layer = FusedLayer(
-            LayerMatrices(qkv, out, gate_up, down),
+            matrices,
             self.input_norm,
             self.post_attention_norm,
             self.heads,
@@ -106,10 +104,23 @@ class LlamaLayer:
         )
         return replace(self, cpu_layer=cpu_layer)
 
+    def _packed_matrices(self) -> LayerMatrices | None:
+        """None if some matrix is not packed."""
+        qkv, out = self.qkv.matrix, self.out.matrix
+        if qkv is None or out is None:
+            return None
+        if isinstance(self.mlp, Mixture):
+            moe = self.mlp.packed_moe
+            return None if moe is None else LayerMatrices(qkv, out, moe=moe)
+        gate_up, down = self.mlp.gate_up.matrix, self.mlp.down.matrix
+        if gate_up is None or down is None:
+            return None
+        return LayerMatrices(qkv, out, gate_up, down)
+
     def quantized(self) -> "LlamaLayer":
         """Quantize the weights to int8, and return the layer that uses them."""
-        for weight in self.weights:
-            weight.quantize()
+        for part in (self.qkv, self.out, self.mlp):
+            part.quantize()
         return self.with_cpu_layer()
 
 
@@ -151,7 +162,7 @@ def build_mlp(
     module: Any, dtype: torch.dtype, counters: RouterCounters | None
 ) -> DenseMLP | Mixture:
     if counters is not None:
-        return build_mixture(module, counters)
+        return build_mixture(module, dtype, counters)
     return DenseMLP(
         merged_weight([module.gate_proj, module.up_proj], dtype),
         merged_weight([module.down_proj], dtype),
@@ -217,7 +228,9 @@ class FusedLlamaTarget:
 
     def quantize(self) -> None:
         """Multiply in int8 from now on. The comparison with transformers comes before that."""
-        self.layers = [layer.quantized() for layer in self.layers]
+        self.cpu_layers = None
+        for i in range(len(self.layers)):  # Each frees its packed floats before the next one.
+            self.layers[i] = self.layers[i].quantized()
         self.cpu_layers = fuse_layers(self.layers)
         self.lm_head.quantize()
 

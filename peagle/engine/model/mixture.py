@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peagle.engine.model.cpu_experts import CpuExperts
 from peagle.engine.model.weight import Weight
+from peagle.kernels.cpu.experts import PackedMoe
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
 from peagle.kernels.triton.expert_gemm import expert_down, expert_gate_up
 from peagle.kernels.triton.route import RouterParams, route
@@ -37,9 +39,11 @@ class Mixture:
     down: ExpertMatrices
     activation: GatedActivation
     counters: RouterCounters
+    packed_router: Weight  # the same weight and bias, as the C kernels read them
+    cpu_experts: CpuExperts
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, d] -> parts [top_k, T, d], which add_norm adds.
+        """x [T, d] -> [T, d], or parts [top_k, T, d], which add_norm adds.
 
         The counts of the pass must be zero; they take the rows of each expert.
         """
@@ -47,8 +51,33 @@ class Mixture:
         routing = route(
             x, self.router_weight, self.router_bias, self.router, counters.counts, counters.arrived
         )
+        packed = self.cpu_experts.packed
+        if packed is not None:
+            return packed(x, routing.experts, routing.weights)
         hidden = expert_gate_up(x, self.gate_up, self.activation, routing)
         return expert_down(hidden, self.down, routing)
+
+    @property
+    def packed_moe(self) -> PackedMoe | None:
+        """The whole mixture in one C call; None if the router or the experts are not packed."""
+        router = self.packed_router.matrix
+        experts = self.cpu_experts.packed
+        if router is None or experts is None:
+            return None
+        params = self.router
+        return PackedMoe(experts, router, params.top_k, params.normalized, self.counters.counts)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes that the products with one expert read."""
+        packed = self.cpu_experts.packed
+        if packed is not None:
+            return packed.nbytes // packed.num_experts
+        return self.gate_up.expert_bytes + self.down.expert_bytes
+
+    def quantize(self) -> None:
+        """Multiply with experts in int8 from now on. The router keeps its precision."""
+        self.cpu_experts.quantize()
 
     @property
     def weights(self) -> list[Weight]:
@@ -106,8 +135,11 @@ def is_supported_experts(experts: Any) -> bool:
     return names in (projections, projections | biases) and (is_silu or is_clamped)
 
 
-def build_mixture(mlp: Any, counters: RouterCounters) -> Mixture:
-    """From the MLP of a layer of Qwen3-MoE, Mixtral or GPT-OSS in transformers."""
+def build_mixture(mlp: Any, dtype: torch.dtype, counters: RouterCounters) -> Mixture:
+    """From the MLP of a layer of Qwen3-MoE, Mixtral or GPT-OSS in transformers.
+
+    `dtype`: of the rows.
+    """
     router = find_router(mlp)
     bias = getattr(router, "bias", None)
     experts = mlp.experts
@@ -128,6 +160,8 @@ def build_mixture(mlp: Any, counters: RouterCounters) -> Mixture:
         down,
         activation,
         counters,
+        Weight(router.weight, bias, dtype=dtype),
+        CpuExperts(gate_up, down, activation, dtype),
     )
 
 

@@ -15,6 +15,7 @@ step and large matrices. Elsewhere the dequantized weight is used.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,18 +36,31 @@ from peagle.target.quantized.codes import QuantizedWeight
 
 # Number of weights from which on reading codes is faster on an H200 (docs/quantized.md).
 MIN_GPU_CODES = 32 << 20
+Packed = TypeVar("Packed")
 
 
-class PackedCopy:
+class PackedCopy(Generic[Packed]):
     """A copy of a weight in the layout of a kernel."""
 
-    def __init__(self, source: tuple[object, ...], packed: PackedMatrix | Tensor) -> None:
+    def __init__(self, source: tuple[object, ...], packed: Packed) -> None:
         self.source = source  # Kept alive: the addresses of its tensors identify the copy.
         self.packed = packed
 
 
 # The copies that some engine uses, by their layout and the address of the weight.
-_copies: "WeakValueDictionary[tuple[object, ...], PackedCopy]" = WeakValueDictionary()
+_copies: "WeakValueDictionary[tuple[object, ...], PackedCopy[Any]]" = WeakValueDictionary()
+
+
+def shared_copy(
+    layout: str, source: Sequence[Tensor | None], pack: Callable[[], Packed]
+) -> PackedCopy[Packed]:
+    """The copy in this layout that another engine made of the same tensors, or a new one."""
+    tensors = (None if x is None else (x.data_ptr(), x.shape, x.stride()) for x in source)
+    key = (layout, *tensors)
+    copy = _copies.get(key)
+    if copy is None:
+        copy = _copies.setdefault(key, PackedCopy(tuple(source), pack()))
+    return copy
 
 
 class Weight:
@@ -68,9 +82,9 @@ class Weight:
         self.matrix: PackedMatrix | None = None
         self.reordered: Tensor | None = None
         # Own the widened weight, and the packed matrix or the reordered weight.
-        self._wide: PackedCopy | None = None
-        self._copy: PackedCopy | None = None
-        self._float_copy: PackedCopy | None = None
+        self._wide: PackedCopy[PackedMatrix | Tensor] | None = None
+        self._copy: PackedCopy[PackedMatrix | Tensor] | None = None
+        self._float_copy: PackedCopy[PackedMatrix | Tensor] | None = None
         if can_pack_parts(self.parts, dtype):
             self._use_matrix("packed", self._pack)
         self.weight = self._tensor(dtype)
@@ -174,18 +188,13 @@ class Weight:
         assert isinstance(self._copy.packed, PackedMatrix)
         self.matrix = self._copy.packed
 
-    def _shared_copy(self, layout: str, pack: Callable[[], PackedMatrix | Tensor]) -> PackedCopy:
+    def _shared_copy(
+        self, layout: str, pack: Callable[[], PackedMatrix | Tensor]
+    ) -> PackedCopy[PackedMatrix | Tensor]:
         """The copy that another engine made of this weight, or a new one."""
         tensors = [x.blocks if isinstance(x, StoredMatrix) else x for x in self.parts]
-        layouts = [(x.shape, x.stride()) for x in tensors]
         codes = None if self.codes is None else self.codes.codes
-        source = (*tensors, self.bias, codes)
-        addresses = [None if x is None else x.data_ptr() for x in source]
-        key = (layout, *layouts, *addresses)
-        copy = _copies.get(key)
-        if copy is None:
-            copy = _copies.setdefault(key, PackedCopy(source, pack()))
-        return copy
+        return shared_copy(layout, [*tensors, self.bias, codes], pack)
 
 
 def is_plain(parts: tuple[Table, ...], dtype: torch.dtype | None) -> bool:

@@ -6,6 +6,7 @@ outputs of a row's experts are added by rank: the bits of a row do not depend on
 
 import ctypes
 import math
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class MoeStruct(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("top_k", ctypes.c_long),
         ("normalized", ctypes.c_long),
+        ("counts", ctypes.c_void_p),
     ]
 
 
@@ -69,24 +71,40 @@ class PackedExperts:
         assert down.outputs == gate_up.inputs
         self.num_experts = count
         self.hidden_size = gate_up.inputs
+        self.activation = activation
         order = output_order(gate_up.outputs, activation.interleaved)
-        # The structs point to these.
-        self.gate_up, self.down = (
-            [packed_expert(matrices, expert, outputs, int8_rows) for expert in range(count)]
-            for matrices, outputs in ((gate_up, order), (down, None))
+        self._use_matrices(
+            *(
+                [packed_expert(matrices, expert, outputs, int8_rows) for expert in range(count)]
+                for matrices, outputs in ((gate_up, order), (down, None))
+            )
         )
+
+    def _use_matrices(self, gate_up: list[PackedMatrix], down: list[PackedMatrix]) -> None:
+        # The structs point to these.
+        self.gate_up = gate_up
+        self.down = down
         self.arrays = [
-            (MatrixStruct * count)(*(matrix.struct for matrix in matrices))
-            for matrices in (self.gate_up, self.down)
+            (MatrixStruct * self.num_experts)(*(matrix.struct for matrix in matrices))
+            for matrices in (gate_up, down)
         ]
+        activation = self.activation
         self.struct = ExpertsStruct(
             *(ctypes.addressof(array) for array in self.arrays),
-            count,
+            self.num_experts,
             activation.alpha,
             math.inf if activation.limit is None else activation.limit,
             activation.up_shift,
         )
         self.address = ctypes.addressof(self.struct)
+
+    def with_int8_rows(self) -> "PackedExperts":
+        """The same codes, multiplied with rows of int8; they are not packed again."""
+        experts = copy(self)
+        experts._use_matrices(
+            *([matrix.with_int8_rows() for matrix in x] for x in (self.gate_up, self.down))
+        )
+        return experts
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [T, d], chosen [T, top_k] experts with their weights -> [T, d].
@@ -126,18 +144,27 @@ class PackedMoe:
         router: PackedMatrix,
         top_k: int,
         normalized: bool,
+        counts: Tensor | None = None,
     ) -> None:
         """router: d -> experts, with its bias. The `top_k` experts with the largest logits are
         chosen, the first of equal ones. Logits are rounded to the dtype of the rows, and so are
         the weights: a softmax over all experts, or over the chosen ones if `normalized`.
+
+        `counts` [E + 1] int32: each call writes the rows of each expert, and the number of experts
+        that have rows.
         """
         assert (router.n, router.k) == (experts.num_experts, experts.hidden_size)
         assert 1 <= top_k <= experts.num_experts <= MAX_EXPERTS
         self.hidden_size = experts.hidden_size
+        if counts is not None:
+            assert counts.shape == (router.n + 1,) and counts.dtype == torch.int32
+            assert counts.is_contiguous()
         # The struct points to these.
         self.experts = experts
         self.router = router
-        self.struct = MoeStruct(router.struct, experts.address, top_k, normalized)
+        self.counts = counts
+        counts_address = None if counts is None else counts.data_ptr()
+        self.struct = MoeStruct(router.struct, experts.address, top_k, normalized, counts_address)
         self.address = ctypes.addressof(self.struct)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -152,26 +179,36 @@ class PackedMoe:
 
 
 def can_pack_experts(
-    gate_up: ExpertMatrices, down: ExpertMatrices, dtype: torch.dtype | None = None
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    dtype: torch.dtype | None = None,
+    int8_rows: bool = False,
 ) -> bool:
     """Whether `PackedExperts` supports these here, with rows of `dtype` (None: any).
 
-    Float matrices must be exact in bf16.
+    Float matrices must be exact in bf16, unless they are rounded to int8.
     """
     if library() is None or (dtype is not None and dtype not in DTYPE_SUFFIXES):
         return False
     return gate_up.num_experts <= MAX_EXPERTS and all(
-        can_pack_matrices(matrices) for matrices in (gate_up, down)
+        can_pack_matrices(matrices, int8_rows) for matrices in (gate_up, down)
     )
 
 
-def can_pack_matrices(matrices: ExpertMatrices) -> bool:
+def has_codes(matrices: ExpertMatrices) -> bool:
+    """Whether the matrices are packed as codes, which rows of int8 can be multiplied with."""
+    return matrices.scales is not None and matrices.weight.dtype not in FP8_DTYPES
+
+
+def can_pack_matrices(matrices: ExpertMatrices, int8_rows: bool) -> bool:
     weight = matrices.weight
     if weight.device.type != "cpu" or matrices.inputs % 2:
         return False
     if matrices.scales is not None:
         return matrices.is_mxfp4 or weight.dtype in (torch.int8, *FP8_DTYPES)
-    return weight.dtype.is_floating_point and all(is_exact_in_bf16(expert) for expert in weight)
+    if not weight.dtype.is_floating_point:
+        return False
+    return int8_rows or all(is_exact_in_bf16(expert) for expert in weight)
 
 
 def output_order(outputs: int, interleaved: bool) -> Tensor | None:
@@ -190,8 +227,7 @@ def packed_expert(
         return tensor if order is None else tensor[order]
 
     bias = None if matrices.bias is None else ordered(matrices.bias[expert])
-    has_codes = matrices.scales is not None and matrices.weight.dtype not in FP8_DTYPES
-    if int8_rows and not has_codes:
+    if int8_rows and not has_codes(matrices):
         weight: Packable = quantize_int8(ordered(matrices.dense(expert, torch.float32)))
     elif matrices.scales is None:
         weight = ordered(matrices.weight[expert])

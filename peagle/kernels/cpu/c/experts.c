@@ -47,6 +47,13 @@ static void choose_experts(const float *scores, long count, long top_k, int64_t 
     }
 }
 
+/* chosen [pairs], all of which exist -> counts [count + 1], as in `struct moe`. */
+static void count_rows(const int64_t *chosen, long pairs, long count, int32_t *counts) {
+    memset(counts, 0, (count + 1) * sizeof *counts);
+    for (long i = 0; i < pairs; i++)
+        if (!counts[chosen[i]]++) counts[count]++;
+}
+
 /* The sum of e^(score - top) over n scores. */
 static float sum_exponentials(const float *scores, long n, float top) {
     vec sum = {0};

@@ -13,11 +13,12 @@ struct experts {
 };
 
 /* A row's experts are those with the top_k largest logits, the first of equal ones. Their weights
-   are a softmax over all experts, or over the chosen ones. */
+   are a softmax over all experts, or over the chosen ones. Each call writes its counts. */
 struct moe {
     struct matrix router;
     const struct experts *experts;
     long top_k, normalized; /* normalized: whether the weights of a row add up to 1 */
+    int32_t *counts; /* null, or [experts + 1]: rows of each expert, then experts with rows */
 };
 
 /* x [rows, hidden] -> out [rows, hidden], which must not overlap. */
