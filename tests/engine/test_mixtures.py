@@ -17,6 +17,7 @@ from peagle.target import Target, load_target
 from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
+from tests.support.cpu_features import needs_c
 from tests.support.decoding import tokens_of
 from tests.support.engines import Asked, engine_of, steps_of
 from tests.support.mixtures import (
@@ -105,9 +106,12 @@ def test_sixty_four_requests_equal_generate(name: str, way: str) -> None:
     check_sixty_four(name, way, "cpu")
 
 
+@needs_c
 @pytest.mark.parametrize("way", ["p-eagle", "trees"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_weights_of_bfloat16(name: str, way: str) -> None:
+def test_weights_of_bfloat16_run_in_c(name: str, way: str) -> None:
+    verifier = build_verifier(pair(name, rounded=True).target, 64)
+    assert isinstance(verifier, FusedLlamaTarget) and verifier.cpu_layers is not None
     check_sixty_four(name, way, "cpu", rounded=True)
 
 
