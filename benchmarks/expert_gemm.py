@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
-from peagle.kernels.triton.expert_gemm import (
+from peagle.kernels.triton.experts.expert_gemm import (
     ExpertTiles,
     block_rows,
     expert_down,
     expert_gate_up,
 )
-from peagle.kernels.triton.route import RouterParams, Routing, route
+from peagle.kernels.triton.experts.route import RouterParams, Routing, route
 
 REPEATS = 10
 BEST_COUNT = 4

@@ -12,7 +12,7 @@ from peagle.engine.model.expert_load import ExpertLoad, last_expert_load
 from peagle.engine.model.mixture import Mixture, RouterCounters
 from peagle.engine.model.weight import Weight
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
-from peagle.kernels.triton.route import RouterParams
+from peagle.kernels.triton.experts.route import RouterParams
 from tests.support.cpu_features import needs_c
 
 EXPERTS = 4

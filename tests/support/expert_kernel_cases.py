@@ -12,8 +12,8 @@ from peagle.kernels.expert_matrices import (
     GatedActivation,
     decode_mxfp4,
 )
-from peagle.kernels.triton import expert_gemm, route
-from peagle.kernels.triton.route import RouterParams, Routing
+from peagle.kernels.triton.experts import expert_gemm, route
+from peagle.kernels.triton.experts.route import RouterParams, Routing
 from tests.support.comparing import near, some
 
 try:

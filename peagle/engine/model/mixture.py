@@ -11,8 +11,8 @@ from peagle.engine.model.cpu_experts import CpuExperts
 from peagle.engine.model.weight import Weight
 from peagle.kernels.cpu.experts import PackedMoe
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
-from peagle.kernels.triton.expert_gemm import expert_down, expert_gate_up
-from peagle.kernels.triton.route import RouterParams, route
+from peagle.kernels.triton.experts.expert_gemm import expert_down, expert_gate_up
+from peagle.kernels.triton.experts.route import RouterParams, route
 from peagle.target.experts.stored_experts import StoredExperts
 
 MIXTURE_PARTS = ({"router", "experts"}, {"gate", "experts"})

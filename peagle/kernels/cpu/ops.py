@@ -129,9 +129,8 @@ def attend(
     kv_heads = key_cache.shape[1]
     if lib is None or not supports_heads(head_dim, heads // kv_heads):
         return False
-    if params.softcap is not None:
-        return False
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+    contiguous = key_cache.is_contiguous() and value_cache.is_contiguous()
+    if params.softcap is not None or not contiguous:
         return False
     if not query.stride(1) == out.stride(1) == head_dim:
         return False

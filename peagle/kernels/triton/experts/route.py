@@ -294,37 +294,48 @@ def route(
     """
     if not uses_triton(x):
         return reference(x, weight, bias, params, counts)
+    rows = len(x)
+    routing = Routing(
+        counts.new_empty(rows, params.top_k),
+        x.new_empty(rows, params.top_k, dtype=torch.float32),
+        counts,
+        counts.new_empty(len(weight), rows),
+        counts.new_empty(min(len(weight), rows * params.top_k)),
+    )
+    _launch(x, weight, bias, params, routing, arrived)
+    return routing
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    params: RouterParams,
+    routing: Routing,
+    arrived: Tensor,
+) -> None:
     rows, inputs = x.shape
     num_experts = len(weight)
     block_t = 1 if rows <= BLOCK_ROWS else BLOCK_ROWS
     blocks = triton.cdiv(rows, block_t)
     parts = triton.cdiv(num_experts, BLOCK_EXPERTS)
     splits = triton.cdiv(inputs, SPLIT_INPUTS) if rows < BUSY_ROWS else 1
-    split_inputs = triton.cdiv(inputs, splits * BLOCK_INPUTS) * BLOCK_INPUTS
-    assert x.stride(1) == 1 and weight.is_contiguous() and len(counts) == num_experts + 1
-    assert counts.is_contiguous() and len(arrived) >= blocks
-    logits = torch.empty(splits, rows, num_experts, dtype=torch.float32, device=x.device)
-    routing = Routing(
-        counts.new_empty(rows, params.top_k),
-        logits.new_empty(rows, params.top_k),
-        counts,
-        counts.new_empty(num_experts, rows),
-        counts.new_empty(min(num_experts, rows * params.top_k)),
-    )
+    assert x.stride(1) == 1 and weight.is_contiguous() and len(routing.counts) == num_experts + 1
+    assert routing.counts.is_contiguous() and len(arrived) >= blocks
     _route_kernel[(blocks, parts, splits)](
         x,
         weight,
         x if bias is None else bias,
-        logits,
+        torch.empty(splits, rows, num_experts, dtype=torch.float32, device=x.device),
         arrived,
         routing.experts,
         routing.weights,
-        counts,
+        routing.counts,
         routing.table,
         routing.touched,
         rows,
         x.stride(0),
-        split_inputs,
+        triton.cdiv(inputs, splits * BLOCK_INPUTS) * BLOCK_INPUTS,
         K=inputs,
         EXPERTS=num_experts,
         TOP_K=params.top_k,
@@ -342,4 +353,3 @@ def route(
         num_stages=3,
         **overlap_options(x),
     )
-    return routing

@@ -27,8 +27,8 @@ from torch.nn.functional import linear
 
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.experts.route import Routing
 from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
-from peagle.kernels.triton.route import Routing
 
 try:
     import triton
@@ -362,7 +362,6 @@ def _launch(
     rows, top_k = routing.experts.shape
     weight, scales, bias = matrices.weight, matrices.scales, matrices.bias
     num_experts, matrix_rows, width = weight.shape
-    gated = activation is not None
     shape = activation or GatedActivation()
     block_t = block_rows(rows * top_k / num_experts, rows)
     tiles = tiles or tile_sizes(matrices, block_t)
@@ -385,18 +384,12 @@ def _launch(
         shape.alpha,
         NO_LIMIT if shape.limit is None else shape.limit,
         shape.up_shift,
-        EXPERTS=num_experts,
         TOP_K=top_k,
         N=out.shape[-1],
-        MATRIX_ROWS=matrix_rows,
-        WIDTH=width,
-        SCALE_WIDTH=scales.stride(1) if scales is not None and matrices.is_mxfp4 else 1,
         INTERLEAVED=shape.interleaved,
-        GATED=gated,
-        BIAS=bias is not None,
-        SCALED=scales is not None and not matrices.is_mxfp4,
-        MXFP4=matrices.is_mxfp4,
+        GATED=activation is not None,
         ASM=matrices.fast_decoding and x.is_cuda and x.dtype == torch.bfloat16,
+        **_format_options(matrices),
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
@@ -405,6 +398,21 @@ def _launch(
         num_stages=tiles.num_stages,
         **overlap_options(x),
     )
+
+
+def _format_options(matrices: ExpertMatrices) -> dict[str, int]:
+    """What the kernel must know of the matrices."""
+    scales = matrices.scales
+    num_experts, matrix_rows, width = matrices.weight.shape
+    return {
+        "EXPERTS": num_experts,
+        "MATRIX_ROWS": matrix_rows,
+        "WIDTH": width,
+        "SCALE_WIDTH": scales.stride(1) if scales is not None and matrices.is_mxfp4 else 1,
+        "BIAS": matrices.bias is not None,
+        "SCALED": scales is not None and not matrices.is_mxfp4,
+        "MXFP4": matrices.is_mxfp4,
+    }
 
 
 def block_rows(mean_rows: float, rows: int) -> int:
