@@ -59,7 +59,7 @@ class Mixture:
 
     @property
     def packed_moe(self) -> PackedMoe | None:
-        """The whole mixture in one C call, if neither router nor experts are rounded for it."""
+        """The whole mixture in one C call; None if the router or the experts are not packed."""
         router = self.packed_router.matrix
         experts = self.cpu_experts.packed
         if router is None or experts is None:
