@@ -17,7 +17,6 @@ from torch import Tensor
 
 from peagle.kernels.cpu import ops
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -57,9 +56,7 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         RESIDUAL: tl.constexpr,
         SPLITS: tl.constexpr,
-        OVERLAP: tl.constexpr,
     ):
-        wait_for_previous(OVERLAP)
         row = tl.program_id(0).to(tl.int64)
         dims = tl.arange(0, BLOCK_D)
         mask = dims < D
@@ -120,6 +117,5 @@ def add_norm(
         RESIDUAL=residual is not None,
         SPLITS=splits,
         num_warps=min(max(block_d // 256, 1), 16),
-        **overlap_options(x),
     )
     return normed, total

@@ -37,7 +37,6 @@ from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -225,9 +224,7 @@ if triton is not None:
         BLOCK_ROWS: tl.constexpr,
         BLOCK_KEYS: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        OVERLAP: tl.constexpr,
     ):
-        wait_for_previous(OVERLAP)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         block = tl.program_id(2) // SPLITS
@@ -416,7 +413,6 @@ def _launch(
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
         PAGE_SIZE=rows.page_size,
         **_block_sizes(query, kv_heads, plan),
-        **overlap_options(query),
     )
 
 

@@ -23,7 +23,6 @@ from peagle.kernels.attention_params import AttentionHeads
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -172,9 +171,7 @@ if triton is not None:
         BLOCK_HALF: tl.constexpr,
         BLOCK_REST: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        OVERLAP: tl.constexpr,
     ):
-        wait_for_previous(OVERLAP)
         row = tl.program_id(0).to(tl.int64)
         block = tl.program_id(1)
         Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -308,5 +305,4 @@ def _launch(
         BLOCK_REST=triton.next_power_of_2(max(d - rot, 1)),
         BLOCK_D=triton.next_power_of_2(d),
         num_warps=1,
-        **overlap_options(qkv),
     )

@@ -25,12 +25,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.overlap import (
-    overlap_options,
-    prefetch_lines,
-    prefetch_rows,
-    wait_for_previous,
-)
 
 try:
     import triton
@@ -124,8 +118,6 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
-        LINES: tl.constexpr,
-        OVERLAP: tl.constexpr,
     ):
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         split = tl.program_id(1)
@@ -135,11 +127,6 @@ if triton is not None:
         weight_tile_ptr = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row + k[None, :]
         up_tile_ptr = weight_tile_ptr + inner.to(tl.int64) * stride_weight_row
         x_tile_ptr = x_ptr + t[None, :] * stride_x_row + k[:, None]
-        row_ptr = weight_ptr + n.to(tl.int64) * stride_weight_row + split * split_inputs
-        prefetch_rows(row_ptr, LINES, OVERLAP)
-        if GATED:
-            prefetch_rows(row_ptr + inner.to(tl.int64) * stride_weight_row, LINES, OVERLAP)
-        wait_for_previous(OVERLAP)
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         for start in range(0, split_inputs, BLOCK_K):
@@ -229,8 +216,6 @@ def _launch(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        LINES=prefetch_lines(split_inputs * weight.element_size()),
-        **overlap_options(x),
     )
 
 

@@ -28,7 +28,6 @@ from torch.nn.functional import linear
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.triton import uses_triton
 from peagle.kernels.triton.experts.route import Routing
-from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -247,9 +246,7 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
-        OVERLAP: tl.constexpr,
     ):
-        wait_for_previous(OVERLAP)
         place = tl.program_id(1)
         if place >= tl.load(counts_ptr + EXPERTS):
             return
@@ -396,7 +393,6 @@ def _launch(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **overlap_options(x),
     )
 
 

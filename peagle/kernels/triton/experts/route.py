@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.overlap import overlap_options, wait_for_previous
 
 try:
     import triton
@@ -201,9 +200,7 @@ if triton is not None:
         BLOCK_E: tl.constexpr,
         BLOCK_K: tl.constexpr,
         ALL_EXPERTS: tl.constexpr,
-        OVERLAP: tl.constexpr,
     ):
-        wait_for_previous(OVERLAP)
         block = tl.program_id(0)
         part = tl.program_id(1)
         split = tl.program_id(2)
@@ -351,5 +348,4 @@ def _launch(
         ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         num_warps=1 if block_t == 1 else 4,  # One warp chooses without barriers.
         num_stages=3,
-        **overlap_options(x),
     )
