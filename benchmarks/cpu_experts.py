@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def measure(target: Target, rounds: int) -> None:
             "c": fused_pass(in_c, target, rows),
             "c int8": fused_pass(in_int8, target, rows),
             "pytorch": fused_pass(in_pytorch, target, rows),
-            "transformers": lambda rows=rows: target.forward(token_ids(rows)),
+            "transformers": partial(target.forward, token_ids(rows)),
         }
         best = dict.fromkeys(ways, float("inf"))
         for _ in range(rounds):

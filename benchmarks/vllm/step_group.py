@@ -117,7 +117,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--profile", action="append", default=[], help="METHOD=.8,.6,.4")
-    options, options.extra = parser.parse_known_args()
+    options, extra = parser.parse_known_args()
+    options.extra = extra
     return options
 
 

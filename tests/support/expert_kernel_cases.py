@@ -106,7 +106,7 @@ def check_route_not_finite(rows: int, experts: int, device: str, dtype: Any) -> 
 if triton is not None:
 
     @triton.jit
-    def _narrow_kernel(
+    def _narrow_kernel(  # type: ignore[no-untyped-def]
         scores_ptr,
         experts_ptr,
         weights_ptr,
@@ -225,11 +225,10 @@ def check_mxfp4_codes(largest: int, device: str, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(outputs * rows // 512).view(outputs, -1)
     scales = random_bytes(90, largest + 1, outputs, rows // 32)
     scales[0] = largest
-    stacked = (torch.stack([x, x]).to(device) for x in (codes, scales))
+    both_codes, both_scales = (torch.stack([x, x]).to(device) for x in (codes, scales))
+    matrices = ExpertMatrices(both_codes, both_scales)
     routing = some_routing(rows, 2, 1, device, dtype)
-    parts = expert_gemm.expert_down(
-        torch.eye(rows).to(device, dtype), ExpertMatrices(*stacked).for_gpu(), routing
-    )
+    parts = expert_gemm.expert_down(torch.eye(rows).to(device, dtype), matrices.for_gpu(), routing)
     expected = decode_mxfp4(codes, scales, dtype).to(device)
     assert torch.equal(parts.sum(0).to(dtype), expected.T)
 

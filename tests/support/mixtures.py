@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.core import METHODS
+from peagle.core import METHODS, Method
+from peagle.drafter import Drafter
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.engines import Asked, pair_of
@@ -57,7 +58,7 @@ def packable_mixture(name: str, dtype: torch.dtype = torch.float32, **changes: A
 
 
 def mixture_pair(target: Target) -> LoadedPair:
-    drafters = {
+    drafters: dict[Method, Drafter] = {
         method: make_drafter(target, method, 1, aux=AUX) for method in METHODS if method != "none"
     }
     return pair_of(target, drafters)
