@@ -61,8 +61,10 @@ def test_compiled_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_compiler
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF\x02\x01\x01" + b"\0" * 57])
+@pytest.mark.parametrize(
+    ("content", "known"),
+    [(b"", True), (b"not a library", False), (b"\x7fELF\x02\x01\x01" + b"\0" * 57, True)],
+)
 def test_a_broken_file_is_built_again(
     content: bytes, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
