@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from peagle.core import Method
+from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import build_verifier
@@ -155,6 +156,8 @@ def test_8_bit_experts(name: str, width: str, format: str, tmp_path: Path) -> No
     for module in target.layers:
         assert isinstance(module.mlp.experts, StoredExperts)
     check_few(target, target)
+    with Engine(mixture_pair(target), EngineConfig(method="none")) as engine:
+        assert engine.weights == f"{format} experts, float32 elsewhere"
 
 
 def test_mxfp4_experts(tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ from peagle.engine.model.weight import Weight
 from peagle.kernels.cpu.experts import PackedMoe
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
 from peagle.kernels.triton.experts.expert_gemm import expert_down, expert_gate_up
-from peagle.kernels.triton.experts.route import RouterParams, route
+from peagle.kernels.triton.experts.route import BLOCK_ROWS, RouterParams, route
 from peagle.target.experts.stored_experts import StoredExperts
 
 MIXTURE_PARTS = ({"router", "experts"}, {"gate", "experts"})
 SILU_CLASSES = ("SiLU", "SiLUActivation")
 MAX_ROWS = 1 << 16  # of a pass
-ROWS_PER_COUNTER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def router_counters(mlps: Sequence[nn.Module], device: torch.device) -> list[Rou
     if not sizes:
         return [None] * len(routers)
     all_counts = torch.zeros(len(sizes), max(sizes) + 1, dtype=torch.int32, device=device)
-    arrived = torch.zeros(MAX_ROWS // ROWS_PER_COUNTER, dtype=torch.int32, device=device)
+    arrived = torch.zeros(MAX_ROWS // BLOCK_ROWS, dtype=torch.int32, device=device)
     rows = iter(all_counts)
     return [
         None if router is None else RouterCounters(next(rows), all_counts, arrived)

@@ -37,7 +37,6 @@ from peagle.kernels.triton.accept_tree import AcceptedPath, accept_tree
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.expand_rows import VerifiedBlock
 from peagle.target import Target
-from peagle.target.experts.mxfp4_read import MXFP4_EXPERTS
 from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.gguf.modules import StoredLinear
 
@@ -95,8 +94,9 @@ class Stepper:
         quantized = self.target.format
         if not quantized:
             return dtype
-        if quantized == MXFP4_EXPERTS:
-            return f"{quantized}, {dtype} elsewhere"
+        has_stored_experts = any(isinstance(x, StoredExperts) for x in self.target.layers.modules())
+        if has_stored_experts and not self._quantized_share:
+            return f"{quantized.removesuffix(' experts')} experts, {dtype} elsewhere"
         if not self._quantized_share:
             return f"{quantized}, multiplied out to {dtype}"
         if self._quantized_share == 1:

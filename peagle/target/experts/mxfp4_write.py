@@ -26,7 +26,7 @@ from peagle.target.experts.mxfp4_layout import (
     find_experts,
     quantization_config,
 )
-from peagle.target.quantized.card import TITLE
+from peagle.target.quantized.card import card_text
 from peagle.target.quantized.shards import INDEX, read_shard, shard_paths
 from peagle.target.quantized.write import (
     NOT_COPIED,
@@ -126,26 +126,10 @@ def quantize_projection(
 
 
 def mxfp4_card(source: Path, config: dict[str, Any], report: QuantizationReport) -> str:
-    source_name = config.get("_name_or_path") or config.get("_model_name_or_path") or source.name
-    values = report.as_dict()
-    return "\n".join(
-        [
-            f"{TITLE}: {source_name}, {report.format}",
-            "",
-            f"Experts in floats of 4 bits, with one exponent per {report.group} inputs of an"
-            " output. Rounded to the nearest; each exponent is the one of two with the least"
-            " squared error. No data was used. Everything else is unchanged.",
-            "",
-            "| | |",
-            "|---|---|",
-            "| layout | mxfp4, as GPT-OSS is published |",
-            f"| matrices | {values['matrices']} |",
-            f"| bytes | {values['bytes_before']:,} -> {values['bytes_after']:,} |",
-            f"| error, relative to the norm of the weights | {report.error:.3%} |",
-            f"| the worst matrix | {values['worst']}, {values['worst_error']:.3%} |",
-            "",
-            "`peagle generate PAIR PROMPT --target DIR` runs it with the drafter of the pair,"
-            " `vllm serve DIR` serves it.",
-            "",
-        ]
+    description = (
+        f"Experts in floats of 4 bits, with one exponent per {report.group} inputs of an output."
+        " Rounded to the nearest; each exponent is the one of two with the least squared error. No"
+        " data was used. Everything else is unchanged."
     )
+    layout = "mxfp4, as GPT-OSS is published"
+    return card_text(source, config, report, description, layout, f"{len(report.errors)}")

@@ -21,7 +21,6 @@ DESCRIPTIONS = {
 
 
 def card(source: Path, config: dict[str, Any], report: "QuantizationReport") -> str:
-    source_name = config.get("_name_or_path") or config.get("_model_name_or_path") or source.name
     format = WEIGHT_FORMATS[report.format]
     description = DESCRIPTIONS[report.format].format(group=report.group)
     search = ""
@@ -31,21 +30,38 @@ def card(source: Path, config: dict[str, Any], report: "QuantizationReport") -> 
             f" {CLIP_FRACTIONS[-1]:g} to {CLIP_FRACTIONS[0]:g} of the largest magnitude, with the"
             " least squared error."
         )
-    values = report.as_dict()
-    matrices, routers = f"{values['matrices']}", ""
+    matrices, routers = f"{len(report.errors)}", ""
     if report.expert_matrices:
         matrices += f", {report.expert_matrices} of them of experts"
         routers = "routers, "
+    text = (
+        f"{description} Rounded to the nearest.{search} No data was used. Embeddings, lm_head,"
+        f" {routers}norms and biases are unchanged."
+    )
+    layout = f"compressed-tensors, {format.layout}"
+    return card_text(source, config, report, text, layout, matrices)
+
+
+def card_text(
+    source: Path,
+    config: dict[str, Any],
+    report: "QuantizationReport",
+    description: str,
+    layout: str,
+    matrices: str,
+) -> str:
+    """The card of a target in any format."""
+    source_name = config.get("_name_or_path") or config.get("_model_name_or_path") or source.name
+    values = report.as_dict()
     return "\n".join(
         [
             f"{TITLE}: {source_name}, {report.format}",
             "",
-            f"{description} Rounded to the nearest.{search} No data was used. Embeddings, lm_head,"
-            f" {routers}norms and biases are unchanged.",
+            description,
             "",
             "| | |",
             "|---|---|",
-            f"| layout | compressed-tensors, {format.layout} |",
+            f"| layout | {layout} |",
             f"| matrices | {matrices} |",
             f"| bytes | {values['bytes_before']:,} -> {values['bytes_after']:,} |",
             f"| error, relative to the norm of the weights | {report.error:.3%} |",

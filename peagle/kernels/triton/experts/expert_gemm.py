@@ -41,36 +41,36 @@ BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
 NO_LIMIT = 3.0e38
-# Two bytes to four bf16 numbers: codes lie in bits 0-3 and 4-7 of a byte. Sign, exponent and
-# mantissa of a code move to their places in a bf16 number, which is then 2**126 times too small.
-DECODE_MXFP4 = """
+# Two codes to two bf16 numbers. Sign, exponent and mantissa of a code move to their places in a
+# bf16 number, which is then 2**126 times too small; the scale makes up for that.
+DECODE_PAIR = """
+    shl.b32 high, {codes}, {sign_shift};
+    shl.b32 low, {codes}, {magnitude_shift};
+    and.b32 low, low, 0x01C001C0;
+    lop3.b32 low, high, 0x80008000, low, 0xEA;
+    fma.rn.bf16x2 {out}, low, {scales}, zero;"""
+# Four bytes ($4) and their scales ($5, $6) to the weights of even inputs ($0, $1), whose codes are
+# bits 0-3 of a byte, and of odd inputs ($2, $3), bits 4-7. Registers a and b hold two bytes each.
+DECODE_MXFP4 = (
+    """
 {
     .reg .b32 a, b, low, high, zero;
     mov.b32 zero, 0x80008000;
     prmt.b32 a, $4, 0, 0x4140;
-    prmt.b32 b, $4, 0, 0x4342;
-    shl.b32 high, a, 12;
-    shl.b32 low, a, 6;
-    and.b32 low, low, 0x01C001C0;
-    lop3.b32 low, high, 0x80008000, low, 0xEA;
-    fma.rn.bf16x2 $0, low, $5, zero;
-    shl.b32 high, b, 12;
-    shl.b32 low, b, 6;
-    and.b32 low, low, 0x01C001C0;
-    lop3.b32 low, high, 0x80008000, low, 0xEA;
-    fma.rn.bf16x2 $1, low, $6, zero;
-    shl.b32 high, a, 8;
-    shl.b32 low, a, 2;
-    and.b32 low, low, 0x01C001C0;
-    lop3.b32 low, high, 0x80008000, low, 0xEA;
-    fma.rn.bf16x2 $2, low, $5, zero;
-    shl.b32 high, b, 8;
-    shl.b32 low, b, 2;
-    and.b32 low, low, 0x01C001C0;
-    lop3.b32 low, high, 0x80008000, low, 0xEA;
-    fma.rn.bf16x2 $3, low, $6, zero;
-}
-"""
+    prmt.b32 b, $4, 0, 0x4342;"""
+    + "".join(
+        DECODE_PAIR.format(
+            codes=codes, sign_shift=sign, magnitude_shift=magnitude, out=out, scales=scales
+        )
+        for out, codes, scales, sign, magnitude in (
+            ("$0", "a", "$5", 12, 6),
+            ("$1", "b", "$6", 12, 6),
+            ("$2", "a", "$5", 8, 2),
+            ("$3", "b", "$6", 8, 2),
+        )
+    )
+    + "\n}\n"
+)
 
 
 class ExpertTiles(NamedTuple):
