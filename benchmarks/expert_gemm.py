@@ -134,7 +134,7 @@ def candidates(case: Case) -> Iterator[ExpertTiles]:
     block_t = block_rows(case.rows * mixture.top_k / mixture.experts, case.rows)
     widths = (32, 64, 128) if case.format == "mxfp4" else (64, 128, 256)
     if block_t <= 32:
-        settings = ((2, 4), (4, 3), (4, 4), (8, 3))
+        settings = ((2, 4), (2, 6), (2, 8), (4, 3), (4, 4), (4, 6), (8, 3))
         grid = itertools.product((32, 64, 128), widths, settings)
     else:
         grid = itertools.product((32, 64, 128), widths[:2], ((4, 3), (4, 4), (8, 3), (8, 4)))

@@ -72,13 +72,9 @@ class Replicas:
         }
 
     def requests_on(self, replica: str, ids: set[str]) -> set[str] | int:
-        """Which of these requests the replica had; a retried one was on the other replica first."""
+        """Which of these requests the replica had, first if another one answered in the end."""
         events = [event for event in log_events(self.log, "request") if event["request_id"] in ids]
-        return {
-            event["request_id"]
-            for event in events
-            if (event.get("worker") == replica) != bool(event.get("asked_again"))
-        }
+        return {event["request_id"] for event in events if event.get("worker") == replica}
 
 
 class DataParallel(Replicas):

@@ -130,7 +130,7 @@ def draw_ratio(axes: Any, ratios: dict[int, float]) -> None:
         linestyle="--",
         **line_style("none"),
     )
-    for values, offset in ((ratios, -13), (PUBLISHED, 6)):
+    for values, offset in ((ratios, 6), (PUBLISHED, -13)):
         for count, ratio in values.items():
             axes.annotate(
                 f"{ratio:.2f}",

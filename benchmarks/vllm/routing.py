@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BOUND = 0.035  # Uniform numbers in +-0.035 have a standard deviation of 0.02, as transformers' do.
+WEIGHT_STD = 0.02  # as in transformers
 
 
 def patch_dummy_weights() -> None:
@@ -31,7 +31,11 @@ def patch_dummy_weights() -> None:
 
 @torch.no_grad()
 def fill_weight(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Initialize a weight as transformers does: norms are 1, biases 0 (that of a router random)."""
+    """Initialize a weight as transformers does: norms are 1, biases 0 (that of a router random).
+
+    Not with `uniform_`: in bf16 its mean is not quite 0, so that all rows of a pass get a common
+    part, grow alike and choose the same experts.
+    """
     if not tensor.is_floating_point() or "scale" in name:
         return
     if "norm" in name:
@@ -39,7 +43,7 @@ def fill_weight(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     elif name.endswith("bias") and "router" not in name:
         tensor.zero_()
     else:
-        tensor.uniform_(-BOUND, BOUND, generator=generator)
+        tensor.normal_(0.0, WEIGHT_STD, generator=generator)
 
 
 class ExpertCounter:

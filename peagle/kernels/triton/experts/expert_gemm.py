@@ -361,7 +361,7 @@ def _launch(
     num_experts, matrix_rows, width = weight.shape
     shape = activation or GatedActivation()
     block_t = block_rows(rows * top_k / num_experts, rows)
-    tiles = tiles or tile_sizes(matrices, block_t)
+    tiles = tiles or tile_sizes(matrices, block_t, rows * top_k, activation is not None)
     split_blocks = triton.cdiv(width, splits * tiles.block_k)
     assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
     assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
@@ -427,12 +427,15 @@ def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
     return min(max(busy // blocks, 1), MAX_SPLITS)
 
 
-def tile_sizes(matrices: ExpertMatrices, block_t: int) -> ExpertTiles:
+def tile_sizes(
+    matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
+) -> ExpertTiles:
     """Sizes measured on an H200."""
     if matrices.is_mxfp4:
         if block_t > 32:
             return ExpertTiles(block_n=128, block_k=32, num_warps=4, num_stages=3)
-        return ExpertTiles(block_n=64, block_k=64, num_warps=2, num_stages=4)
+        block_n = 128 if gated and assignments > 8 else 64
+        return ExpertTiles(block_n, block_k=64, num_warps=4 if gated else 2, num_stages=4)
     if block_t <= 32:
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
