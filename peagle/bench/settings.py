@@ -8,6 +8,8 @@ from peagle.errors import UserError
 from peagle.results.key import CHAINS_ONLY, CellKey, cell_keys
 
 MAX_CONCURRENCY = 4096
+MAX_CLIENTS = 256
+NAMED_IF_CHANGED = ("tree", "clients")  # newer settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class BenchSettings:
     profile: str | None = None
     warmup: int = 16  # tokens of each user's warm-up answer
     tree: tuple[int, ...] = CHAINS_ONLY  # nodes
+    clients: int = 1  # processes that load an endpoint
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens >= 1, "must be 1 or more")
@@ -37,6 +40,7 @@ class BenchSettings:
             bool(self.concurrency) and all(1 <= c <= MAX_CONCURRENCY for c in self.concurrency),
             f"must be numbers in 1..{MAX_CONCURRENCY}, like 1,8,64",
         )
+        self._check("clients", 1 <= self.clients <= MAX_CLIENTS, f"must be in 1..{MAX_CLIENTS}")
         for tree in self.tree:
             check_tree_nodes(tree, self.k, exact=self.exact)
         if any(self.tree) and self.methods and "p-eagle" not in self.methods:
@@ -57,9 +61,12 @@ class BenchSettings:
         return self.temperature == 0
 
     def to_json(self) -> dict[str, Any]:
-        """Runs of chains do not name `tree`, so that files from before there were trees resume."""
-        names = [f.name for f in fields(self) if f.name != "tree" or self.tree != CHAINS_ONLY]
-        values = {name: getattr(self, name) for name in names}
+        """Newer settings are left out at their default, so that older files resume."""
+        values = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in NAMED_IF_CHANGED or getattr(self, f.name) != f.default
+        }
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()

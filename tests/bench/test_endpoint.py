@@ -1,5 +1,9 @@
 """The same load on a server: what is sent, what is counted, and every way a server can fail."""
 
+import asyncio
+from typing import Any
+
+import httpx
 import pytest
 
 from peagle.bench.load.endpoint import (
@@ -8,6 +12,7 @@ from peagle.bench.load.endpoint import (
     endpoint_urls,
 )
 from peagle.bench.load.server_metrics import parse_metrics
+from peagle.bench.load.sse import read_events
 from peagle.errors import UserError
 from peagle.results.key import CellKey
 from peagle.results.spec_counters import SpecCounters
@@ -90,6 +95,14 @@ def test_a_server_that_is_not_there() -> None:
     metrics = there.run(KEY, some_jobs(3), lambda: None).metrics()
     assert metrics.failed == 3
     assert "Connect" in (metrics.first_error or "")
+
+
+def test_only_newlines_end_an_event() -> None:
+    async def read() -> list[dict[str, Any]]:
+        reply = httpx.Response(200, text='data: {"a": "b\u2028c"}\n\ndata: [DONE]\n')
+        return [event async for event in read_events(reply)]
+
+    assert asyncio.run(read()) == [{"a": "b\u2028c"}]
 
 
 def test_urls() -> None:

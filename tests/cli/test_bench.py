@@ -289,6 +289,9 @@ MISTAKES = {
         ["--max-tokens", "0", "--set", "{root}/talk.jsonl"],
         "--max-tokens must be 1 or more",
     ),
+    "clients of no endpoint": (["--clients", "2"], "--clients is for servers: give --endpoint"),
+    "no clients": (["--endpoint", "http://h", "--clients", "0"], "--clients must be in 1..256"),
+    "too many clients": (["--endpoint", "http://h", "--clients", "257"], "must be in 1..256"),
     "two K at an endpoint": (["--endpoint", "http://h", "-k", "3,5"], "one of each"),
     "no URL": (["--endpoint", "h:80", "--set", "{root}/talk.jsonl"], "write it like http://"),
     "a file as folder": (

@@ -11,6 +11,7 @@ from peagle.cli.measurement.bench_options import (
     DEFAULT_KS,
     ApiKey,
     BaselineRun,
+    ClientCount,
     DraftLengths,
     EndpointUrl,
     ExactMode,
@@ -64,6 +65,7 @@ def bench(
     profile: LengthProfile = None,
     score: WithScores = False,
     endpoint: EndpointUrl = None,
+    clients: ClientCount = 1,
     model: ServedModel = None,
     api_key: ApiKey = None,
     baseline: BaselineRun = None,
@@ -85,7 +87,7 @@ def bench(
 
     Example: peagle bench smollm2-135m --set humaneval -k 3,5,7 --concurrency 1,8,64 --out results
     """
-    settings = parse_cells(methods, k, tree, concurrency, endpoint, exact)
+    settings = parse_cells(methods, k, tree, concurrency, endpoint, exact, clients)
     settings = replace(
         settings, max_tokens=max_tokens, repeats=repeats, limit=limit, profile=profile
     )
@@ -107,6 +109,7 @@ def parse_cells(
     concurrency: str,
     endpoint: str | None,
     exact: bool,
+    clients: int,
 ) -> "BenchSettings":
     """The settings that decide which cells there are; the sets are looked up later."""
     from peagle.bench.settings import BenchSettings
@@ -124,8 +127,11 @@ def parse_cells(
             raise UserError("--tree is for peagle's own engine: leave it out with --endpoint")
         if exact:
             raise UserError("--exact is for peagle's own engine: leave it out with --endpoint")
+    elif clients != 1:
+        raise UserError("--clients is for servers: give --endpoint, or leave it out")
     ks = (0,) if endpoint is not None and k is None else parse_ks(k or DEFAULT_KS)
-    return BenchSettings((), chosen, ks, parse_counts(concurrency), exact=exact, tree=trees)
+    counts = parse_counts(concurrency)
+    return BenchSettings((), chosen, ks, counts, exact=exact, tree=trees, clients=clients)
 
 
 def bench_command(

@@ -74,6 +74,12 @@ EndpointUrl = Annotated[
         show_default=False,
     ),
 ]
+ClientCount = Annotated[
+    int,
+    typer.Option(
+        "--clients", help="Processes that send the load to --endpoint; users are split evenly."
+    ),
+]
 ServedModel = Annotated[
     str | None,
     typer.Option(

@@ -76,7 +76,14 @@ def prepare_endpoint(
     tasks = command.read_tasks(warn)
     settings = command.settings
     try:
-        runner = EndpointRunner(url, model, api_key, settings.temperature, settings.warmup)
+        runner = EndpointRunner(
+            url,
+            model,
+            api_key,
+            settings.temperature,
+            settings.warmup,
+            clients=settings.clients,
+        )
     except EndpointDown as error:
         print_error(str(error).replace("`endpoint`", "--endpoint"))
         raise typer.Exit(1) from error
