@@ -14,9 +14,10 @@ from peagle.deploy import sagemaker
 from peagle.deploy.sagemaker.operate import upload as uploading
 from peagle.deploy.sagemaker.operate.clients import Clients
 from tests.support.aws import REGION, ROLE, aws, existing_names, refuse
+from tests.support.sagemaker_runtime import Runtime, runtime
 from tests.support.serving import tiny_folder
 
-__all__ = ["aws"]
+__all__ = ["aws", "runtime"]
 NAME = "peagle-target"
 
 
@@ -111,6 +112,16 @@ def test_a_failure_leaves_only_weights(
 def test_only_the_weights(tiny: Path, aws: Clients, s3: Any) -> None:
     assert "the weights are in s3://" in deploy(tiny, "--upload-only").stdout
     assert existing_names(aws) == [] and len(uploaded(s3)) >= 4
+
+
+def test_the_endpoint_is_verified(tiny: Path, aws: Clients, s3: Any, runtime: Runtime) -> None:
+    runtime.answer(accepted=6)
+    report = json.loads(deploy(tiny, "--verify", "--json").stdout)
+    assert {step["what"] for step in report["steps"]} == {"created"}
+    assert report["verification"]["acceptance_length"] == 2.5
+    assert "speculating" in deploy(tiny, "--verify").stdout
+    runtime.answer(accepted=0)
+    assert "nothing changed" in deploy(tiny, "--verify", code=1).stdout
 
 
 def test_without_confirmation_nothing_is_deleted(tiny: Path, aws: Clients, s3: Any) -> None:

@@ -1,12 +1,7 @@
 """Streamed answers through the real botocore, from a server with SageMaker's event stream; logs."""
 
 import json
-import struct
-import threading
 import time
-import zlib
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import boto3
@@ -15,114 +10,25 @@ from botocore.config import Config
 from typer.testing import CliRunner
 
 from peagle.cli import app
+from peagle.deploy.response import join_lines, parse_events
 from peagle.deploy.sagemaker.operate.clients import Clients
 from peagle.deploy.sagemaker.operate.invoke import (
     invoke,
     invoke_stream,
-    join_lines,
-    parse_events,
     response_text,
 )
 from peagle.deploy.sagemaker.operate.logs import log_events
 from peagle.errors import UserError
-from tests.support.aws import CREDENTIALS, NAME, REGION, aws
+from tests.support.aws import NAME, REGION, aws
+from tests.support.sagemaker_runtime import Runtime, broken, part, runtime
 
-__all__ = ["aws"]
+__all__ = ["aws", "runtime"]
 WORDS = ["Grüße", " an", " die", " Welt", " 🌍"]
 SSE = "".join(
     f"data: {json.dumps({'choices': [{'delta': {'content': word}}]}, ensure_ascii=False)}\n\n"
     for word in WORDS
 )
 WHOLE = SSE.encode() + b"data: [DONE]\n\n"
-
-
-def frame(payload: bytes, **headers: str) -> bytes:
-    """AWS's binary event stream: lengths, their CRC, headers (7: text), payload, CRC of all."""
-    coded = b"".join(
-        bytes([len(name)])
-        + name.encode()
-        + b"\x07"
-        + struct.pack(">H", len(value))
-        + value.encode()
-        for name, value in ((f":{key.replace('_', '-')}", value) for key, value in headers.items())
-    )
-    lengths = struct.pack(">II", 16 + len(coded) + len(payload), len(coded))
-    message = lengths + struct.pack(">I", zlib.crc32(lengths)) + coded + payload
-    return message + struct.pack(">I", zlib.crc32(message))
-
-
-def part(data: bytes) -> bytes:
-    return frame(
-        data,
-        message_type="event",
-        event_type="PayloadPart",
-        content_type="application/octet-stream",
-    )
-
-
-def broken(message: str) -> bytes:
-    body = json.dumps({"Message": message, "ErrorCode": "ModelInvocationTimeExceeded"}).encode()
-    return frame(
-        body,
-        message_type="exception",
-        exception_type="ModelStreamError",
-        content_type="application/json",
-    )
-
-
-class Runtime(ThreadingHTTPServer):
-    """Answers every request with the same frames, or with the error of a container."""
-
-    def __init__(self) -> None:
-        self.frames: list[bytes] = []
-        self.status = 200
-        self.body = b""
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Runtime
-
-    def do_POST(self) -> None:
-        self.server.asked.append(
-            (self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        )
-        stream = self.path.endswith("invocations-response-stream") and self.server.status == 200
-        self.send_response(self.server.status)
-        self.send_header(
-            "Content-Type", "application/vnd.amazon.eventstream" if stream else "application/json"
-        )
-        if self.server.status != 200:
-            self.send_header("x-amzn-ErrorType", "ModelError")
-        if not stream:
-            self.send_header("Content-Length", str(len(self.server.body)))
-            self.end_headers()
-            self.wfile.write(self.server.body)
-            return
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for data in self.server.frames:
-            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-            self.wfile.flush()
-        self.wfile.write(b"0\r\n\r\n")
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with Runtime() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv(
-            "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{server.server_port}"
-        )
-        yield server
-        server.shutdown()
 
 
 @pytest.fixture
@@ -155,7 +61,7 @@ def test_an_error_of_the_container_in_mid_stream(runtime: Runtime, client: Any) 
         part(SSE.encode()),
         part(b'data: {"error": {"message": "out of pages"}}\n\ndata: [DONE]\n\n'),
     ]
-    with pytest.raises(UserError, match="the container reports: out of pages"):
+    with pytest.raises(UserError, match="the endpoint reports: out of pages"):
         list(invoke_stream(client, NAME, {"prompt": "x"}))
 
 

@@ -9,6 +9,11 @@ from peagle.cli.application import err, warn
 from peagle.cli.deployment import options as option
 from peagle.cli.deployment.deploy import deploy_app
 from peagle.cli.deployment.spinner import spinner
+from peagle.cli.deployment.verify import (
+    exit_unless_proven,
+    print_verification,
+    verify_sagemaker,
+)
 from peagle.cli.options import Json, K, Method
 from peagle.deploy.options import DeployOptions
 from peagle.deploy.sagemaker.plan.choices import Autoscale, EndpointSettings
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from peagle.deploy.sagemaker.operate.apply import StepResult
     from peagle.deploy.sagemaker.operate.clients import Clients
     from peagle.deploy.sagemaker.resources.stack import Stack
+    from peagle.deploy.verify import Verification
 
 HELP = (
     "Create or update a SageMaker endpoint.\n\n"
@@ -40,6 +46,7 @@ def sagemaker(
     output_format: option.OutputFormat = "json",
     autoscale: option.AutoscaleLimits = None,
     wait: option.Wait = False,
+    verify: option.Verify = False,
     bucket: option.Bucket = None,
     owner: option.BucketOwner = None,
     from_hub: option.FromHub = False,
@@ -76,10 +83,9 @@ def sagemaker(
     options = DeployOptions(k, concurrency, drafter, method, context=context)
     plan = plan_endpoint(pair, settings, options, gpus)
     if dry_run:
-        print_dry_run(settings, plan, output_format)
-        return
-    results = deploy_endpoint(settings, plan, profile, wait, upload_only, as_json)
-    report(settings, results, upload_only, as_json)
+        return print_dry_run(settings, plan, output_format)
+    results = deploy_endpoint(settings, plan, profile, wait or verify, upload_only, as_json)
+    return report(settings, results, upload_only, as_json, verify and not upload_only, profile)
 
 
 def without_empty(**texts: str | None) -> dict[str, Any]:
@@ -254,11 +260,29 @@ def upload_weights(
 
 
 def report(
-    settings: EndpointSettings, results: "list[StepResult]", upload_only: bool, as_json: bool
+    settings: EndpointSettings,
+    results: "list[StepResult]",
+    upload_only: bool,
+    as_json: bool,
+    verify: bool,
+    profile: str | None,
 ) -> None:
+    """Print what was done; with `verify`, exit with 1 unless the endpoint speculates."""
+    from peagle.deploy.sagemaker.operate.clients import Clients
+
+    if not as_json:
+        print_steps(settings, results, upload_only)
+    verification = None
+    if verify:
+        verification = verify_sagemaker(Clients(settings.region, profile), settings.name, as_json)
     if as_json:
-        print(json.dumps(report_json(settings, results)))
-        return
+        print(json.dumps(report_json(settings, results, verification)))
+    elif verification is not None:
+        print_verification(verification)
+    exit_unless_proven(verification)
+
+
+def print_steps(settings: EndpointSettings, results: "list[StepResult]", upload_only: bool) -> None:
     for result in results:
         print(f"{result.outcome:9}  {result.kind} {result.name}")
     if upload_only:
@@ -266,12 +290,17 @@ def report(
         return
     if all(result.outcome == "unchanged" for result in results):
         print("nothing changed: the endpoint is up to date")
-    print(f"next: peagle sagemaker status {settings.name} --region {settings.region}")
+    print(f"next: peagle sagemaker status {settings.name} --verify --region {settings.region}")
 
 
-def report_json(settings: EndpointSettings, results: "list[StepResult]") -> dict[str, Any]:
+def report_json(
+    settings: EndpointSettings,
+    results: "list[StepResult]",
+    verification: "Verification | None",
+) -> dict[str, Any]:
     from peagle.deploy.sagemaker.resources.stack import LOG_GROUP_PREFIX
 
+    added = {"verification": verification.to_json()} if verification is not None else {}
     return {
         "endpoint": settings.name,
         "region": settings.region,
@@ -279,4 +308,5 @@ def report_json(settings: EndpointSettings, results: "list[StepResult]") -> dict
         "steps": [
             {"kind": result.kind, "name": result.name, "what": result.outcome} for result in results
         ],
+        **added,
     }

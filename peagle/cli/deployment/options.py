@@ -113,6 +113,10 @@ Wait = Annotated[
     bool,
     typer.Option("--wait", help="Wait until the endpoint serves; roll back if it fails."),
 ]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Wait, then send a few prompts: does the endpoint speculate?"),
+]
 Bucket = Annotated[
     str | None,
     optional(

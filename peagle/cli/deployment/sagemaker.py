@@ -12,6 +12,11 @@ from rich.table import Table
 from peagle.cli.application import CommandGroup, app, err, out
 from peagle.cli.deployment.options import EndpointArgument, Profile, Region
 from peagle.cli.deployment.spinner import spinner
+from peagle.cli.deployment.verify import (
+    exit_unless_proven,
+    print_verification,
+    verify_sagemaker,
+)
 from peagle.cli.options import Json, MaxTokens
 from peagle.errors import UserError
 
@@ -28,6 +33,9 @@ def sagemaker() -> None:
 @sagemaker_app.command()
 def status(
     name: EndpointArgument,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Send a few prompts: does the endpoint speculate?")
+    ] = False,
     region: Region = None,
     profile: Profile = None,
     as_json: Json = False,
@@ -42,9 +50,18 @@ def status(
     clients = Clients(region, profile)
     with translate_aws_errors():
         summary = endpoint_status(clients, name)
+    if not as_json:
+        print_status(summary)
+    verification = verify_sagemaker(clients, name, as_json) if verify else None
     if as_json:
-        print(json.dumps(summary))
-        return
+        added = {"verification": verification.to_json()} if verification else {}
+        print(json.dumps(summary | added))
+    elif verification:
+        print_verification(verification)
+    exit_unless_proven(verification)
+
+
+def print_status(summary: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None)
     for key, value in summary.items():
         if value not in (None, [], {}):
