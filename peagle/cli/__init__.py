@@ -1,14 +1,14 @@
 """The command line: one file per command. Only commands that need torch import it."""
 
 from peagle.cli.application import app
-from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker
+from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker, verify
 from peagle.cli.measurement import bench, bench_step, compare, cost, evaluate, report, tune
 from peagle.cli.pairs import catalog, catalog_add, check, export, pull, quantize
 from peagle.cli.serving import demo, doctor, generate, serve
 from peagle.cli.training import capture, make_drafter, regenerate, train
 
 COMMANDS = (  # importing a command registers it
-    *(deploy, deploy_sagemaker, sagemaker),
+    *(deploy, deploy_sagemaker, sagemaker, verify),
     *(bench, bench_step, compare, cost, evaluate, report, tune),
     *(catalog, catalog_add, check, export, pull, quantize),
     *(demo, doctor, generate, serve),

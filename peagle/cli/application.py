@@ -20,7 +20,7 @@ COMMAND_ORDER = (
     *("generate", "demo", "serve", "doctor"),
     *("evaluate", "bench", "report", "compare", "cost", "tune", "bench-step"),
     *("make-drafter", "regenerate", "capture", "train"),
-    *("export", "quantize", "check", "deploy", "sagemaker"),
+    *("export", "quantize", "check", "deploy", "sagemaker", "verify"),
 )
 
 INVOKED_COMMAND = "peagle.invoked_command"  # key in the meta dictionary of the click context

@@ -29,8 +29,11 @@ class RequestOptions:
     user: str = ""
     id: str | None = None  # None: the engine chooses one.
     cache_salt: str = ""  # Requests with different salts share no KV pages.
+    detokenize: bool = True  # False: the caller decodes the tokens, and finds stop strings.
 
     def __post_init__(self) -> None:
+        if self.limits.stop and not self.detokenize:
+            raise UserError("`stop` needs text: leave out `detokenize`, or search for it yourself")
         if self.grammar is not None and self.limits.ignore_eos:
             raise UserError(
                 "`ignore_eos` does not work with a grammar, which ends the answer: leave it out"
@@ -53,7 +56,10 @@ class Admission:
         check_logit_bias(options.sampling, self.rules.vocab_size)
         limits = self._bounded(options.limits, len(prompt))
         detokenizer = Detokenizer(
-            self._decoder, limits.stop, options.include_stop, limits.min_tokens
+            self._decoder if options.detokenize else None,
+            limits.stop,
+            options.include_stop,
+            limits.min_tokens,
         )
         stop_ids = limits.stop_ids
         if not limits.ignore_eos:

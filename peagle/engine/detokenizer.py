@@ -19,11 +19,12 @@ first `min_tokens` tokens are not searched.
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
-
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, NamedTuple
 
 from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"  # The decoder's output for an incomplete character.
 # The steps of the decoder that transformers builds for a tokenizer from a GGUF file.
@@ -161,8 +162,10 @@ class Detokenizer:
         return len(tokens)
 
 
-def token_decoder(tokenizer: PreTrainedTokenizerBase) -> TokenDecoder:
+def token_decoder(tokenizer: "PreTrainedTokenizerBase") -> TokenDecoder:
     """Decode ids to text without special tokens; directly by the Rust tokenizer if possible."""
+    from transformers import PreTrainedTokenizerFast
+
     passes_on = (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
@@ -175,7 +178,7 @@ def token_decoder(tokenizer: PreTrainedTokenizerBase) -> TokenDecoder:
     return TokenDecoder(decode, False)
 
 
-def tokens_are_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
+def tokens_are_bytes(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether every token is a sequence of bytes of the text, independent of its neighbors."""
     try:
         decoder = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())

@@ -27,7 +27,7 @@ from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
 from peagle.engine.schedule.prompt_rules import PromptRules
-from peagle.engine.schedule.request import RequestLimits
+from peagle.engine.schedule.request import FinishReason, RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
 from peagle.engine.sizing import (
     build_stepper,
@@ -104,19 +104,21 @@ class Engine:
         raw: bool = False,
         include_stop: bool = False,
         grammar: Grammar | CompiledGrammar | None = None,
+        detokenize: bool = True,
         **sampling: Any,
     ) -> Stream:
         """Queue a request. Its answer arrives through the stream and follows `grammar` if given.
 
-        `cache_salt`: only requests with the same salt share prefixes in the KV cache. `sampling`:
-        the fields of `core.Sampling`.
+        `cache_salt`: only requests with the same salt share prefixes in the KV cache.
+        `detokenize` False: pieces have no text, for a caller that decodes the tokens itself.
+        `sampling`: the fields of `core.Sampling`.
         """
         sampling_settings = Sampling(**sampling).seeded()
         limits = RequestLimits(
             max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs
         )
         options = RequestOptions(
-            sampling_settings, limits, include_stop, grammar, user, id, cache_salt
+            sampling_settings, limits, include_stop, grammar, user, id, cache_salt, detokenize
         )
         ids = list(self.pair.encode(prompt, raw))
         request, state = self._admission.prepare(ids, options, self.loop.abort_request)
@@ -133,9 +135,12 @@ class Engine:
         """
         PromptRules(self.context, self.vocab_size).check(ids)
 
-    def abort(self, id: str) -> None:
-        """End a request. Unknown or finished ids are ignored."""
-        self.loop.abort(id)
+    def abort(self, id: str, reason: FinishReason = "abort") -> None:
+        """End a request. Unknown or finished ids are ignored.
+
+        `reason`: "stop" from a caller that has found a stop string itself.
+        """
+        self.loop.abort(id, reason)
 
     def fail(self, reason: str) -> Exception | None:
         """Close the engine after an error: every live request ends with `reason`.

@@ -29,7 +29,7 @@ from peagle.engine.policy.draft_policy import DraftPolicy
 from peagle.engine.request_state import RequestState
 from peagle.engine.sampling.sampler import Sampler
 from peagle.engine.sampling.sampling_state import SamplingState
-from peagle.engine.schedule.request import PrefillChunk, Request
+from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.engine.schedule.scheduler import Scheduler, StepPlan
 from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.step_output import StepRecord
@@ -91,12 +91,12 @@ class EngineLoop:
             self.metrics.prompt_tokens += len(request.prompt)
             self.lock.notify_all()
 
-    def abort(self, id: str) -> None:
+    def abort(self, id: str, reason: FinishReason = "abort") -> None:
         """End a request. Unknown or finished ids are ignored."""
         with self.lock:
             request = self.scheduler.live.get(id)
             if request is not None:
-                self.outputs.finish(request, "abort")
+                self.outputs.finish(request, reason)
 
     def abort_request(self, request: Request) -> None:
         """End this request, unless it has finished; another one may have its id by now."""

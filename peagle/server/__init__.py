@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from peagle.errors import UserError
 
-REQUIRED_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+REQUIRED_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec")
 
 
 def require_packages() -> None:

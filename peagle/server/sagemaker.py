@@ -53,6 +53,7 @@ VALUE_OPTIONS = (
     "drain-seconds",
     "engine",
     "replicas",
+    "http-workers",
     "vllm-python",
     "tensor-parallel-size",
     "pipeline-parallel-size",
@@ -82,8 +83,8 @@ IGNORED_OPTIONS = {
 }
 
 
-def is_sagemaker_environment(environment: Mapping[str, str] = os.environ) -> bool:
-    return any(name.startswith(PREFIX) for name in environment)
+def is_sagemaker_environment() -> bool:
+    return any(name.startswith(PREFIX) for name in os.environ)
 
 
 def serve_arguments(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:

@@ -1,5 +1,6 @@
 """Settings of a server: every option of `peagle serve`, checked before anything is loaded."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -26,6 +27,7 @@ RESERVED_VLLM_OPTIONS = (
 )
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_KV_TOKENS = 64
+MAX_PROCESSES = 256  # Engine processes, or web servers: more are a mistake.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,14 @@ class ServerSettings:
     max_body_mb: float = 25
     timeout: float = 600.0  # seconds for a whole answer; 0: no limit
     body_timeout: float = 60.0  # seconds to receive the body of a request
-    step_timeout: float = 300.0  # seconds of one step before it counts as hung; 0: no limit
+    # Seconds of one step after which the engine process is replaced; 0: no limit.
+    step_timeout: float = 300.0
     drain_seconds: float = 25.0
     backoff: float = 1.0  # seconds before the first restart of a failed engine; then doubled
     log_prompts: bool = False
     engine: EngineKind = "native"
-    # Number of processes with a native engine each; None: one engine, in this process.
-    replicas: int | None = None
-    socket: str | None = None  # Unix socket to listen on, instead of host and port
+    replicas: int | None = None  # engine processes, each with a device of its own; None: one
+    http_workers: int = 1  # web server processes that share the engine processes
     vllm_python: str | None = None  # interpreter that has vLLM; None: search for it
     vllm_arguments: tuple[str, ...] = ()  # passed on to vLLM unchanged
     tensor_parallel: int = 1
@@ -92,6 +94,10 @@ class ServerSettings:
             f"`kv_tokens` must be {MIN_KV_TOKENS} or more",
         )
         require(self.context is None or self.context >= 2, "`context` must be 2 or more")
+        require(
+            1 <= self.http_workers <= MAX_PROCESSES,
+            f"`http_workers` must be in 1..{MAX_PROCESSES}",
+        )
         require(self.max_body_bytes > 0, "`max_body_mb` must be above 0")
         require(0 <= self.timeout < float("inf"), "`timeout` must be 0 (no limit) or more")
         require(
@@ -137,6 +143,10 @@ class ServerSettings:
             "`device` must be auto, cpu or cuda with `engine` vllm: choose GPUs with"
             " CUDA_VISIBLE_DEVICES",
         )
+        require(
+            self.http_workers == 1,
+            "`http_workers` needs `engine` native: leave it out",
+        )
         require(self.replicas is None, "`replicas` needs `engine` native: use `data_parallel` N")
         require(
             min(self.tensor_parallel, self.pipeline_parallel, self.data_parallel) >= 1,
@@ -168,12 +178,19 @@ class ServerSettings:
             self.vllm_python is None and not self.vllm_arguments,
             "`vllm_python` and arguments for vLLM need `engine` vllm",
         )
-        require(self.replicas is None or self.replicas >= 1, "`replicas` must be 1 or more")
+        require(
+            self.replicas is None or 1 <= self.replicas <= MAX_PROCESSES,
+            f"`replicas` must be in 1..{MAX_PROCESSES}",
+        )
 
     @property
     def receive_seconds(self) -> float:
         """Time to receive a request: its headers, then its body; and to take data of an answer."""
         return min(self.body_timeout, self.timeout or self.body_timeout)
+
+    def share_of_front(self, limit: int) -> int:
+        """What each of the web server processes may have of a limit of the whole server."""
+        return max(1, limit // self.http_workers)
 
     @property
     def max_body_bytes(self) -> int:
@@ -195,6 +212,13 @@ class ServerSettings:
     def is_open_to_network(self) -> bool:
         """Whether other machines can use the server without a key."""
         return not self.api_keys and self.host not in LOOPBACK_HOSTS
+
+
+def settings_from_json(text: str) -> ServerSettings:
+    """The settings that `dataclasses.asdict` and `json.dumps` wrote."""
+    values = json.loads(text)
+    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return ServerSettings(**values | tuples)
 
 
 def require(holds: bool, message: str) -> None:

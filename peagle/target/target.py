@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from peagle.errors import UserError
@@ -33,10 +33,10 @@ from peagle.target.quantized.model import load_quantized
 from peagle.target.quantized.read import attach_quantized, format_name, read_quantization
 from peagle.target.residual_taps import ResidualTaps
 from peagle.target.rope import config_depends_on_length, freeze_rope, shortest_context
+from peagle.target.tokenizer import load_tokenizer
 
 UNLIMITED_CONTEXT = 1 << 20  # for a target whose config has no limit
 SHARED_TYPES = (Tensor, QuantizedWeight, StoredMatrix)  # what copies of a model share
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 @dataclass(slots=True)
@@ -337,13 +337,6 @@ def load_gguf(
     target.stored_format = stored_format(model)
     target.gguf = header if stored else None
     return target
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """None if the folder has no tokenizer."""
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def require_complete(folder: Path, missing: list[str]) -> None:

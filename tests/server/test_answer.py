@@ -19,7 +19,7 @@ def answer_of(count: int, steps: int, streams: int = 0, reason: Any = "length") 
     """An answer with `count` choices whose pieces have all arrived, step by step."""
     wakeup = SimpleNamespace(attach_loop=lambda: None, notify=lambda listener: listener())
     backend: Any = SimpleNamespace(
-        engines=SimpleNamespace(driver=SimpleNamespace(wakeup=wakeup, wake=lambda: None)),
+        engines=SimpleNamespace(wakeup=wakeup, wake=lambda: None),
         drain=SimpleNamespace(in_flight=set()),
         settings=SimpleNamespace(timeout=60),
         open_streams=streams,
@@ -31,7 +31,7 @@ def answer_of(count: int, steps: int, streams: int = 0, reason: Any = "length") 
         Choice([1], RequestTiming(time.monotonic()), Stream(str(i), 1, lambda: None), i)
         for i in range(count)
     ]
-    slot: Any = SimpleNamespace(name="none", engine=SimpleNamespace(closed=False))
+    slot: Any = SimpleNamespace(name="none", closed=False)
     answer = Answer(backend, slot, choices)
     for i in range(steps):
         for choice in choices:

@@ -20,7 +20,7 @@ from peagle.server.http.connections import (
     raise_descriptor_limit,
 )
 from peagle.server.openai import answer
-from peagle.server.run import Server
+from peagle.server.web_server import Server
 from tests.support.serving import SETTINGS, TEXT, all_idle, make_backend, raw_request, running
 
 HEAD = "POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\n"
@@ -165,7 +165,10 @@ def test_the_descriptor_limit_is_raised() -> None:
 
 def test_connections_leave_descriptors_for_the_rest() -> None:
     assert connection_limit(SETTINGS, 1024) == 1024 - 256
-    assert connection_limit(replace(SETTINGS, replicas=2), 1024) == (1024 - 256) // 2
+    assert (
+        connection_limit(replace(SETTINGS, method=None, kv_tokens=None, engine="vllm"), 1024)
+        == (1024 - 256) // 2
+    )
     assert connection_limit(SETTINGS, 100) == 16
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert raise_descriptor_limit() >= min(soft, 1 << 16)

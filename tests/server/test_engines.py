@@ -1,7 +1,6 @@
 """The engines of a server: which one a request gets, how many there are, their counters."""
 
 import asyncio
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -9,17 +8,18 @@ import httpx
 import pytest
 
 from peagle.errors import UserError
-from peagle.server.engines.engine_slot import EngineSlot
-from peagle.server.engines.generation_params import GenerationParams
-from peagle.server.engines.local_backend import LocalBackend
 from peagle.server.engines.method_choice import choose_method
+from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.front.generation_params import GenerationParams
+from peagle.server.front.remote_slot import RemoteSlot
 from peagle.server.http.errors import ApiError
+from peagle.server.messages import EngineInfo, EngineKey
 from peagle.server.openai import submit
-from tests.support.serving import SETTINGS, TEXT, ask, served, tiny_pair, until
+from tests.support.serving import SETTINGS, TEXT, ask, served, thread_engines, tiny_pair, until
 
 
 def test_methods_agree_and_can_be_traced() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         plain = (await ask(client))["choices"]
         for choice in (
             {"method": "none"},
@@ -55,7 +55,7 @@ def test_methods_agree_and_can_be_traced() -> None:
 def test_only_the_main_engine_drafts_trees() -> None:
     """A request that names a method or a K gets chains."""
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         plain = (await ask(client, peagle={"method": "none"}))["choices"]
         for choice in ({}, {"method": "eagle3"}, {"k": 2}, {"k": 20}):
             assert (await ask(client, peagle=choice))["choices"] == plain
@@ -73,7 +73,7 @@ def test_trees_need_the_servers_drafter() -> None:
 
 
 def test_extra_engines_are_limited() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await ask(client, peagle={"k": 1})
         assert (await ask(client, code=503, peagle={"k": 2}))["error"][
             "type"
@@ -96,7 +96,7 @@ def test_engine_stays_open_while_a_request_is_prepared(monkeypatch: pytest.Monke
         await scoring_allowed.wait()
         return await score_prompts(*args)
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         monkeypatch.setattr(submit, "score_prompts", delayed_scoring)
         waiting = asyncio.create_task(ask(client, TEXT, echo=True, logprobs=1, peagle={"k": 1}))
         await until(lambda: backend.engines.extra)
@@ -109,36 +109,26 @@ def test_engine_stays_open_while_a_request_is_prepared(monkeypatch: pytest.Monke
         slot.last_used = 0
         await ask(client, peagle={"k": 2})
         assert slot.engine.closed and slot.preparing == 0
+        (connection,) = backend.engines.pool.connections.values()
+        assert connection.link is not None
+        info = EngineInfo(slot.name, slot.engine.context, slot.engine.vocab_size)
+        closed = RemoteSlot(EngineKey("p-eagle", 1), info, connection, connection.link)
         with pytest.raises(ApiError, match="closed just now"):
-            backend.engines.add(slot, [6], GenerationParams(max_tokens=1))
+            await backend.engines.add(closed, [6], GenerationParams(max_tokens=1))
 
     served(test, max_extra=1)
 
 
-def test_counters_never_go_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scrapes before, during and after the removal of an engine see the same counts."""
-    counts: list[int] = []
-    scrapes: list[threading.Thread] = []
+def test_counters_never_go_down() -> None:
+    """The counts of an engine that was closed are shown with those of the others."""
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
-        engines = backend.engines
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        pool = thread_engines(backend).engine_pool
         await ask(client, peagle={"k": 1})
-        keep = engines.status_counts.keep
-
-        def scrape() -> None:
-            counts.append(engines.counts()["p-eagle k=1"]["generated_tokens"])
-
-        def keep_and_scrape(slot: EngineSlot) -> None:
-            keep(slot)
-            scrapes.append(threading.Thread(target=scrape))
-            scrapes[0].start()
-            scrapes[0].join(0.3)
-
-        monkeypatch.setattr(engines.status_counts, "keep", keep_and_scrape)
-        scrape()
-        engines.driver.submit(lambda: engines._remove(engines.extra["p-eagle", 1])).result()
-        scrapes[0].join()
-        scrape()
-        assert counts == [8, 8, 8]
+        line = 'vllm:generation_tokens_total{engine="p-eagle k=1",model_name="tiny"} 8.0'
+        assert line in (await client.get("/metrics")).text
+        slot = pool.extra.slots[EngineKey("p-eagle", 1)]
+        pool.driver.submit(lambda: pool.extra.remove(slot)).result()
+        assert not pool.extra.slots and line in (await client.get("/metrics")).text
 
     served(test)

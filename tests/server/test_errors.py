@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from peagle.errors import UserError
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.settings import ServerSettings
 from tests.support.serving import (
     CHAT,
@@ -22,6 +22,7 @@ from tests.support.serving import (
     client_of,
     events,
     make_backend,
+    paused,
     served,
     tiny_pair,
     until,
@@ -108,7 +109,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def test_bad_values_are_400() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         for name, (path, body, words) in BAD.items():
             base: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "w6"}
             error = error_of(await client.post(path, json=base | {"max_tokens": 4} | body), 400)
@@ -140,7 +141,7 @@ RAW = {
 
 
 def test_bad_bodies() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         headers = {"content-type": "application/json"}
         for name, (body, words) in RAW.items():
             for path in (CHAT, "/invocations", *(["/tokenize"] if name != "1e999" else [])):
@@ -156,7 +157,7 @@ def test_bad_bodies() -> None:
 
 
 def test_long_bodies() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         body = json.dumps({"messages": HELLO, "x": "a" * 2000})
         headers = {"content-type": "application/json"}
         assert (
@@ -174,7 +175,7 @@ def test_long_bodies() -> None:
 
 
 def test_unknown_paths_models_and_methods() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         error_of(await client.get("/v1/nothing"), 404)
         error_of(await client.get(CHAT), 405)
         error = error_of(await client.post(CHAT, json={"messages": HELLO, "model": "tony"}), 404)
@@ -185,7 +186,7 @@ def test_unknown_paths_models_and_methods() -> None:
 
 
 def test_keys() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         body = {"messages": HELLO, "max_tokens": 2}
         for path in (CHAT, "/invocations", "/tokenize", "/v1/models/x"):
             assert (
@@ -211,7 +212,7 @@ def test_keys() -> None:
 
 
 def test_request_ids() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         given = await client.post(
             CHAT, json={"messages": HELLO}, headers={"x-request-id": "mine-7"}
         )
@@ -223,11 +224,11 @@ def test_request_ids() -> None:
 
 
 def test_a_full_queue_is_429_and_leaves_nothing() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         assert front.engines.main is not None
         engine = front.engines.main.engine
         body = {"prompt": "w6 w9", "max_tokens": 4, "temperature": 0}
-        with engine.loop.lock:  # nothing moves
+        with paused(front):
             waiting = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(5)]
             await asyncio.sleep(0.3)
             assert len(engine.loop.scheduler.waiting) == 3
@@ -242,9 +243,8 @@ def test_a_full_queue_is_429_and_leaves_nothing() -> None:
 
 
 def test_several_choices_of_which_one_does_not_fit_the_queue() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        assert front.engines.main is not None
-        with front.engines.main.engine.loop.lock:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
+        with paused(front):
             first = asyncio.create_task(
                 client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "n": 2})
             )
@@ -293,76 +293,9 @@ def test_a_pair_that_cannot_be_loaded_is_a_failure() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_dies_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        assert front.engines.main is not None
-        await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})
-        broken = front.engines.main.engine
-        monkeypatch.setattr(broken.loop, "_decode", lambda *_, **__: 1 / 0)
-        whole = client.post(TEXT, json={"prompt": "w6 w7", "max_tokens": 20, "ignore_eos": True})
-        streamed = client.post(
-            TEXT, json={"prompt": "w6 w8", "max_tokens": 20, "ignore_eos": True, "stream": True}
-        )
-        reply, stream = await asyncio.gather(whole, streamed)
-        error = error_of(reply, 503)
-        assert "engine" in error["message"] and "ZeroDivision" not in error["message"]
-        if stream.status_code == 200:
-            assert events(stream.text)[-1]["error"]["code"] == 503
-        else:  # it arrived when the engine was dead already
-            error_of(stream, 503)
-        await until(lambda: front.is_healthy)
-        assert (await client.get("/ping")).status_code == 200
-        assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
-        page = (await client.get("/metrics")).text
-        assert 'peagle:engine_restarts_total{model_name="tiny"} 1.0' in page
-        assert (
-            front.engines.counts()["p-eagle"]["generated_tokens"] >= 8
-        )  # those of the dead engine are not lost
-
-    served(test)
-
-
-def test_requests_get_an_error_even_if_the_engine_cannot_fail_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        assert front.engines.main is not None
-        engine = front.engines.main.engine
-        monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
-        monkeypatch.setattr(engine.loop, "fail_all", lambda *_: 1 / 0)
-        error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
-        await until(lambda: front.is_healthy)
-        assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
-
-    served(test)
-
-
-def test_restarts_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        assert front.engines.main is not None
-        real = front.engines.factory.build
-        calls: list[int] = []
-
-        def fail_twice(*args: Any) -> Any:
-            calls.append(1)
-            if len(calls) < 3:
-                raise RuntimeError("no memory")
-            return real(*args)
-
-        monkeypatch.setattr(front.engines.factory, "build", fail_twice)
-        monkeypatch.setattr(front.engines.main.engine.loop, "_prefill", lambda *_: 1 / 0)
-        error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 503)
-        await until(lambda: front.is_healthy)
-        assert len(calls) == 3 and front.engines.restarts == 3
-        assert (await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4})).status_code == 200
-
-    served(test)
-
-
 def test_time_limit() -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
-        assert front.engines.main is not None
-        with front.engines.main.engine.loop.lock:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
+        with paused(front):
             error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 504)
             reply = await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "stream": True})
         assert events(reply.text)[-1]["error"]["type"] == "timeout_error"
@@ -371,7 +304,7 @@ def test_time_limit() -> None:
 
 
 def test_an_unexpected_error_is_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         monkeypatch.setattr(front.engines, "choose", lambda *_: 1 / 0)
         error = error_of(await client.post(TEXT, json={"prompt": "w6"}), 500)
         assert "ZeroDivision" not in error["message"] and error["type"] == "server_error"
@@ -394,7 +327,7 @@ def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str])
 
     set_up_logging()
 
-    async def test(client: httpx.AsyncClient, front: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         for quiet in ("/health", "/metrics", "/v1/peagle/status"):  # asked every few seconds
             assert (await client.get(quiet)).status_code == 200
         body = {"prompt": "w6 w77", "max_tokens": 4, "ignore_eos": True}

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http import limits
 from peagle.server.http.errors import MAX_FIELD_CHARS, ApiError, from_validation
 from peagle.server.http.limits import BodyBudget, parse_object
@@ -110,7 +110,7 @@ def test_the_memory_of_bodies_has_a_limit() -> None:
 def test_bodies_return_their_memory() -> None:
     """Many large bodies in a row, and some that are refused, leave room for the next ones."""
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         padding = "x" * (1 << 20)
         for _ in range(6):
             await ask(client, TEXT, padding=padding)
@@ -126,7 +126,7 @@ def test_bodies_return_their_memory() -> None:
 
 
 def test_large_wrong_bodies_get_one_error() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for path, body in ((TEXT, {"prompt": [{}] * MANY}), (CHAT, {"messages": [1] * MANY})):
             content = json.dumps(body)
             assert len(content) > limits.THREAD_PARSE_BYTES

@@ -17,11 +17,12 @@ import httpx
 import openai
 import pytest
 
-from peagle.server.engines.local_backend import LocalBackend
-from peagle.server.run import Server
+from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.web_server import Server
 from tests.support.serving import (
     HELLO,
     all_idle,
+    client_of,
     events,
     make_backend,
     raw_request,
@@ -30,12 +31,13 @@ from tests.support.serving import (
     tiny_folder,
     until,
 )
+from tests.support.thread_engines import ThreadEngines
 
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[tuple[LocalBackend, str]]:
+def live() -> Iterator[tuple[EngineBackend, str]]:
     front = make_backend(
         max_batch=64, kv_tokens=16384, api_keys=("key",), max_body_mb=1, body_timeout=1.0
     )
@@ -43,11 +45,11 @@ def live() -> Iterator[tuple[LocalBackend, str]]:
         yield front, url
 
 
-def wait_free(front: LocalBackend) -> None:
+def wait_free(front: EngineBackend) -> None:
     asyncio.run(until(lambda: all_idle(front)))
 
 
-def test_openai_client(live: tuple[LocalBackend, str]) -> None:
+def test_openai_client(live: tuple[EngineBackend, str]) -> None:
     front, url = live
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
@@ -68,7 +70,7 @@ def test_openai_client(live: tuple[LocalBackend, str]) -> None:
     wait_free(front)
 
 
-def test_openai_client_errors(live: tuple[LocalBackend, str]) -> None:
+def test_openai_client_errors(live: tuple[EngineBackend, str]) -> None:
     front, url = live
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
     with pytest.raises(openai.BadRequestError, match="temperature"):
@@ -82,7 +84,7 @@ def test_openai_client_errors(live: tuple[LocalBackend, str]) -> None:
     wait_free(front)
 
 
-def test_openai_async_client(live: tuple[LocalBackend, str]) -> None:
+def test_openai_async_client(live: tuple[EngineBackend, str]) -> None:
     front, url = live
 
     async def main() -> None:
@@ -105,7 +107,7 @@ def test_openai_async_client(live: tuple[LocalBackend, str]) -> None:
     wait_free(front)
 
 
-def test_fifty_streams_at_once(live: tuple[LocalBackend, str]) -> None:
+def test_fifty_streams_at_once(live: tuple[EngineBackend, str]) -> None:
     front, url = live
 
     async def main() -> None:
@@ -134,7 +136,7 @@ def test_fifty_streams_at_once(live: tuple[LocalBackend, str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_leave(live: tuple[LocalBackend, str], stream: bool) -> None:
+def test_clients_that_leave(live: tuple[EngineBackend, str], stream: bool) -> None:
     front, url = live
     assert front.engines.main is not None
     engine = front.engines.main.engine
@@ -158,7 +160,7 @@ def test_clients_that_leave(live: tuple[LocalBackend, str], stream: bool) -> Non
         time.sleep(0.01)
 
 
-def test_incomplete_and_malformed_requests(live: tuple[LocalBackend, str]) -> None:
+def test_incomplete_and_malformed_requests(live: tuple[EngineBackend, str]) -> None:
     front, url = live
     head = (
         "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
@@ -240,7 +242,7 @@ def asking(url: str, stream: bool, replies: dict[bool, httpx.Response]) -> threa
     return thread
 
 
-def drain(server: Server, front: LocalBackend, requests: int) -> None:
+def drain(server: Server, front: EngineBackend, requests: int) -> None:
     """Send SIGTERM once so many requests are in flight."""
     while len(front.drain.in_flight) < requests:
         time.sleep(0.01)
@@ -284,6 +286,33 @@ def test_drain_ends_what_takes_too_long() -> None:
             and "shut down" in replies[False].json()["error"]["message"]
         )
         wait_exit(server)
+
+
+def test_drain_ends_what_no_engine_has_accepted() -> None:
+    """Requests and calls that arrive during a long step get 503 as well."""
+    backend = make_backend(drain_seconds=0)
+    engines = backend.engines
+    assert isinstance(engines, ThreadEngines)
+    step = threading.Event()
+    bodies: list[dict[str, Any]] = [LONG, LONG | {"echo": True, "logprobs": 1}]
+
+    async def main() -> None:
+        async with client_of(backend) as client:
+            engines.engine_pool.driver.submit(step.wait)
+            try:
+                posts = [client.post("/v1/completions", json=body) for body in bodies]
+                waiting = [asyncio.create_task(post) for post in posts]
+                connection = engines.pool.connections["engine"]
+                await until(lambda: connection.requests and connection._calls)
+                backend.drain.begin(lambda: None)
+                replies = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+            finally:
+                step.set()
+            for reply in replies:
+                assert reply.status_code == 503, reply.text
+                assert "shut down" in reply.json()["error"]["message"]
+
+    asyncio.run(main())
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from peagle.errors import UserError
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.tokenization.prompt_tokenizer import PIECE_CHARS, PromptTokenizer
 from peagle.server.tokenization.tokenizer_threads import SHORT_CHARS, TokenizerThreads
@@ -114,7 +114,7 @@ def test_long_texts_do_not_delay_short_ones() -> None:
 
 
 def test_long_prompts_are_refused_by_every_endpoint() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         long = "w6 " * 20_000  # The context has 256 tokens.
         for path, body in (
             ("/v1/completions", {"prompt": long}),

@@ -1,4 +1,4 @@
-"""Workers behind a gateway: monitoring, SIGKILL, retries, backoff, drain; with fake workers."""
+"""vLLM behind a gateway: monitoring, SIGKILL, backoff, drain; with a fake vLLM."""
 
 import json
 import os
@@ -14,11 +14,18 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.errors import UserError
-from peagle.server.workers.gateway import Gateway
-from tests.support.relaying import ROOT, is_alive, make_gateway, pids_of, running_gateway, wait_for
+from peagle.server.vllm.gateway import Gateway
+from tests.support.relaying import (
+    ROOT,
+    fake_pids,
+    is_alive,
+    is_ready,
+    make_gateway,
+    running_gateway,
+    wait_for,
+)
 from tests.support.serving import raw_request
 
 Live = tuple[Gateway, str, Path]
@@ -48,7 +55,7 @@ def test_requests_are_checked_and_relayed(live: Live) -> None:
     assert body.pop("cache_salt") and body == {"prompt": "hello", "seed": 3}
     events = chunks(post(url, "hello", stream=True, max_tokens=9))
     assert [event["i"] for event in events] == list(range(9))
-    log = (folder / "fake-0.log").read_text()
+    log = (folder / "log").read_text()
     assert log.splitlines()[0] == "/v1/completions hello id-hello None"
     bad = post(url, "bad")
     assert bad.status_code == 400 and bad.json()["error"]["type"] == "BadRequestError"
@@ -73,12 +80,12 @@ def test_requests_are_checked_and_relayed(live: Live) -> None:
         "max_model_len": 77,
     }
     status = httpx.get(f"{url}/v1/peagle/status", headers={"authorization": "Bearer key"}).json()
-    assert [worker["state"] for worker in status["workers"]] == ["ready", "ready"]
+    assert [worker["state"] for worker in status["workers"]] == ["ready"]
     assert status["restarts"] == 0
-    assert gateway.workers.in_flight == 0
+    assert gateway.in_flight == 0
 
 
-def test_workers_get_a_salt_instead_of_the_key(tmp_path: Path) -> None:
+def test_vllm_gets_a_salt_instead_of_the_key(tmp_path: Path) -> None:
     """Each key and each `cache_salt` of a client has its own; without both there is none."""
 
     def salt(url: str, key: str | None, **body: Any) -> str | None:
@@ -89,7 +96,7 @@ def test_workers_get_a_salt_instead_of_the_key(tmp_path: Path) -> None:
         assert reply.status_code == 200, reply.text
         return reply.json()["body"].get("cache_salt")  # type: ignore[no-any-return]
 
-    with running_gateway(make_gateway(tmp_path, count=1, api_keys=("one", "two"))) as (_, url):
+    with running_gateway(make_gateway(tmp_path, api_keys=("one", "two"))) as (_, url):
         salts = [
             salt(url, key, **body) for key in ("one", "two") for body in ({}, {"cache_salt": "a"})
         ]
@@ -99,7 +106,7 @@ def test_workers_get_a_salt_instead_of_the_key(tmp_path: Path) -> None:
         for wrong in ("", 7, ["a"], "a" * 513):
             reply = post_with(url, "one", cache_salt=wrong)
             assert reply.status_code == 400 and "cache_salt" in reply.json()["error"]["message"]
-    with running_gateway(make_gateway(tmp_path, count=1)) as (_, url):
+    with running_gateway(make_gateway(tmp_path)) as (_, url):
         assert salt(url, None) is None
         assert salt(url, None, cache_salt="a") not in (None, "a", salts[1])
 
@@ -109,102 +116,65 @@ def post_with(url: str, key: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json={"prompt": "x"} | body, headers=headers)
 
 
-def test_metrics_of_several_workers(live: Live) -> None:
+def test_metrics_are_vllms_and_some_of_the_gateway(live: Live) -> None:
+    from tests.support.failing_vllm import METRICS
+
     _, url, _ = live
-    page = httpx.get(f"{url}/metrics").text
-    lines = page.splitlines()
+    post(url, "hello")
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    assert set(METRICS.splitlines()) <= set(lines)
     types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-    assert len(types) == len(set(types)) and "peagle:engine_up" in types
-    series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
-    assert len(series) == len(set(series))
-    values = {
-        (sample.name, sample.labels.get("engine")): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
-    for worker in ("fake-0", "fake-1"):
-        assert values["vllm:generation_tokens_total", f"0 {worker}"] == 7
-    assert values["vllm:e2e_request_latency_seconds_sum", "0 fake-1"] == 4.5
-    assert 'process_open_fds{worker="fake-0"} 9.0' in lines
-    assert 'peagle:engine_up{model_name="fake"} 1.0' in lines and "peagle:worker_up" in page
-
-
-def test_metrics_of_one_worker_keep_their_labels(tmp_path: Path) -> None:
-    from tests.support.fake_worker import METRICS
-
-    with running_gateway(make_gateway(tmp_path, 1)) as (_, url):
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
-    assert set(METRICS.splitlines()) - {"# HELP peagle:engine_up Up."} <= set(lines)
-
-
-def test_a_request_goes_to_the_least_busy_worker(live: Live) -> None:
-    gateway, url, _ = live
-    replies: list[httpx.Response] = []
-    options = {"stream": True, "max_tokens": 60}
-    threads = [
-        threading.Thread(target=lambda: replies.append(post(url, "slow", **options)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: [worker.in_flight for worker in gateway.workers.all] == [2, 2])
-    for thread in threads:
-        thread.join()
-    workers = sorted(chunks(reply)[0]["worker"] for reply in replies)
-    assert workers == ["fake-0", "fake-0", "fake-1", "fake-1"]
+    assert len(types) == len(set(types))
+    for line in (
+        'peagle:engine_up{model_name="fake"} 1.0',
+        'peagle:engine_restarts_total{model_name="fake"} 0.0',
+        'peagle:worker_up{model_name="fake",worker="vllm"} 1.0',
+        'peagle:worker_requests{model_name="fake",worker="vllm"} 0.0',
+        'peagle:requests_total{model_name="fake",status="200"} 1.0',
+    ):
+        assert line in lines
 
 
 @pytest.mark.parametrize("trouble", ["die", "dead"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_sent_again_once_if_nothing_was_answered(
-    trouble: str, stream: bool, tmp_path: Path
-) -> None:
-    """It kills the first worker and then the second: two attempts, not three."""
-    gateway = make_gateway(tmp_path, 3)
+def test_a_request_that_ends_vllm_gets_an_error(trouble: str, stream: bool, tmp_path: Path) -> None:
+    """No more requests are sent to a dead vLLM, until it is started again."""
+    gateway = make_gateway(tmp_path, backoff=3.0)
     with running_gateway(gateway) as (_, url):
         reply = post(url, trouble, stream=stream)
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert post(url, "hello").json()["worker"] == "fake-2"
-        wait_for(lambda: len(gateway.workers.ready) == 3)
-        assert [worker.restarts for worker in gateway.workers.all] == [1, 1, 0]
+        assert "the engine stopped during the answer" in reply.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert "started again" in post(url, "hello").json()["error"]["message"]
+        assert 'peagle:engine_up{model_name="fake"} 0.0' in httpx.get(f"{url}/metrics").text
+        wait_for(lambda: is_ready(gateway))
+        assert gateway.process.restarts == 1 and gateway.in_flight == 0
+        assert post(url, "hello").status_code == 200
 
 
-@pytest.mark.parametrize("trouble", ["die@fake-0", "dead@fake-0"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_another_worker_answers_a_lost_request(trouble: str, stream: bool, live: Live) -> None:
-    gateway, url, _ = live
-    reply = post(url, trouble, stream=stream)
-    assert reply.status_code == 200, reply.text
-    assert (chunks(reply)[0] if stream else reply.json())["worker"] == "fake-1"
-    wait_for(lambda: gateway.workers.restarts == 1 and len(gateway.workers.ready) == 2)
-
-
-def test_a_request_whose_answer_was_aborted_is_sent_again(tmp_path: Path) -> None:
-    """To another worker: the first one is not yet known to be dying."""
+def test_an_aborted_answer_is_an_error(tmp_path: Path) -> None:
+    """vLLM aborts its answers with status 200 before it is known to be dying."""
     gateway = make_gateway(tmp_path)
     with running_gateway(gateway) as (_, url):
-        assert post(url, "cut@fake-0").json()["worker"] == "fake-1"
         reply = post(url, "cut")
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
-        assert [(tmp_path / f"fake-{i}.log").read_text().count(" cut ") for i in range(2)] == [1, 1]
         *events, last = chunks(post(url, "cut", stream=True, max_tokens=4))
         assert [event["i"] for event in events] == [0, 1, 2] and last["error"]["code"] == 503
-        assert gateway.workers.restarts == 0
+        assert gateway.process.restarts == 0
 
 
-def test_requests_of_a_killed_worker_go_to_another(live: Live) -> None:
+def test_a_killed_vllm_ends_the_requests_that_wait(live: Live) -> None:
     """Its process is stopped, so that it certainly has the request, and then killed."""
     gateway, url, folder = live
-    first = pids_of(folder, "fake-0")[0]
+    pid = fake_pids(folder)[0]
     replies: list[httpx.Response] = []
-    os.kill(first, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     thread = threading.Thread(target=lambda: replies.append(post(url, "hello")))
     thread.start()
-    wait_for(lambda: gateway.workers.all[0].in_flight == 1)
-    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: gateway.in_flight == 1)
+    os.kill(pid, signal.SIGKILL)
     thread.join(timeout=30)
-    assert replies[0].status_code == 200 and replies[0].json()["worker"] == "fake-1"
+    assert replies[0].status_code == 503 and replies[0].headers["retry-after"] == "2"
 
 
 @pytest.mark.parametrize("trouble", ["mid", "half"])
@@ -213,84 +183,83 @@ def test_a_running_stream_gets_an_error_event(trouble: str, live: Live) -> None:
     *events, last = chunks(post(url, trouble, stream=True, max_tokens=9))
     assert [event.get("i") for event in events] == [0, 1, 2]
     assert last["error"]["code"] == 503
-    assert post(url, "hello").status_code == 200
-    wait_for(lambda: len(gateway.workers.ready) == 2)
-    assert gateway.workers.in_flight == 0
+    wait_for(lambda: gateway.process.restarts == 1 and is_ready(gateway))
+    assert post(url, "hello").status_code == 200 and gateway.in_flight == 0
 
 
-def test_sigkill_of_the_only_worker(tmp_path: Path) -> None:
+def test_sigkill(tmp_path: Path) -> None:
     # The backoff is long enough for the requests below, even on a busy machine.
-    gateway = make_gateway(tmp_path, 1, backoff=3.0)
+    gateway = make_gateway(tmp_path, backoff=3.0)
     with running_gateway(gateway) as (_, url):
-        before = pids_of(tmp_path, "fake-0")
+        before = fake_pids(tmp_path)
         os.kill(before[0], signal.SIGKILL)
-        wait_for(lambda: not gateway.workers.ready)
+        wait_for(lambda: not is_ready(gateway))
         reply = post(url, "hello")
         assert reply.status_code == 503 and "started again" in reply.json()["error"]["message"]
         assert httpx.get(f"{url}/health").status_code == 503
-        wait_for(lambda: gateway.workers.ready)
+        wait_for(lambda: is_ready(gateway))
         assert not any(is_alive(pid) for pid in before), "its child was left behind"
-        assert post(url, "hello").json()["pid"] == pids_of(tmp_path, "fake-0")[0] != before[0]
-        guard = gateway.workers.all[0].pid
+        assert post(url, "hello").json()["pid"] == fake_pids(tmp_path)[0] != before[0]
+        guard = gateway.process.pid
         assert guard is not None
         os.kill(guard, signal.SIGKILL)
-        wait_for(lambda: gateway.workers.all[0].restarts == 2 and gateway.workers.ready)
-    assert not any(is_alive(pid) for pid in pids_of(tmp_path, "fake-0"))
+        wait_for(lambda: gateway.process.restarts == 2 and is_ready(gateway))
+    assert not any(is_alive(pid) for pid in fake_pids(tmp_path))
 
 
-def test_a_worker_that_stays_unhealthy_is_restarted(tmp_path: Path) -> None:
-    gateway = make_gateway(tmp_path, 1)
+def test_a_vllm_that_stays_unhealthy_is_restarted(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
     with running_gateway(gateway):
-        before = pids_of(tmp_path, "fake-0")
-        (tmp_path / "sick-fake-0").touch()
+        before = fake_pids(tmp_path)
+        (tmp_path / "sick").touch()
         wait_for(lambda: not is_alive(before[0]))
-        (tmp_path / "sick-fake-0").unlink()
-        wait_for(lambda: gateway.workers.ready)
-        assert gateway.workers.restarts == 1
+        (tmp_path / "sick").unlink()
+        wait_for(lambda: is_ready(gateway))
+        assert gateway.process.restarts == 1
 
 
-def test_a_slow_worker_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_vllm_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers 500 and then nothing for a while: its answer is relayed."""
-    gateway = make_gateway(tmp_path, 1)
+    gateway = make_gateway(tmp_path)
     with running_gateway(gateway) as (_, url):
-        worker = gateway.workers.all[0]
-        get = worker.get
-        monkeypatch.setattr(worker, "get", lambda path, seconds=0.3: get(path, seconds))
+        process = gateway.process
+        get = process.get
+        monkeypatch.setattr(process, "get", lambda path, seconds=0.3: get(path, seconds))
         slow = post(url, "stall")
         assert slow.status_code == 500 and "one bad request" in slow.text
         time.sleep(1.5)
         assert post(url, "hello").status_code == 200
-        assert (worker.state, worker.restarts) == ("ready", 0)
+        assert (process.state, process.restarts) == ("ready", 0)
 
 
-def test_the_unhealthy_timeout_starts_when_a_worker_becomes_unhealthy(tmp_path: Path) -> None:
+def test_the_unhealthy_timeout_starts_when_vllm_becomes_unhealthy(tmp_path: Path) -> None:
     """However long ago it was unhealthy before."""
-    gateway = make_gateway(tmp_path, 1, unhealthy_timeout=30.0)
+    gateway = make_gateway(tmp_path, unhealthy_timeout=30.0)
     with running_gateway(gateway):
-        worker = gateway.workers.all[0]
-        worker._unhealthy_since = time.monotonic() - 1000
-        (tmp_path / "sick-fake-0").touch()
-        wait_for(lambda: worker.state == "unwell")
-        assert not worker._is_unresponsive()
-        (tmp_path / "sick-fake-0").unlink()
-        wait_for(lambda: gateway.workers.ready)
-        assert worker.restarts == 0
+        process = gateway.process
+        process._unhealthy_since = time.monotonic() - 1000
+        (tmp_path / "sick").touch()
+        wait_for(lambda: process.state == "unwell")
+        assert not process.replacement_reason()
+        (tmp_path / "sick").unlink()
+        wait_for(lambda: is_ready(gateway))
+        assert process.restarts == 0
 
 
 def test_a_restart_that_hangs_is_tried_again(tmp_path: Path) -> None:
-    gateway = make_gateway(tmp_path, 1, restart_timeout=1.0)
+    gateway = make_gateway(tmp_path, restart_timeout=1.0)
     with running_gateway(gateway):
-        (tmp_path / "sick-fake-0").touch()
-        wait_for(lambda: gateway.workers.restarts >= 2)
-        (tmp_path / "sick-fake-0").unlink()
-        wait_for(lambda: gateway.workers.ready)
+        (tmp_path / "sick").touch()
+        wait_for(lambda: gateway.process.restarts >= 2)
+        (tmp_path / "sick").unlink()
+        wait_for(lambda: is_ready(gateway))
 
 
 def test_malformed_answers_do_not_end_the_monitoring(tmp_path: Path) -> None:
     """The monitor logs the error and checks again."""
-    odd = tmp_path / "odd-fake-0"
+    odd = tmp_path / "odd"
     odd.write_text("2")
-    with running_gateway(make_gateway(tmp_path, 1)):
+    with running_gateway(make_gateway(tmp_path)):
         assert odd.read_text() == "0"
 
 
@@ -302,25 +271,25 @@ def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("code", "tries"), [(2, 1), (1, 3)])
 def test_a_first_start_that_fails_ends_the_server(code: int, tries: int, tmp_path: Path) -> None:
-    (tmp_path / "crash-fake-0").write_text(str(code))
-    gateway = make_gateway(tmp_path, 1, backoff=0.05)
-    with running_gateway(gateway, ready=0) as (server, _):
+    (tmp_path / "crash").write_text(str(code))
+    gateway = make_gateway(tmp_path, backoff=0.05)
+    with running_gateway(gateway, ready=False) as (server, _):
         wait_for(lambda: server.failure)
         assert server.should_exit
         assert f"exit code {code}" in str(server.failure)
         assert "out of memory, more or less" in str(server.failure)
-        assert gateway.workers.all[0].restarts == tries - 1
+        assert gateway.process.restarts == tries - 1
 
 
-def test_a_worker_that_was_ready_is_restarted_without_limit(tmp_path: Path) -> None:
-    gateway = make_gateway(tmp_path, 1, backoff=0.02)
+def test_a_vllm_that_was_ready_is_restarted_without_limit(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path, backoff=0.02)
     with running_gateway(gateway) as (server, _):
-        (tmp_path / "crash-fake-0").write_text("2")
-        os.kill(pids_of(tmp_path, "fake-0")[0], signal.SIGKILL)
-        wait_for(lambda: gateway.workers.restarts >= 5)
+        (tmp_path / "crash").write_text("2")
+        os.kill(fake_pids(tmp_path)[0], signal.SIGKILL)
+        wait_for(lambda: gateway.process.restarts >= 5)
         assert server.failure is None
-        (tmp_path / "crash-fake-0").unlink()
-        wait_for(lambda: gateway.workers.ready)
+        (tmp_path / "crash").unlink()
+        wait_for(lambda: is_ready(gateway))
 
 
 def head_of(body: bytes) -> str:
@@ -331,30 +300,30 @@ def head_of(body: bytes) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_aborts_the_request_of_the_worker(stream: bool, live: Live) -> None:
+def test_a_disconnect_aborts_the_request_of_vllm(stream: bool, live: Live) -> None:
     gateway, url, folder = live
     body = json.dumps({"prompt": "slow", "stream": stream, "max_tokens": 2000}).encode()
     connection = raw_request(url, head_of(body), body)
-    log = folder / "fake-0.log"
+    log = folder / "log"
     wait_for(lambda: log.exists() and "slow" in log.read_text())
     connection.close()
     wait_for(lambda: "aborted slow" in log.read_text())
-    wait_for(lambda: gateway.workers.in_flight == 0)
+    wait_for(lambda: gateway.in_flight == 0)
 
 
 def test_a_client_that_does_not_read_delays_no_other(live: Live) -> None:
-    """Its worker waits too: the gateway buffers nothing."""
+    """vLLM waits too: the gateway buffers nothing."""
     gateway, url, folder = live
     body = json.dumps({"prompt": "long", "stream": True, "max_tokens": 1_000_000}).encode()
     stalled = raw_request(url, head_of(body), body)
-    wait_for(lambda: gateway.workers.in_flight == 1)
+    wait_for(lambda: gateway.in_flight == 1)
     before = memory()
     time.sleep(1.5)
-    assert post(url, "hello").status_code == 200 and gateway.workers.in_flight == 1
+    assert post(url, "hello").status_code == 200 and gateway.in_flight == 1
     assert memory() - before < 20 << 20
     stalled.close()
-    wait_for(lambda: gateway.workers.in_flight == 0)
-    wait_for(lambda: "aborted long" in (folder / "fake-0.log").read_text())
+    wait_for(lambda: gateway.in_flight == 0)
+    wait_for(lambda: "aborted long" in (folder / "log").read_text())
 
 
 def memory() -> int:
@@ -362,7 +331,7 @@ def memory() -> int:
 
 
 def test_too_many_requests(tmp_path: Path) -> None:
-    gateway = make_gateway(tmp_path, 1, max_batch=1, max_queue=1, timeout=4.0)
+    gateway = make_gateway(tmp_path, max_batch=1, max_queue=1, timeout=4.0)
     with running_gateway(gateway) as (_, url):
         replies: list[httpx.Response] = []
         threads = [
@@ -370,7 +339,7 @@ def test_too_many_requests(tmp_path: Path) -> None:
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: gateway.workers.in_flight == 2)
+        wait_for(lambda: gateway.in_flight == 2)
         full = post(url, "hello")
         assert full.status_code == 429 and full.headers["retry-after"] == "1"
         assert (
@@ -386,31 +355,29 @@ def test_too_many_requests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drain_seconds", [5.0, 0.2])
 def test_drain(drain_seconds: float, tmp_path: Path) -> None:
-    gateway = make_gateway(tmp_path, 2, drain_seconds=drain_seconds)
+    gateway = make_gateway(tmp_path, drain_seconds=drain_seconds)
     replies: list[httpx.Response] = []
     with running_gateway(gateway) as (server, url):
         thread = threading.Thread(
             target=lambda: replies.append(post(url, "slow", stream=True, max_tokens=40))
         )
         thread.start()
-        wait_for(lambda: gateway.workers.in_flight == 1)
+        wait_for(lambda: gateway.in_flight == 1)
         server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: gateway.drain.is_draining)
         thread.join(timeout=30)
         wait_for(lambda: server.should_exit)
     events = chunks(replies[0])
     assert len(events) == 40 if drain_seconds == 5 else events[-1]["error"]["code"] == 503
-    assert not any(
-        is_alive(pid) for name in ("fake-0", "fake-1") for pid in pids_of(tmp_path, name)
-    )
+    assert not any(is_alive(pid) for pid in fake_pids(tmp_path))
 
 
-def test_the_server_exits_while_workers_are_prepared(
+def test_the_server_exits_while_vllm_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = make_gateway(tmp_path, 1)
-    monkeypatch.setattr(gateway.kind, "launch_specs", lambda folder: time.sleep(600))
-    with running_gateway(gateway, ready=0) as (server, url):
+    gateway = make_gateway(tmp_path)
+    monkeypatch.setattr(gateway.process, "_prepare", lambda socket: time.sleep(600))
+    with running_gateway(gateway, ready=False) as (server, url):
         assert httpx.get(f"{url}/health").status_code == 503 and post(url, "x").status_code == 503
         server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: server.should_exit)
@@ -433,7 +400,7 @@ def test_nothing_is_left_when_the_server_is_killed(tmp_path: Path) -> None:
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "TMPDIR": str(root)}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None and server.stdout.readline() == "ready\n"
-    pids = [pid for name in ("fake-0", "fake-1") for pid in pids_of(tmp_path, name)]
+    pids = fake_pids(tmp_path)
     assert all(map(is_alive, pids)) and list(root.glob("peagle-*/*.sock"))
     server.kill()
     server.communicate()

@@ -13,8 +13,10 @@ import httpx
 import pytest
 
 from peagle.errors import UserError
+from peagle.server.engine_process import replica_devices
+from peagle.server.engine_process.engine_supervisor import worker_settings
+from peagle.server.engine_process.replica_devices import device_environments, visible_gpus
 from peagle.server.settings import ServerSettings
-from peagle.server.workers.replicas import ReplicaKind, device_environments, visible_gpus
 from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
 from tests.support.serving import tiny_folder
 
@@ -36,19 +38,26 @@ def test_devices_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(device_environments(ServerSettings(replicas=3, kv_tokens=4096), gpus)) == 3
 
 
-def test_settings_of_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PEAGLE_API_KEY", "secret")
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(replica_devices, "COUNT_PROGRAM", "print(2)")
+    assert visible_gpus("auto") == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert visible_gpus("cuda") == ["4", "6"]
+    assert visible_gpus("cuda:1") == ["1"]
+    monkeypatch.setattr(replica_devices, "COUNT_PROGRAM", "raise RuntimeError('no driver')")
+    with pytest.raises(UserError, match=r"RuntimeError: no driver.*set `device` to cpu or cuda:0"):
+        visible_gpus("auto")
+
+
+def test_settings_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ServerSettings(
-        replicas=1, device="cpu", api_keys=("secret",), served_model_names=("a",), methods=("none",)
+        replicas=2, device="cuda:1", api_keys=("secret",), served_model_names=("a",)
     )
-    spec = ReplicaKind(settings).launch_specs(tmp_path)[0]
-    assert "secret" not in str(spec.command) and "secret" not in spec.environment.values()
-    given = json.loads(spec.command[-1])
-    assert (given["replicas"], given["socket"], given["served_model_names"]) == (
-        None,
-        str(spec.socket),
-        ["a"],
-    )
+    given = worker_settings(settings, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert (given.replicas, given.api_keys, given.device) == (None, (), "cuda")
+    assert given.served_model_names == ("a",)
+    assert worker_settings(settings, {}).device == "cuda:1"
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +162,7 @@ def test_sigkill_under_load(live: tuple[Any, str, Path]) -> None:
     load = Load(url, 6)
     victim = status(url)["workers"][0]
     time.sleep(2)
-    child = descendants(victim["pid"])[0]
+    child = victim["pid"]
     os.kill(child, signal.SIGKILL)
     wait_for(lambda: status(url)["restarts"] == restarts + 1 and ready(url) == 2, 120)
     time.sleep(1)
@@ -180,7 +189,7 @@ def test_sigterm(live: tuple[Any, str, Path]) -> None:
     """No process is left. It must be the last test of this file."""
     process, _, log = live
     pids = descendants(process.pid)
-    assert len(pids) >= 4  # a guard and a server for each replica
+    assert len(pids) >= 4  # a guard and an engine for each replica
     process.terminate()
     assert process.wait(timeout=60) == 0
     assert not any(map(is_alive, pids))

@@ -14,7 +14,7 @@ import pytest
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.grammar import Grammar, GrammarCompiler, matcher
 from peagle.loaded import LoadedPair
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
 from tests.support import serving
 from tests.support.grammar_bombs import RULES
 from tests.support.grammars import BOB, COMPACT, LATE, bound_pair
@@ -42,7 +42,7 @@ async def content(client: httpx.AsyncClient, **body: Any) -> str:
 
 
 def test_json_schema() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         text = await content(client, response_format=SCHEMA)
         jsonschema.validate(json.loads(text), BOB)
         for more in (
@@ -61,7 +61,7 @@ def test_json_schema() -> None:
 
 
 def test_streams_and_logprobs() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         fields = {"response_format": SCHEMA, "logprobs": True, "top_logprobs": 5}
         whole = (await ask(client, **fields))["choices"][0]
         chunks = await ask(client, stream=True, **fields)
@@ -81,7 +81,7 @@ def test_streams_and_logprobs() -> None:
 def test_json_object() -> None:
     """The logit bias makes a random target close its object."""
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         close = {
             str(bound_pair().target.tokenizer.convert_tokens_to_ids(token)): 100
             for token in ('"}', "}", "{}")
@@ -111,7 +111,7 @@ VLLM_FIELDS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("kind", VLLM_FIELDS)
 def test_vllm_fields(kind: str) -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         value, pattern = VLLM_FIELDS[kind]
         push = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("ab")): 50}
         text = await content(client, logit_bias=push, **{f"guided_{kind}": value})
@@ -176,7 +176,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def test_refused() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for name, (body, word, param) in BAD.items():
             error = (await ask(client, code=400, **body))["error"]
             assert word in error["message"], (name, error)
@@ -188,7 +188,7 @@ def test_refused() -> None:
 
 
 def test_any_json_and_late_refusals() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         whatever = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
         digit = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("1")): 100}
         text = (await ask(client, response_format=whatever, logit_bias=digit, max_tokens=3))[
@@ -212,7 +212,7 @@ def test_any_json_and_late_refusals() -> None:
     served(test)
 
 
-async def until_no_jobs(backend: LocalBackend) -> None:
+async def until_no_jobs(backend: EngineBackend) -> None:
     await until(lambda: not backend.engines.grammar_queue.running)
 
 
@@ -228,9 +228,9 @@ async def post_bomb(client: httpx.AsyncClient, number: int) -> httpx.Response:
 
 def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there are turns, from one user; another user's grammar does not wait for all."""
-    monkeypatch.setattr("peagle.server.engines.grammar_queue.CONTENDED_SECONDS", 0.2)
+    monkeypatch.setattr("peagle.server.front.grammar_queue.CONTENDED_SECONDS", 0.2)
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await content(client, guided_regex="ok")
         bombs = [asyncio.create_task(post_bomb(client, i)) for i in range(6)]
         await until(lambda: backend.engines.grammar_queue.waiting == 4)
@@ -247,9 +247,9 @@ def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_queue_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.server.engines.grammar_queue.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("peagle.server.front.grammar_queue.WAIT_SECONDS", 0.1)
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await content(client, guided_regex="ok")
         queue = backend.engines.grammar_queue
         queue.max_waiting = 1
@@ -267,8 +267,8 @@ def test_a_full_queue_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_shared_job_ends_with_its_last_client() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
-        queue, compiler = backend.engines.grammar_queue, bound_pair().grammars
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        queue, compiler = backend.engines.grammar_queue, backend.engines.require_text().grammars
         bomb = Grammar("lark", RULES)
         clients = [asyncio.create_task(queue.compile(compiler, bomb, "")) for _ in range(3)]
         await until(lambda: queue.running == 1)
@@ -291,7 +291,7 @@ def test_an_evicted_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatc
         compiled.append(threading.current_thread().name)
         return build(tokenizer, grammar, *limits)
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         monkeypatch.setattr(GrammarCompiler, "cached", lambda self, grammar: None)
         monkeypatch.setattr("peagle.grammar.compiler.build_matcher", counted)
         for i in (2, 3):
@@ -302,10 +302,10 @@ def test_an_evicted_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_grammars_that_occupy_too_much_memory_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.server.engines.grammar_queue.LIVE_BYTES", 0)
+    monkeypatch.setattr("peagle.server.front.grammar_queue.MAX_GRAMMAR_BYTES", 0)
     large = [f"{i:030d}" for i in range(3000)]
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         error = (await ask(client, code=429, guided_choice=large))["error"]
         assert "memory" in error["message"]
 
@@ -315,7 +315,7 @@ def test_grammars_that_occupy_too_much_memory_wait(monkeypatch: pytest.MonkeyPat
 def test_a_burst_of_grammars_is_answered() -> None:
     """As many as the server takes requests; and one user cannot take all places."""
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         asked = [content(client, guided_choice=[f"a{i}", f"b{i}"]) for i in range(70)]
         answers = await asyncio.gather(*asked)
         assert all(answer in (f"a{i}", f"b{i}") for i, answer in enumerate(answers))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from peagle import __version__
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http import app
 from tests.support.serving import (
     CHAT,
@@ -31,7 +31,7 @@ def expected(ids: list[int], max_tokens: int, **sampling: Any) -> str:
 
 
 def test_chat() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         answer = await ask(client)
         assert answer["object"] == "chat.completion" and answer["model"] == "tiny"
         assert answer["id"].startswith("chatcmpl-")
@@ -52,7 +52,7 @@ def test_chat() -> None:
 
 
 def test_chat_streams() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         whole = await ask(client)
         chunks = await ask(client, stream=True, stream_options={"include_usage": True})
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -78,7 +78,7 @@ def test_chat_streams() -> None:
 
 
 def test_choices_have_seeds_of_their_own() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         sampling = {"n": 4, "seed": 5, "temperature": 1.5}
         texts = [
             choice["message"]["content"] for choice in (await ask(client, **sampling))["choices"]
@@ -100,7 +100,7 @@ def test_choices_have_seeds_of_their_own() -> None:
 
 
 def test_chat_logprobs() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         choice = (await ask(client, logprobs=True, top_logprobs=3))["choices"][0]
         content = choice["logprobs"]["content"]
         assert len(content) == 8
@@ -119,7 +119,7 @@ def test_chat_logprobs() -> None:
 
 
 def test_completions() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         answer = await ask(client, TEXT)
         assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
         text = expected([6, 9, 30], 8)
@@ -143,7 +143,7 @@ def test_completions() -> None:
 
 
 def test_completion_logprobs_with_echo() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for max_tokens in (0, 1, 5):
             for stream in (False, True):
                 answer = await ask(
@@ -190,12 +190,12 @@ def check_scores(ids: list[int], logprobs: dict[str, list[Any]], length: int) ->
 
 
 def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peagle.server.openai import prompt_logprobs
+    from peagle.server.engines import prompt_logprobs
 
     monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 3)
     prompt = [7 + i % 50 for i in range(20)]
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         answer = await ask(client, TEXT, prompt=prompt, echo=True, logprobs=1, max_tokens=1)
         check_scores(prompt, answer["choices"][0]["logprobs"], 21)
 
@@ -203,7 +203,7 @@ def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_stops() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         words = expected([6, 9, 30], 12).split()
         stop = next(word for i, word in enumerate(words) if i >= 3 and word not in words[:i])
         position = words.index(stop)
@@ -242,7 +242,7 @@ def test_stops() -> None:
 
 
 def test_choices_of_one_prompt_compute_it_once() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         assert backend.engines.main is not None
         words = " ".join(f"w{6 + i % 60}" for i in range(140))  # two full pages of 64, and a rest
         await ask(client, TEXT, words=words, n=4, temperature=1, seed=1)
@@ -257,7 +257,7 @@ def test_keys_and_salts_keep_prefixes_apart(path: str, keys: tuple[str, ...]) ->
     """What one key has asked is not faster for another one; nor is it with another salt."""
     words = " ".join(f"w{6 + i % 60}" for i in range(140))
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         assert backend.engines.main is not None
         metrics = backend.engines.main.engine.metrics
 
@@ -282,7 +282,7 @@ def test_keys_and_salts_keep_prefixes_apart(path: str, keys: tuple[str, ...]) ->
 
 
 def test_sampling_fields() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         async def text(**fields: Any) -> str:
             return (await ask(client, TEXT, **fields))["choices"][0]["text"]
 
@@ -305,7 +305,7 @@ def test_sampling_fields() -> None:
 
 
 def test_messages() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         parts = [{"type": "text", "text": "w6 w9"}, {"type": "text", "text": "w30"}]
         plain = await ask(client)
         assert (await ask(client, messages=[{"role": "developer", "content": parts}]))[
@@ -339,7 +339,7 @@ def test_messages() -> None:
 
 
 def test_requests_are_counted_by_status() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await ask(client)
         await ask(client, code=400, temperature=-1)
         await client.get("/health")
@@ -368,7 +368,6 @@ ORIGINS: list[tuple[dict[str, str], dict[str, Any], int]] = [
     ({"host": "chat.example"}, {"allow_origins": ("https://chat.example",)}, 200),
     ({"host": "model.example:8080"}, {"host": "0.0.0.0"}, 200),
     ({"host": "model.example:8080", "origin": "https://evil.example"}, {"host": "0.0.0.0"}, 403),
-    ({"host": "worker"}, {"socket": "/tmp/0.sock"}, 200),
 ]
 
 
@@ -386,7 +385,7 @@ def test_origins(headers: dict[str, str], settings: dict[str, Any], code: int) -
 
 
 def test_small_endpoints() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for method in ("GET", "POST"):
             for path in ("/health", "/ping"):
                 assert (await client.request(method, path)).status_code == 200
@@ -427,7 +426,7 @@ def test_page_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "race.js").write_text("export const k = 7;")
     monkeypatch.setattr(app, "PAGE_FOLDER", tmp_path)
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         index = await client.get("/")
         assert (
             index.text == "<title>race</title>"
@@ -448,7 +447,7 @@ def test_page_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_scoring_stops_when_the_client_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peagle.server.openai import prompt_logprobs
+    from peagle.server.engines import prompt_logprobs
 
     real = prompt_logprobs.score_part
     monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 1)
@@ -456,7 +455,7 @@ def test_scoring_stops_when_the_client_disconnects(monkeypatch: pytest.MonkeyPat
         prompt_logprobs, "score_part", lambda *args: (time.sleep(0.02), real(*args))[1]
     )
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body = {"prompt": [7] * 200, "echo": True, "logprobs": 1, "max_tokens": 1}
         asking = asyncio.create_task(client.post(TEXT, json=body))
         await until(lambda: backend.engines.driver.long_jobs)
@@ -468,7 +467,7 @@ def test_scoring_stops_when_the_client_disconnects(monkeypatch: pytest.MonkeyPat
 
 
 def test_invocations() -> None:
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         chat = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
         assert (await client.post("/invocations", json=chat)).json()["object"] == "chat.completion"
         text = json.dumps({"prompt": "w6", "max_tokens": 4, "stream": True})
@@ -484,7 +483,7 @@ def test_invocations() -> None:
 def test_metrics() -> None:
     from peagle.bench.load.server_metrics import parse_metrics
 
-    async def test(client: httpx.AsyncClient, backend: LocalBackend) -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await ask(client)
         await ask(client, stream=True)
         page = (await client.get("/metrics")).text

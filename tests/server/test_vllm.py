@@ -12,14 +12,20 @@ import pytest
 from peagle.catalog.pair import Best, Pair, TargetSource
 from peagle.errors import UserError
 from peagle.server.engines.method_choice import choose_method
+from peagle.server.front.engine_status import SUMMED_FIELDS, sum_statuses
 from peagle.server.http.errors import ApiError
 from peagle.server.settings import ServerSettings
-from peagle.server.workers import vllm_drafter
-from peagle.server.workers.launch_spec import LaunchSpec
-from peagle.server.workers.vllm_command import vllm_arguments, vllm_environment
-from peagle.server.workers.vllm_version import VllmInstallation, find_vllm
-from peagle.server.workers.vllm_worker import VllmKind
-from peagle.server.workers.worker_status import SUMMED_FIELDS, parse_vllm_metrics, sum_statuses
+from peagle.server.vllm import vllm_drafter, vllm_launch
+from peagle.server.vllm.peagle_field import without_peagle_field
+from peagle.server.vllm.vllm_command import vllm_arguments, vllm_environment
+from peagle.server.vllm.vllm_launch import (
+    VllmLaunch,
+    choose_k,
+    prepare_launch,
+    speculative_config,
+)
+from peagle.server.vllm.vllm_metrics import parse_vllm_metrics
+from peagle.server.vllm.vllm_version import VllmInstallation, find_vllm
 from tests.support.serving import tiny_folder
 
 CURRENT = VllmInstallation("py", "vllm", "0.32.0")
@@ -118,10 +124,8 @@ def test_the_command_line_follows_the_settings() -> None:
         k=5,
         vllm_speculative={"draft_tensor_parallel_size": 1},
     )
-    kind = VllmKind(settings)
-    kind.method = "p-eagle"
-    kind.k = 5
-    words = arguments_for(settings, CURRENT, kind.speculative_config(Path("/drafter")))
+    speculative = speculative_config(settings, "p-eagle", 5, Path("/drafter"))
+    words = arguments_for(settings, CURRENT, speculative)
     text = " ".join(words)
     for part in (
         "--served-model-name a b",
@@ -171,11 +175,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def launch(settings: ServerSettings, folder: Path, installation: VllmInstallation) -> LaunchSpec:
-    return VllmKind(settings, lambda python: installation).launch_specs(folder)[0]
+def launch(settings: ServerSettings, folder: Path, installation: VllmInstallation) -> VllmLaunch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_launch, "find_vllm", lambda python: installation)
+        return prepare_launch(settings, folder / "vllm.sock")
 
 
-def speculative_of(spec: LaunchSpec) -> dict[str, Any]:
+def speculative_of(spec: VllmLaunch) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(
         spec.command[spec.command.index("--speculative-config") + 1]
     )
@@ -206,7 +212,8 @@ def test_a_drafter_is_exported_once(
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["ptd_token_id"] == config["pard_token"]
     assert (speculative["num_speculative_tokens"], speculative["parallel_drafting"]) == (7, True)
-    assert spec.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0" and spec.command[0] == "py"
+    assert spec.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert spec.command[0] == "py"
     assert launch(settings, tmp_path / "sockets", CPU_BUILD).command == spec.command
     assert len(exports) == 1
     given = ServerSettings(pair=settings.pair, drafter=str(exported), engine="vllm", k=3)
@@ -232,17 +239,20 @@ def test_drafters_that_cannot_be_served(
 
 
 def test_our_extension() -> None:
-    kind = VllmKind(ServerSettings(engine="vllm", method="p-eagle"))
-    kind.k = 5
-    assert kind.prepare_body(
-        {"prompt": "x", "peagle": {"method": "p-eagle", "k": 5, "trace": True}}
-    ) == {"prompt": "x"}
-    assert kind.prepare_body({"prompt": "x", "peagle": {"k": "auto"}}) == {"prompt": "x"}
-    streamed = kind.prepare_body({"stream": True, "peagle": {"trace": True}})
+    served = VllmLaunch((), {}, "p-eagle", 5)
+
+    def prepare(body: dict[str, Any]) -> dict[str, Any]:
+        return without_peagle_field(body, served)
+
+    assert prepare({"prompt": "x", "peagle": {"method": "p-eagle", "k": 5, "trace": True}}) == {
+        "prompt": "x"
+    }
+    assert prepare({"prompt": "x", "peagle": {"k": "auto"}}) == {"prompt": "x"}
+    streamed = prepare({"stream": True, "peagle": {"trace": True}})
     assert streamed["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     for asked in ({"method": "eagle3"}, {"k": 4}, {"k": "many"}, 7):
         with pytest.raises(ApiError) as error:
-            kind.prepare_body({"prompt": "x", "peagle": asked})
+            prepare({"prompt": "x", "peagle": asked})
         assert error.value.status == 400
 
 
@@ -303,6 +313,4 @@ def test_a_tuned_method_is_the_servers_own() -> None:
         "tiny", TargetSource(order=("folder",)), drafters, k_by_concurrency={1: Best("none", 0)}
     )
     assert choose_method(ServerSettings(), plain)[0] == ("none", 0)
-    kind = VllmKind(ServerSettings(engine="vllm"))
-    kind.method = "eagle3"
-    assert kind.choose_k(pair) == 4
+    assert choose_k(ServerSettings(engine="vllm"), pair, "eagle3") == 4

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from peagle.server.workers import worker_process
-from peagle.server.workers.launch_spec import LaunchSpec
-from peagle.server.workers.worker_process import WorkerProcess
+from peagle.server.supervisor import child_process
+from peagle.server.supervisor.child_process import ChildProcess
+from peagle.server.supervisor.launch_spec import LaunchSpec
 
 LINES = 5000  # several times what a pipe holds
 CHATTY = f"""
@@ -36,9 +36,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def start(script: str, folder: Path) -> WorkerProcess:
+def start(script: str, folder: Path) -> ChildProcess:
     command = (sys.executable, "-c", script, str(folder))
-    return WorkerProcess(LaunchSpec("worker-0", command, dict(os.environ), folder / "socket", 60))
+    return ChildProcess(LaunchSpec("worker-0", command, dict(os.environ), folder / "socket"))
 
 
 def test_a_full_disk_does_not_block_the_worker(
@@ -46,7 +46,7 @@ def test_a_full_disk_does_not_block_the_worker(
 ) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(
-        worker_process, "log_event", lambda event, *_, **fields: events.append((event, fields))
+        child_process, "log_event", lambda event, *_, **fields: events.append((event, fields))
     )
     process = None
     with Path("/dev/full").open("w", buffering=1) as full:

@@ -2,20 +2,18 @@
 
     FAULT=FILE python -m tests.support.faulty_device serve PAIR ...
 
-With --replicas, the replicas run like this too. The process that meets the fault removes FILE, so
-that the one that replaces it has a working device.
+The engine process that meets the fault removes FILE, so that the one that replaces it has a working
+device.
 """
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.step.prefill import PrefillRunner
-from peagle.engine.step.stepper import Stepper
-from peagle.server.workers import replicas
-from peagle.server.workers.launch_spec import LaunchSpec
+from peagle.server import run
+from peagle.server.engine_process.engine_set import EngineSet
 
 MESSAGE = "CUDA error: unspecified launch failure"
 is_lost = False
@@ -37,27 +35,23 @@ def fail_on_demand(owner: type, name: str) -> None:
     setattr(owner, name, call)
 
 
-def launch_faulty(*args: Any, **kwargs: Any) -> LaunchSpec:
-    command = tuple(
-        __spec__.name if "replica_process" in word else word for word in kwargs["command"]
-    )
-    return LaunchSpec(*args, **kwargs | {"command": command})
+def run_worker(address: str, settings_json: str) -> None:
+    from peagle.engine.kv.kv_cache import KVCache
+    from peagle.engine.step.prefill import PrefillRunner
+    from peagle.engine.step.stepper import Stepper
+    from peagle.server.worker.main import main
 
-
-def main() -> None:
     fail_on_demand(Stepper, "decode")
     fail_on_demand(PrefillRunner, "run")
     fail_on_demand(KVCache, "zero_pages")
-    if sys.argv[1] == "serve":
-        from peagle.cli import app
-
-        replicas.LaunchSpec = launch_faulty  # type: ignore[assignment,misc]
-        app()
-    else:
-        from peagle.server.replica_process import main as run_replica
-
-        run_replica(sys.argv[1])
+    main(address, settings_json)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "serve":
+        from peagle.cli import app
+
+        run.EngineSet = partial(EngineSet, module=__spec__.name)  # type: ignore[assignment,misc]
+        app()
+    else:
+        run_worker(sys.argv[1], sys.argv[2])

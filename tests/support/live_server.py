@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.support.relaying import descendants
 
 READY_SECONDS = 120.0
 
@@ -29,8 +31,11 @@ class LiveServer:
         return f"http://127.0.0.1:{self.port}"
 
     def rss_mb(self) -> float:
-        """Resident memory of the process in MB."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        """Resident memory of the process and its descendants, in MB."""
+        pages = 0
+        for pid in (self.process.pid, *descendants(self.process.pid)):
+            with suppress(OSError):  # It has ended meanwhile.
+                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def open_descriptors(self) -> int:

@@ -1,79 +1,54 @@
-"""Gateways over fake workers (fake_worker.py), behind a real socket."""
+"""A gateway over a fake vLLM (failing_vllm.py), behind a real socket; and whole servers."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from peagle.server.run import Server
 from peagle.server.settings import ServerSettings
-from peagle.server.workers.gateway import Gateway
-from peagle.server.workers.launch_spec import RESTART_TIMEOUT_SECONDS, LaunchSpec
-from peagle.server.workers.worker import Worker
+from peagle.server.vllm.gateway import Gateway
+from peagle.server.vllm.vllm_launch import VllmLaunch
+from peagle.server.vllm.vllm_process import VllmProcess
+from peagle.server.web_server import Server
 from tests.support.serving import on_a_thread
 
 ROOT = Path(__file__).parents[2]
 
 
-class FakeKind:
-    status_path = "/metrics"
-
-    def __init__(
-        self, folder: Path, count: int, unhealthy_timeout: float, restart_timeout: float
-    ) -> None:
-        self.folder = folder
-        self.count = count
-        self.unhealthy_timeout = unhealthy_timeout
-        self.restart_timeout = restart_timeout
-
-    def launch_specs(self, folder: Path) -> list[LaunchSpec]:
-        return [self._launch_spec(f"fake-{i}", folder / f"{i}.sock") for i in range(self.count)]
-
-    def _launch_spec(self, name: str, socket: Path) -> LaunchSpec:
-        module = "tests.support.fake_worker"
-        return LaunchSpec(
-            name,
-            command=(sys.executable, "-m", module, str(socket), str(self.folder), name),
-            environment=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
-            socket=socket,
-            unhealthy_timeout=self.unhealthy_timeout,
-            restart_timeout=self.restart_timeout,
-        )
-
-    def prepare_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        return body
-
-    def status(self, responses: Mapping[Worker, httpx.Response]) -> dict[str, Any]:
-        engines = {worker.name: response.text for worker, response in responses.items()}
-        return {"methods": ["none"], "method": "none", "k": 0, "engines": engines}
-
-
 def make_gateway(
     folder: Path,
-    count: int = 2,
     unhealthy_timeout: float = 0.2,
-    restart_timeout: float = RESTART_TIMEOUT_SECONDS,
+    restart_timeout: float = VllmProcess.restart_timeout,
     **changes: Any,
 ) -> Gateway:
+    def prepare(socket: Path) -> VllmLaunch:
+        command = (sys.executable, "-m", "tests.support.failing_vllm", str(socket), str(folder))
+        return VllmLaunch(command, dict(os.environ) | {"PYTHONPATH": str(ROOT)}, "none", 0)
+
     options: dict[str, Any] = {"pair": "fake", "backoff": 0.1, "drain_seconds": 5.0}
-    settings = ServerSettings(**options | {"timeout": 60.0} | changes)
-    return Gateway(settings, FakeKind(folder, count, unhealthy_timeout, restart_timeout))
+    gateway = Gateway(ServerSettings(**options | {"timeout": 60.0} | changes), prepare)
+    gateway.process.unhealthy_timeout = unhealthy_timeout
+    gateway.process.restart_timeout = restart_timeout
+    return gateway
 
 
 @contextmanager
-def running_gateway(gateway: Gateway, ready: int | None = None) -> Iterator[tuple[Server, str]]:
-    """Run a server over the gateway; wait until `ready` workers are ready (None: all)."""
+def running_gateway(gateway: Gateway, ready: bool = True) -> Iterator[tuple[Server, str]]:
+    """Run a server over the gateway, with `ready` once its vLLM is ready."""
     with on_a_thread(gateway) as (server, url):
-        count = gateway.kind.count if ready is None else ready  # type: ignore[attr-defined]
-        wait_for(lambda: len(gateway.workers.ready) >= count and server.loop is not None)
+        wait_for(lambda: server.loop is not None and (is_ready(gateway) or not ready))
         yield server, url
+
+
+def is_ready(gateway: Gateway) -> bool:
+    return gateway.process.state == "ready"
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> None:
@@ -83,10 +58,9 @@ def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> None:
         time.sleep(0.02)
 
 
-def pids_of(folder: Path, worker: Worker | str) -> list[int]:
-    """Return the pids of a fake worker's process and of the child that it would leave behind."""
-    name = worker if isinstance(worker, str) else worker.name
-    return [int(word) for word in (folder / f"{name}.pids").read_text().split()]
+def fake_pids(folder: Path) -> list[int]:
+    """Return the pids of the fake vLLM's process and of the child that it would leave behind."""
+    return [int(word) for word in (folder / "pids").read_text().split()]
 
 
 def descendants(pid: int) -> list[int]:

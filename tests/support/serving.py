@@ -20,13 +20,14 @@ from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.core import Method
 from peagle.drafter.formats import compact
 from peagle.loaded import LoadedPair
-from peagle.server.engines.engine_pool import MAX_EXTRA_ENGINES, EnginePool
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.engines.engine_pool import MAX_EXTRA_ENGINES
+from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.app import build_app
 from peagle.server.http.backend import Backend
-from peagle.server.openai.routes import create_local_backend
-from peagle.server.run import Server, listen
+from peagle.server.openai.routes import create_engine_backend
 from peagle.server.settings import ServerSettings
+from peagle.server.web_server import Server, listen
+from tests.support.thread_engines import ThreadEngines
 from tests.support.tiny_models import MASK, make_drafter, make_target
 
 CHAT = "/v1/chat/completions"
@@ -88,10 +89,10 @@ def make_backend(
     loader: Callable[[], LoadedPair] = tiny_pair,
     max_extra: int = MAX_EXTRA_ENGINES,
     **changes: Any,
-) -> LocalBackend:
+) -> EngineBackend:
     """A backend for the tiny pair; `changes` to SETTINGS."""
     settings = replace(SETTINGS, **changes)
-    return create_local_backend(settings, EnginePool(settings, loader, max_extra))
+    return create_engine_backend(settings, ThreadEngines(settings, loader, max_extra))
 
 
 async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
@@ -103,7 +104,7 @@ async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 @asynccontextmanager
-async def client_of(backend: LocalBackend, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(backend: EngineBackend, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a server in this process."""
     app = build_app(backend)
     backend.engines.start()
@@ -116,11 +117,11 @@ async def client_of(backend: LocalBackend, ready: bool = True) -> AsyncIterator[
         ) as client:
             yield client
     finally:
-        backend.engines.close()
+        await backend.engines.close()
 
 
 def served(
-    test: Callable[[httpx.AsyncClient, LocalBackend], Awaitable[None]],
+    test: Callable[[httpx.AsyncClient, EngineBackend], Awaitable[None]],
     loader: Callable[[], LoadedPair] = tiny_pair,
     ready: bool = True,
     **changes: Any,
@@ -168,7 +169,7 @@ def on_a_thread(backend: Backend) -> Iterator[tuple[Server, str]]:
 
 
 @contextmanager
-def running(backend: LocalBackend, ready: bool = True) -> Iterator[tuple[Server, str]]:
+def running(backend: EngineBackend, ready: bool = True) -> Iterator[tuple[Server, str]]:
     with on_a_thread(backend) as (server, url):
         end = time.monotonic() + 60
         while ready and backend.engines.state != "ready":
@@ -186,18 +187,44 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def all_idle(backend: LocalBackend) -> bool:
+def all_idle(backend: EngineBackend) -> bool:
     """Whether no engine has a live request or a used KV page."""
-    for slot in backend.engines.slots:
+    slots = thread_engines(backend).slots
+    for slot in slots:
         slot.engine.check_integrity()
-    return all(slot.engine.idle for slot in backend.engines.slots)
+    return all(slot.engine.idle for slot in slots)
+
+
+def thread_engines(backend: EngineBackend) -> ThreadEngines:
+    assert isinstance(backend.engines, ThreadEngines)
+    return backend.engines
 
 
 @contextmanager
-def slowed(backend: LocalBackend, seconds: float) -> Iterator[None]:
+def paused(backend: EngineBackend) -> Iterator[None]:
+    """The main engine takes requests, but no steps."""
+    main = thread_engines(backend).main
+    assert main is not None
+    loop = main.engine.loop
+    run_step = loop.run
+
+    def wait() -> bool:
+        time.sleep(0.01)
+        return True
+
+    loop.run = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        loop.run = run_step  # type: ignore[method-assign]
+
+
+@contextmanager
+def slowed(backend: EngineBackend, seconds: float) -> Iterator[None]:
     """Delay every step of the main engine."""
-    assert backend.engines.main is not None
-    loop = backend.engines.main.engine.loop
+    main = thread_engines(backend).main
+    assert main is not None
+    loop = main.engine.loop
     run_step = loop.run
 
     def run() -> bool:

@@ -137,6 +137,13 @@ Replicas = Annotated[
         show_default=False,
     ),
 ]
+HttpWorkers = Annotated[
+    int,
+    typer.Option(
+        "--http-workers",
+        help="Number of web server processes that share the engines, for many streams at once.",
+    ),
+]
 
 # vLLM as the engine.
 Engine = Annotated[
@@ -181,7 +188,7 @@ StepTimeout = Annotated[
     float,
     typer.Option(
         "--step-timeout",
-        help="Seconds of one engine step after which /health is 503; 0: no limit.",
+        help="Seconds of one engine step after which its process is replaced; 0: no limit.",
     ),
 ]
 DrainSeconds = Annotated[

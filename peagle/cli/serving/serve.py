@@ -14,6 +14,7 @@ def serve(
     port: options.Port = 8000,
     engine: options.Engine = "native",
     replicas: options.Replicas = None,
+    http_workers: options.HttpWorkers = 1,
     method: Method = None,
     k: options.K = "auto",
     tree: options.TreeNodes = None,
@@ -49,8 +50,7 @@ def serve(
 ) -> None:
     """Serve a pair: OpenAI's API, SageMaker's container contract, vLLM's metrics.
 
-    With SM_VLLM_* variables in the environment, it listens as SageMaker expects (port 8080); see
-    docs/serve.md.
+    With SM_VLLM_* variables it listens as SageMaker expects, on port 8080 (docs/serve.md).
 
     Example: peagle serve smollm2-135m --port 8000 --api-key SECRET
 

@@ -2,7 +2,7 @@
 
 Each round runs one job, one part of a long job, and one step of every engine. The engines share
 their target, so their passes must take turns. Extra engines are built on another thread
-(engine_builder.py), so that nobody waits for them.
+(extra_engines.py), so that nobody waits for them.
 """
 
 import threading
@@ -15,7 +15,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from peagle.server.engines.engine_slot import EngineSlot
-from peagle.server.engines.loop_wakeup import LoopWakeup
 
 T = TypeVar("T")
 STOP_SECONDS = 5.0  # Time for a pass or a download to end when the driver stops.
@@ -37,22 +36,23 @@ class Driver:
         self,
         on_engine_failure: Callable[[EngineSlot, Exception], None],
         on_job_failure: Callable[[Exception], object],
-        on_crash: Callable[[Exception], None],
     ) -> None:
-        """All are called on this thread: after an error of an engine's step or of a job, and
-        before the thread ends because of one."""
+        """Both are called on this thread: after an error of an engine's step, or of a job."""
         self.on_engine_failure = on_engine_failure
         self.on_job_failure = on_job_failure
-        self.on_crash = on_crash
-        self.wakeup = LoopWakeup()
         self.slots: list[EngineSlot] = []  # Only the driver's thread changes this list.
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._waiting: deque[LongJob] = deque()
         self._started: deque[LongJob] = deque()
         self._wake = threading.Event()
+        self._on_round: Callable[[], object] = lambda: None
         self._stopped = False
-        self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="peagle-driver", daemon=True)
+
+    def attach(self, wake: threading.Event, on_round: Callable[[], object]) -> None:
+        """Wait with `wake`, and call `on_round` at the beginning of every round."""
+        self._wake = wake
+        self._on_round = on_round
 
     def start(self) -> None:
         self._thread.start()
@@ -68,17 +68,8 @@ class Driver:
         return self._thread.is_alive()
 
     @property
-    def heartbeat_age(self) -> float:
-        """Seconds since the thread began a round or a step: large if one of them hangs."""
-        return time.monotonic() - self._last_beat
-
-    @property
     def long_jobs(self) -> int:
         return len(self._waiting) + len(self._started)
-
-    def wake(self) -> None:
-        """Make the thread look for work now."""
-        self._wake.set()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Run a job on this thread, between two steps."""
@@ -98,15 +89,9 @@ class Driver:
         return future
 
     def _run(self) -> None:
-        try:
-            self._run_rounds()
-        except Exception as error:
-            self.on_crash(error)
-
-    def _run_rounds(self) -> None:
         while not self._stopped:
             self._wake.clear()  # Before looking for work, so that no wake-up is lost.
-            self._last_beat = time.monotonic()
+            self._on_round()
             worked = self._run_job()
             worked |= self._run_part()
             for slot in list(self.slots):
@@ -123,8 +108,8 @@ class Driver:
             try:
                 future.set_result(job())
             except Exception as error:
+                self.on_job_failure(error)  # First: it may end the process, with a clear error.
                 future.set_exception(error)
-                self.on_job_failure(error)
         del future, job  # The error's traceback holds this frame: it must not hold the future.
         return True
 
@@ -132,7 +117,6 @@ class Driver:
         self._start_long_jobs()
         if not self._started:
             return False
-        self._last_beat = time.monotonic()
         job = self._started[0]
         if self._job_continues(job):
             self._started.rotate(-1)  # Long jobs take turns.
@@ -152,9 +136,9 @@ class Driver:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_result(end.value)
         except Exception as error:
+            self.on_job_failure(error)  # As above.
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
-            self.on_job_failure(error)
         del job  # As above.
         return False
 
@@ -171,17 +155,14 @@ class Driver:
             self._started.append(self._waiting.popleft())
 
     def _step(self, slot: EngineSlot) -> bool:
-        if not slot.busy:
+        if not slot.engine.busy:
             return False
-        self._last_beat = started = time.monotonic()
-        self.wakeup.hold()
+        started = time.monotonic()
         try:
             worked = slot.engine.step()
         except Exception as error:
             self.on_engine_failure(slot, error)
             return True
-        finally:
-            self.wakeup.release()
         if slot.pending:
             slot.mark_admitted(started)
         return worked

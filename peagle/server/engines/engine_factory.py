@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 from peagle.core import Method
 from peagle.engine.gc_tuning import freeze_live_objects, trim_heap
 from peagle.errors import UserError
-from peagle.server.engines.method_choice import EngineKey, choose_method
-from peagle.server.http.errors import ApiError
+from peagle.server.engines.method_choice import choose_method
+from peagle.server.messages import EngineKey
 from peagle.server.settings import ServerSettings
-from peagle.server.tokenization.prompt_tokenizer import PromptTokenizer
-from peagle.server.tokenization.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine import Engine
@@ -26,8 +24,6 @@ class EngineFactory:
     ) -> None:
         self.settings = settings
         self.pair: LoadedPair | None = None
-        self.texts: TokenTexts | None = None
-        self.tokenizer: PromptTokenizer | None = None
         self.key = EngineKey("none", 0)  # The main engine's, once the pair is loaded.
         self.methods: tuple[Method, ...] = ()  # The methods that a request may choose.
         self._loader = loader or (lambda: load_pair(settings))
@@ -39,14 +35,7 @@ class EngineFactory:
                 f"target {pair.target.name!r} has no tokenizer: put its files into the target's"
                 " folder"
             )
-        self.texts = TokenTexts(pair.target.tokenizer)
-        self.tokenizer = PromptTokenizer(pair.target.tokenizer)
         self.key, self.methods = choose_method(self.settings, pair.pair)
-
-    def reload(self) -> None:
-        """Load the files again, for weights that may be damaged."""
-        self.pair = None
-        self.pair = self._loader()
 
     def build_main(self) -> "Engine":
         engine = self.build(self.key, self.settings.kv_tokens, self.settings.max_batch)
@@ -64,8 +53,7 @@ class EngineFactory:
         from peagle.engine import Engine, EngineConfig
 
         pair = self.pair
-        if pair is None:
-            raise ApiError(503, "the model is being loaded again: try again later", retry_after=2)
+        assert pair is not None, "the pair is not loaded yet"
         settings = self.settings
         # Only the server's own method and K draft trees; others draft chains.
         trees = key == (self.key.method, settings.k)
@@ -89,14 +77,6 @@ class EngineFactory:
     def engine_name(self, key: EngineKey) -> str:
         """Such as "p-eagle", or "p-eagle k=3" where K is not the server's own."""
         return key.method if key.k in (0, self.settings.k) else f"{key.method} k={key.k}"
-
-    def release_memory(self) -> None:
-        """Return the memory of a closed engine, so that the next one fits."""
-        import torch
-
-        freeze_live_objects()
-        if self.pair is not None and self.pair.target.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def load_pair(settings: ServerSettings) -> "LoadedPair":

@@ -1,14 +1,15 @@
 """EngineSlot: one engine of the server, and what the server knows about it."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from peagle.server.engines.generation_params import GenerationParams
+from peagle.server.messages import Add
 
 if TYPE_CHECKING:
     from peagle.engine import Engine
     from peagle.engine.stream import Stream
+    from peagle.grammar import CompiledGrammar
 
 
 @dataclass(slots=True)
@@ -29,35 +30,27 @@ class EngineSlot:
     # HTTP requests that are being prepared for this engine. It must not be closed meanwhile.
     preparing: int = 0
 
-    @property
-    def busy(self) -> bool:
-        return self.engine.busy
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether the engine has completed an answer."""
-        finished = self.engine.metrics.finished
-        return bool(finished["stop"] or finished["length"])
-
     def add(
-        self, request_id: str, ids: list[int], params: GenerationParams
+        self, request_id: str, add: Add, grammar: "CompiledGrammar | None"
     ) -> "tuple[Stream, RequestTiming]":
-        """Queue a request in the engine, which raises UserError if it refuses."""
+        """Queue a request in the engine, which raises UserError if it refuses.
+
+        Text and stop strings are the front's work.
+        """
         timing = RequestTiming(time.monotonic())
         stream = self.engine.add(
-            ids,
+            add.prompt,
             id=request_id,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop=params.stop,
-            stop_ids=params.stop_ids,
-            ignore_eos=params.ignore_eos,
-            include_stop=params.include_stop,
-            logprobs=params.logprobs,
-            grammar=params.grammar,
-            user=params.user,
-            cache_salt=params.cache_salt,
-            **asdict(params.sampling),
+            max_tokens=add.max_tokens,
+            min_tokens=add.min_tokens,
+            stop_ids=frozenset(add.stop_ids),
+            ignore_eos=add.ignore_eos,
+            logprobs=add.logprobs,
+            grammar=grammar,
+            user=add.user,
+            cache_salt=add.cache_salt,
+            detokenize=False,
+            **add.sampling,
         )
         self.pending[request_id] = timing
         return stream, timing

@@ -1,23 +1,16 @@
 """Which methods a server offers, and which one is its default."""
 
-from typing import NamedTuple
-
 from peagle.catalog.pair import Pair
 from peagle.core import Method
 from peagle.draft_shape import check_tree_nodes
-from peagle.errors import UserError
+from peagle.errors import UserError, did_you_mean
+from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
+from peagle.server.messages import EngineKey
 from peagle.server.settings import ServerSettings
 
 # Concurrency at which a tuned method is looked up; K then follows the load, down to 0.
 LOW_CONCURRENCY = 1
-
-
-class EngineKey(NamedTuple):
-    """What distinguishes the engines of a server."""
-
-    method: Method
-    k: int | str  # "auto": adaptive drafting; 0: no drafts
 
 
 def choose_method(settings: ServerSettings, pair: Pair) -> tuple[EngineKey, tuple[Method, ...]]:
@@ -63,3 +56,24 @@ def check_drafting(method: Method, parallel: bool | None, pair: Pair) -> None:
             f"the drafter is {method}, so parallel_drafting must be {expected} in the"
             " speculative config"
         )
+
+
+def choose_engine(
+    method: str | None,
+    k: int | str | None,
+    main: EngineKey,
+    methods: tuple[Method, ...],
+    default_k: int | str,
+) -> EngineKey:
+    """The engine for a request that asks for this method and K; None: the server's own."""
+    if method is None and k is None:
+        return main
+    name = method or main.method
+    chosen = next((offered for offered in methods if offered == name), None)
+    if chosen is None:
+        close = did_you_mean(name, list(methods))
+        offered = ", ".join(methods)
+        raise ApiError(400, f"peagle.method {name!r} is not served: use one of {offered}.{close}")
+    if chosen == "none":
+        return EngineKey("none", 0)
+    return EngineKey(chosen, k or default_k)

@@ -1,18 +1,13 @@
-"""StatusCounts: the counters of all engines by name, closed ones included.
+"""StatusCounts: the counters of engines by name, closed ones included.
 
-A counter of /metrics must never go down, so the counts of a closed engine are kept.
+A counter of /metrics must never go down, so the counts of a closed engine, or of a process that
+has ended, are kept.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
-from threading import Lock
+from collections.abc import Mapping
 from typing import Any
 
-from peagle.server.engines.engine_slot import EngineSlot
-
-# A counter of the engine's status, ("finished", reason) or ("accepted_at", position).
-CountKey = str | tuple[str, str] | tuple[str, int]
 COUNTERS = (
     "prompt_tokens",
     "generated_tokens",
@@ -24,33 +19,31 @@ COUNTERS = (
     "prefix_queries",
     "prefix_hits",
 )
+# By engine name: a name of COUNTERS, "finished:REASON" or "accepted_at:POSITION".
+CountsByEngine = Mapping[str, Mapping[str, int]]
 
 
 class StatusCounts:
-    """Hold `lock` while an engine is removed: until it is kept here and no longer in the pool."""
-
     def __init__(self) -> None:
-        self.lock = Lock()
-        self._closed: dict[str, Counter[CountKey]] = {}
+        self._closed: dict[str, Counter[str]] = {}
 
-    def keep(self, slot: EngineSlot) -> None:
-        """Keep the counts of an engine that is removed."""
-        with suppress(Exception):  # A broken engine may fail here; its last counts are lost.
-            self._closed.setdefault(slot.name, Counter()).update(read_counts(slot))
+    def keep(self, counts: CountsByEngine) -> None:
+        """Keep the counts of engines that are removed."""
+        for name, counter in counts.items():
+            self._closed.setdefault(name, Counter()).update(counter)
 
-    def totals(self, slots: Iterable[EngineSlot]) -> dict[str, Counter[CountKey]]:
-        """By engine name: the counts of these engines and of the closed ones."""
-        totals = {name: Counter(counts) for name, counts in self._closed.items()}
-        for slot in slots:
-            totals.setdefault(slot.name, Counter()).update(read_counts(slot))
+    def totals(self, counts: CountsByEngine) -> dict[str, Counter[str]]:
+        """By engine name: these counts and those of the closed engines."""
+        totals = {name: Counter(counter) for name, counter in self._closed.items()}
+        for name, counter in counts.items():
+            totals.setdefault(name, Counter()).update(counter)
         return totals
 
 
-def read_counts(slot: EngineSlot) -> Counter[CountKey]:
-    status: dict[str, Any] = slot.engine.status()
-    counts: Counter[CountKey] = Counter({name: status[name] for name in COUNTERS})
+def counts_of(status: Mapping[str, Any]) -> Counter[str]:
+    counts: Counter[str] = Counter({name: status[name] for name in COUNTERS})
     for reason, count in status["finished"].items():
-        counts["finished", reason] = count
+        counts[f"finished:{reason}"] = count
     for position, count in enumerate(status["accepted_at"]):
-        counts["accepted_at", position] = count
+        counts[f"accepted_at:{position}"] = count
     return counts

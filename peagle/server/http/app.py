@@ -64,7 +64,8 @@ def build_app(backend: Backend, on_failure: Callable[[str], None] = lambda reaso
         },
     )
     app.state.backend = backend
-    budget = BodyBudget(max(MIN_BODY_BUDGET, MAX_LARGE_BODIES * backend.settings.max_body_bytes))
+    max_bytes = max(MIN_BODY_BUDGET, MAX_LARGE_BODIES * backend.settings.max_body_bytes)
+    budget = BodyBudget(backend.settings.share_of_front(max_bytes))
     add_routes(app, backend.route_handlers, budget)
     add_body_schemas(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
     guarded = Origins(Auth(app, backend.settings.api_keys), backend.settings)

@@ -13,22 +13,8 @@ API_KEY_DIGEST = "peagle.api_key_digest"  # of the key that a request came with,
 PUBLIC_PATHS = ("/", "/health", "/ping", "/metrics", "/version")  # and /page/*
 
 
-class ApiKeys:
-    """Digests of the keys: comparing them leaks neither the length nor a prefix of a key."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self.digests = [digest(key) for key in keys]
-
-    def accept(self, header: str) -> bytes | None:
-        """Return the digest of the key in the Authorization header; None: it is not a valid one."""
-        scheme, _, key = header.partition(" ")
-        given = digest(key.strip() if scheme.lower() == "bearer" else "")
-        # Compare with every key, so that the time does not depend on which one matches.
-        matches = [hmac.compare_digest(given, known) for known in self.digests]
-        return given if any(matches) else None
-
-
 def digest(key: str) -> bytes:
+    """Comparing digests leaks neither the length nor a prefix of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -37,12 +23,12 @@ class Auth:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
-        self.keys = ApiKeys(keys)
+        self.digests = [digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.keys.digests and not is_public(scope["path"]):
+        if scope["type"] == "http" and self.digests and not is_public(scope["path"]):
             header = Headers(scope=scope).get("authorization", "")
-            key_digest = self.keys.accept(header)
+            key_digest = self._accept(header)
             if key_digest is None:
                 problem = "the API key is wrong" if header else "the API key is missing"
                 error = ApiError(401, f"{problem}: send Authorization: Bearer KEY")
@@ -50,6 +36,14 @@ class Auth:
                 return
             scope[API_KEY_DIGEST] = key_digest
         await self.app(scope, receive, send)
+
+    def _accept(self, header: str) -> bytes | None:
+        """Return the digest of the key in the Authorization header; None: it is not a valid one."""
+        scheme, _, key = header.partition(" ")
+        given = digest(key.strip() if scheme.lower() == "bearer" else "")
+        # Compare with every key, so that the time does not depend on which one matches.
+        matches = [hmac.compare_digest(given, known) for known in self.digests]
+        return given if any(matches) else None
 
 
 def is_public(path: str) -> bool:

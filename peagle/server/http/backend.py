@@ -1,4 +1,4 @@
-"""Interface of what answers requests: engines of this process, or workers."""
+"""Interface of what answers requests: engines of this package, or vLLM."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ RouteHandler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 
 
 class Backend(Protocol):
-    """LocalBackend runs engines in this process; Gateway relays requests to workers."""
+    """EngineBackend sends requests to engine processes; Gateway relays them to vLLM."""
 
     settings: ServerSettings
     drain: Drain

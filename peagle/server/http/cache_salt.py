@@ -6,6 +6,7 @@ server without keys, all requests without a `cache_salt` share them.
 """
 
 import hmac
+import os
 import secrets
 from typing import Any
 
@@ -16,7 +17,9 @@ from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import MAX_NAME_CHARS
 
 # Nobody can compute the salt of another client: it is not derived from the key alone.
-SECRET = secrets.token_bytes(32)
+# Fronts of one server have the same secret, in their environment.
+SECRET_VARIABLE = "PEAGLE_CACHE_SECRET"
+SECRET = bytes.fromhex(os.environ.pop(SECRET_VARIABLE, "")) or secrets.token_bytes(32)
 
 
 def derive_salt(scope: Scope, requested: str | None) -> str:

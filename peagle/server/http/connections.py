@@ -174,6 +174,6 @@ def raise_descriptor_limit() -> int:
 
 def connection_limit(settings: ServerSettings, descriptors: int) -> int:
     """Connections of clients that leave enough descriptors for everything else."""
-    has_workers = settings.engine == "vllm" or settings.replicas is not None
-    per_connection = 2 if has_workers else 1  # A relayed request has a connection to its worker.
+    # A request that is relayed to vLLM has a second connection.
+    per_connection = 2 if settings.engine == "vllm" else 1
     return max(MIN_CONNECTIONS, (descriptors - RESERVED_DESCRIPTORS) // per_connection)

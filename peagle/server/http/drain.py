@@ -27,6 +27,8 @@ class Drain:
         self.is_draining = False
         self.open_requests = 0  # requests whose response is not complete
         self.in_flight: set[Abortable] = set()
+        # Aborts requests that no engine has accepted yet.
+        self.abort_pending: Callable[[ApiError], None] = lambda error: None
         self._task: asyncio.Task[None] | None = None
 
     def check_accepting(self) -> None:
@@ -52,6 +54,7 @@ class Drain:
         await self._wait_until_idle(self.seconds)
         for request in list(self.in_flight):
             request.abort(ApiError(503, ABORT))
+        self.abort_pending(ApiError(503, ABORT))
         await self._wait_until_idle(FLUSH_SECONDS)
         stop()
 

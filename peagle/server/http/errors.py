@@ -55,6 +55,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+def engine_stopped() -> ApiError:
+    """The error of an answer whose engine, or vLLM, has ended."""
+    return ApiError(503, "the engine stopped during the answer: try again", retry_after=2)
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Convert pydantic's deepest error: in a union, that is the branch that matched best.
 

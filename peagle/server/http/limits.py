@@ -182,10 +182,14 @@ def check_surrogates(body: dict[str, Any]) -> None:
         raise ApiError(400, "the body contains half of a surrogate pair") from error
 
 
+def body_bytes(request: Request) -> int:
+    """The length of a body that was read."""
+    return int(request.scope.get("peagle.body_bytes", 0))
+
+
 async def validate_body(request: Request, model: type[M], body: dict[str, Any]) -> M:
     """Check a body against its schema, and empty it: unknown fields are not kept in memory."""
-    size = request.scope.get("peagle.body_bytes", 0)
-    checked = await run_for_size(size, lambda: validate(model, body))
+    checked = await run_for_size(body_bytes(request), lambda: validate(model, body))
     body.clear()
     return checked
 

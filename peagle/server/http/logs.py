@@ -51,7 +51,7 @@ def escape_unprintable(match: re.Match[str]) -> str:
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
+def set_up_logging() -> None:
     """Write the lines of the server, of uvicorn and of asyncio in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
@@ -59,7 +59,7 @@ def set_up_logging(level: int = logging.INFO) -> None:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(level if name == "peagle.server" else logging.WARNING)
+        logger.setLevel(logging.INFO if name == "peagle.server" else logging.WARNING)
 
 
 def log_event(

@@ -24,7 +24,7 @@ class Origins:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app = app
         self.has_keys = bool(settings.api_keys)
-        self.on_loopback = settings.socket is None and is_loopback(settings.host)
+        self.on_loopback = is_loopback(settings.host)
         self.allowed = {parse_origin(origin) for origin in settings.allow_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

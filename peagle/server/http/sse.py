@@ -1,12 +1,12 @@
 """Server-sent events, and clients that disconnect: their requests are canceled at once."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,11 +18,11 @@ DONE_EVENT = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 # Seconds beyond the time limit of an answer that a client may take to read it.
 READ_GRACE_SECONDS = 5.0
+encode_json = msgspec.json.Encoder().encode
 
 
 def encode_event(data: dict[str, Any]) -> bytes:
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + encode_json(data) + b"\n\n"
 
 
 class ClientDisconnected(Exception):

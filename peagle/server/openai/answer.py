@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import UserError
-from peagle.server.engines.engine_slot import EngineSlot
-from peagle.server.engines.local_backend import LocalBackend
-from peagle.server.http.errors import ApiError
+from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.front.remote_slot import RemoteSlot
+from peagle.server.http.errors import ApiError, engine_stopped
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.usage import speculative_metrics, token_usage
 
@@ -29,7 +29,7 @@ MIN_SLEEP = 500e-6  # Shorter waits are skipped: a sleep costs more than it save
 
 
 class Answer:
-    def __init__(self, backend: LocalBackend, slot: EngineSlot, choices: list[Choice]) -> None:
+    def __init__(self, backend: EngineBackend, slot: RemoteSlot, choices: list[Choice]) -> None:
         self.backend = backend
         self.slot = slot
         self.choices = choices
@@ -145,7 +145,6 @@ class Answer:
                 choice.stream.on_piece(None)  # It held this answer, which holds the engine.
                 if choice.finish_reason is None:
                     choice.stream.abort()
-        self.backend.engines.driver.wake()
 
     def log_fields(self) -> dict[str, Any]:
         """The fields of this answer in the log line of its request."""
@@ -156,6 +155,7 @@ class Answer:
         ]
         return token_usage(self.choices) | {
             "engine": self.slot.name,
+            "worker": self.slot.connection.name,
             "finish_reasons": [choice.finish_reason for choice in self.choices],
             "ttft": round(min(delays), 4) if delays else None,
             "acceptance_length": speculative_metrics(self.choices)["mean_acceptance_length"],
@@ -163,7 +163,6 @@ class Answer:
 
     def _subscribe(self, choice: Choice, stream: "Stream") -> None:
         """Queue the pieces that the stream has now, and those that follow."""
-        wakeup = self.backend.engines.driver.wakeup
 
         def collect() -> None:
             try:
@@ -175,8 +174,7 @@ class Answer:
             except UserError as error:  # The request failed, or the engine did.
                 self._put(choice, error)
 
-        wakeup.attach_loop()
-        stream.on_piece(lambda: wakeup.notify(collect))
+        stream.on_piece(collect)
         collect()
 
     def _put(self, choice: Choice | None, piece: "StreamPiece | Exception") -> None:
@@ -194,8 +192,8 @@ class Answer:
             return error
         if isinstance(error, RequestRefused):
             return ApiError(400, str(error))
-        if self.slot.engine.closed:
-            return ApiError(503, "the engine stopped during the answer: try again", retry_after=2)
+        if self.slot.closed:
+            return engine_stopped()
         return ApiError(500, str(error))
 
 

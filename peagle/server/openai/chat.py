@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
-from peagle.server.engines.local_backend import LocalBackend, local_backend_of
+from peagle.server.front.engine_backend import EngineBackend, engine_backend_of
 from peagle.server.http.cache_salt import derive_salt
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 async def chat(request: Request, body: dict[str, Any]) -> Response:
-    backend = local_backend_of(request)
+    backend = engine_backend_of(request)
     chat_request = await validate_body(request, ChatRequest, body)
     backend.require(chat_request.model)
     return await cancel_on_disconnect(request, respond(request, backend, chat_request))
 
 
-async def respond(request: Request, backend: LocalBackend, body: ChatRequest) -> Response:
+async def respond(request: Request, backend: EngineBackend, body: ChatRequest) -> Response:
     ids = await encode_chat(backend, body.messages, body.chat_template_kwargs)
     if backend.settings.log_prompts:
         messages = [message.for_template() for message in body.messages]
         request_log_fields(request.scope)["prompt"] = messages
     salt = derive_salt(request.scope, body.cache_salt)
     answer = await submit(backend, body, [ids], salt)
-    layout = ChatLayout(backend.engines.texts, body.logprobs_count is not None)
+    layout = ChatLayout(backend.engines.require_text().texts, body.logprobs_count is not None)
     return await Reply(backend, body, answer, layout).response(request)
 
 

@@ -5,11 +5,40 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from peagle.server.engines.engine_slot import RequestTiming
-from peagle.server.engines.metrics import FinishedRequest
+from peagle.server.front.metrics import FinishedRequest
 
 if TYPE_CHECKING:
     from peagle.core import Step
     from peagle.engine.stream import Stream, StreamPiece, TokenLogprob
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What the steps of an answer drafted and accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+    # Steps that drafted, by the number of accepted drafts.
+    histogram: list[int] = field(default_factory=list)
+
+    def add(self, step: "Step") -> None:
+        if not step.drafted:
+            return
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+        self.extend(step.drafted)
+        self.histogram[step.accepted] += 1
+
+    def merge(self, other: "DraftCounts") -> None:
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.extend(len(other.histogram) - 1)
+        for accepted, steps in enumerate(other.histogram):
+            self.histogram[accepted] += steps
+
+    def extend(self, drafted: int) -> None:
+        """Make room for steps of that many drafts."""
+        self.histogram += [0] * (drafted + 1 - len(self.histogram))
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +51,7 @@ class Choice:
     prompt_logprobs: "list[TokenLogprob] | None" = None
     text: str = ""
     tokens: int = 0
-    steps: "list[Step]" = field(default_factory=list)
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
     logprobs: "list[TokenLogprob]" = field(default_factory=list)
     finish_reason: str | None = None
     first_token: float = 0.0  # Monotonic seconds; 0: there is no token yet.
@@ -37,7 +66,7 @@ class Choice:
         self.logprobs += piece.logprobs
         self.finish_reason = piece.reason
         if piece.step is not None:
-            self.steps.append(piece.step)
+            self.draft_counts.add(piece.step)
             self.tokens += len(piece.step.tokens)
             self.last_token = time.monotonic()
             self.first_token = self.first_token or self.last_token

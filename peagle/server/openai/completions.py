@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
-from peagle.server.engines.local_backend import LocalBackend, local_backend_of
+from peagle.server.front.engine_backend import EngineBackend, engine_backend_of
 from peagle.server.http.cache_salt import derive_salt
 from peagle.server.http.limits import validate_body
 from peagle.server.http.logs import request_log_fields
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 async def complete(request: Request, body: dict[str, Any]) -> Response:
-    backend = local_backend_of(request)
+    backend = engine_backend_of(request)
     completion_request = await validate_body(request, CompletionRequest, body)
     backend.require(completion_request.model)
     return await cancel_on_disconnect(request, respond(request, backend, completion_request))
 
 
-async def respond(request: Request, backend: LocalBackend, body: CompletionRequest) -> Response:
+async def respond(request: Request, backend: EngineBackend, body: CompletionRequest) -> Response:
     prompts = [
         await encode_text(backend, prompt, body.add_special_tokens is not False)
         for prompt in body.prompts
@@ -42,16 +42,16 @@ async def respond(request: Request, backend: LocalBackend, body: CompletionReque
     salt = derive_salt(request.scope, body.cache_salt)
     answer = await submit(backend, body, prompts, salt)
     layout = CompletionLayout(
-        backend.engines.texts, body.logprobs_count is not None, echo, body.choices
+        backend.engines.require_text().texts, body.logprobs_count is not None, echo, body.choices
     )
     return await Reply(backend, body, answer, layout).response(request)
 
 
-async def prompt_text(backend: LocalBackend, prompt: str | list[int]) -> str:
+async def prompt_text(backend: EngineBackend, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    pair = backend.engines.require_ready()
-    return await run_tokenizer(backend, len(prompt), lambda: pair.decode(prompt))
+    tokenizer = backend.engines.require_text().tokenizer
+    return await run_tokenizer(backend, len(prompt), lambda: tokenizer.decode(prompt))
 
 
 class CompletionLayout:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from peagle.errors import UserError
-from peagle.server.engines.engine_slot import EngineSlot
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.front.remote_slot import RemoteSlot
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import Message
 from peagle.server.tokenization.tokenizer_threads import SHORT_CHARS
@@ -35,7 +35,7 @@ RESERVED_TEMPLATE_KWARGS = (
 
 
 async def encode_chat(
-    backend: LocalBackend,
+    backend: EngineBackend,
     messages: Sequence[Message],
     template_kwargs: dict[str, Any] | None = None,
     is_prompt: bool = True,
@@ -56,13 +56,15 @@ async def encode_chat(
     return await run_tokenizer(
         backend,
         characters,
-        lambda: backend.engines.tokenizer.encode_chat(conversation, template_kwargs, max_tokens),
+        lambda: backend.engines.require_text().tokenizer.encode_chat(
+            conversation, template_kwargs, max_tokens
+        ),
         is_prompt,
     )
 
 
 async def encode_text(
-    backend: LocalBackend,
+    backend: EngineBackend,
     prompt: str | list[int],
     add_special_tokens: bool = True,
     is_prompt: bool = True,
@@ -79,19 +81,21 @@ async def encode_text(
     return await run_tokenizer(
         backend,
         len(prompt),
-        lambda: backend.engines.tokenizer.encode(prompt, max_tokens, add_special_tokens),
+        lambda: backend.engines.require_text().tokenizer.encode(
+            prompt, max_tokens, add_special_tokens
+        ),
         is_prompt,
     )
 
 
-def max_text_tokens(backend: LocalBackend, is_prompt: bool) -> int:
+def max_text_tokens(backend: EngineBackend, is_prompt: bool) -> int:
     """Tokens above which a text is refused before it is tokenized whole."""
     context = backend.engines.context
     return context if is_prompt else max(context, MAX_TOKENIZE_TOKENS)
 
 
 async def run_tokenizer(
-    backend: LocalBackend, characters: int, work: Callable[[], T], is_prompt: bool = True
+    backend: EngineBackend, characters: int, work: Callable[[], T], is_prompt: bool = True
 ) -> T:
     """Run `work` on a text of so many characters, on a thread of the tokenizer."""
     backend.engines.require_ready()
@@ -108,13 +112,13 @@ def argument_characters(value: Any) -> int:
     return LONG_CHARS if isinstance(value, list | dict) and value else 1
 
 
-def check_prompt(slot: EngineSlot, ids: list[int], max_new_tokens: int | None) -> None:
+def check_prompt(slot: RemoteSlot, ids: list[int], max_new_tokens: int | None) -> None:
     """Refuse a prompt that the engine cannot answer, or that leaves no room for the answer."""
     try:
-        slot.engine.check_prompt(ids)
+        slot.check_prompt(ids)
     except UserError as error:
         raise ApiError(400, str(error), "prompt") from error
-    context = slot.engine.context
+    context = slot.context
     if max_new_tokens is not None and len(ids) + max_new_tokens > context:
         raise ApiError(
             400,

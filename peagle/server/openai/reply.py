@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.logs import request_id, request_log_fields
 from peagle.server.http.schema import GenerationRequest
 from peagle.server.http.sse import DONE_EVENT, EventStream, encode_event
@@ -39,7 +39,7 @@ class Layout(Protocol):
 
 @dataclass(slots=True)
 class Reply:
-    backend: LocalBackend
+    backend: EngineBackend
     body: GenerationRequest
     answer: Answer
     layout: Layout
@@ -99,18 +99,21 @@ class ChunkStream:
         yield DONE_EVENT
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        # Nothing is sent before the first token: clients take the first chunk for it.
+        arrived = await self.answer.next(single=self.trace)
         for choice in self.answer.choices:
             if (opening := self.layout.opening(choice)) is not None:
                 yield self._chunk(opening)
         for choice in self.answer.choices:
             if choice.stream is None:
                 yield self._ending(choice)
-        while (arrived := await self.answer.next(single=self.trace)) is not None:
+        while arrived is not None:
             choice, piece = arrived
             if piece.step is not None and (piece.text or piece.logprobs or self.trace):
                 yield self._chunk(self.layout.piece(choice, piece)) | self._trace(piece)
             if piece.reason is not None:
                 yield self._ending(choice)
+            arrived = await self.answer.next(single=self.trace)
         if self.include_usage:
             yield self._chunk() | {"usage": token_usage(self.answer.choices)} | self._metrics()
 
@@ -133,13 +136,13 @@ class ChunkStream:
         step = piece.step
         if not self.trace or step is None:
             return {}
-        texts = self.answer.backend.engines.texts
+        texts = self.answer.backend.engines.require_text().texts
         return {
             "peagle": {
                 "accepted": min(step.accepted, len(step.tokens)),
                 "drafted": step.drafted,
                 "tokens": len(step.tokens),
-                "k": self.answer.slot.engine.metrics.k,
+                "k": self.answer.slot.k,
                 "texts": [texts.text(token) for token in step.tokens],
             }
         }

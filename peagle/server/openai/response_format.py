@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import UserError
-from peagle.grammar import CompiledGrammar, Grammar
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.grammar import Grammar
+from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import (
     MAX_NAME_CHARS,
@@ -14,6 +14,7 @@ from peagle.server.http.schema import (
     ResponseFormat,
     StructuredOutputs,
 )
+from peagle.server.messages import ProbedGrammar
 
 ANY_OBJECT = {"type": "object"}
 
@@ -27,7 +28,7 @@ class GrammarField:
     value: Any
 
 
-async def compile_grammar(backend: LocalBackend, body: GenerationRequest) -> CompiledGrammar | None:
+async def compile_grammar(backend: EngineBackend, body: GenerationRequest) -> ProbedGrammar | None:
     """The grammar that the answer must follow, compiled in GrammarQueue."""
     fields = [field for field in grammar_fields(body) if field.value is not None]
     if not fields:

@@ -1,9 +1,9 @@
-"""The handlers of the OpenAI endpoints, for a backend with engines in this process."""
+"""The handlers of the OpenAI endpoints, for a backend with engines of this package."""
 
 from collections.abc import Mapping
 
-from peagle.server.engines.engine_pool import EnginePool
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.front.engine_client import EngineClient
 from peagle.server.http.backend import RouteHandler
 from peagle.server.openai.chat import chat
 from peagle.server.openai.completions import complete
@@ -18,7 +18,7 @@ HANDLERS: Mapping[str, RouteHandler] = {
 }
 
 
-def create_local_backend(
-    settings: ServerSettings, engines: EnginePool | None = None
-) -> LocalBackend:
-    return LocalBackend(settings, HANDLERS, engines or EnginePool(settings))
+def create_engine_backend(
+    settings: ServerSettings, engines: EngineClient, ready_wait: float = 0.0
+) -> EngineBackend:
+    return EngineBackend(settings, HANDLERS, engines, ready_wait)

@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from peagle.core import Sampling
-from peagle.server.engines.engine_slot import EngineSlot, RequestTiming
-from peagle.server.engines.generation_params import GenerationParams
-from peagle.server.engines.local_backend import LocalBackend
+from peagle.server.engines.engine_slot import RequestTiming
+from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.front.generation_params import GenerationParams
+from peagle.server.front.remote_slot import RemoteSlot
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import ChatRequest, CompletionRequest
+from peagle.server.messages import ProbedGrammar
 from peagle.server.openai.answer import Answer
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.prompts import check_prompt
@@ -20,13 +22,12 @@ from peagle.server.openai.response_format import compile_grammar
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob
-    from peagle.grammar import CompiledGrammar
 
 SEED_RANGE = 2**63
 
 
 async def submit(
-    backend: LocalBackend,
+    backend: EngineBackend,
     body: ChatRequest | CompletionRequest,
     prompts: list[list[int]],
     cache_salt: str = "",
@@ -47,14 +48,14 @@ async def submit(
         for ids in prompts:
             check_prompt(slot, ids, body.max_new_tokens)
         grammar = await compile_grammar(backend, body)
-        prompt_logprobs = await score_prompts(backend, body, prompts)
+        prompt_logprobs = await score_prompts(backend, slot, body, prompts)
         choices: list[Choice] = []
         with abort_on_error(choices):
             for ids, logprobs in zip(prompts, prompt_logprobs, strict=True):
-                room = slot.engine.context - len(ids)
+                room = slot.context - len(ids)
                 params = generation_params(body, room, grammar, cache_salt)
                 for i in range(body.choices):
-                    choice = start_choice(backend, slot, ids, with_seed(params, i))
+                    choice = await start_choice(backend, slot, ids, with_seed(params, i))
                     choice.index = len(choices)
                     choice.prompt_logprobs = logprobs
                     choices.append(choice)
@@ -74,19 +75,19 @@ def abort_on_error(choices: list[Choice]) -> Iterator[None]:
         raise
 
 
-def start_choice(
-    backend: LocalBackend, slot: EngineSlot, ids: list[int], params: GenerationParams
+async def start_choice(
+    backend: EngineBackend, slot: RemoteSlot, ids: list[int], params: GenerationParams
 ) -> Choice:
     if params.max_tokens == 0:
         return Choice(ids, RequestTiming(time.monotonic()), finish_reason="length")
-    stream, timing = backend.engines.add(slot, ids, params)
+    stream, timing = await backend.engines.add(slot, ids, params)
     return Choice(ids, timing, stream)
 
 
 def generation_params(
     body: ChatRequest | CompletionRequest,
     room: int,
-    grammar: "CompiledGrammar | None",
+    grammar: ProbedGrammar | None,
     cache_salt: str,
 ) -> GenerationParams:
     """The request for the engine, with OpenAI's defaults. `room`: tokens left in the context."""
@@ -129,19 +130,19 @@ def with_seed(params: GenerationParams, i: int) -> GenerationParams:
 
 
 async def score_prompts(
-    backend: LocalBackend, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
-) -> "list[list[TokenLogprob] | None]":
+    backend: EngineBackend,
+    slot: RemoteSlot,
+    body: ChatRequest | CompletionRequest,
+    prompts: Sequence[list[int]],
+) -> "Sequence[list[TokenLogprob] | None]":
     """The prompts' own log-probabilities, if they are echoed with them."""
     if not isinstance(body, CompletionRequest) or not body.echo or body.logprobs is None:
         return [None] * len(prompts)
-    from peagle.server.openai.prompt_logprobs import score_prompt
-
-    target = backend.engines.require_ready().target
-    scores: list[list[TokenLogprob] | None] = []
-    with backend.engines.scoring(len(prompts)):
-        for ids in prompts:
-            parts = score_prompt(target, ids, body.logprobs)
-            job = backend.engines.driver.submit_long(parts, len(ids))
-            score = await asyncio.wrap_future(job)
-            scores.append(score)
-    return scores
+    scorings = [
+        asyncio.ensure_future(backend.engines.score(slot, ids, body.logprobs)) for ids in prompts
+    ]
+    try:
+        return await asyncio.gather(*scorings)
+    finally:
+        for scoring in scorings:
+            scoring.cancel()  # If one is refused, so is the request.

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from peagle.server.engines.local_backend import local_backend_of
+from peagle.server.front.engine_backend import engine_backend_of
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import validate_body
 from peagle.server.http.schema import DetokenizeRequest, TokenizeRequest
@@ -13,7 +13,7 @@ from peagle.server.openai.prompts import encode_chat, encode_text, run_tokenizer
 
 
 async def tokenize(request: Request, body: dict[str, Any]) -> Response:
-    backend = local_backend_of(request)
+    backend = engine_backend_of(request)
     tokenize_request = await validate_body(request, TokenizeRequest, body)
     backend.require(tokenize_request.model)
     prompt = tokenize_request.prompt
@@ -25,7 +25,7 @@ async def tokenize(request: Request, body: dict[str, Any]) -> Response:
         ids = await encode_text(backend, prompt, add_special_tokens, is_prompt=False)
     else:
         raise ApiError(400, "give either prompt or messages")
-    texts = backend.engines.texts if tokenize_request.return_token_strs else None
+    texts = backend.engines.require_text().texts if tokenize_request.return_token_strs else None
 
     def answer() -> Response:
         strings = None if texts is None else [texts.text(token) for token in ids]
@@ -42,18 +42,19 @@ async def tokenize(request: Request, body: dict[str, Any]) -> Response:
 
 
 async def detokenize(request: Request, body: dict[str, Any]) -> Response:
-    backend = local_backend_of(request)
+    backend = engine_backend_of(request)
     detokenize_request = await validate_body(request, DetokenizeRequest, body)
-    target = backend.require(detokenize_request.model).target
+    backend.require(detokenize_request.model)
+    tokenizer = backend.engines.require_text().tokenizer
     ids = detokenize_request.tokens
     # Unlike a prompt, it may hold added tokens that the target has no embedding for.
-    vocab_size = max(target.vocab_size, len(target.tokenizer))
+    vocab_size = max(backend.engines.require_text().vocab_size, len(tokenizer.tokenizer))
 
     def answer() -> Response:
         if invalid := [token for token in ids if token >= vocab_size]:
             raise ApiError(
                 400, f"token ids {invalid[:5]} are outside the vocabulary of {vocab_size}", "tokens"
             )
-        return JSONResponse({"prompt": target.tokenizer.decode(ids, skip_special_tokens=False)})
+        return JSONResponse({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
 
     return await run_tokenizer(backend, len(ids), answer, is_prompt=False)

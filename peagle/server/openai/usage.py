@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from peagle.server.openai.choice import Choice
+from peagle.server.openai.choice import Choice, DraftCounts
 
 
 def token_usage(choices: Sequence[Choice]) -> dict[str, int]:
@@ -20,18 +20,15 @@ def token_usage(choices: Sequence[Choice]) -> dict[str, int]:
 
 def speculative_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """The field `metrics.speculative_decoding`, under vLLM's names, for all choices together."""
-    steps = [step for choice in choices for step in choice.steps if step.drafted]
-    drafted = sum(step.drafted for step in steps)
-    accepted = sum(step.accepted for step in steps)
-    histogram = []
-    if steps:
-        longest = max(step.drafted for step in steps)
-        histogram = [sum(step.accepted == count for step in steps) for count in range(longest + 1)]
+    counts = DraftCounts()
+    for choice in choices:
+        counts.merge(choice.draft_counts)
+    steps = sum(counts.histogram)
     return {
-        "mean_acceptance_length": round(1 + accepted / len(steps), 4) if steps else 1.0,
-        "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
-        "acceptance_histogram": histogram,
-        "num_spec_steps": len(steps),
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
+        "mean_acceptance_length": round(1 + counts.accepted / steps, 4) if steps else 1.0,
+        "draft_acceptance_rate": round(counts.accepted / counts.drafted, 4) if steps else 0.0,
+        "acceptance_histogram": counts.histogram,
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": counts.accepted,
+        "num_draft_tokens": counts.drafted,
     }

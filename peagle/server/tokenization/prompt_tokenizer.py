@@ -51,6 +51,9 @@ class PromptTokenizer:
         text = self._apply_template(messages, template_kwargs, False)
         return self.encode(text, max_tokens, add_special_tokens=False)
 
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -1,0 +1,59 @@
+"""EngineSet: the engine processes of a server: one, or one for each of `replicas`."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+
+from peagle.server.engine_process.engine_supervisor import WORKER_MODULE, EngineSupervisor
+from peagle.server.engine_process.replica_devices import device_environments, visible_gpus
+from peagle.server.messages import ServerState
+from peagle.server.settings import ServerSettings
+from peagle.server.supervisor.detached import run_detached
+from peagle.server.supervisor.process_supervisor import start_task
+from peagle.server.supervisor.socket_folder import create_socket_folder
+
+
+class EngineSet:
+    def __init__(self, settings: ServerSettings, module: str = WORKER_MODULE) -> None:
+        """`module`: what the processes run; tests have their own."""
+        self.settings = settings
+        self.module = module
+        self.folder = create_socket_folder()
+        self.engines: list[EngineSupervisor] = []
+        self._on_state: Callable[[ServerState], None] = lambda state: None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(
+        self, on_state: Callable[[ServerState], None], on_failure: Callable[[str], None]
+    ) -> None:
+        """Start all processes; `on_failure` is called if one of them can never be started."""
+        self._on_state = on_state
+        self._tasks = [start_task(self._start(on_failure), on_failure)]
+
+    async def close(self) -> None:
+        """End all processes, and wait until they are gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def state(self) -> ServerState:
+        return ServerState([engine.engine_state() for engine in self.engines])
+
+    async def _start(self, on_failure: Callable[[str], None]) -> None:
+        settings = self.settings
+        gpus: list[str] = []
+        if settings.replicas is not None:
+            gpus = await run_detached(lambda: visible_gpus(settings.device))
+        devices = device_environments(settings, gpus)
+        names = ["engine"]
+        if settings.replicas is not None:
+            names = [f"replica-{i}" for i in range(settings.replicas)]
+        self.engines = [
+            EngineSupervisor(settings, name, device, self.folder, self.module, self._changed)
+            for name, device in zip(names, devices, strict=True)
+        ]
+        self._tasks += [start_task(engine.run(), on_failure) for engine in self.engines]
+
+    def _changed(self) -> None:
+        self._on_state(self.state())

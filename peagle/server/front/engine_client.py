@@ -1,0 +1,217 @@
+"""EngineClient: the engines of a server, as the routes of a front use them.
+
+    loading -> ready <-> restarting        failed: the pair or its settings cannot be served
+
+A request goes to the engine process with the fewest requests. The front keeps text, stop strings
+and the queue of grammars; sampling, masks and metrics are in the processes (worker/).
+"""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Literal
+
+from peagle.core import Method
+from peagle.server.engines.engine_slot import RequestTiming
+from peagle.server.engines.method_choice import choose_engine
+from peagle.server.front.add_message import add_message
+from peagle.server.front.connection_pool import ConnectionPool
+from peagle.server.front.front_request import FrontRequest, token_logprob
+from peagle.server.front.generation_params import GenerationParams
+from peagle.server.front.grammar_queue import GrammarQueue
+from peagle.server.front.remote_slot import RemoteSlot
+from peagle.server.front.state_source import StateSource
+from peagle.server.front.target_text import TargetText
+from peagle.server.http.errors import ApiError
+from peagle.server.http.logs import log_event
+from peagle.server.messages import Call, EngineKey, TargetInfo
+from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.tokenizer_threads import TokenizerThreads
+from peagle.target.tokenizer import import_without_torch
+
+if TYPE_CHECKING:
+    from peagle.engine.stream import Stream, TokenLogprob
+
+ClientState = Literal["loading", "ready", "restarting", "failed", "closed"]
+UNAVAILABLE: Mapping[ClientState, str] = {
+    "ready": "the engine was closed just now",
+    "loading": "the model is still loading",
+    "restarting": "the engine stopped and is being started again",
+    "failed": "the model could not be loaded",
+    "closed": "the server is shutting down",
+}
+STATUS_WAIT_SECONDS = 1.0
+READY_POLL_SECONDS = 0.05
+
+
+class EngineClient:
+    def __init__(self, settings: ServerSettings, source: StateSource) -> None:
+        self.settings = settings
+        self.source = source
+        self.pool = ConnectionPool(self._take_target)
+        self.target: TargetInfo | None = None
+        self.text: TargetText | None = None
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        max_requests = settings.share_of_front(settings.max_batch + settings.max_queue)
+        self.tokenizer_threads = TokenizerThreads(max_requests)
+        self.grammar_queue = GrammarQueue(max_requests)
+        self._ids = itertools.count(1)
+        self._ended: Literal["failed", "closed"] | None = None
+        self._loading: asyncio.Task[None] | None = None
+
+    # --- the processes ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        # The front needs transformers when the engines are ready, and has time until then.
+        threading.Thread(target=import_without_torch, daemon=True).start()
+        self.source.start(self.pool.update, self.fail)
+
+    async def close(self) -> None:
+        self._ended = "closed"
+        await self.source.close()
+        self.pool.close()
+        self.tokenizer_threads.close()
+        self.grammar_queue.close()
+
+    def fail(self, reason: str) -> None:
+        """The model can never be served."""
+        if self._ended is not None:
+            return
+        self._ended = "failed"
+        self.pool.refuse_all(self.unavailable())
+        self.on_failure(reason)
+
+    def _take_target(self, target: TargetInfo) -> None:
+        self.target = target
+        if self.text is not None:
+            self.pool.send_waiting()
+        elif self._loading is None:
+            self._loading = asyncio.ensure_future(self._load_text(target))
+
+    async def _load_text(self, target: TargetInfo) -> None:
+        try:
+            self.text = await asyncio.to_thread(self.load_text, target)
+            log_event("front ready", pid=os.getpid())
+        except Exception as error:
+            self.fail(str(error))
+
+    def load_text(self, target: TargetInfo) -> TargetText:
+        """Load the tokenizer; on a thread."""
+        return TargetText.load(target)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ClientState:
+        if self._ended is not None:
+            return self._ended
+        if self.text is None:
+            return "loading"
+        return "ready" if self.pool.least_loaded() is not None else "restarting"
+
+    def unavailable(self) -> ApiError:
+        return ApiError(503, f"{UNAVAILABLE[self.state]}: try again later", retry_after=2)
+
+    def require_ready(self) -> TargetText:
+        if self.state != "ready":
+            raise self.unavailable()
+        return self.require_text()
+
+    def require_text(self) -> TargetText:
+        """The tokenizer, which the front keeps while processes are replaced."""
+        if self.text is None:
+            raise self.unavailable()
+        return self.text
+
+    @property
+    def context(self) -> int:
+        """The maximum number of tokens of a prompt and its answer; 0 while it is unknown."""
+        return self.target.engine.context if self.target is not None else 0
+
+    @property
+    def key(self) -> EngineKey:
+        return self.target.key if self.target else EngineKey("none", 0)
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods that a request may choose."""
+        return tuple(self.target.methods) if self.target else ()
+
+    async def wait_until_ready(self, seconds: float) -> None:
+        """Wait until requests can be answered, but not for longer."""
+        end = time.monotonic() + seconds
+        while self.state != "ready" and time.monotonic() < end:
+            await asyncio.sleep(READY_POLL_SECONDS)
+
+    async def refresh(self) -> None:
+        """Wait for a new status of every process, but not for long."""
+        connections = self.pool.connections.values()
+        await asyncio.gather(*(c.refresh(STATUS_WAIT_SECONDS) for c in connections))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def choose(self, method: str | None, k: int | str | None) -> EngineKey:
+        """The engine for a request that asks for this method and K; None: the server's own."""
+        return choose_engine(method, k, self.key, self.methods, self.settings.k)
+
+    @asynccontextmanager
+    async def slot(self, key: EngineKey) -> AsyncIterator[RemoteSlot]:
+        """The engine for this key, built if needed. It stays open while a request is prepared."""
+        self.require_ready()
+        connection = self.pool.least_loaded()
+        assert connection is not None and connection.link is not None
+        assert self.target is not None
+        link = connection.link
+        if key == self.key:
+            yield RemoteSlot(key, self.target.engine, connection, link)
+            return
+        call = Call(next(self._ids), "open", key)
+        try:
+            result = await connection.call(call)
+            assert result.engine is not None
+            yield RemoteSlot(key, result.engine, connection, link)
+        finally:
+            if connection.link is link:
+                connection.end_call(call.id)
+
+    async def score(self, slot: RemoteSlot, ids: list[int], top: int) -> "list[TokenLogprob]":
+        """The log-probabilities of ids[1:], with the `top` likeliest tokens of each."""
+        if slot.closed:
+            raise self.unavailable()
+        call = Call(next(self._ids), "score", prompt=ids, top=top)
+        result = await slot.connection.call(call)
+        return [token_logprob(entry) for entry in result.scores or []]
+
+    async def add(
+        self, slot: RemoteSlot, ids: list[int], params: GenerationParams
+    ) -> "tuple[Stream, RequestTiming]":
+        """Send a request, and wait until an engine has accepted it."""
+        from peagle.engine.stream import Stream
+
+        text = self.require_ready()
+        if slot.closed:
+            raise self.unavailable()
+        request_id = next(self._ids)
+        stream = Stream(str(request_id), len(ids), lambda: self.pool.abort(request_id))
+        request = FrontRequest(
+            add_message(request_id, slot.key, ids, params),
+            stream,
+            RequestTiming(time.monotonic()),
+            text.detokenizer(params, slot.context - len(ids)),
+            text.stop_ids(params),
+        )
+        slot.connection.send(request)
+        try:
+            async with asyncio.timeout(self.settings.timeout or None):
+                await request.accepted
+        except TimeoutError as error:
+            self.pool.abort(request_id)
+            raise ApiError(504, "the engine did not take the request in time") from error
+        except asyncio.CancelledError:
+            self.pool.abort(request_id)
+            raise
+        return stream, request.timing

@@ -1,0 +1,94 @@
+"""The web server: listening socket, uvicorn, and signals that start a drain."""
+
+import asyncio
+import socket
+from types import FrameType
+
+import uvicorn
+
+from peagle.errors import UserError
+from peagle.server.http.app import build_app
+from peagle.server.http.backend import Backend
+from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
+from peagle.server.http.header_limit import server_protocol
+from peagle.server.http.logs import log_event
+
+LISTEN_BACKLOG = 2048  # connections
+KEEP_ALIVE_SECONDS = 30
+SWEEP_TICKS = 5  # of a tenth of a second, between two checks of all connections
+# Connections that one of several web servers accepts at a time: the others get their share.
+SHARED_ACCEPTS = 1
+SHUTDOWN_SECONDS = 3  # for connections that are open after the drain
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open a TCP socket. It accepts connections at once; they wait until the server runs."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error.strerror}): use another `port` or `host`"
+        ) from error
+    listener.listen(LISTEN_BACKLOG)
+    listener.set_inheritable(True)
+    return listener
+
+
+class Server(uvicorn.Server):
+    def __init__(self, backend: Backend) -> None:
+        descriptors = raise_descriptor_limit()
+        max_open = connection_limit(backend.settings, descriptors)
+        self.connections = Connections(backend.settings, max_open)
+        is_shared = backend.settings.http_workers > 1
+        super().__init__(
+            uvicorn.Config(
+                build_app(backend, self.fail),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                # asyncio accepts as many connections at a time.
+                backlog=SHARED_ACCEPTS if is_shared else LISTEN_BACKLOG,
+                lifespan="on",
+                http=server_protocol(self.connections),
+                ws="none",
+            )
+        )
+        self.backend = backend
+        self.failure: str | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(LISTEN_BACKLOG)  # asyncio has set the limit of waiting connections.
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            self.connections.sweep()
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Start a drain at the first signal; exit at once at the second."""
+        drain = self.backend.drain
+        if self.loop is None or drain.is_draining:
+            self.should_exit = True
+            self.force_exit = True
+            return
+        log_event("draining", signal=sig, seconds=drain.seconds, open=drain.open_requests)
+        self.loop.call_soon_threadsafe(drain.begin, self.stop)
+
+    def stop(self) -> None:
+        log_event("stopped")
+        self.should_exit = True
+
+    def fail(self, reason: str) -> None:
+        """Exit because the model can never be served. This may be called from any thread."""
+        self.failure = reason
+        self.should_exit = True

@@ -1,0 +1,160 @@
+"""EngineWorker: serves the engines of a process to fronts, on one socket.
+
+    ROUTER socket -> adds, aborts, calls -> EnginePool.driver: one step -> outputs, by front
+
+Everything but builds and grammars happens on the driver's thread: between two steps it reads what
+has arrived, and sends each front one message with all that the step gave its requests. There is no
+second thread that competes for the interpreter.
+
+A front is known from its first message. It is lost when it cannot be sent to, or is silent for
+FRONT_SILENCE_SECONDS; its requests are aborted. A failed step of the main engine ends the process:
+the fronts' requests are then answered by a fresh one (front/engine_client.py).
+"""
+
+import logging
+import os
+import time
+
+import zmq
+
+from peagle.server import messages
+from peagle.server.engines.engine_pool import EnginePool
+from peagle.server.http.logs import log_event
+from peagle.server.messages import TargetInfo, WorkerStatus
+from peagle.server.worker.calls import CallHandler, engine_info
+from peagle.server.worker.fronts import Front
+from peagle.server.worker.requests import RequestHandler
+from peagle.server.worker.socket_event import SocketEvent
+
+STATUS_SECONDS = 0.5
+FRONT_SILENCE_SECONDS = 30.0
+MAX_UNSENT_MESSAGES = 10_000  # For one front; one that is so far behind is lost.
+ENGINE_FAILED_EXIT_CODE = 3
+
+
+class EngineWorker:
+    def __init__(self, pool: EnginePool, address: str) -> None:
+        self.pool = pool
+        self.fronts: dict[bytes, Front] = {}
+        self.failure: str | None = None
+        self.requests = RequestHandler(pool)
+        self.calls = CallHandler(pool)
+        self._next_status = 0.0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(address)
+        pool.driver.attach(SocketEvent(self._socket), self.run_round)
+        pool.on_load_failure = self._report_failure
+        pool.on_main_failure = self.end_process
+
+    def run_round(self) -> None:
+        """Send what the last step gave, and read what has arrived since."""
+        now = time.monotonic()
+        if now >= self._next_status:
+            self._send_status(now)
+        for front in list(self.fronts.values()):
+            if front.has_news:
+                self._send(front)
+        self._receive_all(now)
+        for front in list(self.fronts.values()):
+            if front.batch.refusals or front.batch.results:
+                self._send(front)  # No step follows that would send them.
+
+    def end_process(self) -> None:
+        """Send the tokens of earlier steps, and end: the supervisor starts a fresh process."""
+        for front in list(self.fronts.values()):
+            front.drop_errors()
+            self._send(front)
+        self.close()
+        zmq.Context.instance().term()
+        os._exit(ENGINE_FAILED_EXIT_CODE)
+
+    def close(self) -> None:
+        self.requests.close()
+        self._socket.close()
+
+    def _report_failure(self, reason: str) -> None:
+        self.failure = reason
+        self._next_status = 0.0
+
+    def _receive_all(self, now: float) -> None:
+        while True:
+            try:
+                identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(identity, payload, now)
+
+    def _receive(self, identity: bytes, payload: bytes, now: float) -> None:
+        front = self.fronts.get(identity)
+        if front is None:
+            front = self.fronts[identity] = Front(identity)
+            self._next_status = 0.0
+        front.last_heard = now
+        batch = messages.decode_front(payload)
+        for add in batch.adds:
+            self.requests.add(front, add)
+        for abort in batch.aborts:
+            self.requests.abort(front, abort)
+        for call in batch.calls:
+            self.calls.call(front, call)
+        for call_id in batch.ended_calls:
+            self.calls.end(front, call_id)
+        if batch.wants_status:
+            self._next_status = 0.0
+
+    def _send(self, front: Front) -> None:
+        try:
+            parts = [front.identity, messages.encode(front.take_batch())]
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # It is gone, or does not read.
+            self._lose(front, str(error))
+
+    def _send_status(self, now: float) -> None:
+        self._next_status = now + STATUS_SECONDS
+        status = self._status()
+        for front in list(self.fronts.values()):
+            front.batch.status = status
+            silent = now - front.last_heard > FRONT_SILENCE_SECONDS
+            if silent:
+                front.end_requests("the web server did not respond")  # In case it wakes up.
+            self._send(front)
+            if silent:
+                self._lose(front, "it is silent")
+
+    def _status(self) -> WorkerStatus:
+        pool = self.pool
+        if pool.main is None:
+            return WorkerStatus(failure=self.failure, pid=os.getpid())
+        return WorkerStatus(
+            self._target_info(),
+            self.failure,
+            pool.status(),
+            {name: dict(counter) for name, counter in pool.counts().items()},
+            pool.driver.long_jobs,
+            os.getpid(),
+        )
+
+    def _target_info(self) -> TargetInfo:
+        pool = self.pool
+        assert pool.main is not None and pool.factory.pair is not None
+        target = pool.factory.pair.target
+        return TargetInfo(
+            target.name or "",
+            str(target.folder),
+            sorted(target.stop_ids),
+            engine_info(pool.main),
+            pool.key,
+            list(pool.factory.methods),
+        )
+
+    def _lose(self, front: Front, reason: str) -> None:
+        if front.identity not in self.fronts:
+            return
+        log_event("front lost", logging.WARNING, reason=reason, live=len(front.requests))
+        del self.fronts[front.identity]
+        self.requests.abort_all(front)
+        self.calls.end_all(front)

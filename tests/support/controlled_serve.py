@@ -1,0 +1,16 @@
+"""`peagle serve` whose engine processes a test controls (controlled_process.py)."""
+
+from functools import partial
+
+from peagle.server import run
+from peagle.server.engine_process.engine_set import EngineSet
+from peagle.server.http_workers import front_set
+
+controlled = partial(EngineSet, module="tests.support.controlled_process")
+
+if __name__ == "__main__":
+    from peagle.cli import app
+
+    run.EngineSet = controlled  # type: ignore[assignment,misc]
+    front_set.EngineSet = controlled  # type: ignore[assignment,misc]
+    app()
