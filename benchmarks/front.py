@@ -107,7 +107,7 @@ class FixedSource:
 def run_front(address: str, port: int) -> None:
     from peagle.server.front.engine_client import EngineClient
     from peagle.server.http.logs import set_up_logging
-    from peagle.server.openai.routes import create_engine_backend
+    from peagle.server.routes import create_engine_backend
     from peagle.server.settings import ServerSettings
     from peagle.server.web_server import Server, listen
 

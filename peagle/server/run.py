@@ -10,7 +10,7 @@ from peagle.server.front.engine_client import EngineClient
 from peagle.server.http.backend import Backend
 from peagle.server.http.logs import log_event, set_up_logging
 from peagle.server.http_workers.front_set import FrontSet
-from peagle.server.openai.routes import create_engine_backend
+from peagle.server.routes import create_engine_backend
 from peagle.server.settings import ServerSettings
 from peagle.server.vllm.gateway import Gateway
 from peagle.server.web_server import Server, listen

@@ -27,7 +27,7 @@ from peagle.server.http.errors import ApiError
 from peagle.server.openai import answer as answer_module
 from peagle.server.openai.answer import Answer
 from peagle.server.openai.choice import Choice
-from peagle.server.openai.routes import create_engine_backend
+from peagle.server.routes import create_engine_backend
 from peagle.server.worker.engine_worker import EngineWorker
 from tests.support.controlled_process import CONTROL_VARIABLE
 from tests.support.live_server import live_server

@@ -24,7 +24,7 @@ from peagle.server.engines.engine_pool import MAX_EXTRA_ENGINES
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.app import build_app
 from peagle.server.http.backend import Backend
-from peagle.server.openai.routes import create_engine_backend
+from peagle.server.routes import create_engine_backend
 from peagle.server.settings import ServerSettings
 from peagle.server.web_server import Server, listen
 from tests.support.thread_engines import ThreadEngines

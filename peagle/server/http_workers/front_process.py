@@ -17,7 +17,7 @@ from peagle.server.front.engine_client import EngineClient
 from peagle.server.http.logs import log_event, set_up_logging
 from peagle.server.http_workers.metrics_files import allocate_metrics_files
 from peagle.server.http_workers.state_channel import StateSubscription
-from peagle.server.openai.routes import create_engine_backend
+from peagle.server.routes import create_engine_backend
 from peagle.server.settings import ServerSettings, settings_from_json
 from peagle.server.supervisor.process_supervisor import USAGE_ERROR
 from peagle.server.web_server import Server

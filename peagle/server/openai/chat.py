@@ -5,16 +5,13 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from peagle.server.front.engine_backend import EngineBackend, engine_backend_of
-from peagle.server.http.cache_salt import derive_salt
 from peagle.server.http.limits import validate_body
-from peagle.server.http.logs import request_log_fields
 from peagle.server.http.schema import ChatRequest
 from peagle.server.http.sse import cancel_on_disconnect
+from peagle.server.openai.chat_answer import start_chat
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.logprobs import chat_logprobs
-from peagle.server.openai.prompts import encode_chat
 from peagle.server.openai.reply import Reply
-from peagle.server.openai.submit import submit
 from peagle.server.tokenization.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -29,14 +26,9 @@ async def chat(request: Request, body: dict[str, Any]) -> Response:
 
 
 async def respond(request: Request, backend: EngineBackend, body: ChatRequest) -> Response:
-    ids = await encode_chat(backend, body.messages, body.chat_template_kwargs)
-    if backend.settings.log_prompts:
-        messages = [message.for_template() for message in body.messages]
-        request_log_fields(request.scope)["prompt"] = messages
-    salt = derive_salt(request.scope, body.cache_salt)
-    answer = await submit(backend, body, [ids], salt)
+    chat_answer = await start_chat(request, backend, body)
     layout = ChatLayout(backend.engines.require_text().texts, body.logprobs_count is not None)
-    return await Reply(backend, body, answer, layout).response(request)
+    return await Reply(backend, body, chat_answer.answer, layout).response(request)
 
 
 class ChatLayout:
