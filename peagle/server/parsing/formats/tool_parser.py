@@ -14,7 +14,7 @@ from peagle.server.parsing.answer_part import (
     ToolCallStart,
 )
 from peagle.server.parsing.answer_reader import AnswerReader
-from peagle.server.parsing.call_object import Call, CallObject
+from peagle.server.parsing.formats.call_object import ArgumentsObject, Call, CallObject
 
 
 class ToolParser(AnswerReader):
@@ -41,7 +41,7 @@ class ToolParser(AnswerReader):
         """Give content up to the next marker, which is read and returned; "": there is none."""
         return (yield from self._read_until(markers, self._give_content))
 
-    def _read_object(self, call: CallObject) -> Generator[None, None, bool]:
+    def _read_object(self, call: CallObject | ArgumentsObject) -> Generator[None, None, bool]:
         """Read a call's JSON object; with streamed arguments, give its parts on the way.
 
         Returns whether parts of it have been given.
@@ -51,7 +51,7 @@ class ToolParser(AnswerReader):
             used = call.feed(self._pending)
             self._pending = self._pending[used:]
             if self._streams_arguments and call.has_arguments:
-                name = call.name() if not given else None
+                name = call.name if not given else None
                 if name is not None:
                     self._start_call(name)
                     given = True
@@ -60,6 +60,21 @@ class ToolParser(AnswerReader):
             if call.done or call.failed or self._ended:
                 return given
             yield
+
+    def _read_call(
+        self, call: CallObject | ArgumentsObject, before: str
+    ) -> Generator[None, None, bool]:
+        """Read a call and give it; what is none becomes content, with the text before it.
+
+        Returns whether it was a call.
+        """
+        given = yield from self._read_object(call)
+        valid = call.call()
+        if valid is not None and not given:
+            self._give_call(valid)
+        elif not given:
+            self._give_content(before + call.text)
+        return valid is not None
 
     def _give_content(self, text: str) -> None:
         if not text:
