@@ -12,6 +12,7 @@ from peagle.server.parsing.held_text import find_first, held_back
 
 # Longer pieces are read in chunks: what is read is cut off the pending text, which copies the rest.
 CHUNK_CHARS = 1 << 10
+WHITESPACE = " \t\n\r"
 
 
 class AnswerReader(ABC):
@@ -58,7 +59,7 @@ class AnswerReader(ABC):
                 return ""
             yield
 
-    def _read_chars(self, chars: str | None = None) -> Generator[None, None, str]:
+    def _read_chars(self, chars: str = WHITESPACE) -> Generator[None, None, str]:
         """Read all of these characters that follow, by default whitespace, and return them."""
         read = []
         while True:

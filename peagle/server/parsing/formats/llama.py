@@ -27,7 +27,7 @@ from peagle.server.parsing.tool_format import NO_ADDED_TOKENS
 
 PYTHON_TAG = "<|python_tag|>"
 # The text of an answer that is no call: it does not begin like one.
-TEXT = r"/\s*[^\s\[{<](?s:.*)/"
+TEXT = r"/[ \t\n\r]*[^ \t\n\r\[{](?s:.*)/ & ~/[ \t\n\r]*<\|python_tag\|>(?s:.*)/"
 
 
 class LlamaParser(ToolParser):

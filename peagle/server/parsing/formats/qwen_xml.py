@@ -22,7 +22,7 @@ from peagle.grammar import Grammar
 from peagle.server.parsing.answer_parser import AnswerParser
 from peagle.server.parsing.formats.call_grammar import DelimitedCalls, bind_tools, marker
 from peagle.server.parsing.formats.call_id import new_call_id
-from peagle.server.parsing.formats.qwen_grammar import ANY_PARAMETER, TEXT_RULES, function_body
+from peagle.server.parsing.formats.qwen_grammar import QwenRules
 from peagle.server.parsing.formats.qwen_values import ValueSchemas
 from peagle.server.parsing.formats.tool_parser import ToolParser
 from peagle.server.parsing.tool import Tool, ToolChoice
@@ -158,8 +158,7 @@ class QwenXmlFormat:
         bound = bind_tools(tools, choice)
         if not bound:
             return None
-        end = marker(END, added_tokens)
-        bodies = [f"{function_body(tool)} {end}" for tool in bound]
-        rules = [*TEXT_RULES, ANY_PARAMETER]
-        calls = DelimitedCalls(START, bodies, separator="\n", rules=rules)
+        end, rules = marker(END, added_tokens), QwenRules()
+        bodies = [f"{rules.body(tool)} {end}" for tool in bound]
+        calls = DelimitedCalls(START, bodies, separator="\n", rules=rules.rules)
         return calls.grammar(choice, added_tokens)
