@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from peagle.server.parsing.formats.json_scanner import JsonScanner
+
 MAX_REFERENCES = 16
 Types = frozenset[str] | None  # None: any type.
 TYPE_NAMES: dict[type, str] = {
@@ -59,6 +61,13 @@ def json_type(text: str) -> str | None:
     if isinstance(value, float) and value.is_integer():
         return "integer"  # JSON schema: 1.0 is an integer.
     return TYPE_NAMES[type(value)]
+
+
+def ends_in_string(text: str) -> bool:
+    """Whether the text is the beginning of a JSON value, and ends in one of its strings."""
+    scanner = JsonScanner()
+    scanner.feed('{"value":' + text)
+    return scanner.is_in_string
 
 
 def refuse_constant(name: str) -> None:

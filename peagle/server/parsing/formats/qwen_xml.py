@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-A value begins and ends with a newline of its own and ends at the first end tag. The tool's schema
-says which JSON type it becomes. The tags `<tool_call>` and `</tool_call>` may be missing. One
+A value begins and ends with a newline of its own, and ends at the first end tag (where a grammar
+binds it: outside of JSON strings). The tool's schema says which JSON type it becomes. The tags `<tool_call>` and `</tool_call>` may be missing. One
 newline directly before a start tag is not content, because chat templates write it themselves.
 """
 
@@ -23,7 +23,7 @@ from peagle.server.parsing.answer_parser import AnswerParser
 from peagle.server.parsing.formats.call_grammar import DelimitedCalls, bind_tools, marker
 from peagle.server.parsing.formats.call_id import new_call_id
 from peagle.server.parsing.formats.qwen_grammar import QwenRules
-from peagle.server.parsing.formats.qwen_values import ValueSchemas
+from peagle.server.parsing.formats.qwen_values import ValueSchemas, ends_in_string
 from peagle.server.parsing.formats.tool_parser import ToolParser
 from peagle.server.parsing.tool import Tool, ToolChoice
 from peagle.server.parsing.tool_format import NO_ADDED_TOKENS
@@ -104,13 +104,13 @@ class QwenXmlParser(ToolParser):
         value: list[str] = []
         for _ in range(MAX_VALUE_ENDS):
             end = yield from self._read_until(VALUE_ENDS, value.append)
-            converted = schemas.convert(key, "".join(value))
-            if not end or not self._streams_arguments or converted is not None:
-                break
-            value.append(end)  # It stands in a string.
-        self._verbatim += [*value, end]
-        if end:
             text = "".join(value)
+            if not end or not self._streams_arguments or not ends_in_string(text + end):
+                break
+            value.append(end)
+        self._verbatim += [text, end]
+        if end:
+            converted = schemas.convert(key, text)
             self._add_arguments(converted or json.dumps(text, ensure_ascii=False))
         return bool(end)
 
