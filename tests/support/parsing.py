@@ -1,8 +1,8 @@
 """Answers as parsers see them: tools, recorded texts of every format, and cutting them."""
 
 import json
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count, pairwise
 from typing import Any
 
 from peagle.server.parsing.answer_parser import AnswerParser
@@ -38,16 +38,9 @@ def formats() -> dict[str, ToolFormat]:
     return {kind.name: kind(new_id=counting_ids()) for kind in kinds}
 
 
-def counting_ids() -> "CountingIds":
-    return CountingIds()
-
-
-class CountingIds:
-    def __init__(self) -> None:
-        self._numbers = count()
-
-    def __call__(self) -> str:
-        return f"id{next(self._numbers)}"
+def counting_ids() -> Callable[[], str]:
+    numbers = count()
+    return lambda: f"id{next(numbers)}"
 
 
 def parse(parser: AnswerParser, pieces: Iterable[str]) -> ParsedMessage:
@@ -73,7 +66,7 @@ def calls_of(message: ParsedMessage) -> list[tuple[str, Any]]:
 def cut(text: str, positions: Iterable[int]) -> list[str]:
     """The text in pieces, cut at these positions; some may be empty."""
     edges = [0, *sorted(min(position, len(text)) for position in positions), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(edges)]
 
 
 # Answers that contain everything a format has; what they mean is in the tests of the format.

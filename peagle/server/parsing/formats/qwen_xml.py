@@ -9,8 +9,9 @@
     </tool_call>
 
 A value begins and ends with a newline of its own, and ends at the first end tag (where a grammar
-binds it: outside of JSON strings). The tool's schema says which JSON type it becomes. The tags `<tool_call>` and `</tool_call>` may be missing. One
-newline directly before a start tag is not content, because chat templates write it themselves.
+binds it: outside of JSON strings). The tool's schema says which JSON type it becomes. The tags
+`<tool_call>` and `</tool_call>` may be missing. One newline directly before a start tag is not
+content, because chat templates write it themselves.
 """
 
 import json
