@@ -15,7 +15,7 @@ from peagle.server.parsing.tool import Tool, ToolChoice
 
 # Arguments stand on one line, as chat templates write them. More whitespace would let small targets
 # write nothing else.
-WHITESPACE = " "
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 ANY_TEXT = "(?s:.*)"
 MAX_FORCED_CALLS = 16  # Small targets that must call would not stop.
 
@@ -58,7 +58,7 @@ def escaped(text: str) -> str:
 
 def json_value(schema: dict[str, Any]) -> str:
     """A value that follows a schema."""
-    schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    schema = schema | {"x-guidance": ONE_LINE}
     text = json.dumps(schema, ensure_ascii=False)
     if "multipleOf" in text:
         for value in multiples(text):

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from peagle.errors import UserError
+from peagle.grammar.matcher import build_matcher
 from peagle.server.parsing.parsed_message import ParsedMessage
 from peagle.server.parsing.tool import Tool, ToolChoice
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
@@ -43,11 +44,24 @@ CASES = [
     ("mistral", MISTRAL),
     ("harmony", HARMONY),
 ]
+# How an answer with a call begins.
+BEGINNINGS = {
+    "hermes": "Hi. <tool_call>\n",
+    "qwen-xml": "Hi.\n<tool_call>",
+    "llama": "{",
+    "mistral": "Hi.[TOOL_CALLS]",
+    "harmony": "<|channel|>commentary to=",
+}
 cases = pytest.mark.parametrize(("name", "added"), CASES)
 
 
 def walk_messages(
-    name: str, tokenizer: WalkTokenizer, tools: list[Tool], choice: ToolChoice, count: int
+    name: str,
+    tokenizer: WalkTokenizer,
+    tools: list[Tool],
+    choice: ToolChoice,
+    count: int,
+    begin: str = "",
 ) -> list[ParsedMessage]:
     """The messages of random answers, the same with streamed arguments and in single characters."""
     grammar = TOOL_FORMATS[name].grammar(tools, choice, tokenizer.added_tokens)
@@ -55,7 +69,7 @@ def walk_messages(
     dice = random.Random(f"{name} {choice}")
     messages = []
     while len(messages) < count:
-        text = tokenizer.walk(grammar, dice)
+        text = tokenizer.walk(grammar, dice, begin)
         if text is None:
             continue
         message = parse(formats()[name].parser(tools, True), list(text))
@@ -93,7 +107,11 @@ def test_one_call_or_a_named_function(name: str, added: tuple[str, ...]) -> None
 def test_auto_with_a_strict_tool(name: str, added: tuple[str, ...]) -> None:
     """Calls of the strict tool follow its schema; those of others are objects."""
     schemas = {"book": BOOK, "leave": {"type": "object"}, "say": {"type": "object"}}
-    for message in walk_messages(name, walk_tokenizer(added), TOOLS, ToolChoice("auto"), 10):
+    tokenizer, auto = walk_tokenizer(added), ToolChoice("auto")
+    for message in walk_messages(name, tokenizer, TOOLS, auto, 5):
+        check_calls(message, schemas)
+    for message in walk_messages(name, tokenizer, TOOLS, auto, 5, BEGINNINGS[name]):
+        assert message.tool_calls
         check_calls(message, schemas)
 
 
@@ -115,11 +133,19 @@ def test_what_hermes_accepts(added: tuple[str, ...]) -> None:
     valid = f"<tool_call>\n{CALL.format(1)}\n</tool_call>"
     invalid = f"<tool_call>\n{CALL.format(100)}\n</tool_call>"
     spaces = f"<tool_call>\n{CALL.format('  1')}\n</tool_call>"
+    compact = valid.replace(' "copies": 1', '"copies":1')
     auto = hermes.grammar(TOOLS, ToolChoice("auto"), tokenizer.added_tokens)
     required = hermes.grammar(TOOLS, ToolChoice("required"), tokenizer.added_tokens)
     assert auto is not None
     assert required is not None
-    for text in ("", "Hi.", valid, f"Hi.\n{valid}\n{valid}\nBye, <tool_", f"{valid} <tool_call"):
+    for text in (
+        "",
+        "Hi.",
+        valid,
+        compact,
+        f"Hi.\n{valid}\n{valid}\nBye, <tool_",
+        f"{valid} <tool_call",
+    ):
         assert tokenizer.accepts(auto, text), text
     for text in (invalid, f"Hi. {invalid}", "<tool_call>", "<tool_call>Hi", spaces):
         assert not tokenizer.accepts(auto, text), text
@@ -133,8 +159,6 @@ def test_a_tag_in_single_characters_does_not_get_around_the_grammar() -> None:
     tokenizer = walk_tokenizer(TAGS)
     grammar = TOOL_FORMATS["hermes"].grammar(TOOLS, ToolChoice("auto"), tokenizer.added_tokens)
     assert grammar is not None
-    from peagle.grammar.matcher import build_matcher
-
     matcher = build_matcher(tokenizer.matcher_tokenizer, grammar)
     ids = [tokenizer.texts.index(char) for char in "<tool_call>"]
     assert matcher.try_consume_tokens(ids) == len(ids) - 1
