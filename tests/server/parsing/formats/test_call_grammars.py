@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -13,7 +14,7 @@ from peagle.server.parsing.parsed_message import ParsedMessage
 from peagle.server.parsing.tool import Tool, ToolChoice
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
 from tests.support.call_walks import HARMONY, MISTRAL, TAGS, WalkTokenizer, walk_tokenizer
-from tests.support.parsing import formats, parse
+from tests.support.parsing import RECORDED, formats, parse
 
 BOOK: dict[str, Any] = {
     "type": "object",
@@ -175,6 +176,52 @@ def test_schemas_that_cannot_be_arguments_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="multipleOf"):
         tools = [Tool("say", "", endless)]
         TOOL_FORMATS[name].grammar(tools, ToolChoice("required"), tokenizer.added_tokens)
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"properties": 3},
+    {"properties": [1]},
+    {"properties": {"": {}, "a\n": 1, "b": None, "c": []}},
+    {"properties": {"a": {"type": [["string"]]}, "b": {"enum": 3}, "c": {"type": "string"}}},
+    {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": [], "pattern": 3}}},
+    {"properties": {"a": {"type": "string", "pattern": "(/[|"}, "b": {"const": {}}}},
+    {"properties": {"a": {"type": "string", "enum": [1, None, "b", [2]]}}},
+    {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"$ref": "#/$defs/x"}}},
+    {"properties": {"a": {"$ref": "http://example.org"}, "b": {"anyOf": [{"$ref": "#"}, 3]}}},
+    {"required": 3},
+    {"required": [3, [4], None, "a"]},
+    {"$ref": "#"},
+    {"$ref": 5},
+    {"x-guidance": 3, "additionalProperties": 7},
+    {"properties": {"\ud800": {"type": "string", "const": "\udc00"}}},
+]
+
+
+@cases
+@pytest.mark.parametrize("parameters", HOSTILE)
+def test_a_hostile_schema_is_refused_or_followed(
+    name: str, added: tuple[str, ...], parameters: dict[str, Any]
+) -> None:
+    """The server answers a UserError with status 400, and any other exception with 500."""
+    tokenizer = walk_tokenizer(added)
+    tools = [Tool("say", "", parameters)]
+    with suppress(UserError):
+        grammar = TOOL_FORMATS[name].grammar(tools, ToolChoice("required"), tokenizer.added_tokens)
+        assert grammar is not None
+        build_matcher(tokenizer.matcher_tokenizer, grammar)
+    parse(TOOL_FORMATS[name].parser(tools, False), [RECORDED[name].replace("weather", "say")])
+
+
+def test_newlines_may_stand_before_a_forced_call() -> None:
+    tokenizer = walk_tokenizer(())
+    for name in ("hermes", "qwen-xml", "llama", "mistral"):
+        grammar = TOOL_FORMATS[name].grammar(TOOLS, ToolChoice("function", "leave"))
+        assert grammar is not None
+        text = tokenizer.walk(grammar, random.Random(0), "\n\n")
+        assert text is not None
+        message = parse(formats()[name].parser(TOOLS, True), [text])
+        assert message.content == ""
+        assert len(message.tool_calls) == 1
 
 
 def test_an_unknown_function_is_refused() -> None:
