@@ -156,6 +156,18 @@ def test_a_known_prefix_is_not_computed_again(method: Method, prompt) -> None:
     assert engine.metrics.cached_tokens - before == 40 + len(more) // 4 * 4
 
 
+def test_a_preempted_request_keeps_its_first_count_of_cached_tokens(prompt) -> None:
+    engine = engine_of(small(), "p-eagle", max_batch=2, kv_tokens=64)
+    ask(engine, prompt(12), max_tokens=1)
+    asked = [(prompt(12), 8), ([70, *prompt(12)], 0)]
+    streams = [engine.add(ids, max_tokens=40, ignore_eos=True) for ids, _ in asked]
+    assert [stream.cached_tokens for stream in streams] == [None, None]
+    engine.drain()
+    assert engine.loop.scheduler.preemptions
+    assert engine.metrics.cached_tokens > 8, "the preempted request has found its own pages"
+    assert [stream.cached_tokens for stream in streams] == [cached for _, cached in asked]
+
+
 def without_the_next_token(parent: bytes, tokens: list[int]) -> bytes:
     return parent + bytes(tokens[:-1])
 
