@@ -111,7 +111,8 @@ def converse(server: Server, turns: int, seed: int = 0) -> Iterator[Turn]:
         text, turn = server.answer(messages, rng.randint(60, 150))
         yield turn
         messages.append({"role": "assistant", "content": text})
-        messages.append({"role": "tool", "content": tool_result(rng)})
+        # Not every chat template has the role "tool".
+        messages.append({"role": "user", "content": f"Output of the tool:\n{tool_result(rng)}"})
 
 
 class HttpServer:
