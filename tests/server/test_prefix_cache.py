@@ -8,16 +8,19 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks import agent_conversation
+from benchmarks.agent_conversation import HttpServer
+from peagle.catalog import DEFAULT_PAIR
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.engine.config import EngineConfig
-from peagle.loaded import LoadedPair
+from peagle.loaded import LoadedPair, load
 from peagle.server.engines.engine_slot import RequestTiming
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.usage import TokenUsage
 from peagle.target import Target
 from tests.support.engines import word_tokenizer
-from tests.support.serving import CHAT, TEXT, ask, served, tiny_pair
+from tests.support.serving import CHAT, TEXT, ask, make_backend, running, served, tiny_pair
 
 LONG = " ".join(f"w{6 + i % 60}" for i in range(140))  # Two full pages of 64, and a rest.
 
@@ -128,3 +131,13 @@ def test_a_conversation_prefills_what_is_new(
         assert cached_tokens(after) == known // PAGE * PAGE
     prompt_tokens = sum(response["usage"]["prompt_tokens"] for response in cached)
     assert sum(map(cached_tokens, cached)) >= 0.8 * prompt_tokens
+
+
+@pytest.mark.slow
+def test_ten_turns_of_an_agent_on_the_default_pair() -> None:
+    """The bar: at least 85 % of all prompt tokens come from the cache of a fresh server."""
+    with running(make_backend(load, pair=DEFAULT_PAIR, k="auto", kv_tokens=8192)) as (_, url):
+        turns = list(agent_conversation.converse(HttpServer(url), TURNS))
+    assert len(turns) == TURNS and turns[0].cached_tokens == 0
+    prompt_tokens = sum(turn.prompt_tokens for turn in turns)
+    assert sum(turn.cached_tokens for turn in turns) >= 0.85 * prompt_tokens
