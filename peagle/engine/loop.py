@@ -219,6 +219,9 @@ class EngineLoop:
             output=request.output,
         )
         self.metrics.cached_tokens += request.cached
+        if state.stream.cached_tokens is None:
+            # A preempted request finds its own pages when it returns: those do not count.
+            state.stream.cached_tokens = request.cached
         self._sampler_cache = ((), None)  # A preempted request returns with a new sampling state.
         return slot
 

@@ -50,6 +50,8 @@ class Stream:
         """`abort`: ends the request of this stream, and no other with the same id."""
         self.id = id
         self.prompt_tokens = prompt_tokens
+        # Prompt tokens found in the prefix cache. None: the request has not left the queue yet.
+        self.cached_tokens: int | None = None
         self.ended = False
         self._abort = abort
         self._pieces: queue.SimpleQueue[StreamPiece] = queue.SimpleQueue()

@@ -85,6 +85,7 @@ class Output(Message):
     error: str | None = None
     logprobs: list[LogprobEntry] | None = None
     queued: float | None = None  # With the first tokens: seconds in the queue.
+    cached_tokens: int = 0  # With the first tokens: prompt tokens found in the prefix cache.
 
 
 class Refusal(Message):

@@ -30,6 +30,15 @@ def expected(ids: list[int], max_tokens: int, **sampling: Any) -> str:
     return tiny_pair().generate(ids, method="none", max_tokens=max_tokens, **sampling).text
 
 
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
 def test_chat() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         answer = await ask(client)
@@ -42,7 +51,7 @@ def test_chat() -> None:
             "refusal": None,
         }
         assert choice["finish_reason"] == "length" and choice["logprobs"] is None
-        assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+        assert answer["usage"] == usage_of(4, 8)
         metrics = answer["metrics"]["speculative_decoding"]
         assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"] > 0
         assert metrics["num_draft_tokens"] == 3 * metrics["num_spec_steps"]
@@ -131,7 +140,7 @@ def test_completions() -> None:
         many = await ask(client, TEXT, prompt=[[6, 9, 30], [7]], n=2)
         assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
         assert many["choices"][3]["text"] == expected([7], 8)
-        assert many["usage"] == {"prompt_tokens": 4, "completion_tokens": 32, "total_tokens": 36}
+        assert many["usage"] == usage_of(4, 32)
         echoed = await ask(client, TEXT, echo=True)
         assert echoed["choices"][0]["text"] == "w6 w9 w30" + text
         reply = await client.post(TEXT, json={"prompt": "w6", "temperature": 0})
@@ -159,7 +168,7 @@ def test_completion_logprobs_with_echo() -> None:
                 finishes = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
                 assert finishes[-1] == "length"
         usage = (await ask(client, TEXT, echo=True, logprobs=2, max_tokens=0))["usage"]
-        assert usage == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+        assert usage == usage_of(3, 0)
         alone = (await ask(client, TEXT, logprobs=0))["choices"][0]["logprobs"]
         assert all(len(top) == 1 for top in alone["top_logprobs"]) and len(alone["tokens"]) == 8
 

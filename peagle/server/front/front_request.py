@@ -38,6 +38,8 @@ class FrontRequest:
         reason = output.reason
         stopped = False
         if output.tokens:
+            if not self.has_tokens:
+                self.stream.cached_tokens = output.cached_tokens
             self.has_tokens = True
             if output.queued is not None:
                 self.timing.admitted = self.timing.arrival + output.queued

@@ -14,7 +14,7 @@ from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.front.remote_slot import RemoteSlot
 from peagle.server.http.errors import ApiError, engine_stopped
 from peagle.server.openai.choice import Choice
-from peagle.server.openai.usage import speculative_metrics, token_usage
+from peagle.server.openai.usage import TokenUsage, speculative_metrics
 
 if TYPE_CHECKING:
     from peagle.engine.stream import Stream, StreamPiece
@@ -153,7 +153,12 @@ class Answer:
             for choice in self.choices
             if choice.first_token
         ]
-        return token_usage(self.choices) | {
+        usage = TokenUsage.of(self.choices)
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
             "engine": self.slot.name,
             "worker": self.slot.connection.name,
             "finish_reasons": [choice.finish_reason for choice in self.choices],

@@ -51,6 +51,7 @@ class Choice:
     prompt_logprobs: "list[TokenLogprob] | None" = None
     text: str = ""
     tokens: int = 0
+    cached_tokens: int = 0  # Prompt tokens found in the prefix cache; known with the first token.
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     logprobs: "list[TokenLogprob]" = field(default_factory=list)
     finish_reason: str | None = None
@@ -66,6 +67,8 @@ class Choice:
         self.logprobs += piece.logprobs
         self.finish_reason = piece.reason
         if piece.step is not None:
+            if not self.tokens and self.stream is not None:
+                self.cached_tokens = self.stream.cached_tokens or 0
             self.draft_counts.add(piece.step)
             self.tokens += len(piece.step.tokens)
             self.last_token = time.monotonic()

@@ -45,6 +45,7 @@ class Front:
                 continue
             if output.tokens and not request.sent:
                 request.sent = True
+                output.cached_tokens = request.stream.cached_tokens or 0
                 if request.timing.admitted is not None:
                     output.queued = max(0.0, request.timing.admitted - request.timing.arrival)
             if output.reason is not None:
