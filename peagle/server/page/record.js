@@ -1,7 +1,9 @@
 // What a lane recorded: its steps with their times, and the totals over them.
 
 export const METHODS = ["p-eagle", "eagle3", "none"]; // in the order of display
-export const NAMES = { "p-eagle": "P-EAGLE", eagle3: "EAGLE-3", none: "Plain decoding" };
+export const NAMES = {
+  "p-eagle": "P-EAGLE", eagle3: "EAGLE-3", ngram: "N-gram", none: "Plain decoding",
+};
 // A lead below this factor is no win: a single race has noise.
 export const MIN_LEAD = 1.05;
 
@@ -24,7 +26,8 @@ export class Record {
   }
 
   add(t, chunk) {
-    const text = chunk.choices?.[0]?.delta?.content ?? "";
+    const delta = chunk.choices?.[0]?.delta ?? {};
+    const text = deltaReasoning(delta) + (delta.content ?? "");
     const trace = chunk.peagle;
     const added = (chunk.usage?.completion_tokens ?? 0) - this.counted;
     this.counted += Math.max(0, added);
@@ -120,6 +123,18 @@ export function alignTexts(spelled, text) {
   texts[texts.length - 1] += rest;
   return texts;
 }
+
+// The same, or null where part of the text is of none of these tokens: a server that parses its
+// answers holds text back and gives it with a later step.
+export function exactTexts(spelled, text) {
+  if (!spelled?.length) return null;
+  const texts = alignTexts(spelled, text);
+  const isExact = (shown, i) => !shown || shown === spelled[i] || spelled[i].includes("\ufffd");
+  return texts.every(isExact) ? texts : null;
+}
+
+// The thinking part of a chunk. Servers have two names for it.
+export const deltaReasoning = (delta) => delta.reasoning_content ?? delta.reasoning ?? "";
 
 // Splits a text at words into `count` pieces, for servers that do not send the tokens' texts.
 export function splitText(text, count) {

@@ -1,0 +1,80 @@
+// An answer of the model, assembled from the chunks of its stream.
+
+import { Record, deltaReasoning, exactTexts } from "../record.js";
+
+// A part is what one chunk brought to the thinking or to the answer. Where the chunk spells its
+// tokens, it is {texts, accepted, drafted}, and the first `accepted` texts were drafts. Otherwise
+// it is {text}: which of its characters were drafts is not known.
+export class Answer {
+  constructor(method) {
+    this.method = method;
+    this.record = new Record(method); // times, tokens and drafts
+    this.reasoning = []; // parts
+    this.content = []; // parts
+    this.calls = []; // {index, id, name, arguments}
+    this.usage = null;
+    this.finishReason = "";
+    this.state = "waits"; // waits, runs, done, stopped, failed
+    this.problem = "";
+  }
+
+  // `t`: seconds since the request was sent.
+  add(t, chunk) {
+    const { delta = {}, finish_reason: finishReason } = chunk.choices?.[0] ?? {};
+    const reasoning = deltaReasoning(delta);
+    const content = delta.content ?? "";
+    const calls = delta.tool_calls ?? [];
+    this.record.add(t, chunk);
+    if (reasoning) this.reasoning.push(createPart(reasoning, content ? null : chunk.peagle));
+    if (content) this.content.push(createPart(content, reasoning ? null : chunk.peagle));
+    for (const call of calls) this.addCall(call);
+    if (reasoning || content || calls.length) this.state = "runs";
+    this.finishReason = finishReason ?? this.finishReason;
+    this.usage = chunk.usage ?? this.usage;
+  }
+
+  addCall({ index = 0, id, function: called = {} }) {
+    let call = this.calls.find((other) => other.index === index);
+    if (!call) {
+      call = { index, id: `call_${index}`, name: "", arguments: "" };
+      this.calls.push(call);
+    }
+    call.id = id || call.id;
+    call.name += called.name ?? "";
+    call.arguments += called.arguments ?? "";
+  }
+
+  end(state, problem = "") {
+    this.state = state;
+    this.problem = problem;
+    if (state !== "done") this.calls = []; // one that is cut off cannot be answered
+  }
+
+  get text() {
+    return joinParts(this.content);
+  }
+
+  // A stopped answer continues the conversation if there is something to continue with.
+  get usable() {
+    return this.state === "done" || (this.state === "stopped" && this.text !== "");
+  }
+
+  // The message that the following requests hold.
+  get message() {
+    const message = { role: "assistant", content: this.text };
+    if (this.reasoning.length) message.reasoning_content = joinParts(this.reasoning);
+    if (this.calls.length) {
+      message.content ||= null;
+      message.tool_calls = this.calls.map(({ id, name, arguments: text }) =>
+        ({ id, type: "function", function: { name, arguments: text } }));
+    }
+    return message;
+  }
+}
+
+function createPart(text, trace) {
+  const texts = exactTexts(trace?.texts, text);
+  return texts ? { texts, accepted: trace.accepted, drafted: trace.drafted } : { text };
+}
+
+const joinParts = (parts) => parts.map(({ text, texts }) => text ?? texts.join("")).join("");
