@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
@@ -22,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "peagle" / "server" / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 METHODS = ("none", "eagle3", "p-eagle")
 STEP_SECONDS = {"none": 0.0128, "eagle3": 0.0272, "p-eagle": 0.0192}  # measured on two cores
-ACCEPTANCE = {"eagle3": 0.80, "p-eagle": 0.77}  # probability that one more draft is accepted
+ACCEPTANCE = {"eagle3": 0.80, "p-eagle": 0.77, "ngram": 0.3}  # probability that one more draft is accepted
 PROBLEM_STEP = 8  # `broken` and `error` end the stream at this step
 KEY = "open-sesame"
 SCRIPT_TIMEOUT = 10.0  # seconds that a script waits for its test
@@ -250,7 +251,7 @@ class PageServer(ThreadingHTTPServer):
         self.texts = True  # chunks hold the text of each token
         self.scripts: list[Script] = []  # the next answers, in order
         self.requests: list[dict[str, Any]] = []
-        self.running = dict.fromkeys(METHODS, 0)
+        self.running = Counter[str]()
         self.gone = Event()
         Thread(target=self.serve_forever, daemon=True).start()
 

@@ -125,11 +125,15 @@ export function alignTexts(spelled, text) {
 }
 
 // The same, or null where part of the text is of none of these tokens: a server that parses its
-// answers holds text back and gives it with a later step.
+// answers holds text back and gives it with a later step. Spaces between words do not count: some
+// tokenizers add them when they decode.
 export function exactTexts(spelled, text) {
   if (!spelled?.length) return null;
   const texts = alignTexts(spelled, text);
-  const isExact = (shown, i) => !shown || shown === spelled[i] || spelled[i].includes("\ufffd");
+  const isExact = (shown, i) => {
+    const rest = shown.trim();
+    return !rest || rest === spelled[i].trim() || spelled[i].includes("\ufffd");
+  };
   return texts.every(isExact) ? texts : null;
 }
 

@@ -113,7 +113,8 @@ export class AnswerView {
   // Fields for the results of the calls. `onResults(texts)`: all of them are typed.
   askResults(onResults) {
     const form = this.find(".results");
-    this.calls.forEach((call, i) => call.askResult(this.answer.calls[i]));
+    const several = this.calls.length > 1;
+    this.calls.forEach((call, i) => call.askResult(this.answer.calls[i], several ? i + 1 : 0));
     form.querySelector("button").hidden = false;
     form.addEventListener("submit", (event) => {
       event.preventDefault();

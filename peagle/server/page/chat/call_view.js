@@ -22,8 +22,9 @@ export class CallView {
     this.find("pre").textContent = formatArguments(text);
   }
 
-  askResult({ name }) {
-    this.find("label").textContent = `Result of ${name}`;
+  // `position`: among several calls.
+  askResult({ name }, position) {
+    this.find("label").textContent = `Result of ${position ? `call ${position}, ` : ""}${name}`;
     this.find(".result").hidden = false;
   }
 

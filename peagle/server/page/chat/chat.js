@@ -27,7 +27,7 @@ function sendQuestion() {
   const text = prompt.value.trim();
   if (stream || !text || !toolsAreValid()) return;
   if (conversation.openCalls.length) {
-    showProblem("Type the results of the calls above and continue, or begin a new conversation.");
+    showProblem("Type the results of the calls above and continue, or begin a new chat.");
     log.querySelector(".answer:last-child .result textarea").focus();
     return;
   }

@@ -46,8 +46,9 @@ function restoreSettings() {
   showSettings();
 }
 
-byId("chat-settings").addEventListener("input", (event) =>
+byId("chat-settings-form").addEventListener("input", (event) =>
   event.target.id !== "chat-key" && onChange());
+byId("chat-settings-form").addEventListener("submit", (event) => event.preventDefault());
 byId("chat-example").addEventListener("click", () => {
   byId("chat-tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
   onChange();
