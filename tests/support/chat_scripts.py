@@ -24,8 +24,8 @@ def content(*texts: str, accepted: int = 0) -> Any:
     return chunk({"content": "".join(texts)}, list(texts), accepted)
 
 
-def thinking(*texts: str, accepted: int = 0, field: str = "reasoning_content") -> Any:
-    return chunk({field: "".join(texts)}, list(texts), accepted)
+def thinking(*texts: str, accepted: int = 0) -> Any:
+    return chunk({"reasoning_content": "".join(texts)}, list(texts), accepted)
 
 
 def call(index: int, name: str, *arguments: str) -> list[Any]:

@@ -23,7 +23,8 @@ PAGE = Path(__file__).parents[2] / "peagle" / "server" / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 METHODS = ("none", "eagle3", "p-eagle")
 STEP_SECONDS = {"none": 0.0128, "eagle3": 0.0272, "p-eagle": 0.0192}  # measured on two cores
-ACCEPTANCE = {"eagle3": 0.80, "p-eagle": 0.77, "ngram": 0.3}  # probability that one more draft is accepted
+# Probability that one more draft is accepted.
+ACCEPTANCE = {"eagle3": 0.80, "p-eagle": 0.77, "ngram": 0.3}
 PROBLEM_STEP = 8  # `broken` and `error` end the stream at this step
 KEY = "open-sesame"
 SCRIPT_TIMEOUT = 10.0  # seconds that a script waits for its test

@@ -41,9 +41,9 @@ export function submitOnEnter(field) {
   });
 }
 
-// One element per token of a step: the first `accepted` ones were drafts.
-export function tokenSpans({ texts, accepted, drafted }) {
-  return texts.map((text, i) => {
+// One element per token of a step: the first `accepted` ones were drafts. A rest has no mark.
+export function tokenSpans({ texts, rest, accepted, drafted }) {
+  const spans = texts.map((text, i) => {
     const isDraft = i < accepted;
     const span = createElement("span", text, isDraft ? "token draft" : "token own");
     if (isDraft) span.title = `draft ${i + 1} of ${drafted}, accepted`;
@@ -51,6 +51,7 @@ export function tokenSpans({ texts, accepted, drafted }) {
     else span.title = "the model's own";
     return span;
   });
+  return rest ? [...spans, createElement("span", rest)] : spans;
 }
 
 // Fills a <dl> with pairs of name and value.

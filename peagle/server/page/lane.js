@@ -103,14 +103,14 @@ export class Lane {
   }
 
   facts() {
-    const { tokens, steps, acceptanceLength, drafted, accepted, first } = this.totals;
+    const { tokens, steps, passes, acceptanceLength, drafted, accepted, first } = this.totals;
     const facts = [
       ["tokens", tokens || EMPTY],
-      ["passes", steps || EMPTY],
+      ["passes", passes || EMPTY],
       ["first token", steps ? formatSeconds(first) : EMPTY],
     ];
     if (this.method === "none") {
-      facts.push(["tokens per pass", steps ? (tokens / steps).toFixed(2) : EMPTY]);
+      facts.push(["tokens per pass", passes ? (tokens / passes).toFixed(2) : EMPTY]);
     } else {
       facts.push(
         ["acceptance length", acceptanceLength ? acceptanceLength.toFixed(2) : EMPTY],

@@ -8,8 +8,9 @@ export const NAMES = {
 export const MIN_LEAD = 1.05;
 
 // A step is what one chunk brought:
-//   {t: seconds since the request was sent, texts: one per token, accepted, drafted, k}
-// The first `accepted` tokens were drafts; the one after them is the target's own.
+//   {t: seconds since the request was sent, texts: one per token, rest, accepted, drafted, k}
+// The first `accepted` tokens were drafts; the one after them is the target's own. `rest` is text
+// whose tokens are not known: of a pass that takes several chunks, only the first has the tokens.
 export class Record {
   constructor(method) {
     this.method = method;
@@ -21,6 +22,7 @@ export class Record {
     this.problem = ""; // the cause, and how many tokens arrived before it
     this.stopped = false;
     this.locked = false; // an API key is missing
+    this.traced = false; // the server sends the steps
     this.estimated = false; // the server sent no texts of single tokens
     this.counted = 0; // tokens so far, for servers that send usage instead of steps
   }
@@ -31,13 +33,15 @@ export class Record {
     const trace = chunk.peagle;
     const added = (chunk.usage?.completion_tokens ?? 0) - this.counted;
     this.counted += Math.max(0, added);
-    const count = trace?.tokens ?? (text ? Math.max(1, added) : 0);
+    this.traced ||= Boolean(trace);
+    const count = trace?.tokens ?? (text && !this.traced ? Math.max(1, added) : 0);
     if (!count && !text) return;
     const spelled = trace?.texts?.length ? trace.texts : null;
     if (!spelled && count > 1) this.estimated = true;
     const step = {
       t,
-      texts: spelled ? alignTexts(spelled, text) : splitText(text, Math.max(1, count)),
+      texts: spelled ? alignTexts(spelled, text) : splitText(text, count),
+      rest: count ? "" : text,
       accepted: trace?.accepted ?? 0,
       drafted: trace?.drafted ?? 0,
       k: trace?.k ?? null,
@@ -51,7 +55,7 @@ export class Record {
   }
 
   get text() {
-    return this.steps.map((step) => step.texts.join("")).join("");
+    return this.steps.map((step) => step.texts.join("") + step.rest).join("");
   }
 }
 
@@ -59,6 +63,7 @@ export class Record {
 export class Totals {
   constructor() {
     this.steps = 0;
+    this.passes = 0; // steps with tokens
     this.tokens = 0;
     this.first = 0; // seconds of the first step
     this.last = 0; // seconds of the last step
@@ -77,6 +82,7 @@ export class Totals {
       this.firstTokens = texts.length;
     }
     this.steps += 1;
+    this.passes += texts.length ? 1 : 0;
     this.tokens += texts.length;
     this.last = t;
     this.k = k ?? this.k;

@@ -2,9 +2,9 @@
 
 import { Record, deltaReasoning, exactTexts } from "../record.js";
 
-// A part is what one chunk brought to the thinking or to the answer. Where the chunk spells its
-// tokens, it is {texts, accepted, drafted}, and the first `accepted` texts were drafts. Otherwise
-// it is {text}: which of its characters were drafts is not known.
+// A part is what one chunk brought to the thinking or to the text: {texts, rest, accepted, drafted}
+// as in the steps of a Record. It has texts only if the chunk holds the text of just these tokens;
+// otherwise all of it is `rest`, because it is not known which of its characters were drafts.
 export class Answer {
   constructor(method) {
     this.method = method;
@@ -28,7 +28,7 @@ export class Answer {
     if (reasoning) this.reasoning.push(createPart(reasoning, content ? null : chunk.peagle));
     if (content) this.content.push(createPart(content, reasoning ? null : chunk.peagle));
     for (const call of calls) this.addCall(call);
-    if (reasoning || content || calls.length) this.state = "runs";
+    if (this.record.steps.length || calls.length) this.state = "runs";
     this.finishReason = finishReason ?? this.finishReason;
     this.usage = chunk.usage ?? this.usage;
   }
@@ -74,7 +74,8 @@ export class Answer {
 
 function createPart(text, trace) {
   const texts = exactTexts(trace?.texts, text);
-  return texts ? { texts, accepted: trace.accepted, drafted: trace.drafted } : { text };
+  if (!texts) return { texts: [], rest: text, accepted: 0, drafted: 0 };
+  return { texts, rest: "", accepted: trace.accepted, drafted: trace.drafted };
 }
 
-const joinParts = (parts) => parts.map(({ text, texts }) => text ?? texts.join("")).join("");
+const joinParts = (parts) => parts.map(({ texts, rest }) => texts.join("") + rest).join("");

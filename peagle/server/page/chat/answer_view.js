@@ -3,7 +3,6 @@
 import {
   EMPTY,
   cloneTemplate,
-  createElement,
   formatPercent,
   formatSeconds,
   formatSpeed,
@@ -60,8 +59,7 @@ export class AnswerView {
   append(name, node) {
     const parts = this.answer[name];
     for (; this.drawn[name] < parts.length; this.drawn[name]++) {
-      const part = parts[this.drawn[name]];
-      node.append(...(part.texts ? tokenSpans(part) : [createElement("span", part.text)]));
+      node.append(...tokenSpans(parts[this.drawn[name]]));
     }
   }
 
@@ -104,9 +102,9 @@ export class AnswerView {
       facts.splice(1, 0, ["acceptance length", totals.acceptanceLength.toFixed(2)],
         ["drafts accepted", formatPercent(totals.accepted / totals.drafted)]);
     }
-    if (usage) facts.push(["prompt tokens", usage.prompt_tokens]);
-    const cached = usage?.prompt_tokens_details?.cached_tokens;
-    if (cached !== undefined && cached !== null) facts.push(["of them cached", cached]);
+    const cached = usage?.prompt_tokens_details?.cached_tokens ?? null;
+    const note = cached === null ? "" : `, ${cached} cached`;
+    if (usage) facts.push(["prompt tokens", `${usage.prompt_tokens}${note}`]);
     return facts;
   }
 
