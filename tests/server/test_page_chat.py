@@ -265,7 +265,9 @@ def test_key_is_requested(browser: "Browser", server: PageServer) -> None:
 
 
 def test_new_conversation(browser: "Browser", server: PageServer) -> None:
+    server.method = "eagle3"
     with opened(browser, server, CHAT) as page:
+        until(page, "document.getElementById('chat-method').value === 'eagle3'")
         send(page, "slow")
         page.wait_for_selector(".answer[data-state=runs] .token")
         page.click("#chat-new")
@@ -274,6 +276,7 @@ def test_new_conversation(browser: "Browser", server: PageServer) -> None:
         send(page, "Hi.")
         page.wait_for_selector(".answer[data-state=done]")
     assert messages(server) == [{"role": "user", "content": "Hi."}]
+    assert server.requests[-1]["peagle"]["method"] == "eagle3"
 
 
 FUNCTIONS = """async () => {

@@ -98,7 +98,12 @@ class RouteHandler(BaseHTTPRequestHandler):
         elif self.path == "/v1/peagle/status":
             engines = {name: self.server.status(name) for name in self.server.methods}
             self.json(
-                {"methods": list(engines), "method": "p-eagle", "k": "auto", "engines": engines}
+                {
+                    "methods": list(engines),
+                    "method": self.server.method,
+                    "k": "auto",
+                    "engines": engines,
+                }
             )
         else:
             self.refuse(404, "no such page")
@@ -247,6 +252,7 @@ class PageServer(ThreadingHTTPServer):
     ) -> None:
         super().__init__(("127.0.0.1", port), RouteHandler)
         self.methods = methods
+        self.method = "p-eagle"  # the server's own
         self.pace = pace  # factor on the time of a step
         self.locked = False  # every request needs KEY
         self.texts = True  # chunks hold the text of each token

@@ -60,12 +60,14 @@ export function restoreSettings() {
 // Offers what the server has: its `methods`, and `method` as the default.
 export function setMethods({ methods, method }) {
   if (!methods?.length) return;
+  const previous = ownMethod;
   ownMethod = method ?? methods[0];
   const shown = [...byId("chat-method").options].map((option) => option.value);
   const known = METHODS.filter((name) => methods.includes(name));
   const sorted = [...known, ...methods.filter((name) => !known.includes(name))];
   // An open list must not be rebuilt by each poll.
   if (String(shown) !== String(sorted)) showMethods(sorted);
+  else if (ownMethod !== previous) selectMethod();
 }
 
 function showMethods(methods) {
