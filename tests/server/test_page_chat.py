@@ -199,6 +199,22 @@ def test_tool_calls_and_their_results(browser: "Browser", server: PageServer) ->
     assert server.requests[-1]["tool_choice"] == "required"
 
 
+def test_call_at_the_limit_of_tokens(browser: "Browser", server: PageServer) -> None:
+    """A call that is cut off has no result, and is not sent back."""
+    calls = [*call(0, "get_weather", '{"city": "Paris"}'), *call(1, "get_time", '{"city": "P')]
+    server.scripts = [[*calls, *ending("length")], [content("Yes."), *ending()]]
+    with opened(browser, server, CHAT) as page:
+        send(page, "How is the weather?")
+        page.get_by_label("Result of get_weather").fill("21 °C")
+        assert page.locator(".call").count() == 2
+        assert page.locator(".result textarea:visible").count() == 1
+        page.get_by_text("Continue").click()
+        until(page, "document.querySelectorAll('.answer[data-state=done]').length === 2")
+    _, answer, result = messages(server)
+    assert [entry["id"] for entry in answer["tool_calls"]] == ["call_get_weather"]
+    assert answer["content"] is None and result["tool_call_id"] == "call_get_weather"
+
+
 def test_answers_never_become_markup(browser: "Browser", server: PageServer) -> None:
     arguments = json.dumps({"city": MARKUP})
     server.scripts = [

@@ -47,7 +47,13 @@ export class Answer {
   end(state, problem = "") {
     this.state = state;
     this.problem = problem;
-    if (state !== "done") this.calls = []; // one that is cut off cannot be answered
+  }
+
+  // The calls that can be answered: one that is cut off cannot.
+  get finishedCalls() {
+    if (this.state !== "done") return [];
+    const cut = this.finishReason === "length" && !isJson(this.calls.at(-1)?.arguments);
+    return cut ? this.calls.slice(0, -1) : this.calls;
   }
 
   get text() {
@@ -63,12 +69,21 @@ export class Answer {
   get message() {
     const message = { role: "assistant", content: this.text };
     if (this.reasoning.length) message.reasoning_content = joinParts(this.reasoning);
-    if (this.calls.length) {
+    if (this.finishedCalls.length) {
       message.content ||= null;
-      message.tool_calls = this.calls.map(({ id, name, arguments: text }) =>
+      message.tool_calls = this.finishedCalls.map(({ id, name, arguments: text }) =>
         ({ id, type: "function", function: { name, arguments: text } }));
     }
     return message;
+  }
+}
+
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
   }
 }
 

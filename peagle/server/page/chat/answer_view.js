@@ -111,19 +111,20 @@ export class AnswerView {
   // Fields for the results of the calls. `onResults(texts)`: all of them are typed.
   askResults(onResults) {
     const form = this.find(".results");
-    const several = this.calls.length > 1;
-    this.calls.forEach((call, i) => call.askResult(this.answer.calls[i], several ? i + 1 : 0));
+    const calls = this.answer.finishedCalls;
+    const views = this.calls.slice(0, calls.length);
+    views.forEach((view, i) => view.askResult(calls[i], calls.length > 1 ? i + 1 : 0));
     form.querySelector("button").hidden = false;
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      const missing = this.calls.find((call) => !call.result.trim());
+      const missing = views.find((view) => !view.result.trim());
       if (missing) missing.field.focus();
-      else onResults(this.calls.map((call) => call.result));
+      else onResults(views.map((view) => view.result));
     });
   }
 
   closeResults() {
-    for (const call of this.calls) call.close();
+    for (const view of this.calls) view.close();
     this.find(".results button").hidden = true;
   }
 

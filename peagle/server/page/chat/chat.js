@@ -94,7 +94,7 @@ function finishAnswer(answer, view) {
 
 // The whole answer at once: screen readers lose track of a text that grows by tokens.
 function announceAnswer(answer) {
-  const calls = answer.calls.map(({ name }) => `The model calls ${name}: type its result.`);
+  const calls = answer.finishedCalls.map(({ name }) => `The model calls ${name}: type its result.`);
   const ending = { stopped: "Stopped.", failed: answer.problem }[answer.state] ?? "";
   announce([answer.text, ...calls, ending].filter(Boolean).join(" "));
 }
