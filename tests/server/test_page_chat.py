@@ -438,6 +438,9 @@ def test_keyboard_reaches_everything(browser: "Browser", server: PageServer) -> 
             "chat-send",
             "chat-new",
         ]
+        page.focus("#chat-settings summary")
+        page.keyboard.press("Shift+Tab")
+        assert focused(page) == "chat-tab"
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
