@@ -1,6 +1,7 @@
 """EngineWorker and EngineLink: fronts that are slow, late or silent, and engines that are built."""
 
 import asyncio
+import gc
 import itertools
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from peagle.engine.stream import Stream
 from peagle.server import messages
 from peagle.server.engine_process import engine_link
 from peagle.server.engine_process.engine_link import EngineLink
@@ -159,3 +161,22 @@ def test_a_flood_of_messages_leaves_turns_to_others(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
     router.close(0)
     assert len(batches) == 20 and max(reads_by_turn) <= 4  # A turn may read twice.
+
+
+def test_a_finished_request_is_freed_at_once() -> None:
+    """Without the garbage collector, which a server lets run rarely."""
+    params = GenerationParams(3, ignore_eos=True)
+    with started() as (worker, front):
+        gc.collect()
+        gc.disable()
+        try:
+            adds = [add_message(i, worker.pool.key, [6, 9], params) for i in range(1, 9)]
+            front.send(FrontBatch(adds=adds))
+            ended: set[int] = set()
+            while len(ended) < 8:
+                ended |= {output.id for output in front.receive().outputs if output.reason}
+            name = f"{next(iter(worker.fronts)).hex()}-"
+            streams = [o for o in gc.get_objects() if isinstance(o, Stream)]
+            assert not [stream for stream in streams if stream.id.startswith(name)]
+        finally:
+            gc.enable()

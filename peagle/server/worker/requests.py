@@ -142,6 +142,10 @@ def collect(front: Front, request_id: int, stream: "Stream") -> None:
     except UserError as error:
         reason = "refused" if isinstance(error, RequestRefused) else "error"
         end_output(outputs, request_id, reason, str(error))
+    if stream.ended:
+        # It holds this function, which holds the stream. The collector, which is tuned to run
+        # rarely, would keep thousands of prompts.
+        stream.on_piece(None)
 
 
 def end_output(
