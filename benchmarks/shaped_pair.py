@@ -8,6 +8,7 @@ Speed does not depend on the weights, but acceptance does: use a fixed K. The fo
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -17,7 +18,7 @@ from peagle.drafter.formats import compact
 from peagle.drafter.untrained import untrained_drafter
 from peagle.target import Target
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -26,7 +27,6 @@ SHAPE = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }

@@ -176,7 +176,7 @@ def test_a_finished_request_is_freed_at_once() -> None:
             while len(ended) < 8:
                 ended |= {output.id for output in front.receive().outputs if output.reason}
             name = f"{next(iter(worker.fronts)).hex()}-"
-            streams = [o for o in gc.get_objects() if isinstance(o, Stream)]
+            streams = [o for o in gc.get_objects() if type(o) is Stream]
             assert not [stream for stream in streams if stream.id.startswith(name)]
         finally:
             gc.enable()

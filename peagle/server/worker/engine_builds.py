@@ -1,4 +1,4 @@
-"""EngineBuilds: engines that are being built. Who asks for the same one waits for the same build."""
+"""EngineBuilds: engines that are being built. Who asks for the same one waits for one build."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
