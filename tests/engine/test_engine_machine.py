@@ -164,5 +164,5 @@ TestMachine = Machine.TestCase
 
 
 @pytest.mark.slow
-class TestMachineForLong(Machine.TestCase):  # type: ignore[misc, name-defined]
+class TestMachineForLong(Machine.TestCase):
     settings = settings(max_examples=120, stateful_step_count=60, deadline=None)

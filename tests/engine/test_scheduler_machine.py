@@ -248,7 +248,7 @@ TestMachine = Machine.TestCase
 
 
 @pytest.mark.slow
-class TestMachineForLong(Machine.TestCase):  # type: ignore[misc, name-defined]
+class TestMachineForLong(Machine.TestCase):
     settings = settings(max_examples=500, stateful_step_count=100, deadline=None)
 
 

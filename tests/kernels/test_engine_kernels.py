@@ -24,7 +24,6 @@ from tests.support.triton_interpreter import (
     run_interpreted_tests,
 )
 
-
 DECODE_ATTENTION = str(Path(__file__).with_name("test_decode_attention.py"))
 DECODE_ATTENTION_TESTS = 5
 

@@ -72,9 +72,7 @@ def test_samples_follow_the_target(target: Target) -> None:
         target, [BatchRequest(i, ids, 1, heat) for i in range(draws)], slots=64, capacity=32, seed=5
     )
     counts = Counter(answer.ids[0] for answer in found.values())
-    odds = torch.softmax(
-        target.forward(torch.tensor(ids), keep=1).logits[0].double() / heat, 0
-    )
+    odds = torch.softmax(target.forward(torch.tensor(ids), keep=1).logits[0].double() / heat, 0)
     assert odds.min() * draws >= 5  # every token is likely enough for the test
     observed = [counts[token] for token in range(len(odds))]
     assert chi_square_p_value(observed, (odds * draws).tolist()) > 0.001
