@@ -16,7 +16,7 @@ gc.disable()  # What imports create lives as long as the run.
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector skip all modules: a collection would visit each of their objects."""
+    """Let the garbage collector skip the modules: it would visit each of their objects."""
     gc.freeze()
     gc.enable()
 
