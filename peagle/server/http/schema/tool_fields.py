@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, PrivateAttr, StringConstraints
 
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema.base import Items, RequestModel, TypeName
@@ -20,11 +20,25 @@ class FunctionField(RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # A JSON schema; None: there are no parameters.
     strict: bool | None = None
+    _characters: int = PrivateAttr(0)
+
+    def model_post_init(self, context: Any) -> None:
+        """Count the characters while the body is checked: large ones are not on the event loop."""
+        self._characters = len(self.description or "") + len(json.dumps(self.parameters or {}))
+
+    @property
+    def characters(self) -> int:
+        return len(self.name) + self._characters
 
 
 class ToolField(RequestModel):
     type: TypeName
     function: FunctionField | None = None
+
+    @property
+    def characters(self) -> int:
+        """About the characters that the tool adds to the prompt."""
+        return self.require_function().characters
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates expect it: all fields, and only those that targets know."""
@@ -79,8 +93,3 @@ def check_tools(tools: Sequence[ToolField], choice: ToolChoiceField | None) -> N
             + ", ".join(names[:16]),
             "tool_choice",
         )
-
-
-def tool_characters(tools: Sequence[ToolField]) -> int:
-    """The characters of the tools as JSON."""
-    return sum(len(json.dumps(tool.for_template())) for tool in tools)
