@@ -14,6 +14,7 @@ import pytest
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
 from tests.support import serving
+from tests.support.command_line import run
 from tests.support.grammars import COMPACT
 from tests.support.tool_pair import MARKERS, SCHEMAS, TEMPLATE, TOOLS, tool, tool_pair
 
@@ -371,3 +372,11 @@ def test_long_tools_are_refused_before_they_are_tokenized() -> None:
         assert "context" in error["message"]
 
     served(test)
+
+
+def test_unknown_parsers_are_refused_before_anything_is_loaded() -> None:
+    for name in TOOL_FORMATS:
+        assert name in run("serve", "no-such-pair", "--tool-parser", "hermse", code=2)
+    assert "think-tags" in run("serve", "no-such-pair", "--reasoning-parser", "r1", code=2)
+    own = run("serve", "x", "--engine", "vllm", "--tool-parser", "hermes", code=2)
+    assert "--tool-call-parser" in own
