@@ -8,6 +8,7 @@ text. Harmony's channels are parsed by its tool format.
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from peagle.errors import UserError, did_you_mean
 from peagle.server.parsing.answer_parser import AnswerParser
 from peagle.server.parsing.answer_part import AnswerPart, Reasoning
 from peagle.server.parsing.answer_reader import AnswerReader
@@ -21,6 +22,17 @@ class ReasoningFormat:
 
 
 THINK_TAGS = ReasoningFormat("think-tags", "<think>", "</think>")
+REASONING_FORMATS = {THINK_TAGS.name: THINK_TAGS}
+
+
+def find_reasoning_format(name: str) -> ReasoningFormat:
+    if name not in REASONING_FORMATS:
+        known = [*REASONING_FORMATS, "none"]
+        raise UserError(
+            f"there is no reasoning parser {name!r}: use one of {', '.join(known)}."
+            f"{did_you_mean(name, known)}"
+        )
+    return REASONING_FORMATS[name]
 
 
 def detect_reasoning(chat_template: str) -> ReasoningFormat | None:
