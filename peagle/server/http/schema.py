@@ -5,7 +5,7 @@ their first wrong item: the errors of a million items would take gigabytes and m
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WrapValidator
 
@@ -121,6 +121,9 @@ class Extension(RequestModel):
 class GenerationRequest(RequestModel):
     """The fields that chat and completion requests share."""
 
+    # Whether an answer that may not fit the context is refused, or ends where the context does.
+    ends_with_context: ClassVar[bool] = False
+
     model: Name | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -221,6 +224,12 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
+
+
+class AgentChatRequest(ChatRequest):
+    """A chat request that stands for one of an API whose clients ask for very long answers."""
+
+    ends_with_context = True
 
 
 class CompletionRequest(GenerationRequest):

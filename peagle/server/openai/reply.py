@@ -14,6 +14,7 @@ from peagle.server.http.schema import GenerationRequest
 from peagle.server.http.sse import DONE_EVENT, EventStream, encode_event
 from peagle.server.openai.answer import Answer
 from peagle.server.openai.choice import Choice
+from peagle.server.openai.step_trace import step_trace
 from peagle.server.openai.usage import speculative_metrics, token_usage
 
 if TYPE_CHECKING:
@@ -132,20 +133,9 @@ class ChunkStream:
         return chunk | self._metrics() if last else chunk
 
     def _trace(self, piece: "StreamPiece") -> dict[str, Any]:
-        """The field `peagle` of a chunk: what this step drafted and accepted."""
-        step = piece.step
-        if not self.trace or step is None:
-            return {}
-        texts = self.answer.backend.engines.require_text().texts
-        return {
-            "peagle": {
-                "accepted": min(step.accepted, len(step.tokens)),
-                "drafted": step.drafted,
-                "tokens": len(step.tokens),
-                "k": self.answer.slot.k,
-                "texts": [texts.text(token) for token in step.tokens],
-            }
-        }
+        """The field `peagle` of a chunk."""
+        trace = step_trace(self.answer, piece) if self.trace else None
+        return {} if trace is None else {"peagle": trace}
 
     def _metrics(self) -> dict[str, Any]:
         return {"metrics": {"speculative_decoding": speculative_metrics(self.answer.choices)}}
