@@ -13,6 +13,7 @@ from peagle.engine.sampling.sampling_state import check_logit_bias
 from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.request import Request, RequestLimits
 from peagle.engine.stream import Stream
+from peagle.engine.thinking import Thinking
 from peagle.errors import UserError
 from peagle.grammar import CompiledGrammar, Grammar
 from peagle.model_pair import ModelPair
@@ -30,6 +31,7 @@ class RequestOptions:
     id: str | None = None  # None: the engine chooses one.
     cache_salt: str = ""  # Requests with different salts share no KV pages.
     detokenize: bool = True  # False: the caller decodes the tokens, and finds stop strings.
+    thinking: Thinking | None = None  # Its budget, and where a grammar begins.
 
     def __post_init__(self) -> None:
         if self.limits.stop and not self.detokenize:

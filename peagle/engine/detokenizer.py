@@ -164,8 +164,10 @@ class Detokenizer:
         return len(tokens)
 
 
-def token_decoder(tokenizer: "PreTrainedTokenizerBase") -> TokenDecoder:
-    """Decode ids to text without special tokens; directly by the Rust tokenizer if possible."""
+def token_decoder(
+    tokenizer: "PreTrainedTokenizerBase", skip_special_tokens: bool = True
+) -> TokenDecoder:
+    """Decode ids to text; directly by the Rust tokenizer if possible."""
     from transformers import PreTrainedTokenizerFast
 
     passes_on = (
@@ -173,15 +175,19 @@ def token_decoder(tokenizer: "PreTrainedTokenizerBase") -> TokenDecoder:
         and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
     )
     if not passes_on or tokenizer.clean_up_tokenization_spaces:
-        return TokenDecoder(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), False)
-    decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    if tokens_are_bytes(tokenizer):
+        return TokenDecoder(
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)), False
+        )
+    decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    if tokens_are_bytes(tokenizer, skip_special_tokens):
         return TokenDecoder(cached_decoder(decode), True)
     return TokenDecoder(decode, False)
 
 
-def tokens_are_bytes(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether every token is a sequence of bytes of the text, independent of its neighbors."""
+def tokens_are_bytes(
+    tokenizer: "PreTrainedTokenizerBase", skip_special_tokens: bool = True
+) -> bool:
+    """Whether every shown token is a sequence of bytes, independent of its neighbors."""
     try:
         decoder = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
     except Exception:  # There is no decoder, or it is a Python program.
@@ -189,7 +195,9 @@ def tokens_are_bytes(tokenizer: "PreTrainedTokenizerBase") -> bool:
     steps = [step.get("type") for step in decoder.get("decoders", [decoder])]
     # Added tokens are text themselves; a GGUF decoder changes all but visible ASCII in them.
     added = [
-        token.content for token in tokenizer.added_tokens_decoder.values() if not token.special
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if not (token.special and skip_special_tokens)
     ]
     visible = all("!" <= char <= "~" for content in added for char in content)
     return steps == ["ByteLevel"] or (steps == GGUF_DECODER_STEPS and visible)

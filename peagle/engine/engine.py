@@ -38,6 +38,7 @@ from peagle.engine.sizing import (
 )
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
+from peagle.engine.thinking import Thinking
 from peagle.errors import UserError
 from peagle.grammar import CompiledGrammar, Grammar
 from peagle.kernels.cpu.library import kernel_state
@@ -105,12 +106,14 @@ class Engine:
         include_stop: bool = False,
         grammar: Grammar | CompiledGrammar | None = None,
         detokenize: bool = True,
+        thinking: Thinking | None = None,
         **sampling: Any,
     ) -> Stream:
         """Queue a request. Its answer arrives through the stream and follows `grammar` if given.
 
         `cache_salt`: only requests with the same salt share prefixes in the KV cache.
         `detokenize` False: pieces have no text, for a caller that decodes the tokens itself.
+        `thinking`: the part before the answer, with its budget; a grammar binds what follows it.
         `sampling`: the fields of `core.Sampling`.
         """
         sampling_settings = Sampling(**sampling).seeded()
@@ -118,7 +121,15 @@ class Engine:
             max_tokens, min_tokens, tuple(stop), frozenset(stop_ids), ignore_eos, logprobs
         )
         options = RequestOptions(
-            sampling_settings, limits, include_stop, grammar, user, id, cache_salt, detokenize
+            sampling_settings,
+            limits,
+            include_stop,
+            grammar,
+            user,
+            id,
+            cache_salt,
+            detokenize,
+            thinking,
         )
         ids = list(self.pair.encode(prompt, raw))
         request, state = self._admission.prepare(ids, options, self.loop.abort_request)

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from peagle.core import Method
+from peagle.engine.thinking import Thinking
 from peagle.grammar import Grammar
 
 LogprobEntry = tuple[int, float, int, dict[int, float]]  # token, logprob, rank, top
@@ -51,6 +52,7 @@ class Add(Message):
     grammar: ProbedGrammar | None = None
     user: str = ""
     cache_salt: str = ""
+    thinking: Thinking | None = None
 
 
 class Abort(Message):

@@ -65,6 +65,8 @@ class ServerSettings:
     drain_seconds: float = 25.0
     backoff: float = 1.0  # seconds before the first restart of a failed engine; then doubled
     log_prompts: bool = False
+    tool_parser: str | None = None  # Format of tool calls; None: by the chat template.
+    reasoning_parser: str | None = None  # Format of reasoning, or none; None: likewise.
     engine: EngineKind = "native"
     replicas: int | None = None  # engine processes, each with a device of its own; None: one
     http_workers: int = 1  # web server processes that share the engine processes
@@ -146,6 +148,11 @@ class ServerSettings:
         require(
             self.http_workers == 1,
             "`http_workers` needs `engine` native: leave it out",
+        )
+        require(
+            self.tool_parser is None and self.reasoning_parser is None,
+            "`tool_parser` and `reasoning_parser` are not supported by vLLM: pass it its own"
+            " --tool-call-parser and --reasoning-parser",
         )
         require(self.replicas is None, "`replicas` needs `engine` native: use `data_parallel` N")
         require(

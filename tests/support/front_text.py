@@ -30,7 +30,7 @@ def front_text(folder: Path) -> dict[str, Any]:
     return {
         "class": type(text.tokenizer.tokenizer).__name__,
         "ids": ids,
-        "chat": text.tokenizer.encode_chat(messages, {}, MAX_TOKENS),
+        "chat": text.tokenizer.encode_chat(messages, {}, MAX_TOKENS).ids,
         "tokens": [text.texts.text(token) for token in ids],
         "answer": "".join(detokenizer.push([token]).text for token in ids) + detokenizer.finish(),
     }

@@ -129,6 +129,24 @@ PrefixCaching = Annotated[
     ),
 ]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")]
+ToolParser = Annotated[
+    str | None,
+    typer.Option(
+        "--tool-parser",
+        "--tool-call-parser",
+        help="Format of tool calls. Default: the one of the target's chat template.",
+        show_default=False,
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(
+        "--reasoning-parser",
+        help="Format of reasoning; none: it stays in the content."
+        " Default: the one of the target's chat template.",
+        show_default=False,
+    ),
+]
 Replicas = Annotated[
     int | None,
     typer.Option(

@@ -34,6 +34,8 @@ def serve(
     exact: options.ExactMode = False,
     prefix_caching: options.PrefixCaching = True,
     enforce_eager: options.EnforceEager = False,
+    tool_parser: options.ToolParser = None,
+    reasoning_parser: options.ReasoningParser = None,
     vllm_python: options.VllmPython = None,
     tensor_parallel: options.TensorParallel = 1,
     pipeline_parallel: options.PipelineParallel = 1,

@@ -32,7 +32,21 @@ def build_settings(options: Mapping[str, Any]) -> ServerSettings:
         # The environment may set it for vLLM; the native engine does not use it.
         "vllm_python": options["vllm_python"] if for_vllm else None,
     }
+    check_parsers(options)
     return ServerSettings(**settings)
+
+
+def check_parsers(options: Mapping[str, Any]) -> None:
+    """Refuse unknown formats before anything is loaded."""
+    from peagle.server.parsing.reasoning import find_reasoning_format
+    from peagle.server.parsing.tool_formats import find_tool_format
+
+    if options["engine"] == "vllm":
+        return
+    if options["tool_parser"]:
+        find_tool_format(options["tool_parser"])
+    if options["reasoning_parser"] not in (None, "none"):
+        find_reasoning_format(options["reasoning_parser"])
 
 
 def setting_names() -> list[str]:

@@ -3,14 +3,14 @@
 from typing import Any
 
 from peagle.server.anthropic.message_blocks import read_conversation
-from peagle.server.http.bodies.message_request import (
+from peagle.server.http.errors import ApiError
+from peagle.server.http.schema.message_request import (
     CountTokensRequest,
     MessageRequest,
     ThinkingParam,
     ToolChoiceParam,
     ToolParam,
 )
-from peagle.server.http.errors import ApiError
 
 # Fields that chat requests have under the same name.
 SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "cache_salt")
@@ -24,7 +24,9 @@ def prompt_body(request: CountTokensRequest) -> dict[str, Any]:
         body["model"] = request.model
     template_kwargs = dict(request.chat_template_kwargs or {})
     if request.thinking is not None:
-        template_kwargs.setdefault("enable_thinking", request.thinking.type != "disabled")
+        is_thinking = request.thinking.type != "disabled"
+        switches = {"enable_thinking": is_thinking, "thinking": is_thinking}
+        template_kwargs = switches | template_kwargs
     if template_kwargs:
         body["chat_template_kwargs"] = template_kwargs
     if request.output_config is not None and request.output_config.effort is not None:

@@ -2,15 +2,15 @@
 
 import json
 
-from peagle.server.http.bodies.message_request import (
+from peagle.server.http.errors import ApiError
+from peagle.server.http.schema.message_request import (
     ContentBlock,
     CountTokensRequest,
     MessageParam,
     TextPart,
 )
-from peagle.server.http.errors import ApiError
-from peagle.server.openai.conversation import Conversation
 from peagle.server.parsing.parsed_message import ToolCall
+from peagle.server.translation.conversation import Conversation
 
 
 def read_conversation(request: CountTokensRequest) -> Conversation:

@@ -5,7 +5,7 @@ from typing import Any
 from peagle.server.anthropic.message_object import SIGNATURE, MessageObject, message_usage
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.usage import speculative_metrics
-from peagle.server.parsing.answer_blocks import AnswerBlock, BlockDelta, BlockEvent, BlockStart
+from peagle.server.translation.answer_blocks import AnswerBlock, BlockDelta, BlockEvent, BlockStart
 
 Event = dict[str, Any]
 

@@ -6,10 +6,10 @@ from uuid import uuid4
 
 import msgspec
 
-from peagle.server.http.bodies.message_request import MessageRequest
+from peagle.server.http.schema.message_request import MessageRequest
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.usage import TokenUsage
-from peagle.server.parsing.answer_blocks import AnswerBlock
+from peagle.server.translation.answer_blocks import AnswerBlock
 
 # Clients send thinking back only if it is signed. Nothing checks the signature.
 SIGNATURE = "unsigned"

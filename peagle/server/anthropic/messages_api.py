@@ -9,9 +9,9 @@ from peagle.server.anthropic.chat_body import chat_body, prompt_body
 from peagle.server.anthropic.message_object import MessageObject
 from peagle.server.anthropic.message_reply import MessageReply
 from peagle.server.front.engine_backend import EngineBackend, engine_backend_of
-from peagle.server.http.bodies.message_request import CountTokensRequest, MessageRequest
 from peagle.server.http.limits import body_bytes, parse_model, run_for_size, validate
 from peagle.server.http.schema import AgentChatRequest
+from peagle.server.http.schema.message_request import CountTokensRequest, MessageRequest
 from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.chat_answer import start_chat
 from peagle.server.openai.prompts import encode_chat
@@ -48,7 +48,11 @@ async def count_tokens(request: Request, body: dict[str, Any]) -> Response:
 
     chat_request = await run_for_size(body_bytes(request), translate)
     backend.require(chat_request.model)
-    ids = await encode_chat(
-        backend, chat_request.messages, chat_request.chat_template_kwargs, is_prompt=False
+    prompt = await encode_chat(
+        backend,
+        chat_request.messages,
+        chat_request.template_kwargs,
+        is_prompt=False,
+        tools=chat_request.shown_tools,
     )
-    return JSONResponse({"input_tokens": len(ids)})
+    return JSONResponse({"input_tokens": len(prompt.ids)})

@@ -49,6 +49,7 @@ class EngineSlot:
             grammar=grammar,
             user=add.user,
             cache_salt=add.cache_salt,
+            thinking=add.thinking,
             detokenize=False,
             **add.sampling,
         )

@@ -21,4 +21,5 @@ def add_message(request_id: int, key: EngineKey, ids: list[int], params: Generat
         grammar=params.grammar,
         user=params.user,
         cache_salt=params.cache_salt,
+        thinking=params.thinking,
     )

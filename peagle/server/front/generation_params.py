@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from peagle.core import Sampling
+from peagle.engine.thinking import Thinking
 from peagle.server.messages import ProbedGrammar
 
 
@@ -19,3 +20,5 @@ class GenerationParams:
     grammar: ProbedGrammar | None = None
     user: str = ""
     cache_salt: str = ""  # Requests with different salts share no prefixes.
+    thinking: Thinking | None = None  # None: no budget, and a grammar binds the whole answer.
+    shows_special_tokens: bool = False  # The text contains special tokens, but no stop tokens.

@@ -23,6 +23,7 @@ class TargetText:
             target.name, tokenizer, self.vocab_size, self._target_stop_ids
         )
         self._decoder = token_decoder(tokenizer)
+        self._special_decoder = token_decoder(tokenizer, skip_special_tokens=False)
 
     @classmethod
     def load(cls, target: TargetInfo) -> Self:
@@ -34,7 +35,8 @@ class TargetText:
     def detokenizer(self, params: GenerationParams, room: int) -> Detokenizer:
         """`room`: tokens that the answer may have in the context."""
         min_tokens = min(params.min_tokens, room)
-        return Detokenizer(self._decoder, params.stop, params.include_stop, min_tokens)
+        decoder = self._special_decoder if params.shows_special_tokens else self._decoder
+        return Detokenizer(decoder, params.stop, params.include_stop, min_tokens)
 
     def stop_ids(self, params: GenerationParams) -> frozenset[int]:
         return params.stop_ids | (frozenset() if params.ignore_eos else self._target_stop_ids)

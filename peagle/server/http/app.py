@@ -16,8 +16,6 @@ from starlette.types import ASGIApp
 from peagle import __version__
 from peagle.server.http.auth import Auth
 from peagle.server.http.backend import Backend, RouteHandler, get_backend
-from peagle.server.http.bodies.message_request import CountTokensRequest, MessageRequest
-from peagle.server.http.bodies.response_request import ResponseRequest
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.http.limits import MAX_LARGE_BODIES, MIN_BODY_BUDGET, BodyBudget, read_object
 from peagle.server.http.logs import RequestLog
@@ -27,8 +25,11 @@ from peagle.server.http.schema import (
     MAX_NAME_CHARS,
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
+    MessageRequest,
     RequestModel,
+    ResponseRequest,
     TokenizeRequest,
 )
 from peagle.server.http.sse import ClientDisconnected

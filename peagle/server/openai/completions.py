@@ -75,8 +75,13 @@ class CompletionLayout:
             return None
         return self._choice(choice, self._echoed(choice), self._prompt_logprobs(choice))
 
-    def piece(self, choice: Choice, piece: "StreamPiece") -> dict[str, Any]:
-        return self._choice(choice, piece.text, piece.logprobs)
+    def pieces(self, choice: Choice, piece: "StreamPiece") -> list[dict[str, Any]]:
+        if not piece.text and not piece.logprobs:
+            return []
+        return [self._choice(choice, piece.text, piece.logprobs)]
+
+    def empty(self, choice: Choice) -> dict[str, Any]:
+        return self._choice(choice, "", ())
 
     def ending(self, choice: Choice) -> dict[str, Any]:
         ending = {"index": choice.index, "text": "", "logprobs": None}

@@ -7,7 +7,10 @@ from peagle.errors import UserError
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.front.remote_slot import RemoteSlot
 from peagle.server.http.errors import ApiError
-from peagle.server.http.schema import Message
+from peagle.server.http.schema import Message, ToolField
+from peagle.server.openai.answer_format import DEFAULT_TOOL_FORMAT, answer_format
+from peagle.server.openai.tool_prompt import tools_as_text
+from peagle.server.tokenization.prompt_tokenizer import EncodedChat
 from peagle.server.tokenization.tokenizer_threads import SHORT_CHARS
 
 T = TypeVar("T")
@@ -39,8 +42,9 @@ async def encode_chat(
     messages: Sequence[Message],
     template_kwargs: dict[str, Any] | None = None,
     is_prompt: bool = True,
-) -> list[int]:
-    """Token ids of the messages under the target's chat template."""
+    tools: Sequence[ToolField] = (),
+) -> EncodedChat:
+    """Messages and tools as a prompt, under the target's chat template."""
     template_kwargs = template_kwargs or {}
     for name in template_kwargs:
         if name in RESERVED_TEMPLATE_KWARGS:
@@ -49,18 +53,23 @@ async def encode_chat(
                 f"chat_template_kwargs.{name} is set by the server: leave it out",
                 "chat_template_kwargs",
             )
-    conversation = [message.for_template() for message in messages]
-    characters = sum(len(message["content"]) for message in conversation)
+    characters = sum(message.characters for message in messages)
     characters += sum(map(argument_characters, template_kwargs.values()))
+    characters += sum(tool.characters for tool in tools)
     max_tokens = max_text_tokens(backend, is_prompt)
-    return await run_tokenizer(
-        backend,
-        characters,
-        lambda: backend.engines.require_text().tokenizer.encode_chat(
-            conversation, template_kwargs, max_tokens
-        ),
-        is_prompt,
-    )
+    form = answer_format(backend)
+
+    def encode() -> EncodedChat:
+        conversation = [message.for_template() for message in messages]
+        functions = [tool.for_template() for tool in tools]
+        if not form.template_shows_tools:
+            is_hermes = form.tools.name == DEFAULT_TOOL_FORMAT
+            conversation = tools_as_text(conversation, functions, is_hermes)
+            functions = []
+        tokenizer = backend.engines.require_text().tokenizer
+        return tokenizer.encode_chat(conversation, template_kwargs, max_tokens, functions)
+
+    return await run_tokenizer(backend, characters, encode, is_prompt)
 
 
 async def encode_text(

@@ -14,7 +14,6 @@ from peagle.server.http.schema import GenerationRequest
 from peagle.server.http.sse import DONE_EVENT, EventStream, encode_event
 from peagle.server.openai.answer import Answer
 from peagle.server.openai.choice import Choice
-from peagle.server.openai.step_trace import step_trace
 from peagle.server.openai.usage import speculative_metrics, token_usage
 
 if TYPE_CHECKING:
@@ -31,7 +30,11 @@ class Layout(Protocol):
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk of a choice before its first token; None: there is none."""
 
-    def piece(self, choice: Choice, piece: "StreamPiece") -> dict[str, Any]: ...
+    def pieces(self, choice: Choice, piece: "StreamPiece") -> list[dict[str, Any]]:
+        """The chunks of a piece; none: its text is held back, or there is none."""
+
+    def empty(self, choice: Choice) -> dict[str, Any]:
+        """A chunk without text, for the trace of a step."""
 
     def ending(self, choice: Choice) -> dict[str, Any]: ...
 
@@ -110,8 +113,12 @@ class ChunkStream:
                 yield self._ending(choice)
         while arrived is not None:
             choice, piece = arrived
-            if piece.step is not None and (piece.text or piece.logprobs or self.trace):
-                yield self._chunk(self.layout.piece(choice, piece)) | self._trace(piece)
+            pieces = self.layout.pieces(choice, piece)
+            if self.trace and piece.step is not None:
+                pieces = pieces or [self.layout.empty(choice)]
+                yield self._chunk(pieces.pop(0)) | self._trace(piece)
+            for chunk in pieces:
+                yield self._chunk(chunk)
             if piece.reason is not None:
                 yield self._ending(choice)
             arrived = await self.answer.next(single=self.trace)
@@ -139,3 +146,18 @@ class ChunkStream:
 
     def _metrics(self) -> dict[str, Any]:
         return {"metrics": {"speculative_decoding": speculative_metrics(self.answer.choices)}}
+
+
+def step_trace(answer: Answer, piece: "StreamPiece") -> dict[str, Any] | None:
+    """The field `peagle` of an event: what a step drafted; None: the piece has no tokens."""
+    step = piece.step
+    if step is None:
+        return None
+    texts = answer.backend.engines.require_text().texts
+    return {
+        "accepted": min(step.accepted, len(step.tokens)),
+        "drafted": step.drafted,
+        "tokens": len(step.tokens),
+        "k": answer.slot.k,
+        "texts": [texts.text(token) for token in step.tokens],
+    }

@@ -1,9 +1,11 @@
 """The grammar of an answer, from OpenAI's response_format or vLLM's fields for the same."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.engine.thinking import Thinking
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from peagle.server.front.engine_backend import EngineBackend
@@ -28,9 +30,27 @@ class GrammarField:
     value: Any
 
 
-async def compile_grammar(backend: EngineBackend, body: GenerationRequest) -> ProbedGrammar | None:
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """What the target's format and the tools of a chat request ask of its answer."""
+
+    tool_grammar: Grammar | None = None  # None: calls are not bound.
+    # What a call must follow if the answer is one, where response_format binds other answers.
+    optional_call_grammar: Grammar | None = None
+    thinking: Thinking | None = None
+    shows_special_tokens: bool = False
+
+    def thinking_for(self, grammar: ProbedGrammar | None) -> Thinking | None:
+        """What the engine must know of the thinking part: nothing, if nothing depends on it."""
+        has_budget = self.thinking is not None and self.thinking.budget is not None
+        return self.thinking if has_budget or grammar is not None else None
+
+
+async def compile_grammar(
+    backend: EngineBackend, body: GenerationRequest, rules: AnswerRules
+) -> ProbedGrammar | None:
     """The grammar that the answer must follow, compiled in GrammarQueue."""
-    fields = [field for field in grammar_fields(body) if field.value is not None]
+    fields = [field for field in grammar_fields(body, rules) if field.value is not None]
     if not fields:
         return None
     field = fields[0]
@@ -57,7 +77,7 @@ def parse_field(field: GrammarField) -> Grammar:
     return grammar
 
 
-def grammar_fields(body: GenerationRequest) -> list[GrammarField]:
+def grammar_fields(body: GenerationRequest, rules: AnswerRules) -> list[GrammarField]:
     outputs = body.structured_outputs or StructuredOutputs.model_validate({})
     for name, value in (outputs.model_extra or {}).items():
         if value:
@@ -68,8 +88,15 @@ def grammar_fields(body: GenerationRequest) -> list[GrammarField]:
                 field,
             )
     json_object = ANY_OBJECT if outputs.json_object else None
+
+    def response_format(schema: dict[str, Any] | bool) -> Grammar:
+        answer = Grammar.json(schema)
+        calls = rules.optional_call_grammar
+        return answer if calls is None else either(calls, answer)
+
     return [
-        GrammarField("response_format", Grammar.json, json_schema(body.response_format)),
+        GrammarField("tools", lambda grammar: grammar, rules.tool_grammar),
+        GrammarField("response_format", response_format, json_schema(body.response_format)),
         GrammarField("guided_json", Grammar.json, body.guided_json),
         GrammarField("guided_regex", Grammar.regex, body.guided_regex),
         GrammarField("guided_choice", Grammar.choice, body.guided_choice),
@@ -80,6 +107,12 @@ def grammar_fields(body: GenerationRequest) -> list[GrammarField]:
         GrammarField("structured_outputs.choice", Grammar.choice, outputs.choice),
         GrammarField("structured_outputs.grammar", Grammar.ebnf, outputs.grammar),
     ]
+
+
+def either(calls: Grammar, answer: Grammar) -> Grammar:
+    """Answers that follow one of two grammars: of calls in Lark's notation, or a JSON schema."""
+    rules = re.sub(r"^start:", "calls:", calls.text, flags=re.MULTILINE)
+    return Grammar("lark", f"start: calls | json_answer\njson_answer: %json {answer.text}\n{rules}")
 
 
 def json_schema(response_format: ResponseFormat | None) -> dict[str, Any] | bool | None:

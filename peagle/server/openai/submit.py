@@ -18,7 +18,7 @@ from peagle.server.messages import ProbedGrammar
 from peagle.server.openai.answer import Answer
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.prompts import check_prompt
-from peagle.server.openai.response_format import compile_grammar
+from peagle.server.openai.response_format import AnswerRules, compile_grammar
 
 if TYPE_CHECKING:
     from peagle.engine.stream import TokenLogprob
@@ -31,11 +31,13 @@ async def submit(
     body: ChatRequest | CompletionRequest,
     prompts: list[list[int]],
     cache_salt: str = "",
+    rules: AnswerRules | None = None,
 ) -> Answer:
     """Start the answers to these prompts, `body.choices` for each.
 
     `cache_salt`: see http/cache_salt.py.
     """
+    rules = rules or AnswerRules()
     extension = body.peagle
     key = backend.engines.choose(
         extension.method if extension else None, extension.k if extension else None
@@ -47,13 +49,17 @@ async def submit(
     async with backend.engines.slot(key) as slot:
         for ids in prompts:
             check_prompt(slot, ids, None if body.ends_with_context else body.max_new_tokens)
-        grammar = await compile_grammar(backend, body)
+        grammar = await compile_grammar(backend, body, rules)
         prompt_logprobs = await score_prompts(backend, slot, body, prompts)
         choices: list[Choice] = []
         with abort_on_error(choices):
             for ids, logprobs in zip(prompts, prompt_logprobs, strict=True):
                 room = slot.context - len(ids)
-                params = generation_params(body, room, grammar, cache_salt)
+                params = replace(
+                    generation_params(body, room, grammar, cache_salt),
+                    thinking=rules.thinking_for(grammar),
+                    shows_special_tokens=rules.shows_special_tokens,
+                )
                 for i in range(body.choices):
                     choice = await start_choice(backend, slot, ids, with_seed(params, i))
                     choice.index = len(choices)

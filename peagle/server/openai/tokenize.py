@@ -19,7 +19,9 @@ async def tokenize(request: Request, body: dict[str, Any]) -> Response:
     prompt = tokenize_request.prompt
     messages = tokenize_request.messages
     if messages is not None and prompt is None:
-        ids = await encode_chat(backend, messages, is_prompt=False)
+        kwargs = tokenize_request.chat_template_kwargs
+        tools = tokenize_request.tools or ()
+        ids = (await encode_chat(backend, messages, kwargs, is_prompt=False, tools=tools)).ids
     elif prompt is not None and messages is None:
         add_special_tokens = tokenize_request.add_special_tokens is not False
         ids = await encode_text(backend, prompt, add_special_tokens, is_prompt=False)

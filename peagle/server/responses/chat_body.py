@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from peagle.server.http.bodies.response_request import (
+from peagle.server.http.errors import ApiError
+from peagle.server.http.schema.response_request import (
     FunctionTool,
     ResponseRequest,
     TextFormat,
     ToolChoiceObject,
 )
-from peagle.server.http.errors import ApiError
-from peagle.server.openai.conversation import ChatMessage, Conversation
 from peagle.server.responses.input_items import add_items
+from peagle.server.translation.conversation import ChatMessage, Conversation
 
 # Fields that chat requests have under the same name.
 SAME_FIELDS = (

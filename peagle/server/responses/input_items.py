@@ -1,9 +1,9 @@
 """The input of a response, item by item, as messages of a conversation."""
 
-from peagle.server.http.bodies.response_request import InputItem, InputPart
 from peagle.server.http.errors import ApiError
-from peagle.server.openai.conversation import Conversation
+from peagle.server.http.schema.response_request import InputItem, InputPart
 from peagle.server.parsing.parsed_message import ToolCall
+from peagle.server.translation.conversation import Conversation
 
 TEXT_TYPES = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")

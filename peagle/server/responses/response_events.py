@@ -3,8 +3,8 @@
 from typing import Any
 
 from peagle.server.http.errors import ApiError
-from peagle.server.parsing.answer_blocks import AnswerBlock, BlockDelta, BlockEvent, BlockStart
 from peagle.server.responses.response_object import ResponseObject, content_part
+from peagle.server.translation.answer_blocks import AnswerBlock, BlockDelta, BlockEvent, BlockStart
 
 TEXT_EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
 ARGUMENTS_EVENT = "response.function_call_arguments"

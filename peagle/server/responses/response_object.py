@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from peagle.server.http.bodies.response_request import FunctionTool, ResponseRequest
+from peagle.server.http.schema.response_request import FunctionTool, ResponseRequest
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.usage import TokenUsage, speculative_metrics
-from peagle.server.parsing.answer_blocks import AnswerBlock
+from peagle.server.translation.answer_blocks import AnswerBlock
 
 ITEM_PREFIXES = {"text": "msg", "reasoning": "rs", "tool_call": "fc"}
 

@@ -10,11 +10,11 @@ from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import request_log_fields
 from peagle.server.http.sse import EventStream, encode_typed_event
 from peagle.server.openai.chat_answer import ChatAnswer, ChatPiece
-from peagle.server.openai.patient_pieces import patient_pieces
-from peagle.server.openai.step_trace import step_trace
-from peagle.server.parsing.answer_blocks import AnswerBlock, AnswerBlocks, BlockEvent
+from peagle.server.openai.reply import step_trace
 from peagle.server.responses.response_events import Event, ResponseEvents
 from peagle.server.responses.response_object import ResponseObject
+from peagle.server.translation.answer_blocks import AnswerBlock, AnswerBlocks, BlockEvent
+from peagle.server.translation.patient_pieces import patient_pieces
 
 COMMENT = b": the answer is being generated\n\n"  # Clients skip comments.
 OnFinished = Callable[[dict[str, Any], list[AnswerBlock]], None]

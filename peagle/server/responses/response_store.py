@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from peagle.server.openai.conversation import ChatMessage
+from peagle.server.translation.conversation import ChatMessage
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20

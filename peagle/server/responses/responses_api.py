@@ -7,15 +7,13 @@ from fastapi.responses import JSONResponse
 
 from peagle.server.front.engine_backend import EngineBackend, engine_backend_of
 from peagle.server.http.auth import API_KEY_DIGEST
-from peagle.server.http.bodies.response_request import ResponseRequest
 from peagle.server.http.cache_salt import derive_salt, is_salt
 from peagle.server.http.errors import ApiError
 from peagle.server.http.limits import body_bytes, parse_model, run_for_size, validate
 from peagle.server.http.schema import MAX_NAME_CHARS, AgentChatRequest
+from peagle.server.http.schema.response_request import ResponseRequest
 from peagle.server.http.sse import cancel_on_disconnect
 from peagle.server.openai.chat_answer import start_chat
-from peagle.server.openai.conversation import ChatMessage, Conversation
-from peagle.server.parsing.answer_blocks import AnswerBlock
 from peagle.server.responses.chat_body import chat_body, read_input
 from peagle.server.responses.response_object import ResponseObject
 from peagle.server.responses.response_reply import ResponseReply
@@ -26,6 +24,8 @@ from peagle.server.responses.response_store import (
     encode_response,
 )
 from peagle.server.settings import ServerSettings
+from peagle.server.translation.answer_blocks import AnswerBlock
+from peagle.server.translation.conversation import ChatMessage, Conversation
 
 
 class ResponsesApi:
@@ -116,9 +116,9 @@ class ResponsesApi:
 def unknown_response(response_id: str, param: str | None = None) -> ApiError:
     return ApiError(
         404,
-        f"there is no response {response_id[:MAX_NAME_CHARS]!r} here: it was created with store:"
-        " false, another API key or cache_salt, on another server or before a restart, with several"
-        " --http-workers, or it made room for newer ones; send the whole conversation as input",
+        f"there is no response {response_id[:MAX_NAME_CHARS]!r} for this API key and cache_salt:"
+        " responses are lost with store: false, with several --http-workers, with a restart, and"
+        " when they make room for newer ones; send the whole conversation as input",
         param,
     )
 

@@ -5,7 +5,9 @@ it is tokenized whole: by its size, then by the tokens of its pieces.
 """
 
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import UserError
@@ -16,6 +18,15 @@ PIECE_CHARS = 1 << 14
 # Tokens by which a piece may have more than its part of the whole text: it may begin and end in
 # the middle of a word.
 PIECE_EXTRA_TOKENS = 256
+ENDING_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as a prompt."""
+
+    ids: list[int]
+    ending: str  # The last characters of its text.
 
 
 class PromptTokenizer:
@@ -39,17 +50,32 @@ class PromptTokenizer:
         self._check_length(text, max_tokens)
         return self._encode(text, add_special_tokens)
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; where there are several, of the one for tools."""
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        return template or ""
+
     def encode_chat(
-        self, messages: list[dict[str, str]], template_kwargs: dict[str, Any], max_tokens: int
-    ) -> list[int]:
+        self,
+        messages: Sequence[dict[str, Any]],
+        template_kwargs: dict[str, Any],
+        max_tokens: int,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> EncodedChat:
         """Token ids of messages under the target's chat template, which has the special tokens."""
-        if not self.is_fast:  # Some of these read special tokens in messages, but not in text.
-            self._check_length("".join(message["content"] for message in messages), max_tokens)
-            with self._lock:
-                return list(self._apply_template(messages, template_kwargs, True)["input_ids"])
+        template_kwargs = template_kwargs | {"tools": list(tools) or None}
         # The template may repeat texts and add others: what counts is what it renders.
         text = self._apply_template(messages, template_kwargs, False)
-        return self.encode(text, max_tokens, add_special_tokens=False)
+        if self.is_fast:
+            ids = self.encode(text, max_tokens, add_special_tokens=False)
+        else:  # Some of these read special tokens in messages, but not in text.
+            self._check_length(text, max_tokens)
+            with self._lock:
+                ids = list(self._apply_template(messages, template_kwargs, True)["input_ids"])
+        return EncodedChat(ids, text[-ENDING_CHARS:])
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -59,13 +85,13 @@ class PromptTokenizer:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _apply_template(
-        self, messages: list[dict[str, str]], template_kwargs: dict[str, Any], tokenize: bool
+        self, messages: Sequence[dict[str, Any]], template_kwargs: dict[str, Any], tokenize: bool
     ) -> Any:
         if not self.tokenizer.chat_template:
             raise UserError("the target has no chat template: use /v1/completions")
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=tokenize, **template_kwargs
+                list(messages), add_generation_prompt=True, tokenize=tokenize, **template_kwargs
             )
         except Exception as error:  # A template may raise anything.
             raise UserError(f"the messages do not fit the chat template: {error}") from error

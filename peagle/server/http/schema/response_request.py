@@ -9,24 +9,14 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints
 
 from peagle.server.http.errors import ApiError
-from peagle.server.http.schema import (
-    MAX_CONTENT_PARTS,
-    MAX_INT,
-    MAX_MESSAGES,
-    MAX_SEED,
-    MAX_TYPE_CHARS,
-    Extension,
-    Items,
-    Name,
-    RequestModel,
-    Salt,
-)
+from peagle.server.http.schema.base import MAX_INT, Items, Name, RequestModel, TypeName
+from peagle.server.http.schema.generation_request import MAX_SEED, Extension, Salt
+from peagle.server.http.schema.message import MAX_CONTENT_PARTS, MAX_MESSAGES
+from peagle.server.http.schema.tool_fields import MAX_TOOLS
 
-MAX_TOOLS = 1024
 MAX_METADATA = 16
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
-TypeName = Annotated[str, StringConstraints(max_length=MAX_TYPE_CHARS)]
 # Fields that ask for something this server does not do, and what to do instead.
 UNSUPPORTED_FIELDS = {
     "background": "responses are answered at once: leave it out",

@@ -7,8 +7,8 @@ tool calls of an answer as items of their own, and chat templates often require 
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.server.parsing.answer_blocks import AnswerBlock
 from peagle.server.parsing.parsed_message import ToolCall
+from peagle.server.translation.answer_blocks import AnswerBlock
 
 
 @dataclass(slots=True)

@@ -6,26 +6,20 @@ knows which types are supported.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from peagle.server.http.errors import ApiError
-from peagle.server.http.schema import (
-    MAX_CONTENT_PARTS,
-    MAX_INT,
-    MAX_MESSAGES,
+from peagle.server.http.schema.base import MAX_INT, Items, Name, RequestModel, TypeName
+from peagle.server.http.schema.generation_request import (
     MAX_SEED,
     MAX_STOP_STRINGS,
-    MAX_TYPE_CHARS,
     Extension,
-    Items,
-    Name,
-    RequestModel,
     Salt,
     Stop,
 )
+from peagle.server.http.schema.message import MAX_CONTENT_PARTS, MAX_MESSAGES
+from peagle.server.http.schema.tool_fields import MAX_TOOLS
 
-MAX_TOOLS = 1024
-TypeName = Annotated[str, StringConstraints(max_length=MAX_TYPE_CHARS)]
 # Fields that ask for something this server does not do, and what to do instead.
 UNSUPPORTED_FIELDS = {
     "container": "nothing is executed here: leave it out",
