@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from peagle.core import Sampling
-from peagle.engine.detokenizer import Detokenizer, token_decoder
+from peagle.engine.detokenizer import Detokenizer, TokenDecoder, token_decoder
 from peagle.engine.request_state import RequestState
-from peagle.engine.sampling.grammar_masks import GrammarState
+from peagle.engine.sampling.grammar_masks import AnswerConstraint, GrammarState
 from peagle.engine.sampling.sampling_state import check_logit_bias
+from peagle.engine.sampling.thinking_state import ThinkingState
 from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.request import Request, RequestLimits
 from peagle.engine.stream import Stream
@@ -66,17 +67,35 @@ class Admission:
         stop_ids = limits.stop_ids
         if not limits.ignore_eos:
             stop_ids |= self.pair.target.stop_ids
-        grammar_state = None
-        if options.grammar is not None:
-            compiled = self._compile(options.grammar)
-            executor = self.pair.grammars.executor
-            grammar_state = GrammarState(compiled, executor, stop_ids, limits.min_tokens)
+        constraint = self._constraint(options, stop_ids, limits.min_tokens)
         id = options.id or f"r{next(self._ids)}"
         request = Request(
             id, prompt, options.sampling, limits, options.user, cache_salt=options.cache_salt
         )
         stream = Stream(id, len(prompt), partial(abort, request))
-        return request, RequestState(stream, detokenizer, stop_ids, grammar_state)
+        return request, RequestState(stream, detokenizer, stop_ids, constraint)
+
+    def _constraint(
+        self, options: RequestOptions, stop_ids: frozenset[int], min_tokens: int
+    ) -> AnswerConstraint | None:
+        grammar = None
+        if options.grammar is not None:
+            compiled = self._compile(options.grammar)
+            executor = self.pair.grammars.executor
+            grammar = GrammarState(compiled, executor, stop_ids, min_tokens)
+        thinking = options.thinking
+        if thinking is None or (thinking.budget is None and grammar is None):
+            return grammar
+        if self._special_decoder is None:
+            raise UserError("`thinking` needs a tokenizer: leave it out")
+        decode = self._special_decoder.decode
+        return ThinkingState(thinking, lambda token: decode([token]), grammar, sorted(stop_ids))
+
+    @cached_property
+    def _special_decoder(self) -> TokenDecoder | None:
+        """Decodes special tokens too: a marker may be one."""
+        tokenizer = self.pair.target.tokenizer
+        return None if tokenizer is None else token_decoder(tokenizer, skip_special_tokens=False)
 
     def _compile(self, grammar: Grammar | CompiledGrammar) -> CompiledGrammar:
         """A server compiles grammars before, because this would hold up its event loop."""

@@ -19,11 +19,11 @@ class BatchEntry:
 
 
 def grammar_masks(entries: Sequence[BatchEntry]) -> GrammarMasks | None:
-    """The masks of the requests with a grammar; None if there are none."""
+    """The masks of the requests with a grammar or a thinking part; None if there are none."""
     constrained = [
-        (row, entry.state.grammar_state)
+        (row, entry.state.constraint)
         for row, entry in enumerate(entries)
-        if entry.state.grammar_state is not None
+        if entry.state.constraint is not None
     ]
     return GrammarMasks(constrained) if constrained else None
 

@@ -169,12 +169,10 @@ class EngineLoop:
         for group in self._groups(entries):
             self._decode(group, alone=not chunks)
         worked = bool(chunks or entries)
-        has_grammar = any(
-            entry.state.grammar_state for entry in (*entries, *(entry for _, entry in chunks))
+        is_bound = any(
+            entry.state.constraint for entry in (*entries, *(entry for _, entry in chunks))
         )
-        while self.in_flight and (
-            len(self.in_flight) > self.lookahead or has_grammar or not worked
-        ):
+        while self.in_flight and (len(self.in_flight) > self.lookahead or is_bound or not worked):
             self._read_back(self.in_flight.popleft())
             worked = True
         return worked
@@ -204,6 +202,7 @@ class EngineLoop:
     def _assign_slot(self, request: Request, state: RequestState) -> int:
         limits = request.limits
         target = self.stepper.target
+        has_grammar = state.constraint is not None and state.constraint.grammar is not None
         slot = self.stepper.slots.allocate()
         state.slot = slot
         state.known_pages = 0
@@ -214,7 +213,7 @@ class EngineLoop:
             limits.max_tokens + self.max_shape.k + 1,
             vocab=target.vocab_size,
             device=target.device,
-            min_tokens=0 if state.grammar_state else limits.min_tokens,
+            min_tokens=0 if has_grammar else limits.min_tokens,
             stop_ids=state.stop_ids,
             output=request.output,
         )

@@ -67,9 +67,8 @@ class OutputProcessor:
             drafted = min(launched.shape.k, max(scheduler.context - 1 - request.computed, 0))
         max_length = scheduler.max_length(request)
         tokens, ended = state.cut(batch.tokens[index][: max_length - request.length])
-        grammar = state.grammar_state
-        if grammar is not None and grammar.error:
-            reason = f"the answer cannot follow its grammar: {grammar.error}"
+        if state.constraint is not None and state.constraint.error:
+            reason = f"the answer cannot follow its grammar: {state.constraint.error}"
             self.finish(request, "refused", reason)
             return
         pushed = state.detokenizer.push(state.shown(tokens))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.sampling.grammar_masks import GrammarState
+from peagle.engine.sampling.grammar_masks import AnswerConstraint
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.stream import Stream
 
@@ -14,7 +14,7 @@ class RequestState:
     stream: Stream
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
-    grammar_state: GrammarState | None = None
+    constraint: AnswerConstraint | None = None  # None: the target chooses freely.
     slot: int | None = None  # None: the request is not running.
     sampling_state: SamplingState | None = None
     # The drafts that the next step may verify; a tree includes the chain of its depth.
@@ -28,10 +28,13 @@ class RequestState:
         if stopped:
             end = next(i + 1 for i, token in enumerate(tokens) if token in self.stop_ids)
             tokens = tokens[:end]
-        grammar = self.grammar_state
-        if grammar is None:
+        constraint = self.constraint
+        if constraint is None:
             return tokens, stopped
-        return tokens[: grammar.consume(tokens)], grammar.terminated or stopped
+        used = constraint.consume(tokens)
+        if constraint.is_over:
+            self.constraint = None
+        return tokens[:used], constraint.terminated or stopped
 
     def shown(self, tokens: list[int]) -> list[int]:
         """The part of cut tokens whose text belongs to the answer, as in vLLM.

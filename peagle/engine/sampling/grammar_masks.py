@@ -8,7 +8,7 @@ target's pass runs.
 """
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,34 @@ from peagle.grammar.matcher import clean_error_text
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
+
+
+class AnswerConstraint(Protocol):
+    """What binds the tokens of one request, and how far its answer has come in it."""
+
+    @property
+    def grammar(self) -> "GrammarState | None": ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is bound any more."""
+
+    @property
+    def terminated(self) -> bool:
+        """Whether nothing can follow."""
+
+    @property
+    def error(self) -> str:
+        """Why the grammar rejected a token."""
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        """Advance by the tokens; returns how many of them belong to the answer."""
+
+    def fill_rows(self, masks: Tensor, drafts: Sequence[int]) -> int | None:
+        """Fill masks [R, words] of rows before the grammar's; returns its first row, if any."""
+
+    def allow_start(self, mask: Tensor) -> None:
+        """Complete the mask of the grammar's first row."""
 
 
 class GrammarState:
@@ -39,6 +67,17 @@ class GrammarState:
         self.token_count = 0
         self.terminated = False  # nothing can follow
         self.error = ""  # why the grammar rejected a token
+        self.is_over = False  # It binds until the end.
+
+    @property
+    def grammar(self) -> "GrammarState":
+        return self
+
+    def fill_rows(self, masks: Tensor, drafts: Sequence[int]) -> int:
+        return 0
+
+    def allow_start(self, mask: Tensor) -> None:
+        pass
 
     def consume(self, tokens: Sequence[int]) -> int:
         """Advance by the tokens; returns how many of them belong to the answer.
@@ -54,12 +93,16 @@ class GrammarState:
         self.token_count += len(tokens)
         return len(tokens)
 
-    def forbid_early_stops(self, masks: Tensor) -> None:
+    def allows(self, token: int) -> bool:
+        return bool(self.matcher.validate_tokens([token]))
+
+    def forbid_early_stops(self, masks: Tensor, tokens_before: int = 0) -> None:
         """Remove stop tokens before `min_tokens` from masks [R, words], row by row.
 
-        A row that allows nothing but stop tokens keeps them.
+        A row that allows nothing but stop tokens keeps them. `tokens_before`: drafts before the
+        first of these rows.
         """
-        early_rows = max(0, self.min_tokens - self.token_count)
+        early_rows = max(0, self.min_tokens - self.token_count - tokens_before)
         for mask in masks[:early_rows].view(torch.uint8):
             others = mask.clone()
             for stop in (stop for stop in self.stop_ids if stop // 8 < len(mask)):
@@ -69,10 +112,10 @@ class GrammarState:
 
 
 class GrammarMasks:
-    """The masks of one pass, for those of its requests that have a grammar."""
+    """The masks of one pass, for those of its requests that have a constraint."""
 
-    def __init__(self, members: list[tuple[int, GrammarState]]) -> None:
-        """`members`: (row of the batch, grammar state) of each such request."""
+    def __init__(self, members: list[tuple[int, AnswerConstraint]]) -> None:
+        """`members`: (row of the batch, constraint) of each such request."""
         self.rows = [row for row, _ in members]
         self.states = [state for _, state in members]
 
@@ -94,18 +137,26 @@ class GrammarMasks:
         from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_drafted
 
         rows = len(drafts[0]) + 1
-        executor = self.states[0].executor
         masks = torch.full((len(drafts), rows, -(-vocab // 32)), -1, dtype=torch.int32)
-        first_rows = [(state.matcher, rows * i) for i, state in enumerate(self.states)]
+        bound = [
+            (i, first, state.grammar)
+            for i, state in enumerate(self.states)
+            if (first := state.fill_rows(masks[i], drafts[i])) is not None and state.grammar
+        ]
+        if not bound:
+            return masks
+        executor = bound[0][2].executor
         if rows == 1:
-            fill(executor, first_rows, masks[:, 0].numpy())
+            fill(executor, [(grammar.matcher, i) for i, _, grammar in bound], masks[:, 0].numpy())
         else:
             with_drafts = [
-                (matcher, row, own) for (matcher, row), own in zip(first_rows, drafts, strict=True)
+                (grammar.matcher, rows * i + first, drafts[i][first:])
+                for i, first, grammar in bound
             ]
             fill_drafted(executor, with_drafts, masks.flatten(0, 1).numpy())
-        for state, mask in zip(self.states, masks, strict=True):
-            state.forbid_early_stops(mask)
+        for i, first, grammar in bound:
+            self.states[i].allow_start(masks[i, first])
+            grammar.forbid_early_stops(masks[i, first:], first)
         return masks
 
 

@@ -22,6 +22,10 @@ from peagle.server.parsing.tool_formats import TOOL_FORMATS, detect_tool_format,
 
 DEFAULT_TOOL_FORMAT = "hermes"
 HARMONY = "harmony"
+# The first end leads to the text of the answer, the other one to a call or to more text.
+HARMONY_ENDS = ("<|channel|>final<|message|>", "<|channel|>commentary")
+HARMONY_FORCED_END = f"<|end|><|start|>assistant{HARMONY_ENDS[0]}"
+HARMONY_HEADER_TOKENS = 3  # <|channel|>, analysis and <|message|> are not thoughts.
 NO_REASONING = "none"  # Value of --reasoning-parser.
 
 
@@ -58,6 +62,10 @@ class AnswerFormat:
     def thinking(self, prompt_ending: str, budget: int | None) -> Thinking | None:
         """The thinking part of the answer; None: there is none, or the prompt has closed it."""
         reasoning = self.reasoning
+        if self.is_harmony:
+            if budget is not None:
+                budget += HARMONY_HEADER_TOKENS
+            return Thinking(HARMONY_ENDS, self.forced_end, starts_inside=True, budget=budget)
         if reasoning is None or prompt_ending.rstrip().endswith(reasoning.end):
             return None
         return Thinking(
@@ -103,6 +111,8 @@ def find_answer_format(
         reasoning = None
     start_ids: tuple[int, ...] = ()
     forced_end: tuple[int, ...] = ()
+    if tools.name == HARMONY:
+        forced_end = tuple(tokenizer.encode(HARMONY_FORCED_END, add_special_tokens=False))
     if reasoning is not None:
         start_ids = tuple(tokenizer.encode(reasoning.start, add_special_tokens=False))
         forced = f"\n{reasoning.end}\n\n"

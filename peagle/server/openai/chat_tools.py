@@ -46,12 +46,33 @@ async def chat_tools(backend: EngineBackend, body: ChatRequest, form: AnswerForm
 def answer_rules(
     body: ChatRequest, form: AnswerFormat, tools: ChatTools, prompt_ending: str
 ) -> AnswerRules:
+    thinking = form.thinking(prompt_ending, body.thinking_budget)
+    if form.is_harmony and (tools.grammar is not None or tools.optional_grammar is not None):
+        check_harmony(body, tools)
+        thinking = None  # The grammar of the calls includes the reasoning before them.
     return AnswerRules(
         tools.grammar,
         tools.optional_grammar,
-        form.thinking(prompt_ending, body.thinking_budget),
+        thinking,
         form.shows_special_tokens(bool(tools.tools)),
     )
+
+
+def check_harmony(body: ChatRequest, tools: ChatTools) -> None:
+    """Refuse what cannot be combined with calls that a grammar binds."""
+    if body.thinking_budget is not None:
+        raise ApiError(
+            400,
+            "max_thinking_tokens does not work with required or strict tools of this target:"
+            " leave one of them out",
+            "max_thinking_tokens",
+        )
+    if tools.optional_grammar is not None:
+        raise ApiError(
+            400,
+            "response_format does not work with tools of this target: use tool_choice none",
+            "response_format",
+        )
 
 
 def tool_choice(body: ChatRequest) -> ToolChoice:

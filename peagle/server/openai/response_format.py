@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peagle.engine.thinking import Thinking
@@ -42,8 +42,11 @@ class AnswerRules:
 
     def thinking_for(self, grammar: ProbedGrammar | None) -> Thinking | None:
         """What the engine must know of the thinking part: nothing, if nothing depends on it."""
-        has_budget = self.thinking is not None and self.thinking.budget is not None
-        return self.thinking if has_budget or grammar is not None else None
+        if self.thinking is None or grammar is None:
+            has_budget = self.thinking is not None and self.thinking.budget is not None
+            return self.thinking if has_budget else None
+        # Behind the first end stands the text of the answer, which the grammar binds.
+        return replace(self.thinking, ends=self.thinking.ends[:1])
 
 
 async def compile_grammar(

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from peagle.server.parsing.hermes import END, START
+from peagle.server.parsing.formats.hermes import END, START
 
 INTRODUCTION = "You can call these functions, each described by one JSON object:"
 CALL_FORMAT = (

@@ -12,6 +12,7 @@ from peagle.server.parsing.held_text import find_first, held_back
 
 # Longer pieces are read in chunks: what is read is cut off the pending text, which copies the rest.
 CHUNK_CHARS = 1 << 10
+WHITESPACE = " \t\n\r"
 
 
 class AnswerReader(ABC):
@@ -58,15 +59,15 @@ class AnswerReader(ABC):
                 return ""
             yield
 
-    def _read_blank(self, chars: str | None = None) -> Generator[None, None, str]:
-        """Read whitespace, or only these characters, and return what was read."""
-        blank = []
+    def _read_chars(self, chars: str = WHITESPACE) -> Generator[None, None, str]:
+        """Read all of these characters that follow, by default whitespace, and return them."""
+        read = []
         while True:
             rest = self._pending.lstrip(chars)
-            blank.append(self._pending[: len(self._pending) - len(rest)])
+            read.append(self._pending[: len(self._pending) - len(rest)])
             self._pending = rest
             if rest or self._ended:
-                return "".join(blank)
+                return "".join(read)
             yield
 
     def _read_one_of(self, texts: tuple[str, ...]) -> Generator[None, None, str]:

@@ -55,14 +55,14 @@ class ReasoningParser(AnswerReader):
         return [*super().finish(), *self._inner.finish()]
 
     def _parse(self) -> Generator[None, None, None]:
-        blank = yield from self._read_blank()
+        blank = yield from self._read_chars()
         opened = yield from self._read_one_of((self._format.start,))
         if opened or self._starts_inside:
             if not opened:
                 self._give_reasoning(blank.lstrip("\n"))
-            yield from self._read_blank("\n")
+            yield from self._read_chars("\n")
             yield from self._read_until((self._format.end,), self._give_reasoning)
-            yield from self._read_blank("\n")
+            yield from self._read_chars("\n")
         else:
             self._give_answer(blank)
         while True:

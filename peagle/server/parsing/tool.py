@@ -1,5 +1,6 @@
 """Tool: a function that an answer may call. ToolChoice: which calls an answer may or must make."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ class ToolChoice:
     name: str = ""  # Of the function, for the kind "function".
     parallel: bool = True  # Several calls in one answer.
 
-    def select(self, tools: list[Tool]) -> list[Tool]:
+    def select(self, tools: Sequence[Tool]) -> Sequence[Tool]:
         """The tools that a forced call can name; UserError: the named one does not exist."""
         if self.kind != "function":
             return tools

@@ -1,12 +1,21 @@
 """The tool formats by name, and which one a chat template uses."""
 
 from peagle.errors import UserError, did_you_mean
-from peagle.server.parsing.hermes import HermesFormat
+from peagle.server.parsing.formats.harmony import HarmonyFormat
+from peagle.server.parsing.formats.hermes import HermesFormat
+from peagle.server.parsing.formats.llama import LlamaFormat
+from peagle.server.parsing.formats.mistral import MistralFormat
+from peagle.server.parsing.formats.qwen_xml import QwenXmlFormat
 from peagle.server.parsing.tool_format import ToolFormat
 
-TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": HermesFormat(),
-}
+ALL_FORMATS: tuple[ToolFormat, ...] = (
+    HermesFormat(),
+    QwenXmlFormat(),
+    LlamaFormat(),
+    MistralFormat(),
+    HarmonyFormat(),
+)
+TOOL_FORMATS = {tool_format.name: tool_format for tool_format in ALL_FORMATS}
 
 
 def find_tool_format(name: str) -> ToolFormat:

@@ -17,6 +17,7 @@ from peagle.server.parsing.tool import Tool, ToolChoice
 # write nothing else.
 WHITESPACE = " "
 ANY_TEXT = "(?s:.*)"
+MAX_FORCED_CALLS = 16  # Small targets that must call would not stop.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,10 @@ class DelimitedCalls:
     start: str
     bodies: Sequence[str]
     separator: str = ""  # Between forced calls.
+    rules: Sequence[str] = ()  # Further ones that the bodies use.
 
     def grammar(self, choice: ToolChoice, added_tokens: Mapping[str, int]) -> Grammar:
-        rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(self.bodies)))}"]
+        rules = [*self.rules, f"body: {' | '.join(f'body_{i}' for i in range(len(self.bodies)))}"]
         rules += [f"body_{i}: {body}" for i, body in enumerate(self.bodies)]
         if choice.kind != "auto":
             rules += self._forced(choice, added_tokens)
@@ -93,8 +95,8 @@ class DelimitedCalls:
     def _forced(self, choice: ToolChoice, added_tokens: Mapping[str, int]) -> list[str]:
         start = marker(self.start, added_tokens)
         separator = quoted(self.separator) if self.separator else ""
-        more = f" ({separator} {start} body)*" if choice.parallel else ""
-        return [f"start: {start} body{more}"]
+        more = repeated(f"{separator} {start} body", choice)
+        return [f"start: {start} body {more}"]
 
     def _optional(self, choice: ToolChoice, added_tokens: Mapping[str, int]) -> list[str]:
         """Text, calls and text; the start marker in a text begins a call."""
@@ -108,6 +110,12 @@ class DelimitedCalls:
         calls = "(head body)+ TEXT?" if choice.parallel else "head body"
         rules += [f"head[lazy]: /{ANY_TEXT}{escaped(self.start)}/"]
         return [*rules, f"start: TEXT? | {calls}"]
+
+
+def repeated(call: str, choice: ToolChoice) -> str:
+    """What may follow the first forced call; a named function is called once."""
+    several = choice.parallel and choice.kind == "required"
+    return f"({call}){{0,{MAX_FORCED_CALLS - 1}}}" if several else ""
 
 
 def marker(text: str, added_tokens: Mapping[str, int]) -> str:

@@ -14,7 +14,9 @@ from peagle.server.parsing.answer_part import (
     ToolCallStart,
 )
 from peagle.server.parsing.answer_reader import AnswerReader
-from peagle.server.parsing.call_object import Call, CallObject
+from peagle.server.parsing.formats.call_object import ArgumentsObject, Call, CallObject
+
+TextKind = type[Content] | type[Reasoning] | type[ToolCallArguments]
 
 
 class ToolParser(AnswerReader):
@@ -22,7 +24,8 @@ class ToolParser(AnswerReader):
         super().__init__()
         self._new_id = new_id
         self._streams_arguments = streams_arguments
-        self._content: list[str] = []  # Content that is no part yet.
+        self._texts: list[str] = []  # Text of one kind that is no part yet.
+        self._kind: TextKind = Content
         self._blank: list[str] = []  # Whitespace since the last call, if nothing else came.
         self._is_blank = True
         self._calls = 0
@@ -34,14 +37,14 @@ class ToolParser(AnswerReader):
         return parts
 
     def _take_parts(self) -> list[AnswerPart]:
-        self._flush_content()
+        self._flush()
         return super()._take_parts()
 
     def _read_content(self, markers: tuple[str, ...]) -> Generator[None, None, str]:
         """Give content up to the next marker, which is read and returned; "": there is none."""
         return (yield from self._read_until(markers, self._give_content))
 
-    def _read_object(self, call: CallObject) -> Generator[None, None, bool]:
+    def _read_object(self, call: CallObject | ArgumentsObject) -> Generator[None, None, bool]:
         """Read a call's JSON object; with streamed arguments, give its parts on the way.
 
         Returns whether parts of it have been given.
@@ -51,7 +54,7 @@ class ToolParser(AnswerReader):
             used = call.feed(self._pending)
             self._pending = self._pending[used:]
             if self._streams_arguments and call.has_arguments:
-                name = call.name() if not given else None
+                name = call.name if not given else None
                 if name is not None:
                     self._start_call(name)
                     given = True
@@ -61,39 +64,62 @@ class ToolParser(AnswerReader):
                 return given
             yield
 
+    def _read_call(
+        self, call: CallObject | ArgumentsObject, before: str
+    ) -> Generator[None, None, bool]:
+        """Read a call and give it; what is none becomes content, with the text before it.
+
+        Returns whether it was a call.
+        """
+        given = yield from self._read_object(call)
+        valid = call.call()
+        if valid is not None and not given:
+            self._give_call(valid)
+        elif not given:
+            self._give_content(before + call.text)
+        return valid is not None
+
     def _give_content(self, text: str) -> None:
         if not text:
             return
         if self._is_blank and text.isspace():
             self._blank.append(text)
             return
-        self._content += self._blank
-        self._content.append(text)
+        self._give(Content, "".join(self._blank) + text)
         self._blank = []
         self._is_blank = False
 
     def _give_reasoning(self, text: str) -> None:
-        if text:
-            self._flush_content()
-            self._parts.append(Reasoning(text))
+        self._give(Reasoning, text)
+
+    def _give_arguments(self, text: str) -> None:
+        """Give arguments of the call that was started last."""
+        self._give(ToolCallArguments, text)
 
     def _give_call(self, call: Call) -> None:
         self._start_call(call.name)
         self._give_arguments(call.arguments)
 
     def _start_call(self, name: str) -> None:
-        self._flush_content()
+        self._flush()
         self._parts.append(ToolCallStart(self._calls, self._new_id(), name))
         self._calls += 1
         self._blank = []
         self._is_blank = True
 
-    def _give_arguments(self, text: str) -> None:
-        """Give arguments of the call that was started last."""
-        if text:
-            self._parts.append(ToolCallArguments(self._calls - 1, text))
+    def _give(self, kind: TextKind, text: str) -> None:
+        if kind is not self._kind:
+            self._flush()
+            self._kind = kind
+        self._texts.append(text)
 
-    def _flush_content(self) -> None:
-        if self._content:
-            self._parts.append(Content("".join(self._content)))
-            self._content = []
+    def _flush(self) -> None:
+        """Make one part of the text of a kind."""
+        text = "".join(self._texts)
+        self._texts = []
+        if not text:
+            return
+        if self._kind is ToolCallArguments:
+            self._parts.append(ToolCallArguments(self._calls - 1, text))
+        else:
+            self._parts.append(Content(text) if self._kind is Content else Reasoning(text))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from peagle.grammar import Grammar
 from peagle.server.parsing.answer_parser import AnswerParser
-from peagle.server.parsing.call_grammar import (
+from peagle.server.parsing.formats.call_grammar import (
     BoundTool,
     DelimitedCalls,
     bind_tools,
@@ -22,11 +22,11 @@ from peagle.server.parsing.call_grammar import (
     marker,
     quoted,
 )
-from peagle.server.parsing.call_id import new_call_id
-from peagle.server.parsing.call_object import CallObject
+from peagle.server.parsing.formats.call_id import new_call_id
+from peagle.server.parsing.formats.call_object import CallObject
+from peagle.server.parsing.formats.tool_parser import ToolParser
 from peagle.server.parsing.tool import Tool, ToolChoice
 from peagle.server.parsing.tool_format import NO_ADDED_TOKENS
-from peagle.server.parsing.tool_parser import ToolParser
 
 START = "<tool_call>"
 END = "</tool_call>"
@@ -39,12 +39,12 @@ class HermesParser(ToolParser):
             yield from self._parse_call(start)
 
     def _parse_call(self, start: str) -> Generator[None, None, None]:
-        before = yield from self._read_blank()
+        before = yield from self._read_chars()
         call = CallObject()
         given = yield from self._read_object(call)
         after = end = ""
         if call.done:
-            after = yield from self._read_blank()
+            after = yield from self._read_chars()
             end = yield from self._read_one_of((END,))
         valid = call.call() if end or not self._pending else None
         if valid is not None and not given:

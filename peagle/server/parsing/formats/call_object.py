@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from io import StringIO
 
-from peagle.server.parsing.json_scanner import JsonScanner, Member
+from peagle.server.parsing.formats.json_scanner import JsonScanner, Member
 
 MAX_KEY_CHARS = 32  # Longer keys are none that a call needs.
 
@@ -18,20 +18,13 @@ class Call:
     arguments: str  # JSON text of an object.
 
 
-class CallObject:
-    def __init__(
-        self, argument_keys: tuple[str, ...] = ("arguments",), needs_arguments: bool = False
-    ) -> None:
-        """`needs_arguments`: an object without arguments is no call of a function without any."""
-        self._argument_keys = tuple(f'"{key}"' for key in argument_keys)
-        self._needs_arguments = needs_arguments
+class JsonObject:
+    """The text of a JSON object, as it arrives."""
+
+    def __init__(self) -> None:
         self._scanner = JsonScanner()
         self._text = StringIO()
         self._size = 0
-        self._next_member = 0  # Members before it have been looked at.
-        self._name: Member | None = None
-        self._arguments: Member | None = None
-        self._given = 0  # Characters of the arguments that were taken.
 
     def feed(self, text: str) -> int:
         """The number of characters that belong to the object."""
@@ -39,7 +32,6 @@ class CallObject:
         self._text.seek(self._size)
         self._text.write(text[:used])
         self._size += used
-        self._read_members()
         return used
 
     @property
@@ -55,16 +47,65 @@ class CallObject:
         """The whole text so far, verbatim."""
         return self._text.getvalue()
 
+    def _slice(self, start: int, end: int) -> str:
+        self._text.seek(start)
+        return self._text.read(end - start)
+
+
+class ArgumentsObject(JsonObject):
+    """The arguments of a call whose name is known."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._taken = 0  # Characters that were taken.
+
     def call(self) -> Call | None:
-        """The call of a complete object; None: it is not a valid one."""
-        name = self.name()
+        """The call, if the arguments are complete and valid."""
+        return Call(self.name, self.text) if self.done and is_loadable(self.text) else None
+
+    @property
+    def has_arguments(self) -> bool:
+        return self._size > 0
+
+    def take_arguments(self) -> str:
+        """The text that has arrived since the last time."""
+        start, self._taken = self._taken, self._size
+        return self._slice(start, self._size)
+
+
+class CallObject(JsonObject):
+    """A name and arguments in one object, in any order."""
+
+    def __init__(
+        self, argument_keys: tuple[str, ...] = ("arguments",), needs_arguments: bool = False
+    ) -> None:
+        """`needs_arguments`: an object with a name only is no call."""
+        super().__init__()
+        self._argument_keys = tuple(f'"{key}"' for key in argument_keys)
+        self._needs_arguments = needs_arguments
+        self._next_member = 0  # Members before it have been looked at.
+        self._name: Member | None = None
+        self._arguments: Member | None = None
+        self._taken = 0  # Characters of the arguments that were taken.
+
+    def feed(self, text: str) -> int:
+        used = super().feed(text)
+        self._read_members()
+        return used
+
+    def call(self) -> Call | None:
+        """The call, if the object is complete and a valid one."""
+        name = self.name
         if not self.done or name is None:
             return None
         if self._arguments is None:
             return None if self._needs_arguments else Call(name, "{}")
         arguments = self._slice(self._arguments.value_start, self._arguments.value_end)
-        return Call(name, arguments) if is_object(arguments) else None
+        valid = arguments.startswith("{") and is_loadable(arguments)
+        return Call(name, arguments) if valid else None
 
+    @property
     def name(self) -> str | None:
         """The function's name, as soon as it is known."""
         if self._name is None:
@@ -83,9 +124,9 @@ class CallObject:
         """The text of the arguments that has arrived since the last time."""
         if self._arguments is None:
             return ""
-        start = self._arguments.value_start + self._given
+        start = self._arguments.value_start + self._taken
         end = self._arguments.value_end if self._arguments.value_end >= 0 else self._size
-        self._given += end - start
+        self._taken += end - start
         return self._slice(start, end)
 
     def _read_members(self) -> None:
@@ -96,7 +137,7 @@ class CallObject:
                 return
             is_short = member.key_end - member.key_start <= MAX_KEY_CHARS
             key = self._slice(member.key_start, member.key_end) if is_short else ""
-            if key in self._argument_keys and not self._given:
+            if key in self._argument_keys and not self._taken:
                 self._arguments = member
             if member.value_end < 0:
                 return
@@ -104,21 +145,12 @@ class CallObject:
                 self._name = member
             self._next_member += 1
 
-    def _slice(self, start: int, end: int) -> str:
-        self._text.seek(start)
-        return self._text.read(end - start)
 
-
-def is_object(text: str) -> bool:
-    """Whether the text is a JSON object that clients can read with json.loads."""
-    if not text.startswith("{"):
-        return False
-    scanner = JsonScanner()
-    if scanner.feed(text) < len(text) or not scanner.done:
-        return False
+def is_loadable(text: str) -> bool:
+    """Whether clients can read this JSON text: Python refuses integers of thousands of digits."""
     try:
         json.loads(text)
-    except ValueError:  # Python refuses integers of thousands of digits.
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -55,6 +55,10 @@ class JsonScanner:
             self._position += used
         return index
 
+    @property
+    def is_in_string(self) -> bool:
+        return not self.failed and self._state == "string"
+
     def _step(self, text: str, index: int) -> int:
         char, state = text[index], self._state
         if state == "string":
