@@ -260,9 +260,7 @@ def test_previous_responses(url: str) -> None:
     assert client.responses.retrieve(salted_id, extra_query={"cache_salt": "mine"}).id == salted_id
 
 
-def test_several_web_servers_store_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_several_web_servers_store_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     with running(make_backend(http_workers=2)) as (_, url):
         first = post(url, **TEXT)

@@ -32,7 +32,7 @@ class ResponseEvents:
     def delta(self, block: AnswerBlock, text: str) -> Event:
         if block.kind == "tool_call":
             return self._event(f"{ARGUMENTS_EVENT}.delta", **self._place(block), delta=text)
-        logprobs = {"logprobs": []} if block.kind == "text" else {}
+        logprobs: Event = {"logprobs": []} if block.kind == "text" else {}
         place = self._place(block) | {"content_index": 0}
         return self._event(f"{TEXT_EVENTS[block.kind]}.delta", **place, delta=text, **logprobs)
 
@@ -69,7 +69,9 @@ class ResponseEvents:
             ends = [self._event(f"{ARGUMENTS_EVENT}.done", **place, **call)]
         else:
             place |= {"content_index": 0}
-            text = {"text": block.text} | ({"logprobs": []} if block.kind == "text" else {})
+            text: Event = {"text": block.text}
+            if block.kind == "text":
+                text["logprobs"] = []
             ends = [
                 self._event(f"{TEXT_EVENTS[block.kind]}.done", **place, **text),
                 self._event("response.content_part.done", **place, part=content_part(block)),
