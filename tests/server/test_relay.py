@@ -64,6 +64,9 @@ def test_requests_are_checked_and_relayed(live: Live) -> None:
     assert post(url, "x", model="other").status_code == 404
     for model in ("w" * 513, 7, ["fake"], 0):
         assert post(url, "x", model=model).status_code == 400
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+    relayed = post(url, "x", "/v1/chat/completions", messages=[], **tools).json()["body"]
+    assert tools.items() <= relayed.items()  # vLLM parses the calls itself.
     assert post(url, "x" * (1 << 16)).status_code == 413
     assert post(url, "x", "/invocations").json()["body"]["prompt"] == "x"
     assert post(url, "x", "/tokenize").json()["body"]["prompt"] == "x"

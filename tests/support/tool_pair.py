@@ -3,6 +3,8 @@
 from functools import cache
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.core import Method
 from peagle.drafter import Drafter
@@ -17,7 +19,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
     "{% for key, value in c.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}"
-    "{% endfor %}\n{% endfor %}assistant:"
+    "{% endfor %}{{ '\\n' }}{% endfor %}assistant:"
 )
 # Like the template of a target that thinks, in a part that the prompt opens.
 THINKING_TEMPLATE = (
@@ -51,11 +53,25 @@ TOOLS = [tool("weather", WEATHER), tool("clock", CLOCK)]
 SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
 
 
-@cache
-def tool_pair(template: str = TEMPLATE) -> LoadedPair:
-    model = make_target(vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT).model
+MARKERS = (
+    *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
+)
+
+
+def tool_tokenizer(template: str, markers: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """`markers` are special tokens, besides bytes and a few words."""
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
+    return tokenizer
+
+
+@cache
+def tool_pair(template: str = TEMPLATE, markers: tuple[str, ...] = ()) -> LoadedPair:
+    vocab = VOCAB_SIZE + len(MARKERS)
+    model = make_target(vocab_size=vocab, max_position_embeddings=CONTEXT).model
+    tokenizer = tool_tokenizer(template, markers)
     target = Target(model, tokenizer, "tiny")
     drafters: dict[Method, Drafter] = {
         "p-eagle": make_drafter(target, "p-eagle", 2),

@@ -1,5 +1,6 @@
 """The grammar of an answer, from OpenAI's response_format or vLLM's fields for the same."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any
 from peagle.engine.thinking import Thinking
 from peagle.errors import UserError
 from peagle.grammar import Grammar
+from peagle.grammar.matcher import JSON_WHITESPACE
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import (
@@ -93,9 +95,8 @@ def grammar_fields(body: GenerationRequest, rules: AnswerRules) -> list[GrammarF
     json_object = ANY_OBJECT if outputs.json_object else None
 
     def response_format(schema: dict[str, Any] | bool) -> Grammar:
-        answer = Grammar.json(schema)
         calls = rules.optional_call_grammar
-        return answer if calls is None else either(calls, answer)
+        return Grammar.json(schema) if calls is None else calls_or_json(calls, schema)
 
     return [
         GrammarField("tools", lambda grammar: grammar, rules.tool_grammar),
@@ -112,10 +113,14 @@ def grammar_fields(body: GenerationRequest, rules: AnswerRules) -> list[GrammarF
     ]
 
 
-def either(calls: Grammar, answer: Grammar) -> Grammar:
-    """Answers that follow one of two grammars: of calls in Lark's notation, or a JSON schema."""
+def calls_or_json(calls: Grammar, schema: dict[str, Any] | bool) -> Grammar:
+    """Answers that are calls, by a grammar in Lark's notation, or that follow a JSON schema."""
+    Grammar.json(schema).check()
+    schema = {} if isinstance(schema, bool) else schema
+    bounded = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}} | schema
+    answer = json.dumps(bounded, ensure_ascii=False)
     rules = re.sub(r"^start:", "calls:", calls.text, flags=re.MULTILINE)
-    return Grammar("lark", f"start: calls | json_answer\njson_answer: %json {answer.text}\n{rules}")
+    return Grammar("lark", f"start: calls | json_answer\njson_answer: %json {answer}\n{rules}")
 
 
 def json_schema(response_format: ResponseFormat | None) -> dict[str, Any] | bool | None:
