@@ -21,7 +21,7 @@ from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
-from peagle.engine.model.exactness import exact_multiple
+from peagle.engine.model.exactness import exact_multiple, shares_prefixes
 from peagle.engine.model.expert_load import ExpertLoad
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
@@ -389,7 +389,10 @@ class Engine:
         return multiple is not None
 
     def _page_allocator(self) -> PageAllocator:
-        caching = self.config.prefix_caching and not self.exact
+        caching = self.config.prefix_caching
+        if caching and self.exact:
+            page_size = self.config.page_size
+            caching = shares_prefixes(self._stepper.verifier, self.target, page_size)
         return PageAllocator(
             self._stepper.kv_cache.num_pages, self.config.page_size, caching=caching
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.core import METHODS, Method
+from peagle.core import METHODS, Method, Step
 from peagle.draft_shape import DraftShape
 from peagle.engine import Engine
 from peagle.engine.policy.draft_policy import DraftChoice, FixedPolicy
@@ -154,6 +154,31 @@ def test_a_known_prefix_is_not_computed_again(method: Method, prompt) -> None:
     engine.drain()
     assert steps_of(stream) == alone(small(), method, more, max_tokens=16)
     assert engine.metrics.cached_tokens - before == 40 + len(more) // 4 * 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_conversation_of_ten_turns_computes_what_is_new(method: Method, prompt) -> None:
+    """The drafter's cache is continued too: every step accepts what it accepts without a cache."""
+    engine = engine_of(small(), method, kv_tokens=400)
+    ids = prompt(60)
+    known = 0
+    steps: list[Step] = []
+    prompt_tokens = cached_tokens = 0
+    for turn in range(10):
+        stream = engine.add(ids, max_tokens=6 + turn % 3, ignore_eos=True)
+        engine.drain()
+        answer = steps_of(stream)
+        expected = alone(small(), method, ids, max_tokens=6 + turn % 3, ignore_eos=True)
+        assert answer == expected
+        assert stream.cached_tokens == known // 4 * 4
+        prompt_tokens += len(ids)
+        cached_tokens += stream.cached_tokens
+        steps += answer
+        ids = [*ids, *tokens_of(answer)]
+        known = len(ids) - 1  # The newest token is not in the pages.
+        ids += prompt(80)[60 + turn : 65 + turn]  # the result of a tool
+    assert cached_tokens > 0.8 * prompt_tokens
+    assert method == "none" or sum(step.accepted for step in steps) > 15
 
 
 def test_a_preempted_request_keeps_its_first_count_of_cached_tokens(prompt) -> None:

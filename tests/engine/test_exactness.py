@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from peagle.core import METHODS, Method
+from peagle.engine import engine as engine_module
 from peagle.engine.model.exactness import (
     C_ROW_MULTIPLES,
     PROBED_BLOCKS,
     exact_multiple,
     is_bit_equal,
     pad_rows,
+    shares_prefixes,
+    uses_c_kernels,
 )
 from peagle.engine.model.verifier import build_verifier
 from peagle.engine.step.step_output import StepRecord
@@ -59,11 +62,7 @@ def alone(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
-    assert (
-        engine.exact
-        and engine.loop.stepper.row_multiple in C_ROW_MULTIPLES
-        and engine.loop.scheduler.allocator.caching is False
-    )
+    assert engine.exact and engine.loop.stepper.row_multiple in C_ROW_MULTIPLES
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
 
 
@@ -152,6 +151,55 @@ def test_it_is_probed_and_not_assumed() -> None:
 
     verifier.forward = depends_on_rows  # type: ignore[method-assign]
     assert exact_multiple(verifier, target, 64) is None
+
+
+# The prefix cache.
+
+
+@needs_c
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_shared_prefix_changes_no_bit(method: Method, int8: bool) -> None:
+    """Every turn repeats the answer before it: its log-probabilities are those without a cache."""
+    options = {"exact": True, "int8": int8, "page_size": PAGE, "kv_tokens": 1200}
+    cached, plain = (
+        engine_of(pair("llama"), method, prefix_caching=caching, **options)
+        for caching in (True, False)
+    )
+    ids, _ = ASKED[0]
+    for turn in range(4):
+        streams = [
+            engine.add(ids, max_tokens=COUNT, ignore_eos=True, logprobs=4)
+            for engine in (cached, plain)
+        ]
+        for engine in (cached, plain):
+            engine.drain()
+        ours, theirs = ([piece for piece in stream if piece.step] for stream in streams)
+        assert ours == theirs
+        assert streams[1].cached_tokens == 0
+        if turn:
+            assert streams[0].cached_tokens == (len(ids) - 1) // PAGE * PAGE
+        ids = [*ids, *tokens_of([piece.step for piece in ours if piece.step])]
+
+
+def test_prefixes_are_shared_only_where_it_changes_no_bit(monkeypatch) -> None:
+    target = pair("llama").target
+    verifier = build_verifier(target, 300)
+    assert shares_prefixes(verifier, target, 64) == uses_c_kernels(verifier)
+    forward = verifier.forward
+
+    def depends_on_rows(ids, rows, kv_cache, logit_rows=None):
+        result = forward(ids, rows, kv_cache, logit_rows)
+        if rows.max_rows > 100:  # No verify pass is that long, so that exact mode does not notice.
+            kv_cache.values[1][rows.kv_slots] *= 2
+        return result
+
+    verifier.forward = depends_on_rows  # type: ignore[method-assign]
+    assert exact_multiple(verifier, target, 64) is not None
+    assert not shares_prefixes(verifier, target, 64)
+    monkeypatch.setattr(engine_module, "shares_prefixes", lambda *_: False)
+    engine = engine_of(pair("llama"), "none", exact=True)
+    assert not engine.loop.scheduler.allocator.caching
 
 
 def test_passes_are_padded() -> None:

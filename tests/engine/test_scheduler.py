@@ -1,5 +1,6 @@
 """The scheduler and its queue: which requests run, with which pages, and which must wait."""
 
+import random
 from typing import Any
 
 import pytest
@@ -308,3 +309,38 @@ def test_requests_are_aborted_in_any_state() -> None:
         assert request.pages == []
         scheduler.check_integrity()
     assert "a" not in scheduler.live and scheduler.finished["abort"] == 2
+
+
+@pytest.mark.parametrize("order", ["at once", "by chance"])
+def test_eight_conversations_keep_their_prefixes(order: str) -> None:
+    """With pages for 1.5 times their tokens, every turn finds all full pages of the one before."""
+    rng = random.Random(0)
+    turns, answer_tokens, result_tokens = 10, 6, 9
+    texts = [[1000 * c + i for i in range(40 + 3 * c)] for c in range(8)]
+    total = sum(map(len, texts)) + 8 * turns * (answer_tokens + result_tokens)
+    scheduler = make_scheduler(
+        total * 3 // 2 // 4, context=400, max_batch=8, prefill_chunk=128, max_queue=80
+    )
+    known = [0] * 8
+    turn_order = [c for _ in range(turns) for c in range(8)]
+    if order == "by chance":
+        rng.shuffle(turn_order)
+    size = 8 if order == "at once" else 1
+    for first in range(0, len(turn_order), size):
+        requests = {
+            c: make_request(f"{first} {c}", texts[c], answer_tokens)
+            for c in turn_order[first : first + size]
+        }
+        for request in requests.values():
+            scheduler.add(request)
+        while scheduler.live:
+            run_plan(scheduler, scheduler.plan(STEP_ROWS))
+            for request in list(scheduler.running):
+                if request.length == scheduler.max_length(request):
+                    scheduler.finish(request, "length")
+        for c, request in requests.items():
+            assert request.cached == known[c] // 4 * 4
+            texts[c] = request.tokens
+            known[c] = len(texts[c]) - 1  # The newest token is not in the pages.
+            texts[c] += [1000 * c + rng.randrange(900) for _ in range(result_tokens)]
+    assert not scheduler.preemptions

@@ -6,6 +6,10 @@ drafts, every request gets its own passes, padded to a multiple of a few rows, a
 (attention.py) shows each row a number of keys that depends on its position alone. Then the bits of
 a row depend neither on its place in a block nor on its neighbors. The smallest multiple for which
 that holds, bit by bit, is found by trying.
+
+The prefill is one pass over the whole prompt, and its bits may differ from those of short passes.
+Pages of a prefix that other passes have computed may replace a part of it only where they have the
+same bits: with the C kernels of a CPU, which compute every row by itself (`shares_prefixes`).
 """
 
 from dataclasses import replace
@@ -26,6 +30,8 @@ PROBED_CONTEXTS = (11, 58, 185, 250)
 # Most matrix libraries use another kernel for a single row; the C kernels do not.
 ROW_MULTIPLES = (2, 4, 8, 16)
 C_ROW_MULTIPLES = (1, *ROW_MULTIPLES)
+# Rows of the passes that compute the probed prompt of a shared prefix: prefills, steps, and a rest.
+PROBED_PIECES = (97, 1, 8, 16, 3, 75)
 
 
 def pad_rows(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass]:
@@ -48,14 +54,54 @@ def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 
     blocks: tuple[int, ...] = PROBED_BLOCKS
     if k + 1 > max(PROBED_BLOCKS):
         blocks = (*PROBED_BLOCKS, k + 1)
-    uses_c = isinstance(verifier, FusedLlamaTarget) and verifier.cpu_layers is not None
-    for multiple in C_ROW_MULTIPLES if uses_c else ROW_MULTIPLES:
+    for multiple in C_ROW_MULTIPLES if uses_c_kernels(verifier) else ROW_MULTIPLES:
         if all(
             is_bit_equal(verifier, target, page_size, context, blocks, multiple)
             for context in PROBED_CONTEXTS
         ):
             return multiple
     return None
+
+
+def uses_c_kernels(verifier: Verifier) -> bool:
+    """Whether all layers run in C, where every row is computed by itself."""
+    return isinstance(verifier, FusedLlamaTarget) and verifier.cpu_layers is not None
+
+
+class Probe:
+    """Passes over random tokens of one request, in a KV cache of its own."""
+
+    def __init__(self, verifier: Verifier, target: Target, page_size: int, length: int) -> None:
+        device = target.device
+        pages = -(-length // page_size)
+        self.verifier = verifier
+        self.page_size = page_size
+        self.kv_cache = KVCache(target_kv_shapes(target), pages, page_size, device)
+        self.tables = torch.arange(pages, dtype=torch.int32, device=device)[None]
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(target.vocab_size, (length,), generator=generator).to(device)
+
+    def logits(self, first: int, count: int, multiple: int, last_only: bool = False) -> Tensor:
+        """The logits of `count` rows from position `first` on, in one padded pass.
+
+        `last_only`: of the last row, as a prefill computes them.
+        """
+        device = self.ids.device
+        positions = torch.arange(first, first + count, device=device)
+        start, counts, firsts = (
+            torch.tensor([n], dtype=torch.int32, device=device) for n in (0, count, first)
+        )
+        rows = RowPass(
+            positions, positions, self.tables, start, counts, firsts, count, self.page_size
+        )
+        padded = pad_rows(self.ids[first : first + count], rows, multiple)
+        last = torch.tensor([count - 1], device=device) if last_only else None
+        return self.verifier.forward(*padded, self.kv_cache, last)[0][:count]
+
+    def stored(self) -> list[Tensor]:
+        """The keys and values of all positions."""
+        cache = self.kv_cache
+        return [x[: len(self.ids)] for x in (*cache.keys, *cache.values)]
 
 
 @torch.inference_mode()
@@ -74,26 +120,31 @@ def is_bit_equal(
     length = context + max(blocks) + multiple
     if length > target.context:
         return True
-    device = target.device
-    pages = -(-length // page_size)
-    kv_cache = KVCache(target_kv_shapes(target), pages, page_size, device)
-    tables = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (length,), generator=generator).to(device)
-
-    def logits(first: int, count: int, multiple: int) -> Tensor:
-        """The logits of `count` rows from position `first` on, in one padded pass."""
-        positions = torch.arange(first, first + count, device=device)
-        start, counts, firsts = (
-            torch.tensor([n], dtype=torch.int32, device=device) for n in (0, count, first)
-        )
-        rows = RowPass(positions, positions, tables, start, counts, firsts, count, page_size)
-        padded = pad_rows(ids[first : first + count], rows, multiple)
-        return verifier.forward(*padded, kv_cache)[0][:count]
-
-    logits(0, context, 1)
-    in_blocks = [logits(context, size, multiple) for size in blocks]
-    singles = [logits(context + i, 1, multiple)[0] for i in range(min(blocks))]
+    probe = Probe(verifier, target, page_size, length)
+    probe.logits(0, context, 1)
+    in_blocks = [probe.logits(context, size, multiple) for size in blocks]
+    singles = [probe.logits(context + i, 1, multiple)[0] for i in range(min(blocks))]
     return all(
         torch.equal(single, block[i]) for i, single in enumerate(singles) for block in in_blocks
+    )
+
+
+@torch.inference_mode()
+def shares_prefixes(verifier: Verifier, target: Target, page_size: int) -> bool:
+    """Whether exact mode may share prefixes: a prompt has the same bits in one pass and in pieces.
+
+    That holds by construction for the C kernels alone; a probe checks it for this target. False if
+    the target's context is too short for the probe.
+    """
+    length = sum(PROBED_PIECES)
+    if not uses_c_kernels(verifier) or length > target.context:
+        return False
+    whole, in_pieces = (Probe(verifier, target, page_size, length) for _ in range(2))
+    logits = whole.logits(0, length, 1, last_only=True)
+    first = 0
+    for count in PROBED_PIECES:
+        piece_logits = in_pieces.logits(first, count, 1, last_only=True)
+        first += count
+    return torch.equal(logits, piece_logits) and all(
+        torch.equal(a, b) for a, b in zip(whole.stored(), in_pieces.stored(), strict=True)
     )
