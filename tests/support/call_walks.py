@@ -41,11 +41,12 @@ class WalkTokenizer:
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    def walk(self, grammar: Grammar, dice: random.Random) -> str | None:
-        """A random answer; None: it became too long."""
+    def walk(self, grammar: Grammar, dice: random.Random, begin: str = "") -> str | None:
+        """A random answer that begins with this text; None: it became too long."""
         matcher = build_matcher(self.matcher_tokenizer, grammar)
         try_answer(matcher, self.matcher_tokenizer, (0,))
-        text = ""
+        assert matcher.consume_tokens(self.tokenizer.encode(begin, add_special_tokens=False).ids)
+        text = begin
         for _ in range(MAX_TOKENS):
             mask = int.from_bytes(matcher.compute_bitmask(), "little")
             allowed = [i for i in range(len(self.texts)) if mask >> i & 1]

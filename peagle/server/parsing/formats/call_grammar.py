@@ -15,8 +15,9 @@ from peagle.server.parsing.tool import Tool, ToolChoice
 
 # Arguments stand on one line, as chat templates write them. More whitespace would let small targets
 # write nothing else.
-WHITESPACE = " "
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 ANY_TEXT = "(?s:.*)"
+NEWLINES = r'"\n\n"?'  # Targets that reason write them before a call.
 MAX_FORCED_CALLS = 16  # Small targets that must call would not stop.
 
 
@@ -58,7 +59,7 @@ def escaped(text: str) -> str:
 
 def json_value(schema: dict[str, Any]) -> str:
     """A value that follows a schema."""
-    schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    schema = schema | {"x-guidance": ONE_LINE}
     text = json.dumps(schema, ensure_ascii=False)
     if "multipleOf" in text:
         for value in multiples(text):
@@ -96,7 +97,7 @@ class DelimitedCalls:
         start = marker(self.start, added_tokens)
         separator = quoted(self.separator) if self.separator else ""
         more = repeated(f"{separator} {start} body", choice)
-        return [f"start: {start} body {more}"]
+        return [f"start: {NEWLINES} {start} body {more}"]
 
     def _optional(self, choice: ToolChoice, added_tokens: Mapping[str, int]) -> list[str]:
         """Text, calls and text; the start marker in a text begins a call."""

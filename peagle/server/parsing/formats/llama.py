@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from peagle.grammar import Grammar
 from peagle.server.parsing.answer_parser import AnswerParser
 from peagle.server.parsing.formats.call_grammar import (
+    NEWLINES,
     BoundTool,
     bind_tools,
     json_value,
@@ -73,10 +74,10 @@ class LlamaFormat:
         rules = [f"call: {calls}", *(f"call_{i}: {body(tool)}" for i, tool in enumerate(bound))]
         if choice.kind == "auto":
             more = '("; " call)*' if choice.parallel else ""
-            rules += [f"start: TEXT? | call {more}", f"TEXT: {TEXT}"]
+            rules += [f"start: TEXT? | {NEWLINES} call {more}", f"TEXT: {TEXT}"]
         else:
             more = repeated('"; " call', choice)
-            rules += [f"start: call {more}"]
+            rules += [f"start: {NEWLINES} call {more}"]
         return Grammar("lark", "\n".join(rules))
 
 

@@ -43,10 +43,14 @@ class QwenRules:
         """One function with its parameters, in Lark's notation."""
         schema = resolve(tool.schema, tool.schema)
         refuse_keywords(tool, schema)
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or []
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise UserError(
+                f"`parameters` of the tool {tool.name!r} need an object of `properties` and a list"
+                " of those that are `required`"
+            )
         parameters = []
-        for key in [*properties, *(key for key in required if key not in properties)]:
+        for key in dict.fromkeys([*properties, *map(str, required)]):
             optional = "" if key in required else "?"
             parameters.append(self._parameter(tool, key, properties.get(key)) + optional)
         if not parameters and schema.get("additionalProperties") is not False:

@@ -2,17 +2,19 @@
 
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
 import pytest
 
 from peagle.errors import UserError
+from peagle.grammar.matcher import build_matcher
 from peagle.server.parsing.parsed_message import ParsedMessage
 from peagle.server.parsing.tool import Tool, ToolChoice
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
 from tests.support.call_walks import HARMONY, MISTRAL, TAGS, WalkTokenizer, walk_tokenizer
-from tests.support.parsing import formats, parse
+from tests.support.parsing import RECORDED, formats, parse
 
 BOOK: dict[str, Any] = {
     "type": "object",
@@ -43,11 +45,24 @@ CASES = [
     ("mistral", MISTRAL),
     ("harmony", HARMONY),
 ]
+# How an answer with a call begins.
+BEGINNINGS = {
+    "hermes": "Hi. <tool_call>\n",
+    "qwen-xml": "Hi.\n<tool_call>",
+    "llama": "{",
+    "mistral": "Hi.[TOOL_CALLS]",
+    "harmony": "<|channel|>commentary to=",
+}
 cases = pytest.mark.parametrize(("name", "added"), CASES)
 
 
 def walk_messages(
-    name: str, tokenizer: WalkTokenizer, tools: list[Tool], choice: ToolChoice, count: int
+    name: str,
+    tokenizer: WalkTokenizer,
+    tools: list[Tool],
+    choice: ToolChoice,
+    count: int,
+    begin: str = "",
 ) -> list[ParsedMessage]:
     """The messages of random answers, the same with streamed arguments and in single characters."""
     grammar = TOOL_FORMATS[name].grammar(tools, choice, tokenizer.added_tokens)
@@ -55,7 +70,7 @@ def walk_messages(
     dice = random.Random(f"{name} {choice}")
     messages = []
     while len(messages) < count:
-        text = tokenizer.walk(grammar, dice)
+        text = tokenizer.walk(grammar, dice, begin)
         if text is None:
             continue
         message = parse(formats()[name].parser(tools, True), list(text))
@@ -93,7 +108,11 @@ def test_one_call_or_a_named_function(name: str, added: tuple[str, ...]) -> None
 def test_auto_with_a_strict_tool(name: str, added: tuple[str, ...]) -> None:
     """Calls of the strict tool follow its schema; those of others are objects."""
     schemas = {"book": BOOK, "leave": {"type": "object"}, "say": {"type": "object"}}
-    for message in walk_messages(name, walk_tokenizer(added), TOOLS, ToolChoice("auto"), 10):
+    tokenizer, auto = walk_tokenizer(added), ToolChoice("auto")
+    for message in walk_messages(name, tokenizer, TOOLS, auto, 5):
+        check_calls(message, schemas)
+    for message in walk_messages(name, tokenizer, TOOLS, auto, 5, BEGINNINGS[name]):
+        assert message.tool_calls
         check_calls(message, schemas)
 
 
@@ -115,11 +134,19 @@ def test_what_hermes_accepts(added: tuple[str, ...]) -> None:
     valid = f"<tool_call>\n{CALL.format(1)}\n</tool_call>"
     invalid = f"<tool_call>\n{CALL.format(100)}\n</tool_call>"
     spaces = f"<tool_call>\n{CALL.format('  1')}\n</tool_call>"
+    compact = valid.replace(' "copies": 1', '"copies":1')
     auto = hermes.grammar(TOOLS, ToolChoice("auto"), tokenizer.added_tokens)
     required = hermes.grammar(TOOLS, ToolChoice("required"), tokenizer.added_tokens)
     assert auto is not None
     assert required is not None
-    for text in ("", "Hi.", valid, f"Hi.\n{valid}\n{valid}\nBye, <tool_", f"{valid} <tool_call"):
+    for text in (
+        "",
+        "Hi.",
+        valid,
+        compact,
+        f"Hi.\n{valid}\n{valid}\nBye, <tool_",
+        f"{valid} <tool_call",
+    ):
         assert tokenizer.accepts(auto, text), text
     for text in (invalid, f"Hi. {invalid}", "<tool_call>", "<tool_call>Hi", spaces):
         assert not tokenizer.accepts(auto, text), text
@@ -133,8 +160,6 @@ def test_a_tag_in_single_characters_does_not_get_around_the_grammar() -> None:
     tokenizer = walk_tokenizer(TAGS)
     grammar = TOOL_FORMATS["hermes"].grammar(TOOLS, ToolChoice("auto"), tokenizer.added_tokens)
     assert grammar is not None
-    from peagle.grammar.matcher import build_matcher
-
     matcher = build_matcher(tokenizer.matcher_tokenizer, grammar)
     ids = [tokenizer.texts.index(char) for char in "<tool_call>"]
     assert matcher.try_consume_tokens(ids) == len(ids) - 1
@@ -151,6 +176,52 @@ def test_schemas_that_cannot_be_arguments_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="multipleOf"):
         tools = [Tool("say", "", endless)]
         TOOL_FORMATS[name].grammar(tools, ToolChoice("required"), tokenizer.added_tokens)
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"properties": 3},
+    {"properties": [1]},
+    {"properties": {"": {}, "a\n": 1, "b": None, "c": []}},
+    {"properties": {"a": {"type": [["string"]]}, "b": {"enum": 3}, "c": {"type": "string"}}},
+    {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": [], "pattern": 3}}},
+    {"properties": {"a": {"type": "string", "pattern": "(/[|"}, "b": {"const": {}}}},
+    {"properties": {"a": {"type": "string", "enum": [1, None, "b", [2]]}}},
+    {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"$ref": "#/$defs/x"}}},
+    {"properties": {"a": {"$ref": "http://example.org"}, "b": {"anyOf": [{"$ref": "#"}, 3]}}},
+    {"required": 3},
+    {"required": [3, [4], None, "a"]},
+    {"$ref": "#"},
+    {"$ref": 5},
+    {"x-guidance": 3, "additionalProperties": 7},
+    {"properties": {"\ud800": {"type": "string", "const": "\udc00"}}},
+]
+
+
+@cases
+@pytest.mark.parametrize("parameters", HOSTILE)
+def test_a_hostile_schema_is_refused_or_followed(
+    name: str, added: tuple[str, ...], parameters: dict[str, Any]
+) -> None:
+    """The server answers a UserError with status 400, and any other exception with 500."""
+    tokenizer = walk_tokenizer(added)
+    tools = [Tool("say", "", parameters)]
+    with suppress(UserError):
+        grammar = TOOL_FORMATS[name].grammar(tools, ToolChoice("required"), tokenizer.added_tokens)
+        assert grammar is not None
+        build_matcher(tokenizer.matcher_tokenizer, grammar)
+    parse(TOOL_FORMATS[name].parser(tools, False), [RECORDED[name].replace("weather", "say")])
+
+
+def test_newlines_may_stand_before_a_forced_call() -> None:
+    tokenizer = walk_tokenizer(())
+    for name in ("hermes", "qwen-xml", "llama", "mistral"):
+        grammar = TOOL_FORMATS[name].grammar(TOOLS, ToolChoice("function", "leave"))
+        assert grammar is not None
+        text = tokenizer.walk(grammar, random.Random(0), "\n\n")
+        assert text is not None
+        message = parse(formats()[name].parser(TOOLS, True), [text])
+        assert message.content == ""
+        assert len(message.tool_calls) == 1
 
 
 def test_an_unknown_function_is_refused() -> None:
