@@ -17,6 +17,7 @@ from peagle.grammar import Grammar
 from peagle.server.parsing.answer_parser import AnswerParser
 from peagle.server.parsing.formats.call_grammar import (
     ANY_TEXT,
+    BoundTool,
     bind_tools,
     json_value,
     marker,
@@ -123,20 +124,26 @@ class HarmonyFormat:
                 raise UserError(
                     f"the tool parser harmony needs a target with the token {token}: use another"
                 )
-        start, channel, constrain, message, end = (
-            marker(text, added_tokens) for text in (START, CHANNEL, CONSTRAIN, MESSAGE, END)
-        )
-        last = "call" if choice.kind != "auto" else f'call | {channel} "final" {message} TEXT?'
-        rules = [
-            f"start: (before {end} {start} {quoted('assistant')})* last",
-            f'before: {channel} ("analysis" | "commentary") {message} TEXT?',
-            f"last: {last}",
-            f"TEXT: /(?s:.+)/ & ~/{ANY_TEXT}<\\|[a-z]+\\|>{ANY_TEXT}/",
-            f"call: {channel} function",
-            f"function: {' | '.join(f'function_{i}' for i in range(len(bound)))}",
-        ]
-        for i, tool in enumerate(bound):
-            head = quoted(f"commentary to=functions.{tool.name} ")
-            body = f'{head} {constrain} "json" {message} {json_value(tool.schema)}'
-            rules.append(f"function_{i}: {body}")
-        return Grammar("lark", "\n".join(rules))
+        return Grammar("lark", "\n".join(rules(bound, choice, added_tokens)))
+
+
+def rules(
+    bound: Sequence[BoundTool], choice: ToolChoice, added_tokens: Mapping[str, int]
+) -> list[str]:
+    start, channel, constrain, message, end = (
+        marker(text, added_tokens) for text in (START, CHANNEL, CONSTRAIN, MESSAGE, END)
+    )
+    last = "call" if choice.kind != "auto" else f'call | {channel} "final" {message} TEXT?'
+    lines = [
+        f'start: (before {end} {start} "assistant")* last',
+        f'before: {channel} ("analysis" | "commentary") {message} TEXT?',
+        f"last: {last}",
+        f"TEXT: /(?s:.+)/ & ~/{ANY_TEXT}<\\|[a-z]+\\|>{ANY_TEXT}/",
+        f"call: {channel} function",
+        f"function: {' | '.join(f'function_{i}' for i in range(len(bound)))}",
+    ]
+    for i, tool in enumerate(bound):
+        head = quoted(f"commentary to=functions.{tool.name} ")
+        body = f'{head} {constrain} "json" {message} {json_value(tool.schema)}'
+        lines.append(f"function_{i}: {body}")
+    return lines

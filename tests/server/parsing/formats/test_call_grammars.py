@@ -68,7 +68,7 @@ def walk_messages(
     grammar = TOOL_FORMATS[name].grammar(tools, choice, tokenizer.added_tokens)
     assert grammar is not None
     dice = random.Random(f"{name} {choice}")
-    messages = []
+    messages: list[ParsedMessage] = []
     while len(messages) < count:
         text = tokenizer.walk(grammar, dice, begin)
         if text is None:
@@ -235,7 +235,8 @@ def test_harmony_needs_its_tokens() -> None:
 
 
 def test_what_qwen_xml_cannot_express_is_refused() -> None:
-    for parameters in ({"anyOf": [{"required": ["a"]}]}, {"properties": {"a>": {}}}):
+    refused: list[dict[str, Any]] = [{"anyOf": [{"required": ["a"]}]}, {"properties": {"a>": {}}}]
+    for parameters in refused:
         with pytest.raises(UserError, match="the tool parser qwen-xml does not support"):
             tools = [Tool("say", "", parameters)]
             TOOL_FORMATS["qwen-xml"].grammar(tools, ToolChoice("required"))
