@@ -6,7 +6,7 @@ whoever translates them knows which types are supported.
 
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema.base import MAX_INT, Items, Name, RequestModel, TypeName
@@ -26,6 +26,13 @@ UNSUPPORTED_FIELDS = {
     "context_management": "nothing is compacted: shorten the input yourself",
     "top_logprobs": "use logprobs of /v1/chat/completions",
 }
+
+
+def check_metadata_size(metadata: Any) -> Any:
+    """Refuse a large dictionary before Pydantic collects the errors of all its entries."""
+    if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
+        raise ValueError(f"there are {len(metadata)} entries, at most {MAX_METADATA} are allowed")
+    return metadata
 
 
 class InputPart(RequestModel):
@@ -102,10 +109,9 @@ class ResponseRequest(RequestModel):
     stream: bool | None = None
     store: bool | None = None
     previous_response_id: Name | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = (
-        None
-    )
-    user: Name | None = None
+    metadata: Annotated[
+        dict[MetadataKey, MetadataValue] | None, BeforeValidator(check_metadata_size)
+    ] = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
