@@ -242,6 +242,21 @@ def test_template_with_tools() -> None:
     served(test)
 
 
+TEXT_TEMPLATE = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% if tools %}{% endif %}{{ c.function.name + ':' + c.function.arguments }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_template_that_wants_arguments_as_text() -> None:
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        text = await prompt_text(client, messages=CONVERSATION)
+        assert text == 'weather:{"city": "Rome", "days": 2}'
+
+    served(test, loader=partial(tool_pair, TEXT_TEMPLATE))
+
+
 PLAIN_TEMPLATE = (
     "{# tools are not supported #}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

@@ -53,7 +53,6 @@ def serve(
     """Serve a pair: OpenAI's API, SageMaker's container contract, vLLM's metrics.
 
     With SM_VLLM_* variables it listens as SageMaker expects, on port 8080 (docs/serve.md).
-
     Example: peagle serve smollm2-135m --port 8000 --api-key SECRET
 
     With --engine vllm, everything after -- is passed on to vLLM:
@@ -62,8 +61,7 @@ def serve(
     from peagle.cli.serving.server_settings import build_settings
     from peagle.server import require_packages
 
-    # The parameters declare the options; `ctx.params` has their values by name.
-    settings = build_settings(ctx.params)
+    settings = build_settings(ctx.params)  # By name, as the parameters above declare them.
     require_packages()
     from peagle.server.run import serve as run_server
 

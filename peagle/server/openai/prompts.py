@@ -9,8 +9,8 @@ from peagle.server.front.remote_slot import RemoteSlot
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema import Message, ToolField
 from peagle.server.openai.answer_format import DEFAULT_TOOL_FORMAT, answer_format
-from peagle.server.openai.tool_prompt import tools_as_text
-from peagle.server.tokenization.prompt_tokenizer import EncodedChat
+from peagle.server.openai.tool_prompt import tools_as_text, with_argument_texts
+from peagle.server.tokenization.prompt_tokenizer import EncodedChat, TemplateError
 from peagle.server.tokenization.tokenizer_threads import SHORT_CHARS
 
 T = TypeVar("T")
@@ -67,7 +67,14 @@ async def encode_chat(
             conversation = tools_as_text(conversation, functions, is_hermes)
             functions = []
         tokenizer = backend.engines.require_text().tokenizer
-        return tokenizer.encode_chat(conversation, template_kwargs, max_tokens, functions)
+        try:
+            return tokenizer.encode_chat(conversation, template_kwargs, max_tokens, functions)
+        except TemplateError:
+            # Most templates iterate the arguments of calls; DeepSeek's concatenates their text.
+            if not any("tool_calls" in message for message in conversation):
+                raise
+            conversation = [with_argument_texts(message) for message in conversation]
+            return tokenizer.encode_chat(conversation, template_kwargs, max_tokens, functions)
 
     return await run_tokenizer(backend, characters, encode, is_prompt)
 

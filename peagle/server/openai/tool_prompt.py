@@ -58,6 +58,21 @@ def calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return rest | {"content": content}
 
 
+def with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text, not as objects."""
+    if "tool_calls" not in message:
+        return message
+    calls = [call | {"function": text_function(call["function"])} for call in message["tool_calls"]]
+    return message | {"tool_calls": calls}
+
+
+def text_function(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        return function
+    return function | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
 def add_result(conversation: list[dict[str, Any]], content: str) -> None:
     """Add the result of a call. Results in a row are one message: roles alternate."""
     text = f"<tool_response>\n{content}\n</tool_response>"

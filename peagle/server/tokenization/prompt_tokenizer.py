@@ -21,6 +21,10 @@ PIECE_EXTRA_TOKENS = 256
 ENDING_CHARS = 256
 
 
+class TemplateError(UserError):
+    """The chat template raised an error for these messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
     """A conversation as a prompt."""
@@ -94,7 +98,7 @@ class PromptTokenizer:
                 list(messages), add_generation_prompt=True, tokenize=tokenize, **template_kwargs
             )
         except Exception as error:  # A template may raise anything.
-            raise UserError(f"the messages do not fit the chat template: {error}") from error
+            raise TemplateError(f"the messages do not fit the chat template: {error}") from error
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if self.exceeds(text, max_tokens):
