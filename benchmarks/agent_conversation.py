@@ -87,9 +87,9 @@ class Turn:
     prompt_tokens: int
     cached_tokens: int
     answer_tokens: int
-    # Tokens in the pages of the turn before that this one misses, by cause; 0 if not known.
-    lost_by_text: int = 0
-    lost_by_page: int = 0
+    # Tokens of the turn before that this one does not find, by cause; None: not known.
+    lost_by_text: int | None = None
+    lost_by_page: int | None = None
 
 
 class Server(Protocol):
@@ -172,6 +172,10 @@ def common_prefix(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
+def count_text(count: int | None) -> str:
+    return "-" if count is None else str(count)
+
+
 def print_turns(server: Server, turns: int, seed: int) -> None:
     print("turn  prompt  cached  share  answer  lost: text  page")
     prompt = cached = 0
@@ -181,7 +185,7 @@ def print_turns(server: Server, turns: int, seed: int) -> None:
         print(
             f"{number:4}  {turn.prompt_tokens:6}  {turn.cached_tokens:6}"
             f"  {turn.cached_tokens / turn.prompt_tokens:5.1%}  {turn.answer_tokens:6}"
-            f"  {turn.lost_by_text:10}  {turn.lost_by_page:4}"
+            f"  {count_text(turn.lost_by_text):>10}  {count_text(turn.lost_by_page):>4}"
         )
     print(f" all  {prompt:6}  {cached:6}  {cached / prompt:5.1%}")
 

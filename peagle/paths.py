@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from peagle.errors import UserError
 
 STORED_FILE = "model.gguf"  # the GGUF file in a target's folder, beside its safetensors
+TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "curves.png")
 
 
@@ -27,6 +28,23 @@ def config_home() -> Path:
     if chosen := os.environ.get("PEAGLE_CONFIG"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "peagle"
+
+
+def keep_triton_cache(environment: MutableMapping[str, str]) -> None:
+    """Let Triton keep compiled kernels under PEAGLE_HOME, beside everything else that is kept.
+
+    It reads the variable when it compiles. A user who has set it keeps that, and Triton keeps its
+    own folder where PEAGLE_HOME cannot be written.
+    """
+    folder = cache_home() / "triton"
+    if TRITON_CACHE_VARIABLE not in environment and is_writable(folder):
+        environment[TRITON_CACHE_VARIABLE] = str(folder)
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be written to `folder`, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return os.access(existing, os.W_OK) and existing.is_dir()
 
 
 def checkpoint_folder(path: Path) -> Path:

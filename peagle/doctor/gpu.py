@@ -1,11 +1,13 @@
 """The GPU, or why there is none."""
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from peagle.bench.environment import gpu_driver
 from peagle.doctor.software import installed_version
+from peagle.paths import TRITON_CACHE_VARIABLE, keep_triton_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class GpuFacts:
     cuda: str | None  # the version that PyTorch is built for
     triton: str | None
     reason: str | None  # why no GPU is used, or not its full speed
+    triton_cache: str | None = None  # the folder of compiled kernels; None: Triton's own
 
 
 def gpu_facts() -> GpuFacts:
@@ -29,7 +32,14 @@ def gpu_facts() -> GpuFacts:
     reason = None
     if triton is None:
         reason = "triton is not installed: kernels run in PyTorch (pip install triton)"
-    return GpuFacts(torch.cuda.get_device_name(), total, free, driver, cuda, triton, reason)
+    name = torch.cuda.get_device_name()
+    return GpuFacts(name, total, free, driver, cuda, triton, reason, triton_cache())
+
+
+def triton_cache() -> str | None:
+    environment = dict(os.environ)
+    keep_triton_cache(environment)
+    return environment.get(TRITON_CACHE_VARIABLE)
 
 
 def missing_reason(driver: str | None, cuda: str | None) -> str:

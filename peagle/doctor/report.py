@@ -132,6 +132,8 @@ def gpu_lines(gpu: GpuFacts) -> list[tuple[str, str]]:
     sizes = f"{gpu.free_bytes / GB:.1f} of {gpu.memory_bytes / GB:.1f} GB free"
     versions = f"driver {gpu.driver}, CUDA {gpu.cuda}, triton {gpu.triton or 'not installed'}"
     lines = [("GPU", f"{gpu.name}, {sizes}, {versions}")]
+    if gpu.triton is not None:
+        lines.append(("", f"compiled kernels are kept in {gpu.triton_cache or '~/.triton'}"))
     return [*lines, ("", gpu.reason)] if gpu.reason else lines
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import peagle
-from peagle.paths import cache_home
+from peagle.paths import cache_home, is_writable
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "triton")
 # By the extra of peagle that installs them.
@@ -94,5 +94,4 @@ def disk_facts(folder: Path | None = None) -> DiskFacts:
     """Of the disk on which `folder` lies or will lie; None: PEAGLE_HOME."""
     folder = folder or cache_home()
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    writable = os.access(existing, os.W_OK) and existing.is_dir()
-    return DiskFacts(str(folder), shutil.disk_usage(existing).free, writable)
+    return DiskFacts(str(folder), shutil.disk_usage(existing).free, is_writable(folder))

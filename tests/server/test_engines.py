@@ -113,8 +113,12 @@ def test_engine_stays_open_while_a_request_is_prepared(monkeypatch: pytest.Monke
         assert connection.link is not None
         info = EngineInfo(slot.name, slot.engine.context, slot.engine.vocab_size)
         closed = RemoteSlot(EngineKey("p-eagle", 1), info, connection, connection.link)
-        with pytest.raises(ApiError, match="closed just now"):
+        with pytest.raises(ApiError, match="busy"):
             await backend.engines.add(closed, [6], GenerationParams(max_tokens=1))
+        backend.engines.extra["p-eagle", 2].last_used = 0
+        stream, _ = await backend.engines.add(closed, [6], GenerationParams(max_tokens=1))
+        await until(lambda: any(piece.reason for piece in stream.poll()))
+        assert list(backend.engines.extra) == [("p-eagle", 1)]  # It was built again.
 
     served(test, max_extra=1)
 

@@ -1,10 +1,6 @@
 """The page at / in headless Chromium, mostly against tests/support/page_server.py."""
 
 import re
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,88 +8,13 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from tests.support.page_browser import LOW_CONTRAST, all_fields_are_named, fits, opened, until
 from tests.support.page_server import ANSWER, KEY, METHODS, PAGE, PageServer, steps, tokens
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
-FAST = 0.15  # fraction of a step's usual time
 NAMES = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3", "none": "Plain decoding"}
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright: pip install playwright"
-    )
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def server() -> Iterator[PageServer]:
-    with PageServer(pace=FAST) as server:
-        yield server
-        server.shutdown()
-
-
-@contextmanager
-def opened(browser: "Browser", server: Any, hash: str = "", **look: Any) -> "Iterator[Page]":
-    """Open the page. It must not log problems, and must send requests to its server only."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **look})
-    page = context.new_page()
-    problems: list[str] = []
-    page.set_default_timeout(15_000)
-    page.on(
-        "console",
-        lambda message: (
-            problems.append(message.text) if message.type in ("error", "warning") else None
-        ),
-    )
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on(
-        "request",
-        lambda request: (
-            problems.append(request.url) if not request.url.startswith(server.url) else None
-        ),
-    )
-    page.goto(server.url + hash)
-    until(
-        page,
-        "document.getElementById('model').textContent !== ''"
-        " || !document.getElementById('problem').hidden",
-    )
-    try:
-        yield page
-    finally:
-        context.close()
-    # The browser itself logs refused requests.
-    refused = r"Failed to load resource: the server responded with a status of 4\d\d"
-    problems = [line for line in problems if not re.match(refused, line)]
-    assert [line for line in problems if not line.startswith("data:")] == []
-
-
-def until(page: "Page", condition: str, seconds: float = 15.0) -> None:
-    """Poll a condition: the page's security policy forbids playwright's wait_for_function."""
-    end = time.monotonic() + seconds
-    while not page.evaluate(condition):
-        assert time.monotonic() < end, f"never true: {condition}"
-        page.wait_for_timeout(30)
 
 
 def ask(page: "Page", prompt: str) -> None:
@@ -112,10 +33,6 @@ def lane(page: "Page", method: str) -> Any:
     return page.locator(f".lane.m-{method}")
 
 
-def fits(page: "Page") -> bool:
-    return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
-
-
 def recorded(server: PageServer) -> list[dict[str, Any]]:
     """The requests without those that only warm an engine up."""
     return [body for body in server.requests if body["messages"][0]["content"] != "Count to 50."]
@@ -130,7 +47,7 @@ def test_traces_are_consistent() -> None:
 
 
 def test_model_text_never_becomes_markup() -> None:
-    scripts = "".join(path.read_text(encoding="utf-8") for path in PAGE.glob("*.js"))
+    scripts = "".join(path.read_text(encoding="utf-8") for path in PAGE.rglob("*.js"))
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", scripts
     )
@@ -374,39 +291,6 @@ def test_reduced_motion_has_no_automatic_replay(browser: "Browser", server: Page
         assert page.locator("body.replaying").count() == 0 and page.is_enabled("#run")
 
 
-LOW_CONTRAST = """() => {
-  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const rgba = (color) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = color;
-    canvas.fillRect(0, 0, 1, 1);
-    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
-    return [r, g, b, a / 255];
-  };
-  const blend = (top, below) =>
-    top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
-  const background = (node) => node
-    ? blend(rgba(getComputedStyle(node).backgroundColor), background(node.parentElement))
-    : [255, 255, 255];
-  const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-  const luminance = (color) => color.map((v) => linear(v / 255))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const excluded = ':disabled, .visually-hidden, noscript, option';
-  const isText = (child) => child.nodeType === 3 && child.textContent.trim();
-  const low = [];
-  for (const node of document.querySelectorAll('body *')) {
-    const hasText = [...node.childNodes].some(isText);
-    if (!hasText || !node.checkVisibility() || node.closest(excluded)) continue;
-    const below = background(node);
-    const ink = blend(rgba(getComputedStyle(node).color), below);
-    const [a, b] = [luminance(ink), luminance(below)].sort((x, y) => y - x);
-    const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < 4.5) low.push(`${node.className || node.tagName} ${ratio.toFixed(2)}`);
-  }
-  return [...new Set(low)];
-}"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_and_names(browser: "Browser", server: PageServer, scheme: str) -> None:
     with opened(browser, server, color_scheme=scheme, reduced_motion="reduce") as page:
@@ -414,11 +298,7 @@ def test_contrast_and_names(browser: "Browser", server: PageServer, scheme: str)
         ask(page, "Hi.")
         page.wait_for_selector("#result:not([hidden])")
         assert page.evaluate(LOW_CONTRAST) == []
-        fields = page.locator("button, input, select, textarea")
-        named = (
-            "e => (e.labels?.[0]?.textContent || e.textContent || e.ariaLabel || '').trim() !== ''"
-        )
-        assert all(fields.nth(i).evaluate(named) for i in range(fields.count()))
+        assert all_fields_are_named(page)
         assert (
             page.locator("[aria-live] .token, [role=status] .token").count() == 0
         )  # tokens are not read out one by one
@@ -427,14 +307,13 @@ def test_contrast_and_names(browser: "Browser", server: PageServer, scheme: str)
 def test_every_file_is_packaged() -> None:
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert '"server/page/**/*"' in pyproject
-    linked = set(
-        re.findall(
-            r'(?:href|src)="page/([\w.]+)"', (PAGE / "index.html").read_text(encoding="utf-8")
-        )
-    )
-    for script in PAGE.glob("*.js"):
-        linked |= set(re.findall(r'from "\./([\w.]+)"', script.read_text(encoding="utf-8")))
-    assert linked | {"index.html"} == {path.name for path in PAGE.iterdir()}
+    index = PAGE / "index.html"
+    links = re.findall(r'(?:href|src)="page/([\w./]+)"', index.read_text(encoding="utf-8"))
+    linked = {index} | {PAGE / link for link in links}
+    for script in PAGE.rglob("*.js"):
+        imports = re.findall(r'(?:from|import) "([\w./]+)"', script.read_text(encoding="utf-8"))
+        linked |= {(script.parent / path).resolve() for path in imports}
+    assert linked == {path for path in PAGE.rglob("*") if path.is_file()}
 
 
 def test_real_server(browser: "Browser") -> None:

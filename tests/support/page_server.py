@@ -2,19 +2,20 @@
 
 `python -m tests.support.page_server` serves the page for a look. The beginning of the prompt
 chooses a problem: `401`, `429`, `400`, `broken` (the stream breaks off), `error` (an error within
-the stream), `differ` (the lanes disagree), `slow`.
+the stream), `differ` (the lanes disagree), `slow`. `scripts` replaces the next answers.
 """
 
 import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, TypeAlias
 
 from peagle.server.http.app import CONTENT_SECURITY_POLICY
 
@@ -22,9 +23,12 @@ PAGE = Path(__file__).parents[2] / "peagle" / "server" / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 METHODS = ("none", "eagle3", "p-eagle")
 STEP_SECONDS = {"none": 0.0128, "eagle3": 0.0272, "p-eagle": 0.0192}  # measured on two cores
-ACCEPTANCE = {"eagle3": 0.80, "p-eagle": 0.77}  # probability that one more draft is accepted
+# Probability that one more draft is accepted.
+ACCEPTANCE = {"eagle3": 0.80, "p-eagle": 0.77, "ngram": 0.3}
 PROBLEM_STEP = 8  # `broken` and `error` end the stream at this step
 KEY = "open-sesame"
+SCRIPT_TIMEOUT = 10.0  # seconds that a script waits for its test
+Script: TypeAlias = list["dict[str, Any] | Event"]  # chunks of an answer, and pauses
 ANSWER = '''Here is a function that does it:
 
 ```python
@@ -86,7 +90,7 @@ class RouteHandler(BaseHTTPRequestHandler):
         if self.path == "/":
             self.file(PAGE / "index.html")
         elif self.path.startswith("/page/"):
-            self.file(PAGE / Path(self.path).name)
+            self.file(PAGE / self.path.removeprefix("/page/"))
         elif not self.allowed():
             self.refuse(401, "missing API key")
         elif self.path == "/v1/models":
@@ -94,7 +98,12 @@ class RouteHandler(BaseHTTPRequestHandler):
         elif self.path == "/v1/peagle/status":
             engines = {name: self.server.status(name) for name in self.server.methods}
             self.json(
-                {"methods": list(engines), "method": "p-eagle", "k": "auto", "engines": engines}
+                {
+                    "methods": list(engines),
+                    "method": self.server.method,
+                    "k": "auto",
+                    "engines": engines,
+                }
             )
         else:
             self.refuse(404, "no such page")
@@ -102,15 +111,37 @@ class RouteHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(body)
-        prompt = body["messages"][0]["content"]
+        prompt = next(m["content"] for m in reversed(body["messages"]) if m["role"] == "user")
         if not self.allowed() or prompt.startswith("401"):
             self.refuse(401, "missing API key")
         elif prompt.startswith("429"):
             self.refuse(429, "16 requests wait", {"Retry-After": "3"})
         elif prompt.startswith("400"):
             self.refuse(400, "the prompt has 9000 tokens, the model takes 8192")
+        elif self.server.scripts:
+            self.play(self.server.scripts.pop(0))
         else:
             self.stream(body, prompt)
+
+    def play(self, script: Script) -> None:
+        """Send the chunks of a script. An event delays those after it until a test sets it."""
+        self.start_stream()
+        try:
+            for chunk in script:
+                if isinstance(chunk, Event):
+                    chunk.wait(SCRIPT_TIMEOUT)
+                else:
+                    self.event(chunk)
+            self.wfile.write(b"data: [DONE]\n\n")
+        except OSError:
+            self.server.gone.set()  # the client went away
+
+    def start_stream(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
 
     def stream(self, body: dict[str, Any], prompt: str) -> None:
         method = body["peagle"]["method"]
@@ -118,11 +149,7 @@ class RouteHandler(BaseHTTPRequestHandler):
         limit = body["max_tokens"]
         differs = prompt.startswith("differ") and method == "eagle3"
         answer = ANSWER.replace("reads the same", "is the same") if differs else ANSWER
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
+        self.start_stream()
         self.server.running[method] += 1
         try:
             trace = list(steps(method, 7 if k == "auto" else k, limit, answer))
@@ -162,7 +189,12 @@ class RouteHandler(BaseHTTPRequestHandler):
             "mean_acceptance_length": 1 + accepted / max(1, drafts),
             "num_spec_steps": drafts,
         }
-        usage = {"prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens}
+        usage = {
+            "prompt_tokens": 12,
+            "completion_tokens": tokens,
+            "total_tokens": 12 + tokens,
+            "prompt_tokens_details": {"cached_tokens": 8},
+        }
         metrics = {"speculative_decoding": speculation}
         self.event({"choices": [], "usage": usage, "metrics": metrics})
         self.wfile.write(b"data: [DONE]\n\n")
@@ -220,11 +252,13 @@ class PageServer(ThreadingHTTPServer):
     ) -> None:
         super().__init__(("127.0.0.1", port), RouteHandler)
         self.methods = methods
+        self.method = "p-eagle"  # the server's own
         self.pace = pace  # factor on the time of a step
         self.locked = False  # every request needs KEY
         self.texts = True  # chunks hold the text of each token
+        self.scripts: list[Script] = []  # the next answers, in order
         self.requests: list[dict[str, Any]] = []
-        self.running = dict.fromkeys(METHODS, 0)
+        self.running = Counter[str]()
         self.gone = Event()
         Thread(target=self.serve_forever, daemon=True).start()
 

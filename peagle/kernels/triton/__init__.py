@@ -1,7 +1,12 @@
 """The Triton kernels of the engine, each beside its plain PyTorch reference."""
 
+import os
+
 from torch import Tensor
 
+from peagle.paths import keep_triton_cache
+
+keep_triton_cache(os.environ)
 try:
     import triton
 except ImportError:

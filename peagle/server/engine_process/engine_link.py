@@ -12,6 +12,9 @@ from peagle.server import messages
 from peagle.server.messages import FrontBatch, WorkerBatch
 
 HEARTBEAT_SECONDS = 1.0
+# Messages that one turn of the loop reads. An engine may send them faster than they are handled,
+# and what they hold must be sent on to clients meanwhile.
+MAX_READS = 8
 
 
 class EngineLink:
@@ -57,9 +60,12 @@ class EngineLink:
         self._read()  # Sending may consume the signal that a message has arrived.
 
     def _read(self) -> None:
-        while not self._socket.closed:
+        for _ in range(MAX_READS):
+            if self._socket.closed:
+                return
             try:
                 payload = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._on_batch(messages.decode_worker(payload))
+        self._loop.call_soon(self._read)

@@ -19,6 +19,7 @@ from peagle.server.supervisor.launch_spec import LaunchSpec, inherited_environme
 from peagle.server.supervisor.process_supervisor import ProcessSupervisor
 
 WORKER_MODULE = "peagle.server.worker.main"
+ADDRESS_SCHEME = "ipc://"
 MAX_FAILURES = 5  # Processes in a row that end without having completed an answer.
 # Silence counted between two looks: this process may have been stopped for longer.
 MAX_SILENCE_STEP = 1.0
@@ -66,7 +67,7 @@ class EngineSupervisor(ProcessSupervisor):
     def launch_spec(self) -> LaunchSpec:
         socket = self._folder / f"{self.name}.{self._number}"
         self._number += 1
-        self.address = f"ipc://{socket}"
+        self.address = f"{ADDRESS_SCHEME}{socket}"
         self._status = WorkerStatus()
         self._silence = 0.0
         self._link = EngineLink(self.address, self._receive)
@@ -82,6 +83,7 @@ class EngineSupervisor(ProcessSupervisor):
         if self._link is not None:
             self._link.close()
             self._link = None
+            Path(self.address.removeprefix(ADDRESS_SCHEME)).unlink(missing_ok=True)
         self._counts.keep(self._status.counts)
         self._on_change()
 

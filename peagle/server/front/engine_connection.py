@@ -5,13 +5,15 @@ another process gets them, once: a request that ends two processes is not tried 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from peagle.server.engine_process.engine_link import EngineLink
 from peagle.server.front.front_request import FrontRequest
-from peagle.server.http.errors import ApiError, engine_stopped
+from peagle.server.http.errors import INTERNAL_ERROR, ApiError, engine_stopped
+from peagle.server.http.logs import log_event
 from peagle.server.messages import (
     Abort,
     Call,
@@ -170,7 +172,13 @@ class EngineConnection:
             self._take_status(batch.status)
 
     def _take_output(self, request: FrontRequest, output: Output) -> None:
-        stopped = request.take(output)
+        try:
+            stopped = request.take(output)
+        except Exception as error:  # The other answers of this message go on.
+            log_event("error", logging.ERROR, error)
+            request.refuse(ApiError(500, INTERNAL_ERROR))
+            self.abort(output.id)
+            return
         if stopped or output.reason is not None:
             del self.requests[output.id]
         if stopped and output.reason is None:

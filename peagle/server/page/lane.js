@@ -1,5 +1,16 @@
-// A lane and its row of the track. Text is only ever set through textContent.
+// A lane and its row of the track.
 
+import {
+  EMPTY,
+  cloneTemplate,
+  createElement,
+  formatPercent,
+  formatSeconds,
+  formatSpeed,
+  showFacts,
+  showText,
+  tokenSpans,
+} from "./elements.js";
 import { NAMES, Totals } from "./record.js";
 
 const DESCRIPTIONS = {
@@ -8,25 +19,6 @@ const DESCRIPTIONS = {
   none: "one pass of the model for every token",
 };
 const SCROLL_MARGIN = 40; // pixels from the end within which the text follows the answer
-const EMPTY = "–";
-
-const formatSeconds = (s) =>
-  s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(s < 10 ? 2 : 1)} s`;
-const formatSpeed = (speed) => (speed === null ? EMPTY : speed.toFixed(speed < 100 ? 1 : 0));
-const formatPercent = (fraction) => `${Math.round(fraction * 100)} %`;
-
-function cloneTemplate(id, method) {
-  const node = document.getElementById(id).content.firstElementChild.cloneNode(true);
-  node.classList.add(`m-${method}`);
-  return node;
-}
-
-function createElement(tag, text, className = "") {
-  const node = document.createElement(tag);
-  node.textContent = text;
-  if (className) node.className = className;
-  return node;
-}
 
 export class Lane {
   constructor(method, track, lanes) {
@@ -76,8 +68,7 @@ export class Lane {
   }
 
   showProblem(problem) {
-    this.find(".problem").hidden = !problem;
-    this.find(".problem").textContent = problem;
+    showText(this.find(".problem"), problem);
   }
 
   // Draws the steps up to second `now`. The rail is full at `maxTokens`.
@@ -87,7 +78,7 @@ export class Lane {
     const added = document.createDocumentFragment();
     for (let i = this.totals.steps; i < record.steps.length && record.steps[i].t <= now; i++) {
       this.totals.add(record.steps[i]);
-      added.append(...this.tokenSpans(record.steps[i]));
+      added.append(...tokenSpans(record.steps[i]));
     }
     const running = record.ended === null || now < record.ended;
     if (added.childNodes.length) this.text.append(added);
@@ -99,17 +90,6 @@ export class Lane {
     this.showPositions();
   }
 
-  tokenSpans({ texts, accepted, drafted }) {
-    return texts.map((text, i) => {
-      const isDraft = i < accepted;
-      const span = createElement("span", text, isDraft ? "token draft" : "token own");
-      if (isDraft) span.title = `draft ${i + 1} of ${drafted}, accepted`;
-      else if (drafted) span.title = `the model's own, after ${accepted} of ${drafted} drafts`;
-      else span.title = "the model's own";
-      return span;
-    });
-  }
-
   showFigures(speed, plainSpeed, time) {
     const comparable = speed && plainSpeed && this.method !== "none";
     const ratio = comparable ? `${(speed / plainSpeed).toFixed(2)}×` : "";
@@ -118,19 +98,19 @@ export class Lane {
     this.find(".ratio").textContent = ratio ? `${ratio} plain` : "";
     this.row.querySelector(".ratio").textContent = ratio;
     this.row.querySelector(".time").textContent = time === null ? "" : formatSeconds(time);
-    this.showFacts(this.facts());
+    showFacts(this.find(".facts"), this.facts());
     this.showK();
   }
 
   facts() {
-    const { tokens, steps, acceptanceLength, drafted, accepted, first } = this.totals;
+    const { tokens, steps, passes, acceptanceLength, drafted, accepted, first } = this.totals;
     const facts = [
       ["tokens", tokens || EMPTY],
-      ["passes", steps || EMPTY],
+      ["passes", passes || EMPTY],
       ["first token", steps ? formatSeconds(first) : EMPTY],
     ];
     if (this.method === "none") {
-      facts.push(["tokens per pass", steps ? (tokens / steps).toFixed(2) : EMPTY]);
+      facts.push(["tokens per pass", passes ? (tokens / passes).toFixed(2) : EMPTY]);
     } else {
       facts.push(
         ["acceptance length", acceptanceLength ? acceptanceLength.toFixed(2) : EMPTY],
@@ -138,22 +118,6 @@ export class Lane {
       );
     }
     return facts;
-  }
-
-  showFacts(facts) {
-    const list = this.find(".facts");
-    if (list.childElementCount !== facts.length) {
-      list.replaceChildren(...facts.map(([name]) => {
-        const entry = document.createElement("div");
-        entry.append(createElement("dt", name), createElement("dd", ""));
-        return entry;
-      }));
-    }
-    facts.forEach(([name, value], i) => {
-      const [dt, dd] = list.children[i].children;
-      dt.textContent = name;
-      dd.textContent = value;
-    });
   }
 
   // One bar per draft position: the acceptance rate of this answer, or of all answers so far.

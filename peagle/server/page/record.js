@@ -1,13 +1,16 @@
 // What a lane recorded: its steps with their times, and the totals over them.
 
 export const METHODS = ["p-eagle", "eagle3", "none"]; // in the order of display
-export const NAMES = { "p-eagle": "P-EAGLE", eagle3: "EAGLE-3", none: "Plain decoding" };
+export const NAMES = {
+  "p-eagle": "P-EAGLE", eagle3: "EAGLE-3", ngram: "N-gram", none: "Plain decoding",
+};
 // A lead below this factor is no win: a single race has noise.
 export const MIN_LEAD = 1.05;
 
 // A step is what one chunk brought:
-//   {t: seconds since the request was sent, texts: one per token, accepted, drafted, k}
-// The first `accepted` tokens were drafts; the one after them is the target's own.
+//   {t: seconds since the request was sent, texts: one per token, rest, accepted, drafted, k}
+// The first `accepted` tokens were drafts; the one after them is the target's own. `rest` is text
+// whose tokens are not known: of a pass that takes several chunks, only the first has the tokens.
 export class Record {
   constructor(method) {
     this.method = method;
@@ -19,22 +22,26 @@ export class Record {
     this.problem = ""; // the cause, and how many tokens arrived before it
     this.stopped = false;
     this.locked = false; // an API key is missing
+    this.traced = false; // the server sends the steps
     this.estimated = false; // the server sent no texts of single tokens
     this.counted = 0; // tokens so far, for servers that send usage instead of steps
   }
 
   add(t, chunk) {
-    const text = chunk.choices?.[0]?.delta?.content ?? "";
+    const delta = chunk.choices?.[0]?.delta ?? {};
+    const text = deltaReasoning(delta) + (delta.content ?? "");
     const trace = chunk.peagle;
     const added = (chunk.usage?.completion_tokens ?? 0) - this.counted;
     this.counted += Math.max(0, added);
-    const count = trace?.tokens ?? (text ? Math.max(1, added) : 0);
+    this.traced ||= Boolean(trace);
+    const count = trace?.tokens ?? (text && !this.traced ? Math.max(1, added) : 0);
     if (!count && !text) return;
     const spelled = trace?.texts?.length ? trace.texts : null;
     if (!spelled && count > 1) this.estimated = true;
     const step = {
       t,
-      texts: spelled ? alignTexts(spelled, text) : splitText(text, Math.max(1, count)),
+      texts: spelled ? alignTexts(spelled, text) : splitText(text, count),
+      rest: count ? "" : text,
       accepted: trace?.accepted ?? 0,
       drafted: trace?.drafted ?? 0,
       k: trace?.k ?? null,
@@ -48,7 +55,7 @@ export class Record {
   }
 
   get text() {
-    return this.steps.map((step) => step.texts.join("")).join("");
+    return this.steps.map((step) => step.texts.join("") + step.rest).join("");
   }
 }
 
@@ -56,6 +63,7 @@ export class Record {
 export class Totals {
   constructor() {
     this.steps = 0;
+    this.passes = 0; // steps with tokens
     this.tokens = 0;
     this.first = 0; // seconds of the first step
     this.last = 0; // seconds of the last step
@@ -74,6 +82,7 @@ export class Totals {
       this.firstTokens = texts.length;
     }
     this.steps += 1;
+    this.passes += texts.length ? 1 : 0;
     this.tokens += texts.length;
     this.last = t;
     this.k = k ?? this.k;
@@ -120,6 +129,22 @@ export function alignTexts(spelled, text) {
   texts[texts.length - 1] += rest;
   return texts;
 }
+
+// The same, or null where part of the text is of none of these tokens: a server that parses its
+// answers holds text back and gives it with a later step. Spaces between words do not count: some
+// tokenizers add them when they decode.
+export function exactTexts(spelled, text) {
+  if (!spelled?.length) return null;
+  const texts = alignTexts(spelled, text);
+  const isExact = (shown, i) => {
+    const rest = shown.trim();
+    return !rest || rest === spelled[i].trim() || spelled[i].includes("\ufffd");
+  };
+  return texts.every(isExact) ? texts : null;
+}
+
+// The thinking part of a chunk. Servers have two names for it.
+export const deltaReasoning = (delta) => delta.reasoning_content ?? delta.reasoning ?? "";
 
 // Splits a text at words into `count` pieces, for servers that do not send the tokens' texts.
 export function splitText(text, count) {

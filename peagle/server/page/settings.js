@@ -1,5 +1,6 @@
 // Settings and prompt: read from the form, and kept in the address. The API key stays in the form.
 
+import { byId } from "./elements.js";
 import { METHODS, NAMES } from "./record.js";
 
 export const DEFAULTS = {
@@ -11,16 +12,15 @@ export const DEFAULTS = {
   mode: "turns",
 };
 export const MAX_K = 16;
-const MAX_TEMPERATURE = 2;
-const MAX_TOKENS = 4096;
+export const MAX_TEMPERATURE = 2;
+export const MAX_TOKENS = 4096;
 
-const form = document.getElementById("form");
-const field = (id) => document.getElementById(id);
+const form = byId("form");
 const laneBoxes = () => [...form.querySelectorAll("[name=lane]")];
 
-for (let k = 1; k <= MAX_K; k++) field("k").add(new Option(String(k), String(k)));
+for (let k = 1; k <= MAX_K; k++) byId("k").add(new Option(String(k), String(k)));
 
-function parseNumber(text, low, high, fallback) {
+export function parseNumber(text, low, high, fallback) {
   const number = text === "" || text === null ? NaN : Number(text);
   return Number.isFinite(number) ? Math.min(high, Math.max(low, number)) : fallback;
 }
@@ -30,17 +30,17 @@ const parseTokens = (text) => Math.round(parseNumber(text, 1, MAX_TOKENS, DEFAUL
 
 export function readForm() {
   return {
-    prompt: field("prompt").value,
-    k: field("k").value === "auto" ? "auto" : Number(field("k").value),
-    temperature: parseTemperature(field("temperature").value),
-    tokens: parseTokens(field("tokens").value),
+    prompt: byId("prompt").value,
+    k: byId("k").value === "auto" ? "auto" : Number(byId("k").value),
+    temperature: parseTemperature(byId("temperature").value),
+    tokens: parseTokens(byId("tokens").value),
     lanes: laneBoxes().filter((box) => box.checked).map((box) => box.value),
     mode: form.querySelector("[name=mode]:checked").value,
   };
 }
 
 export function writeForm(settings) {
-  for (const id of ["prompt", "k", "temperature", "tokens"]) field(id).value = settings[id];
+  for (const id of ["prompt", "k", "temperature", "tokens"]) byId(id).value = settings[id];
   for (const box of laneBoxes()) box.checked = settings.lanes.includes(box.value);
   for (const radio of form.querySelectorAll("[name=mode]")) {
     radio.checked = radio.value === settings.mode;
@@ -48,8 +48,7 @@ export function writeForm(settings) {
 }
 
 // Missing and invalid values of the address get their defaults.
-export function fromHash(hash) {
-  const params = new URLSearchParams(hash.replace(/^#/, ""));
+export function fromParams(params) {
   const k = Number(params.get("k"));
   const lanes = METHODS.filter((method) => params.get("lanes")?.split(",").includes(method));
   return {
@@ -62,15 +61,15 @@ export function fromHash(hash) {
   };
 }
 
-// Only values that differ from the defaults, so that the address stays short.
-export function toHash(settings) {
-  const params = new URLSearchParams();
+// For the address: null for what is the default.
+export function toParams(settings) {
+  const params = {};
   for (const [name, fallback] of Object.entries(DEFAULTS)) {
     const value = String(settings[name]);
     const noLanes = name === "lanes" && value === "";
-    if (value !== String(fallback) && !noLanes) params.set(name, value);
+    params[name] = value === String(fallback) || noLanes ? null : value;
   }
-  return params.toString() ? `#${params}` : "";
+  return params;
 }
 
 export function summarize({ k, temperature, tokens, lanes, mode }) {

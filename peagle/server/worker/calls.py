@@ -10,6 +10,7 @@ from peagle.server.engines.engine_pool import EnginePool
 from peagle.server.engines.engine_slot import EngineSlot
 from peagle.server.http.errors import ApiError
 from peagle.server.messages import Call, CallResult, EngineInfo, EngineKey
+from peagle.server.worker.engine_builds import EngineBuilds
 from peagle.server.worker.fronts import Front
 from peagle.server.worker.refusal import refusal_of
 from peagle.server.worker.requests import logprob_entry
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class CallHandler:
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: EnginePool, builds: EngineBuilds) -> None:
         self.pool = pool
-        self.builds: dict[EngineKey, Future[EngineSlot]] = {}
+        self.builds = builds
 
     def call(self, front: Front, call: Call) -> None:
         try:
@@ -39,7 +40,7 @@ class CallHandler:
             slot.preparing -= 1
         job = front.jobs.pop(call_id, None)
         # A client that leaves does not cancel a build for others.
-        if job is not None and job not in self.builds.values():
+        if job is not None and job not in self.builds:
             job.cancel()
 
     def end_all(self, front: Front) -> None:
@@ -51,16 +52,11 @@ class CallHandler:
         if slot is not None:
             self._lease(front, call_id, slot)
             return
-        build = self.builds.get(key)
-        if build is None:
-            build = self.builds[key] = self.pool.extra.build(key, len(self.builds))
-        front.jobs[call_id] = build
 
         def built(done: "Future[EngineSlot]") -> None:
-            self.builds.pop(key, None)
             finish_call(front, call_id, done, partial(self._lease, front, call_id))
 
-        build.add_done_callback(lambda done: self.pool.driver.submit(lambda: built(done)))
+        front.jobs[call_id] = self.builds.start(key, built)
 
     def _lease(self, front: Front, call_id: int, slot: EngineSlot) -> None:
         """Keep an engine open while a request is prepared for it."""

@@ -6,9 +6,10 @@ Everything but builds and grammars happens on the driver's thread: between two s
 has arrived, and sends each front one message with all that the step gave its requests. There is no
 second thread that competes for the interpreter.
 
-A front is known from its first message. It is lost when it cannot be sent to, or is silent for
-FRONT_SILENCE_SECONDS; its requests are aborted. A failed step of the main engine ends the process:
-the fronts' requests are then answered by a fresh one (front/engine_client.py).
+A front is known from its first message. It is lost when it is gone, or is silent for
+FRONT_SILENCE_SECONDS. One that is too far behind with reading keeps its place. In all cases its
+requests are aborted, and it learns of it if it reads again. A failed step of the main engine ends
+the process: the fronts' requests are then answered by a fresh one (front/engine_client.py).
 """
 
 import logging
@@ -22,13 +23,15 @@ from peagle.server.engines.engine_pool import EnginePool
 from peagle.server.http.logs import log_event
 from peagle.server.messages import TargetInfo, WorkerStatus
 from peagle.server.worker.calls import CallHandler, engine_info
+from peagle.server.worker.engine_builds import EngineBuilds
 from peagle.server.worker.fronts import Front
 from peagle.server.worker.requests import RequestHandler
 from peagle.server.worker.socket_event import SocketEvent
 
 STATUS_SECONDS = 0.5
 FRONT_SILENCE_SECONDS = 30.0
-MAX_UNSENT_MESSAGES = 10_000  # For one front; one that is so far behind is lost.
+MAX_UNSENT_MESSAGES = 10_000  # For one front; the requests of one that is so far behind end.
+NO_RESPONSE = "the web server did not respond"
 ENGINE_FAILED_EXIT_CODE = 3
 
 
@@ -37,8 +40,9 @@ class EngineWorker:
         self.pool = pool
         self.fronts: dict[bytes, Front] = {}
         self.failure: str | None = None
-        self.requests = RequestHandler(pool)
-        self.calls = CallHandler(pool)
+        builds = EngineBuilds(pool)
+        self.requests = RequestHandler(pool, builds)
+        self.calls = CallHandler(pool, builds)
         self._next_status = 0.0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -52,16 +56,17 @@ class EngineWorker:
 
     def run_round(self) -> None:
         """Send what the last step gave, and read what has arrived since."""
-        now = time.monotonic()
-        if now >= self._next_status:
-            self._send_status(now)
         for front in list(self.fronts.values()):
             if front.has_news:
                 self._send(front)
+        now = time.monotonic()
         self._receive_all(now)
+        # After reading: during a long step, the fronts' signs of life have waited to be read.
+        if now >= self._next_status:
+            self._add_status(now)
         for front in list(self.fronts.values()):
-            if front.batch.refusals or front.batch.results:
-                self._send(front)  # No step follows that would send them.
+            if front.cannot_wait:  # No step follows that would send it.
+                self._send(front)
 
     def end_process(self) -> None:
         """Send the tokens of earlier steps, and end: the supervisor starts a fresh process."""
@@ -107,23 +112,34 @@ class EngineWorker:
             self._next_status = 0.0
 
     def _send(self, front: Front) -> None:
+        batch = front.take_batch()
         try:
-            parts = [front.identity, messages.encode(front.take_batch())]
+            parts = [front.identity, messages.encode(batch)]
             self._socket.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # It is gone, or does not read.
+        except zmq.Again:  # It does not read; the message waits here, and does not grow.
+            front.batch = batch
+            self._end_requests(front)
+        except zmq.ZMQError as error:
             self._lose(front, str(error))
 
-    def _send_status(self, now: float) -> None:
+    def _add_status(self, now: float) -> None:
+        """Add the status to the next message to each front; give up those that are silent."""
         self._next_status = now + STATUS_SECONDS
         status = self._status()
         for front in list(self.fronts.values()):
             front.batch.status = status
-            silent = now - front.last_heard > FRONT_SILENCE_SECONDS
-            if silent:
-                front.end_requests("the web server did not respond")  # In case it wakes up.
-            self._send(front)
-            if silent:
+            if now - front.last_heard > FRONT_SILENCE_SECONDS:
+                self._end_requests(front)  # In case it wakes up.
+                self._send(front)
                 self._lose(front, "it is silent")
+
+    def _end_requests(self, front: Front) -> None:
+        """Abort what a front has under way here, and add that to the next message to it."""
+        if front.has_work:
+            log_event("front does not read", logging.WARNING, live=len(front.requests))
+        front.add_errors(NO_RESPONSE)
+        self.requests.abort_all(front)
+        self.calls.end_all(front)
 
     def _status(self) -> WorkerStatus:
         pool = self.pool

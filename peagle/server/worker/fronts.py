@@ -35,6 +35,15 @@ class Front:
         batch = self.batch
         return bool(batch.outputs or batch.accepted or batch.refusals or batch.results)
 
+    @property
+    def cannot_wait(self) -> bool:
+        """Whether the next message is due now, and not after the next step."""
+        return bool(self.batch.refusals or self.batch.results or self.batch.status)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self.preparing or self.jobs)
+
     def take_batch(self) -> WorkerBatch:
         """The next message to this front. Requests whose end is in it are forgotten."""
         batch = self.batch
@@ -52,11 +61,9 @@ class Front:
                 del self.requests[output.id]
         return batch
 
-    def end_requests(self, error: str) -> None:
+    def add_errors(self, error: str) -> None:
         """Add an error for every request and call to the next message."""
-        for request_id, request in self.requests.items():
-            request.stream.on_piece(None)
-            request.slot.engine.abort(request.stream.id)
+        for request_id in self.requests:
             self.batch.outputs.append(Output(request_id, reason="error", error=error))
         for request_id in (*self.preparing, *self.jobs):
             self.batch.refusals.append(Refusal(request_id, 503, error))

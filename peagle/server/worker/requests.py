@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from peagle.errors import UserError
 from peagle.grammar import CompiledGrammar
 from peagle.server.engines.engine_pool import EnginePool
+from peagle.server.engines.engine_slot import EngineSlot
 from peagle.server.engines.extra_engines import closed_error
 from peagle.server.http.errors import ApiError
 from peagle.server.messages import Abort, Add, LogprobEntry, Output, ProbedGrammar
+from peagle.server.worker.engine_builds import EngineBuilds
 from peagle.server.worker.fronts import Front, WorkerRequest
 from peagle.server.worker.refusal import refusal_of
 
@@ -25,8 +27,9 @@ COMPILER_THREADS = 2
 
 
 class RequestHandler:
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: EnginePool, builds: EngineBuilds) -> None:
         self.pool = pool
+        self.builds = builds
         self._compilers = ThreadPoolExecutor(COMPILER_THREADS, "peagle-grammar")
 
     def add(self, front: Front, add: Add) -> None:
@@ -80,7 +83,35 @@ class RequestHandler:
     def _start(self, front: Front, add: Add, grammar: CompiledGrammar | None) -> None:
         try:
             slot = self.pool.find(add.engine)
-            if slot is None or slot.engine.closed:
+            if slot is None:
+                self._build(front, add, grammar)
+                return
+        except Exception as error:
+            front.batch.refusals.append(refusal_of(add.id, error))
+            return
+        self._start_on(front, add, grammar, slot)
+
+    def _build(self, front: Front, add: Add, grammar: CompiledGrammar | None) -> None:
+        """Build the engine of a request that waited for it in a process that has ended."""
+
+        def built(done: "Future[EngineSlot]") -> None:
+            if add.id not in front.preparing:
+                return  # The request was aborted.
+            front.preparing.discard(add.id)
+            error = done.exception()
+            if error is not None:
+                front.batch.refusals.append(refusal_of(add.id, error))
+            else:
+                self._start_on(front, add, grammar, done.result())
+
+        self.builds.start(add.engine, built)
+        front.preparing.add(add.id)
+
+    def _start_on(
+        self, front: Front, add: Add, grammar: CompiledGrammar | None, slot: EngineSlot
+    ) -> None:
+        try:
+            if slot.engine.closed:
                 raise closed_error()
             slot.last_used = time.monotonic()
             name = f"{front.identity.hex()}-{add.id}"
@@ -111,6 +142,10 @@ def collect(front: Front, request_id: int, stream: "Stream") -> None:
     except UserError as error:
         reason = "refused" if isinstance(error, RequestRefused) else "error"
         end_output(outputs, request_id, reason, str(error))
+    if stream.ended:
+        # It holds this function, which holds the stream. The collector, which is tuned to run
+        # rarely, would keep thousands of prompts.
+        stream.on_piece(None)
 
 
 def end_output(
