@@ -112,6 +112,7 @@ class ResponseRequest(RequestModel):
     metadata: Annotated[
         dict[MetadataKey, MetadataValue] | None, BeforeValidator(check_metadata_size)
     ] = None
+    user: Name | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
