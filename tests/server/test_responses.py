@@ -265,7 +265,7 @@ def test_several_web_servers_store_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     with running(make_backend(http_workers=2)) as (_, url):
         first = post(url, **TEXT)
-        assert first.status_code == 200
+        assert first.status_code == 200 and first.json()["store"] is False
         continued = post(url, **TEXT, previous_response_id=first.json()["id"])
         assert continued.status_code == 400 and "--http-workers" in continued.text
         assert httpx.get(f"{url}{PATH}/{first.json()['id']}").status_code == 404

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from peagle.server.http.schema.response_request import FunctionTool, ResponseRequest
+from peagle.server.http.schema.response_request import FunctionTool, ResponseRequest, TextFormat
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.usage import TokenUsage, speculative_metrics
 from peagle.server.translation.answer_blocks import AnswerBlock
@@ -17,15 +17,14 @@ ITEM_PREFIXES = {"text": "msg", "reasoning": "rs", "tool_call": "fc"}
 class ResponseObject:
     request: ResponseRequest
     model: str
+    is_stored: bool
     # Whoever knows the id can continue the response, so clients do not choose it.
     id: str = field(default_factory=lambda: f"resp_{uuid4().hex}")
     created_at: int = field(default_factory=lambda: int(time.time()))
 
-    def body(self, status: str, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        request = self.request
-        text_format = request.text.format if request.text is not None else None
-        reasoning = request.reasoning
-        return {
+    def body(self, status: str) -> dict[str, Any]:
+        """The response before it has an answer."""
+        answer: dict[str, Any] = {
             "id": self.id,
             "object": "response",
             "created_at": self.created_at,
@@ -33,26 +32,31 @@ class ResponseObject:
             "background": False,
             "error": None,
             "incomplete_details": None,
+            "model": self.model,
+            "output": [],
+            "usage": None,
+        }
+        return answer | self._asked()
+
+    def _asked(self) -> dict[str, Any]:
+        """What the request asks for, with the defaults."""
+        request = self.request
+        reasoning = request.reasoning
+        text_format = request.text.format if request.text is not None else None
+        return {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": self.model,
-            "output": output or [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-            "store": request.store is not False,
+            "store": self.is_stored,
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": {
-                "format": {"type": "text"}
-                if text_format is None
-                else text_format.model_dump(by_alias=True, exclude_none=True)
-            },
+            "text": {"format": format_body(text_format)},
             "tool_choice": self._tool_choice(),
             "tools": [tool_body(tool) for tool in request.tools or ()],
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            "usage": None,
             "user": request.user,
         }
 
@@ -99,6 +103,12 @@ def content_part(block: AnswerBlock, is_empty: bool = False) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def format_body(text_format: TextFormat | None) -> dict[str, Any]:
+    if text_format is None:
+        return {"type": "text"}
+    return text_format.model_dump(by_alias=True, exclude_none=True)
 
 
 def tool_body(tool: FunctionTool) -> dict[str, Any]:

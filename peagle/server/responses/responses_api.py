@@ -76,10 +76,11 @@ class ResponsesApi:
         chat_request: AgentChatRequest,
     ) -> Response:
         chat_answer = await start_chat(request, backend, chat_request)
-        response = ResponseObject(parsed, parsed.model or backend.model_name)
+        is_stored = self.store is not None and parsed.store is not False
+        response = ResponseObject(parsed, parsed.model or backend.model_name, is_stored)
 
         def on_finished(body: dict[str, Any], blocks: list[AnswerBlock]) -> None:
-            if self.store is not None and parsed.store is not False:
+            if self.store is not None and is_stored:
                 salt = derive_salt(request.scope, parsed.cache_salt)
                 key_digest = request.scope.get(API_KEY_DIGEST, b"")
                 stored = store_response(key_digest, salt, body, messages, blocks)

@@ -52,7 +52,8 @@ class Conversation:
         content.append(text)
 
     def add_reasoning(self, text: str) -> None:
-        self._message("assistant").reasoning.append(text)
+        if text:
+            self._message("assistant").reasoning.append(text)
 
     def add_tool_call(self, call: ToolCall) -> None:
         self._message("assistant").tool_calls.append(call)

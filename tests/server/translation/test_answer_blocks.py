@@ -83,6 +83,7 @@ def test_the_blocks_of_an_answer_are_one_message() -> None:
     conversation.add_text("developer", "Be brief.")
     conversation.add_text("system", "Be kind.")
     conversation.add_text("user", "Hi")
+    conversation.add_reasoning("")  # Encrypted elsewhere: it makes no message.
     for block in run([Reasoning("hm"), Content("yes"), *CALLS])[0].blocks:
         conversation.add_block(block)
     conversation.add_tool_result("a", "1")
