@@ -5,12 +5,15 @@ READY := .venv/.ready
 VLLM := .venv-vllm
 DEPLOY := .venv-deploy
 LLAMACPP := .venv-llamacpp
-WORKERS ?= 2
+# Many tests wait for processes: three workers keep two cores busy.
+WORKERS ?= 3
+# The tests of a file run in one worker, so that its servers and targets are built once.
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DATA ?= ../shared/data/bench
 SEED ?= 0
 MINUTES ?= 3
 
-.PHONY: help demo test lint types test-slow test-abuse test-arm fuzz test-vllm test-deploy bench-vllm bench-llamacpp comparison clean
+.PHONY: help demo test pytest lint types test-slow test-abuse test-arm fuzz test-vllm test-deploy bench-vllm bench-llamacpp comparison clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -24,8 +27,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Pull the default pair, decode three prompts with every method, compare
 	$(BIN)/peagle demo
 
-test: lint types ## Lint, type-check and test
-	$(BIN)/pytest -n $(WORKERS)
+test: lint ## Lint, type-check and test
+	$(MAKE) --no-print-directory --jobs 2 types pytest
+
+pytest: $(READY)
+	$(PYTEST)
 
 lint: $(READY) ## Check style, formatting and layers
 	$(BIN)/ruff check .
@@ -36,7 +42,7 @@ types: $(READY) ## Check types
 	$(BIN)/mypy
 
 test-slow: $(READY) ## The long proof on the real target: 20 prompts x 128 tokens, every road
-	$(BIN)/pytest -m slow -n $(WORKERS)
+	$(PYTEST) -m slow
 
 test-abuse: $(READY) ## Hostile requests and programs against live servers (minutes)
 	$(BIN)/pytest -m abuse -n 1

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: tiny random targets, and the real default pair."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +10,15 @@ from peagle.loaded import LoadedPair, load
 from peagle.target import Target
 from tests.support.tiny_models import CONFIGS, make_target
 
-# Matrices are tiny and pytest runs two workers: a second thread only waits.
+# Matrices are tiny and pytest runs several workers: a second thread only waits.
 torch.set_num_threads(1)
+gc.disable()  # What imports create lives as long as the run.
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector skip the modules: it would visit each of their objects."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))

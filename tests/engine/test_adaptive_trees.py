@@ -73,25 +73,32 @@ def test_each_load_has_another_best_shape() -> None:
     assert Simulation(FixedPolicy(DraftShape(7, 31)), gpu, SHAPES).run(10, 64, GOOD) > 2
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["calibrated", "unknown costs"])
+LOADS: list[tuple[Cost, int, tuple[float, ...], float]] = [
+    (gpu, 1, GOOD, 0.4),
+    (gpu, 1, GOOD, 0.2),
+    (gpu, 1, BAD, 0.4),
+    (busy, 1, GOOD, 0.2),
+    (busy, 1, POOR, 0.4),
+    (gpu, 8, GOOD, 0.4),
+    (busy, 8, POOR, 0.2),
+    (gpu, 64, GOOD, 0.4),
+    (busy, 64, POOR, 0.4),
+    (busy, 64, BAD, 0.2),
+    (busy, 1, GOOD, 0.4),
+    (busy, 1, LONG, 0.4),
+    (gpu, 1, LONG, 0.3),
+    (gpu, 8, LONG, 0.4),
+    (busy, 8, LONG, 0.3),
+]
+
+
 @pytest.mark.parametrize(
-    "cost, batch, profile, width",
+    ("cost", "batch", "profile", "width", "known"),
     [
-        (gpu, 1, GOOD, 0.4),
-        (gpu, 1, GOOD, 0.2),
-        (gpu, 1, BAD, 0.4),
-        (busy, 1, GOOD, 0.2),
-        (busy, 1, POOR, 0.4),
-        (gpu, 8, GOOD, 0.4),
-        (busy, 8, POOR, 0.2),
-        (gpu, 64, GOOD, 0.4),
-        (busy, 64, POOR, 0.4),
-        (busy, 64, BAD, 0.2),
-        (busy, 1, GOOD, 0.4),
-        (busy, 1, LONG, 0.4),
-        (gpu, 1, LONG, 0.3),
-        (gpu, 8, LONG, 0.4),
-        (busy, 8, LONG, 0.3),
+        # Costs are known in every other one, and the other way round in `make test-slow`.
+        pytest.param(*load, known, marks=pytest.mark.slow if (i % 2 == 0) != known else [])
+        for i, load in enumerate(LOADS)
+        for known in (True, False)
     ],
 )
 def test_a_few_percent(cost: Cost, batch: int, profile, width: float, known: bool) -> None:
@@ -155,8 +162,15 @@ def test_a_drafter_that_knows_better_is_believed() -> None:
     assert best[1:] == [NO_DRAFT, chain(7)] and best[0] not in best[1:]
 
 
-@pytest.mark.parametrize(("users", "requests"), [(8, 128), (64, 512)])
-@pytest.mark.parametrize("cost", [gpu, busy])
+@pytest.mark.parametrize(
+    ("cost", "users", "requests"),
+    [
+        (gpu, 8, 128),
+        (busy, 8, 128),
+        (gpu, 64, 512),
+        pytest.param(busy, 64, 512, marks=pytest.mark.slow),
+    ],
+)
 def test_requests_that_come_and_go_cost_no_more_than_three_percent(
     cost: Cost, users: int, requests: int
 ) -> None:

@@ -115,8 +115,15 @@ def check_packed_experts(pair: LoadedPair) -> None:
 
 
 @pytest.mark.usefixtures("cpu_level")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3-moe", torch.float32),
+        ("gpt-oss", torch.bfloat16),
+        pytest.param("qwen3-moe", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_sixty_four_requests_equal_each_alone(name: str, dtype: torch.dtype) -> None:
     """In exact mode, and without it: the kernels compute every row by itself."""
     pair = mixture_pair(packable_mixture(name, dtype))

@@ -49,7 +49,7 @@ def test_it_reaches_the_policy(rung: str, nodes: int) -> None:
         EngineConfig(k=K, tree=nodes if nodes > K else 0, max_batch=1, kv_tokens=512, thread=False),
     )
     engine.loop.policy = policy = RecordingPolicy(engine.max_shape)
-    for prompt in prompts(8) * 2:
+    for prompt in prompts(5):
         engine.add(prompt, max_tokens=40, ignore_eos=True)
         engine.drain()
     known = [each for each in policy.recorded if each is not None]

@@ -4,6 +4,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -158,5 +159,10 @@ class Machine(RuleBasedStateMachine):
             assert steps == expected_steps(number, self.engine.method)[: len(steps)]
 
 
-Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+Machine.TestCase.settings = settings(max_examples=16, stateful_step_count=50, deadline=None)
 TestMachine = Machine.TestCase
+
+
+@pytest.mark.slow
+class TestMachineForLong(Machine.TestCase):
+    settings = settings(max_examples=120, stateful_step_count=60, deadline=None)

@@ -243,8 +243,13 @@ class Machine(RuleBasedStateMachine):
             assert all(right(each) for each in self.requests)
 
 
-Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=100, deadline=None)
+Machine.TestCase.settings = settings(max_examples=70, stateful_step_count=100, deadline=None)
 TestMachine = Machine.TestCase
+
+
+@pytest.mark.slow
+class TestMachineForLong(Machine.TestCase):
+    settings = settings(max_examples=500, stateful_step_count=100, deadline=None)
 
 
 @pytest.mark.parametrize(

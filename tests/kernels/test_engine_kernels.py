@@ -1,5 +1,7 @@
 """The engine's kernels against their references: in Triton's interpreter, and on CUDA."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -22,11 +24,16 @@ from tests.support.triton_interpreter import (
     run_interpreted_tests,
 )
 
+DECODE_ATTENTION = str(Path(__file__).with_name("test_decode_attention.py"))
+DECODE_ATTENTION_TESTS = 5
+
 
 @not_interpreted
 def test_in_the_interpreter() -> None:
-    done = run_interpreted_tests(__file__)
-    assert done.returncode == 0 and f"{len(CASES)} passed" in done.stdout, done.stdout + done.stderr
+    """This file and the tests of decode attention, in one process."""
+    done = run_interpreted_tests(__file__, DECODE_ATTENTION)
+    passed = f"{len(CASES) + DECODE_ATTENTION_TESTS} passed"
+    assert done.returncode == 0 and passed in done.stdout, done.stdout + done.stderr
     assert "skipped" not in done.stdout
 
 

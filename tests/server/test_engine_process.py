@@ -169,19 +169,19 @@ def test_kill_in_the_middle(folder: Path, control: Path) -> None:
     in_process(folder, test, max_batch=2)
 
 
-@pytest.mark.parametrize("failure", ["raise", "lose"])
-def test_failed_step(failure: str, folder: Path, control: Path) -> None:
+def test_failed_steps(folder: Path, control: Path) -> None:
     async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
-        control.write_text("slow 0.02")
-        running = asyncio.create_task(ask(client, code=503, **LONG))
-        await until(lambda: with_tokens(engines))
-        control.write_text(failure)
-        message = (await running)["error"]["message"]
-        assert "the engine stopped" in message and "CUDA" not in message
-        await until(lambda: not backend.is_healthy)
-        await ask(client, code=503)  # Nothing is accepted before the next process is ready.
-        await until(lambda: backend.is_healthy)
-        assert (await ask(client))["usage"]["completion_tokens"] == 8
+        for failure in ("raise", "lose"):
+            control.write_text("slow 0.02")
+            running = asyncio.create_task(ask(client, code=503, **LONG))
+            await until(lambda: with_tokens(engines))
+            control.write_text(failure)
+            message = (await running)["error"]["message"]
+            assert "the engine stopped" in message and "CUDA" not in message
+            await until(lambda: not backend.is_healthy)
+            await ask(client, code=503)  # Nothing is accepted before the next process is ready.
+            await until(lambda: backend.is_healthy)
+            assert (await ask(client))["usage"]["completion_tokens"] == 8
 
     in_process(folder, test)
 
@@ -269,7 +269,7 @@ def test_hung_step(folder: Path, control: Path) -> None:
         assert (await waiting)["usage"]["completion_tokens"] == 8
         assert backend.counts.restarts == 1
 
-    in_process(folder, test, step_timeout=1.5)
+    in_process(folder, test, step_timeout=3.0)
 
 
 def failure_of(settings: Any) -> str:
@@ -287,6 +287,7 @@ def failure_of(settings: Any) -> str:
     return reasons[0]
 
 
+@pytest.mark.slow  # test_live.py starts such a server from the command line.
 def test_a_pair_that_cannot_be_loaded(tmp_path: Path, control: Path) -> None:
     assert "nothing" in failure_of(replace(SETTINGS, pair=str(tmp_path / "nothing")))
 
@@ -359,6 +360,7 @@ def test_the_process_ends_with_its_front(folder: Path) -> None:
         asyncio.run(until(lambda: not child.exists(), 10))
 
 
+@pytest.mark.slow  # test_replicas.py and test_http_workers.py do so with more processes.
 def test_sigterm_leaves_no_process(folder: Path) -> None:
     with live_server(folder) as server:
         ready = next(line for line in server.log if line["event"] == "worker ready")

@@ -166,8 +166,15 @@ def test_metrics_are_vllms_and_some_of_the_gateway(live: Live) -> None:
         assert line in lines
 
 
-@pytest.mark.parametrize("trouble", ["die", "dead"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("trouble", "stream"),
+    [
+        ("die", False),
+        ("dead", True),
+        pytest.param("die", True, marks=pytest.mark.slow),
+        pytest.param("dead", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_request_that_ends_vllm_gets_an_error(trouble: str, stream: bool, tmp_path: Path) -> None:
     """No more requests are sent to a dead vLLM, until it is started again."""
     gateway = make_gateway(tmp_path, backoff=3.0)

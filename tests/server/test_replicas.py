@@ -155,6 +155,7 @@ def test_answers_and_statistics(live: tuple[Any, str, Path]) -> None:
     assert shown.status_code == 400 and "top_p" in shown.json()["error"]["message"]
 
 
+@pytest.mark.slow  # test_engine_process.py kills one of two replicas, too.
 def test_sigkill_under_load(live: tuple[Any, str, Path]) -> None:
     """Only streams of the killed replica fail, and it is restarted."""
     _, url, log = live

@@ -51,7 +51,7 @@ def small() -> LoadedPair:
             "init": "target",
             "aux_layer_ids": (0, 1, 2),
         }
-        train(make_run(target, some_config(data, folder / method, **options)))
+        train(make_run(target, some_config(data, folder / method, **options)), curves=False)
         drafters[method] = checkpoint.load(folder / method / "drafter", target, torch.float32)
     return pair_of(target, drafters)
 

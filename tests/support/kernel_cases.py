@@ -155,11 +155,12 @@ def check_attention(
     for start, count in zip(starts.tolist(), counts, strict=True):
         padding[start : start + count] = False
     padding = padding.to(device)
-    for splits in (None, 1, 3, 4):
+    for splits in (1, 3, 4) if device == "cuda" else (1, 3):
         result = paged_attention.paged_attention(*args, params, splits=splits)
         near(result, expected, 4)
         assert (result[padding] == 0).all()
     filled = paged_attention.paged_attention(*args, params, out=torch.full_like(expected, 7.0))
+    near(filled[~padding], expected[~padding], 4)
     assert (filled[padding] == 7).all()
 
 
@@ -273,11 +274,10 @@ def check_skinny_gemm(
     if skinny_gemm.supports_skinny_gemm(x, weight, gated=True):
         expected = swiglu.reference(skinny_gemm.reference(x, weight))
         near(skinny_gemm.gated_skinny_gemm(x, weight), expected, 8)
-    alone = torch.cat(
-        [skinny_gemm.skinny_gemm(x[i : i + 1], weight, extra) for i in range(rows)], -2
-    )
     if rows <= 16:
-        assert torch.equal(alone, result), "a row depends on its neighbors"
+        for i in {0, rows // 2, rows - 1}:
+            alone = skinny_gemm.skinny_gemm(x[i : i + 1], weight, extra)
+            assert torch.equal(alone, result[..., i : i + 1, :]), "a row depends on its neighbors"
 
 
 def check_skinny_gemm_8bit(
@@ -374,7 +374,7 @@ CASES: dict[str, Case] = {
     "attention, ragged": partial(
         check_attention, 6, 2, 24, [3, 0, 7, 1], [3, 5, 90, 65], max_rows=9, page_size=8
     ),
-    "attention, prefill": partial(check_attention, 6, 2, 16, [70, 40], [70, 100], page_size=64),
+    "attention, prefill": partial(check_attention, 6, 2, 16, [34, 20], [34, 80], page_size=64),
     "attention, window": partial(check_attention, 3, 1, 64, [5, 2, 30], [140, 2, 70], window=20),
     "attention, window of 1": partial(check_attention, 2, 1, 16, [4], [40], window=1),
     "attention, softcap": partial(check_attention, 4, 2, 16, [5, 2], [80, 2], softcap=0.7),

@@ -2,8 +2,15 @@
 
 from collections import Counter
 
-import numpy as np
-from scipy.stats import chisquare
+import torch
+
+
+def chi_square_p_value(observed: list[int], expected: list[float]) -> float:
+    """The probability of a chi-square statistic at least this large, if `expected` is right."""
+    counts, means = (torch.tensor(x, dtype=torch.float64) for x in (observed, expected))
+    statistic = ((counts - means) ** 2 / means).sum()
+    freedom = torch.tensor(len(observed) - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
 def p_value(counts: Counter, exact: dict[tuple[int, ...], float], runs: int) -> float:
@@ -20,4 +27,5 @@ def p_value(counts: Counter, exact: dict[tuple[int, ...], float], runs: int) -> 
     if rare_expected > 1e-6 * runs:
         observed.append(rare_observed)
         expected.append(rare_expected)
-    return float(chisquare(observed, np.array(expected) * sum(observed) / sum(expected)).pvalue)
+    factor = sum(observed) / sum(expected)
+    return chi_square_p_value(observed, [count * factor for count in expected])

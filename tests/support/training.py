@@ -2,10 +2,12 @@
 
 import json
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -103,10 +105,14 @@ def make_run(target: Target, config: TrainConfig, world: World = World()) -> Tra
     return Trainer(config, target, load_training_data(config, target), world)
 
 
-def train(trainer: Trainer, **more: float) -> list[dict]:
-    """Train to the end or for `stop_after` seconds; return the records of the journal."""
+def train(trainer: Trainer, curves: bool = True, **more: float) -> list[dict]:
+    """Train to the end or for `stop_after` seconds; return the records of the journal.
+
+    Without `curves`, no picture of them is drawn: that takes a second.
+    """
     journal = Journal(trainer.out, trainer.step, trainer.world.is_main)
-    trainer.train(journal, lambda *_: None, **more)
+    with nullcontext() if curves else patch("peagle.train.journal.draw_curves"):
+        trainer.train(journal, lambda *_: None, **more)
     return [asdict(record) for record in journal.records]
 
 
@@ -152,7 +158,7 @@ def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
     }
     settings |= {"init": "target", "save_every": 0} | (RUNGS[rung] if rung else {})
     trainer = make_run(target, some_config(data, out, **settings))
-    entries = train(trainer)
+    entries = train(trainer, curves=False)
     drafter = checkpoint.load(out / "drafter", target, torch.float32)
     for parameter in drafter.dependency.parameters() if drafter.dependency else ():
         parameter.data.mul_(5)  # A short training corrects little.

@@ -315,7 +315,7 @@ CASES = {
     "attention, trees": partial(check_tree_attention, 6, 2, 32),
     "attention, trees in a window": partial(check_tree_attention, 4, 4, 20, window=21),
     "attention, trees with sinks in a window": partial(
-        check_tree_attention, 6, 2, 32, window=30, sinks=True
+        check_tree_attention, 4, 2, 24, window=30, sinks=True
     ),
     "attention, both ways": partial(check_bidirectional_attention, 4),
 }

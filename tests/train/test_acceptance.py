@@ -91,9 +91,9 @@ KINDS = [("p-eagle", 0, ""), ("eagle3", 0, ""), *(("p-eagle", 48, rung) for rung
 @pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
 def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str, k: int):
     pair = trained(method, draft_vocab, rung)
-    loops = [loop(pair, prompt, k) for prompt in prompts(8)]
+    loops = [loop(pair, prompt, k) for prompt in prompts(5)]
     packed = packed_of(
-        [[(p, tokens_of(steps))] for p, steps in zip(prompts(8), loops, strict=True)]
+        [[(p, tokens_of(steps))] for p, steps in zip(prompts(5), loops, strict=True)]
     )
     max_k = 0 if pair.drafter.config.bidirectional else 5  # One pass at the largest K serves all.
     assert_equal_steps(replayed(pair, packed, k, max_k), loops)
