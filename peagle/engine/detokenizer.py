@@ -66,6 +66,7 @@ class Detokenizer:
         self.shown = 0  # Characters of the decoded window that were taken from it.
         self.held_back = ""  # Taken, but it may be the beginning of a stop string.
         self.stopped = False
+        self.stop_string: str | None = None  # The one that ended the answer.
         self.unsearched = min_tokens  # This many more tokens cannot end the answer.
 
     def push(self, tokens: Sequence[int]) -> DetokenizedText:
@@ -89,6 +90,7 @@ class Detokenizer:
         used = unsearched + self._tokens_until(end, tokens[unsearched:])
         self.held_back = ""
         self.stopped = True
+        self.stop_string = text[start:end]
         shown = text[: end if self.include_stop else start]
         return DetokenizedText(unsearched_text + shown, True, used)
 

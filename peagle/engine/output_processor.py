@@ -100,7 +100,8 @@ class OutputProcessor:
         state = self.states.pop(request.id)
         self.release_slot(state)
         self.metrics.finished[reason] += 1
-        state.stream.put(StreamPiece(None, reason=reason, error=error))
+        stop_string = state.detokenizer.stop_string
+        state.stream.put(StreamPiece(None, reason=reason, error=error, stop_string=stop_string))
 
     def _zero_pages(self, own_pages: list[int]) -> None:
         """Overwrite pages that may hold NaN, and the page of rows that are not stored likewise."""

@@ -33,6 +33,7 @@ class StreamPiece:
     logprobs: tuple[TokenLogprob, ...] = ()
     reason: FinishReason | None = None
     error: str | None = None
+    stop_string: str | None = None  # The one that ended the answer, with reason "stop".
 
 
 class RequestFailed(UserError):

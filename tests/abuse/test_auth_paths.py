@@ -72,7 +72,9 @@ HEADERS = (
     "authorization: Bearer secret secret",
     "authorization: Bearer wrong\r\nauthorization: Bearer secret",
     "proxy-authorization: Bearer secret",
-    "x-api-key: secret",
+    "x-api-key: secrets",
+    "x-api-key: Bearer secret",
+    "x-api-key:",
     "api-key: secret",
     "cookie: authorization=Bearer secret",
     "x-original-url: /health",
@@ -148,7 +150,9 @@ def test_methods(guarded: LiveServer, method: str) -> None:
     assert reply.statuses[0] in (400, 401) and not reply.lists_models
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations", "/tokenize"]
+)
 def test_a_body_is_not_read_without_the_key(guarded: LiveServer, path: str) -> None:
     """The answer comes before the body: nobody can fill the memory without a key."""
     reply = request(guarded, path, "host: 127.0.0.1\r\ncontent-length: 20000000", "POST")

@@ -38,6 +38,28 @@ WRONG_BODIES = {
     "choices": (TEXT, repeated('{"prompt": "a", "guided_choice": [', "1", "]}", 2 * MB)),
     "messages": (CHAT, repeated('{"messages": [', "1", "]}", 2 * MB)),
     "parts": (CHAT, repeated('{"messages": [{"role": "user", "content": [', "1", "]}]}", 2 * MB)),
+    "items": ("/v1/responses", repeated('{"input": [', "1", "]}", 2 * MB)),
+    "short items": (
+        "/v1/responses",
+        repeated('{"input": [', '{"role":"user","content":"a"}', "]}", 8 * MB),
+    ),
+    "metadata": (
+        "/v1/responses",
+        json.dumps({"input": "a", "metadata": {f"a{i}": i for i in range(200_000)}}).encode(),
+    ),
+    "blocks": (
+        "/v1/messages",
+        repeated('{"max_tokens":1,"messages":[{"role":"user","content":[', "1", "]}]}", 2 * MB),
+    ),
+    "long texts": (
+        "/v1/messages",
+        repeated(
+            '{"max_tokens":1,"messages":[',
+            '{"role":"user","content":"' + "a" * 6000 + '"}',
+            "]}",
+            24 * MB,
+        ),
+    ),
     "ids": ("/detokenize", repeated('{"tokens": [', '"a"', "]}", 4 * MB)),
     "bias": (
         TEXT,

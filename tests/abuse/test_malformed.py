@@ -26,7 +26,7 @@ BODIES = (
 
 
 def test_malformed_bodies(server: LiveServer) -> None:
-    for path in (CHAT, TEXT):
+    for path in (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
         for body in BODIES:
             headers = {"content-type": "application/json"}
             reply = httpx.post(server.url + path, content=body, headers=headers, timeout=30)

@@ -135,8 +135,10 @@ def test_a_stop_string_ends_the_answer_wherever_the_steps_end(
         if "nope" not in stop
         else (len(TEXT),) * 2
     )
-    text, used, stopped = stream(Detokenizer(token_decoder(BYTES), stop), blocks(tokens, sizes))
+    detokenizer = Detokenizer(token_decoder(BYTES), stop)
+    text, used, stopped = stream(detokenizer, blocks(tokens, sizes))
     assert (text, stopped) == (TEXT[:start], "nope" not in stop)
+    assert detokenizer.stop_string == (TEXT[start:end] if stopped else None)
     assert (
         stream(Detokenizer(token_decoder(BYTES), stop, include_stop=True), blocks(tokens, sizes))[0]
         == TEXT[:end]

@@ -88,6 +88,34 @@ def test_requests_are_checked_and_relayed(live: Live) -> None:
     assert gateway.in_flight == 0
 
 
+def test_responses_and_messages_are_relayed(live: Live) -> None:
+    """Their streams end with events of their own, also where vLLM dies."""
+    _, url, _ = live
+    body = post(url, "x", "/v1/responses", input="hi", tools=[]).json()["body"]
+    assert body.pop("cache_salt") and body == {"prompt": "x", "input": "hi", "tools": []}
+    body = post(url, "x", "/v1/messages", max_tokens=3).json()["body"]
+    assert body == {"prompt": "x", "max_tokens": 3}  # vLLM knows no salt there.
+    assert post(url, "x", "/v1/messages/count_tokens").json()["body"] == {"prompt": "x"}
+    for path, last in (("/v1/messages", "message_stop"), ("/v1/responses", "response.completed")):
+        reply = post(url, "hello", path, stream=True)
+        assert reply.text.endswith(f'event: {last}\ndata: {{"type": "{last}"}}\n\n')
+    reply = httpx.get(f"{url}/v1/responses/resp_1", headers={"x-api-key": "key"})
+    assert reply.status_code == 404 and "vllm" in reply.json()["error"]["message"]
+    refused = post(url, "x", "/v1/messages", model="other")
+    assert refused.status_code == 404 and refused.json()["type"] == "error"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_relayed_stream_that_breaks_ends_with_an_error_event(live: Live, path: str) -> None:
+    _, url, _ = live
+    reply = post(url, "mid", path, stream=True, max_tokens=9)
+    name, data = reply.text.removesuffix("\n\n").rpartition("\n\n")[2].split("\n")
+    error = json.loads(data.removeprefix("data: "))
+    assert name == "event: error" and error["type"] == "error"
+    message = error["error"]["message"] if path == "/v1/messages" else error["message"]
+    assert "the engine stopped" in message
+
+
 def test_vllm_gets_a_salt_instead_of_the_key(tmp_path: Path) -> None:
     """Each key and each `cache_salt` of a client has its own; without both there is none."""
 

@@ -316,7 +316,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "other type": ({"tools": [{"type": "web_search"}]}, "web_search", "tools"),
     "no function": ({"tools": [{"type": "function"}]}, "function", "tools"),
     "bad name": ({"tools": [tool("a b")]}, "pattern", "tools.0.function.name"),
-    "long name": ({"tools": [tool("a" * 65)]}, "pattern", "tools.0.function.name"),
+    "long name": ({"tools": [tool("a" * 129)]}, "pattern", "tools.0.function.name"),
     "twice": ({"tools": [GOOD, GOOD]}, "twice", "tools"),
     "many": ({"tools": [tool(f"f{i}") for i in range(513)]}, "512", "tools"),
     "parameters": ({"tools": [tool("f", [1])]}, "dictionary", "tools.0.function.parameters"),  # type: ignore[arg-type]

@@ -51,6 +51,11 @@ vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",model_name="fake"} 
 vllm:e2e_request_latency_seconds_count{engine="0",model_name="fake"} 3.0
 vllm:e2e_request_latency_seconds_sum{engine="0",model_name="fake"} 4.5
 """
+# How the streams of an endpoint end, with vLLM.
+LAST_EVENTS = {
+    "/v1/messages": b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+    "/v1/responses": b'event: response.completed\ndata: {"type": "response.completed"}\n\n',
+}
 TOO_LONG = {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}
 
 
@@ -103,13 +108,16 @@ class FailingVllm:
         elif prompt.startswith("bad"):
             await reply_json(send, 400, {"error": TOO_LONG})
         elif body.get("stream"):
-            await self.stream(prompt, int(body.get("max_tokens", 5)), receive, send)
+            last_event = LAST_EVENTS.get(scope["path"], b"data: [DONE]\n\n")
+            await self.stream(prompt, int(body.get("max_tokens", 5)), receive, send, last_event)
         else:
             if prompt.startswith("slow"):
                 await self.unless_disconnected(prompt, receive, asyncio.sleep(30))
             await reply_json(send, 200, {"body": body, "pid": os.getpid()})
 
-    async def stream(self, prompt: str, count: int, receive: Any, send: Any) -> None:
+    async def stream(
+        self, prompt: str, count: int, receive: Any, send: Any, last_event: bytes
+    ) -> None:
         await start(send, 200, b"text/event-stream")
 
         async def send_events() -> None:
@@ -125,7 +133,7 @@ class FailingVllm:
                     os.kill(os.getpid(), signal.SIGKILL)
                 await send_part(send, event)
                 await asyncio.sleep(0.03 if prompt.startswith(("slow", "half", "mid")) else 0)
-            await send_part(send, b"data: [DONE]\n\n", more=False)
+            await send_part(send, last_event, more=False)
 
         await self.unless_disconnected(prompt, receive, send_events())
 

@@ -48,7 +48,12 @@ class FrontRequest:
         if stopped:
             reason = "stop"
         if reason is not None:
-            end = StreamPiece(None, reason=reason, error=output.error)  # type: ignore[arg-type]
+            end = StreamPiece(
+                None,
+                reason=reason,  # type: ignore[arg-type]
+                error=output.error,
+                stop_string=self.detokenizer.stop_string,
+            )
             self.stream.put(end)
         return stopped
 

@@ -25,7 +25,11 @@ from peagle.server.http.schema import (
     MAX_NAME_CHARS,
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
+    MessageRequest,
+    RequestModel,
+    ResponseRequest,
     TokenizeRequest,
 )
 from peagle.server.http.sse import ClientDisconnected
@@ -36,6 +40,18 @@ CONTENT_SECURITY_POLICY = (
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 STARTED = int(time.time())  # Unix time; the `created` field of the models
+
+
+# Path, name of the handler, and body.
+POST_ROUTES: tuple[tuple[str, str, type[RequestModel]], ...] = (
+    ("/v1/chat/completions", "chat", ChatRequest),
+    ("/v1/completions", "complete", CompletionRequest),
+    ("/v1/responses", "create_response", ResponseRequest),
+    ("/v1/messages", "create_message", MessageRequest),
+    ("/v1/messages/count_tokens", "count_tokens", CountTokensRequest),
+    ("/tokenize", "tokenize", TokenizeRequest),
+    ("/detokenize", "detokenize", DetokenizeRequest),
+)
 
 
 def build_app(backend: Backend, on_failure: Callable[[str], None] = lambda reason: None) -> ASGIApp:
@@ -67,18 +83,13 @@ def build_app(backend: Backend, on_failure: Callable[[str], None] = lambda reaso
     max_bytes = max(MIN_BODY_BUDGET, MAX_LARGE_BODIES * backend.settings.max_body_bytes)
     budget = BodyBudget(backend.settings.share_of_front(max_bytes))
     add_routes(app, backend.route_handlers, budget)
-    add_body_schemas(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
+    add_body_schemas(app, tuple(schema for _, _, schema in POST_ROUTES))
     guarded = Origins(Auth(app, backend.settings.api_keys), backend.settings)
     return RequestLog(guarded, backend.drain, backend.response_counts)
 
 
 def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler], budget: BodyBudget) -> None:
-    for path, name, schema in (
-        ("/v1/chat/completions", "chat", ChatRequest),
-        ("/v1/completions", "complete", CompletionRequest),
-        ("/tokenize", "tokenize", TokenizeRequest),
-        ("/detokenize", "detokenize", DetokenizeRequest),
-    ):
+    for path, name, schema in POST_ROUTES:
         endpoint = with_body(handlers[name], budget)
         body = describe_body(schema)
         app.post(path, name=name, openapi_extra=body, responses=ERROR_RESPONSES)(endpoint)
@@ -88,6 +99,14 @@ def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler], budget: BodyB
         openapi_extra=describe_body(ChatRequest, CompletionRequest),
         responses=ERROR_RESPONSES,
     )(with_body(invocation_handler(handlers), budget, any_content_type=True))
+    for method, name in (("GET", "retrieve_response"), ("DELETE", "delete_response")):
+        app.add_api_route(
+            "/v1/responses/{response_id}",
+            without_body(handlers[name]),
+            methods=[method],
+            name=name,
+            responses=ERROR_RESPONSES,
+        )
     for path in ("/health", "/ping"):
         app.get(path, name=path[1:], responses={503: ERROR_RESPONSES[503]})(health)
         app.post(path, include_in_schema=False)(health)
@@ -111,6 +130,13 @@ def with_body(
         return await handler(request, body)
 
     return read
+
+
+def without_body(handler: RouteHandler) -> Callable[[Request], Awaitable[Response]]:
+    async def call(request: Request) -> Response:
+        return await handler(request, {})
+
+    return call
 
 
 def invocation_handler(handlers: Mapping[str, RouteHandler]) -> RouteHandler:

@@ -1,4 +1,7 @@
-"""API keys: bearer tokens, compared in constant time. Health, metrics and the page need no key."""
+"""API keys, compared in constant time. Health, metrics and the page need no key.
+
+A key is sent as OpenAI's clients do, Authorization: Bearer KEY, or as Anthropic's, x-api-key: KEY.
+"""
 
 import hashlib
 import hmac
@@ -27,23 +30,35 @@ class Auth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self.digests and not is_public(scope["path"]):
-            header = Headers(scope=scope).get("authorization", "")
-            key_digest = self._accept(header)
+            given_keys = keys_of(Headers(scope=scope))
+            key_digest = self._accept(given_keys)
             if key_digest is None:
-                problem = "the API key is wrong" if header else "the API key is missing"
-                error = ApiError(401, f"{problem}: send Authorization: Bearer KEY")
-                await error.response(scope, receive, send)
+                problem = "the API key is wrong" if given_keys else "the API key is missing"
+                error = ApiError(401, f"{problem}: send Authorization: Bearer KEY, or x-api-key")
+                await error.response(scope["path"])(scope, receive, send)
                 return
             scope[API_KEY_DIGEST] = key_digest
         await self.app(scope, receive, send)
 
-    def _accept(self, header: str) -> bytes | None:
-        """Return the digest of the key in the Authorization header; None: it is not a valid one."""
-        scheme, _, key = header.partition(" ")
-        given = digest(key.strip() if scheme.lower() == "bearer" else "")
-        # Compare with every key, so that the time does not depend on which one matches.
-        matches = [hmac.compare_digest(given, known) for known in self.digests]
-        return given if any(matches) else None
+    def _accept(self, given_keys: Sequence[str]) -> bytes | None:
+        """Return the digest of the first valid key; None: there is none."""
+        for given in map(digest, given_keys):
+            # Compare with every key, so that the time does not depend on which one matches.
+            matches = [hmac.compare_digest(given, known) for known in self.digests]
+            if any(matches):
+                return given
+        return None
+
+
+def keys_of(headers: Headers) -> list[str]:
+    """The keys that a request was sent with; "" for an Authorization of another scheme."""
+    keys = []
+    if authorization := headers.get("authorization", ""):
+        scheme, _, key = authorization.partition(" ")
+        keys.append(key.strip() if scheme.lower() == "bearer" else "")
+    if key := headers.get("x-api-key", "").strip():
+        keys.append(key)
+    return keys
 
 
 def is_public(path: str) -> bool:

@@ -25,7 +25,7 @@ class Backend(Protocol):
 
     @property
     def route_handlers(self) -> Mapping[str, RouteHandler]:
-        """Handlers of chat, complete, tokenize and detokenize, by these names."""
+        """The handlers by the names in http/app.py."""
 
     @property
     def is_healthy(self) -> bool: ...

@@ -149,7 +149,7 @@ def respond_and_close(protocol: Any, error: ApiError) -> None:
 
 def raw_response(error: ApiError) -> bytes:
     """Return the bytes of a response after which the connection is closed."""
-    response = error.response
+    response = error.response()
     response.headers["connection"] = "close"
     lines = [
         b"HTTP/1.1 %d %s" % (error.status, REASONS[error.status].encode()),

@@ -1,4 +1,7 @@
-"""Errors as clients see them: OpenAI's layout, one sentence, never a traceback."""
+"""Errors as clients see them: one sentence, never a traceback.
+
+The layout is OpenAI's; on the paths of Anthropic's API it is Anthropic's.
+"""
 
 from typing import Any
 
@@ -18,6 +21,17 @@ ERROR_TYPES = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH = "/v1/messages"  # and below
+ANTHROPIC_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
 }
 MAX_FIELD_CHARS = 256  # Names of fields may come from the client.
@@ -48,11 +62,22 @@ class ApiError(Exception):
         }
 
     @property
-    def response(self) -> JSONResponse:
+    def anthropic_body(self) -> dict[str, Any]:
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        error_type = ANTHROPIC_ERROR_TYPES.get(self.status, default)
+        return {"type": "error", "error": {"type": error_type, "message": self.message}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The response to a request; `path` decides on the layout."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers)
+        body = self.anthropic_body if is_anthropic(path) else self.body
+        return JSONResponse(body, self.status, headers)
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def engine_stopped() -> ApiError:
@@ -80,14 +105,14 @@ def is_field(part: int | str) -> bool:
     )
 
 
-async def on_api_error(_: Request, error: Exception) -> JSONResponse:
+async def on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    return error.response
+    return error.response(request.url.path)
 
 
-async def on_error(_: Request, __: Exception) -> JSONResponse:
+async def on_error(request: Request, _: Exception) -> JSONResponse:
     """Hide the details of an unexpected error; they are in the log."""
-    return ApiError(500, INTERNAL_ERROR).response
+    return ApiError(500, INTERNAL_ERROR).response(request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -96,6 +121,6 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     route = f"{request.method} {request.url.path}"
     messages = {404: f"there is no {route}", 405: f"{route}: this method is not allowed"}
     message = messages.get(error.status_code) or str(error.detail)
-    response = ApiError(error.status_code, message).response
+    response = ApiError(error.status_code, message).response(request.url.path)
     response.headers.update(error.headers or {})
     return response

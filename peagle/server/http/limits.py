@@ -195,7 +195,12 @@ async def validate_body(request: Request, model: type[M], body: dict[str, Any]) 
 
 
 def validate(model: type[M], body: dict[str, Any]) -> M:
+    """Check the body of an endpoint that has the fields of the completions API."""
     refuse_unsupported(body)
+    return parse_model(model, body)
+
+
+def parse_model(model: type[M], body: dict[str, Any]) -> M:
     try:
         request = model.model_validate(body)
     except ValidationError as error:

@@ -139,7 +139,8 @@ class RequestLog:
                 "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
             )
             if not status:
-                await ApiError(500, INTERNAL_ERROR).response(scope, receive, send_with_headers)
+                response = ApiError(500, INTERNAL_ERROR).response(scope["path"])
+                await response(scope, receive, send_with_headers)
         return status
 
 

@@ -32,7 +32,7 @@ class Origins:
             headers = Headers(scope=scope)
             if problem := self.find_problem(headers.get("origin"), headers.get("host", "")):
                 error = ApiError(403, f"{problem}: set --api-key, or --allow-origin")
-                await error.response(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

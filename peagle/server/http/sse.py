@@ -25,6 +25,16 @@ def encode_event(data: dict[str, Any]) -> bytes:
     return b"data: " + encode_json(data) + b"\n\n"
 
 
+def encode_typed_event(data: dict[str, Any]) -> bytes:
+    """An event whose name is its type, as in the Responses API and in Anthropic's."""
+    return b"event: " + data["type"].encode() + b"\n" + encode_event(data)
+
+
+def encode_error(error: ApiError) -> bytes:
+    """The end of a stream of chunks that fails."""
+    return encode_event(error.body) + DONE_EVENT
+
+
 class ClientDisconnected(Exception):
     """The client closed the connection before its answer was complete."""
 
@@ -32,20 +42,25 @@ class ClientDisconnected(Exception):
 class EventStream(Response):
     """Send events until they end, the client disconnects, or the time limit is reached.
 
-    `events` end with DONE_EVENT. If they raise an error, the client gets it as an event, and then
-    DONE_EVENT. `close` is called in any case.
+    If the events raise an error, the client gets what `encode_error` makes of it. `close` is called
+    in any case.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]], limit: float
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], Awaitable[None]],
+        limit: float,
+        encode_error: Callable[[ApiError], bytes] = encode_error,
     ) -> None:
         """`limit` is the time limit of the answer in seconds; 0 means no limit."""
         super().__init__(headers=STREAM_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self.events = events
         self.close = close
+        self.encode_error = encode_error
         self.limit = limit + READ_GRACE_SECONDS if limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,14 +98,14 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             request_log_fields(scope)["error"] = error.message
-            return encode_event(error.body) + DONE_EVENT
+            return self.encode_error(error)
         except OSError:
             raise
         except Exception as error:
             log_event(
                 "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
             )
-            return encode_event(ApiError(500, INTERNAL_ERROR).body) + DONE_EVENT
+            return self.encode_error(ApiError(500, INTERNAL_ERROR))
         return b""
 
 

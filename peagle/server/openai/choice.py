@@ -55,6 +55,7 @@ class Choice:
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     logprobs: "list[TokenLogprob]" = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str | None = None  # The stop string that ended the answer.
     first_token: float = 0.0  # Monotonic seconds; 0: there is no token yet.
     last_token: float = 0.0
 
@@ -66,6 +67,7 @@ class Choice:
         self.text += piece.text
         self.logprobs += piece.logprobs
         self.finish_reason = piece.reason
+        self.stop_string = piece.stop_string
         if piece.step is not None:
             if not self.tokens and self.stream is not None:
                 self.cached_tokens = self.stream.cached_tokens or 0

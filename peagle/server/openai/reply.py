@@ -140,20 +140,24 @@ class ChunkStream:
         return chunk | self._metrics() if last else chunk
 
     def _trace(self, piece: "StreamPiece") -> dict[str, Any]:
-        """The field `peagle` of a chunk: what this step drafted and accepted."""
-        step = piece.step
-        if not self.trace or step is None:
-            return {}
-        texts = self.answer.backend.engines.require_text().texts
-        return {
-            "peagle": {
-                "accepted": min(step.accepted, len(step.tokens)),
-                "drafted": step.drafted,
-                "tokens": len(step.tokens),
-                "k": self.answer.slot.k,
-                "texts": [texts.text(token) for token in step.tokens],
-            }
-        }
+        """The field `peagle` of a chunk."""
+        trace = step_trace(self.answer, piece) if self.trace else None
+        return {} if trace is None else {"peagle": trace}
 
     def _metrics(self) -> dict[str, Any]:
         return {"metrics": {"speculative_decoding": speculative_metrics(self.answer.choices)}}
+
+
+def step_trace(answer: Answer, piece: "StreamPiece") -> dict[str, Any] | None:
+    """The field `peagle` of an event: what a step drafted; None: the piece has no tokens."""
+    step = piece.step
+    if step is None:
+        return None
+    texts = answer.backend.engines.require_text().texts
+    return {
+        "accepted": min(step.accepted, len(step.tokens)),
+        "drafted": step.drafted,
+        "tokens": len(step.tokens),
+        "k": answer.slot.k,
+        "texts": [texts.text(token) for token in step.tokens],
+    }

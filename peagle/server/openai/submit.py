@@ -48,7 +48,7 @@ async def submit(
         raise ApiError(400, f"{requests} answers at once: the queue holds {max_queue}")
     async with backend.engines.slot(key) as slot:
         for ids in prompts:
-            check_prompt(slot, ids, body.max_new_tokens)
+            check_prompt(slot, ids, None if body.ends_with_context else body.max_new_tokens)
         grammar = await compile_grammar(backend, body, rules)
         prompt_logprobs = await score_prompts(backend, slot, body, prompts)
         choices: list[Choice] = []
@@ -97,8 +97,9 @@ def generation_params(
     cache_salt: str,
 ) -> GenerationParams:
     """The request for the engine, with OpenAI's defaults. `room`: tokens left in the context."""
+    max_tokens = room if body.max_new_tokens is None else body.max_new_tokens
     return GenerationParams(
-        max_tokens=room if body.max_new_tokens is None else body.max_new_tokens,
+        max_tokens=min(max_tokens, room) if body.ends_with_context else max_tokens,
         min_tokens=body.min_tokens or 0,
         sampling=sampling_params(body),
         stop=body.stop_strings,

@@ -28,10 +28,14 @@ from peagle.server.vllm.vllm_process import VllmProcess
 RELAYED_PATHS = {
     "chat": "/v1/chat/completions",
     "complete": "/v1/completions",
+    "create_response": "/v1/responses",
+    "create_message": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
-SALTED_PATHS = ("/v1/chat/completions", "/v1/completions")
+# vLLM's /v1/messages knows no salt.
+SALTED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 class Gateway:
@@ -51,7 +55,8 @@ class Gateway:
 
     @property
     def route_handlers(self) -> Mapping[str, RouteHandler]:
-        return {name: self._relay_handler(path) for name, path in RELAYED_PATHS.items()}
+        relayed = {name: self._relay_handler(path) for name, path in RELAYED_PATHS.items()}
+        return relayed | {"retrieve_response": not_stored, "delete_response": not_stored}
 
     @property
     def is_healthy(self) -> bool:
@@ -106,7 +111,7 @@ class Gateway:
             if path in SALTED_PATHS:
                 body = with_salt(request.scope, body)
             if self.settings.log_prompts:
-                prompt = body.get("messages") or body.get("prompt")
+                prompt = body.get("messages") or body.get("prompt") or body.get("input")
                 request_log_fields(request.scope)["prompt"] = prompt
             return await cancel_on_disconnect(request, self._relay.send(request, path, body))
 
@@ -121,3 +126,7 @@ class Gateway:
             message = f"{self.in_flight} requests are running: try again later"
             raise ApiError(429, message, retry_after=1)
         return body
+
+
+async def not_stored(_: Request, __: dict[str, Any]) -> Response:
+    raise ApiError(404, "responses are not stored with engine vllm: keep them in the client")

@@ -7,7 +7,7 @@ with an error event.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -16,16 +16,24 @@ from fastapi import Request, Response
 from starlette.types import Scope
 
 from peagle.server.http.drain import Drain
-from peagle.server.http.errors import ApiError, engine_stopped
+from peagle.server.http.errors import ApiError, engine_stopped, is_anthropic
 from peagle.server.http.limits import body_bytes, run_for_size
 from peagle.server.http.logs import request_id, request_log_fields
-from peagle.server.http.sse import DONE_EVENT, EventStream
+from peagle.server.http.sse import DONE_EVENT, EventStream, encode_error, encode_typed_event
 from peagle.server.vllm.vllm_process import VllmProcess
 
 T = TypeVar("T")
 # vLLM ends its answers like this, with status 200, when one of its engines goes down.
 ABORT_MARK = b'"finish_reason":"abort"'
 ERROR_EVENT_START = b'data: {"error"'
+# The last event of a complete stream begins like this, or is DONE_EVENT.
+LAST_EVENTS = (
+    b"event: message_stop\n",
+    b"event: response.completed\n",
+    b"event: response.incomplete\n",
+    b"event: response.failed\n",
+    b"event: error\n",
+)
 RELAYED_HEADERS = ("content-type", "retry-after")
 
 
@@ -43,7 +51,9 @@ class Relay:
         try:
             await relayed.open()
             if relayed.body is None:
-                return EventStream(relayed.events(), relayed.close, self.timeout)
+                return EventStream(
+                    relayed.events(), relayed.close, self.timeout, stream_errors(path)
+                )
         except BaseException:
             await relayed.close()
             raise
@@ -58,6 +68,23 @@ def encode_json(body: dict[str, Any]) -> bytes:
     the one that was checked.
     """
     return json.dumps(body, ensure_ascii=False).encode()
+
+
+def stream_errors(path: str) -> Callable[[ApiError], bytes]:
+    """How a stream of this path reports that it fails."""
+    if is_anthropic(path):
+        return lambda error: encode_typed_event(error.anthropic_body)
+    if path != "/v1/responses":
+        return encode_error
+    return lambda error: encode_typed_event(
+        {"type": "error", "code": "server_error", "message": error.message, "param": None}
+    )
+
+
+def ends_stream(data: bytes) -> bool:
+    """Whether these events are the last ones of a complete stream."""
+    last = data.removesuffix(b"\n\n").rpartition(b"\n\n")[2] + b"\n\n"
+    return last == DONE_EVENT or last.startswith(LAST_EVENTS)
 
 
 class RelayedRequest:
@@ -107,7 +134,7 @@ class RelayedRequest:
         while data:
             if ABORT_MARK in data:
                 raise engine_stopped()
-            is_complete = data.endswith(DONE_EVENT)
+            is_complete = ends_stream(data)
             yield data
             try:
                 data = await self._with_deadline(self._next_events())

@@ -1,7 +1,7 @@
 """Request bodies, as Pydantic models: one file for each endpoint, and for what they share."""
 
 from peagle.server.http.schema.base import MAX_LOGIT_BIAS, MAX_NAME_CHARS, RequestModel
-from peagle.server.http.schema.chat_request import ChatRequest
+from peagle.server.http.schema.chat_request import AgentChatRequest, ChatRequest
 from peagle.server.http.schema.completion_request import CompletionRequest
 from peagle.server.http.schema.generation_request import (
     Extension,
@@ -10,6 +10,8 @@ from peagle.server.http.schema.generation_request import (
     StructuredOutputs,
 )
 from peagle.server.http.schema.message import Message
+from peagle.server.http.schema.message_request import CountTokensRequest, MessageRequest
+from peagle.server.http.schema.response_request import ResponseRequest
 from peagle.server.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
 from peagle.server.http.schema.tool_fields import NamedToolChoice, ToolField
 from peagle.server.http.schema.unsupported import refuse_unsupported
@@ -17,15 +19,19 @@ from peagle.server.http.schema.unsupported import refuse_unsupported
 __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_NAME_CHARS",
+    "AgentChatRequest",
     "ChatRequest",
     "CompletionRequest",
+    "CountTokensRequest",
     "DetokenizeRequest",
     "Extension",
     "GenerationRequest",
     "Message",
+    "MessageRequest",
     "NamedToolChoice",
     "RequestModel",
     "ResponseFormat",
+    "ResponseRequest",
     "StructuredOutputs",
     "TokenizeRequest",
     "ToolField",

@@ -70,3 +70,9 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
         check_tools(self.tools or [], self.tool_choice)
+
+
+class AgentChatRequest(ChatRequest):
+    """A chat request that stands for one of an API whose clients ask for very long answers."""
+
+    ends_with_context = True

@@ -1,6 +1,6 @@
 """The fields that chat and completion requests share."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints, WrapValidator
 
@@ -67,6 +67,9 @@ class Extension(RequestModel):
 
 class GenerationRequest(RequestModel):
     """The fields that chat and completion requests share."""
+
+    # Whether an answer that may not fit the context is refused, or ends where the context does.
+    ends_with_context: ClassVar[bool] = False
 
     model: Name | None = None
     temperature: float | None = Field(None, ge=0)

@@ -100,11 +100,16 @@ Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES
 
 
 def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
-    """The arguments of a call as an object; a text that is no JSON object stays a text."""
+    """The arguments of a call as an object; a text that is no JSON object stays a text.
+
+    So does one with an escaped half of a surrogate pair, which no tokenizer encodes.
+    """
     if not isinstance(arguments, str):
         return arguments or {}
     try:
         parsed = json.loads(arguments)
+        if "\\u" in arguments:
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments

@@ -12,7 +12,8 @@ from peagle.server.http.schema.base import Items, RequestModel, TypeName
 MAX_TOOLS = 512
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+# As long as Anthropic allows; OpenAI allows 64 characters.
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionField(RequestModel):
