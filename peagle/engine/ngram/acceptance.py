@@ -2,29 +2,30 @@
 
 Every step of a request shows what its n-gram draft would have accepted, whether it was verified or
 not: the lookup is nearly free, and the emitted tokens tell. Two rates describe a draft: that its
-first token is accepted, which depends on the length of the match, and that each later one is, given
-those before. Both follow all requests slowly, and the request itself fast.
+first token is accepted, and that each later one is, given those before. Both depend on the length
+of the match, follow all requests slowly, and the request itself fast.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peagle.draft_shape import MAX_NGRAM
+from peagle.draft_shape import MAX_NGRAM, MIN_NGRAM
 
 # Weight that evidence keeps from one step to the next.
 REQUEST_DECAY = 0.9
 SHARED_DECAY = 0.995
-# What the shared rates count for beside the evidence of a request, in drafts.
+# What the shared rates count for beside the evidence of a request, in expected drafts.
 SHARED_WEIGHT = 3.0
-# Prior rates and their weight in drafts. The longer the match, the likelier its continuation.
-PRIOR_LATER_RATE = 0.75
+# The weight of the prior rates, in drafts.
 PRIOR_WEIGHT = 4.0
+# The most that a request may exceed the shared rates, and the highest rate.
+MAX_RATIO = 1.2
 MAX_RATE = 0.98
 
 
-def prior_first_rate(match_length: int) -> float:
-    """From 0.3 for two tokens to 0.8 for eight."""
-    return 0.3 + 0.5 * (match_length - 2) / (MAX_NGRAM - 2)
+def prior_rate(match_length: int, shortest: float, longest: float) -> float:
+    """The longer the match, the likelier its continuation."""
+    return shortest + (longest - shortest) * (match_length - MIN_NGRAM) / (MAX_NGRAM - MIN_NGRAM)
 
 
 @dataclass(slots=True)
@@ -38,22 +39,36 @@ class Evidence:
         self.accepted = self.accepted * decay + accepted
         self.baseline = self.baseline * decay + baseline
 
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.baseline
+
+    @property
+    def ratio(self) -> float:
+        """Accepted drafts of a request, relative to what the shared rates expect."""
+        ratio = (self.accepted + SHARED_WEIGHT) / (self.baseline + SHARED_WEIGHT)
+        return min(ratio, MAX_RATIO)
+
 
 @dataclass(slots=True)
 class NgramRecord:
-    """The n-gram drafts of one request so far."""
+    """The n-gram drafts of one request so far; the baselines are what shared rates expect."""
 
-    first: Evidence = field(default_factory=Evidence)  # baseline: the shared rates
-    later: Evidence = field(default_factory=Evidence)  # baseline: drafts that were tried
+    first: Evidence = field(default_factory=Evidence)
+    later: Evidence = field(default_factory=Evidence)
 
 
 class NgramAcceptance:
+    """The shared rates, by match length: drafts that were accepted of those that were tried."""
+
     def __init__(self) -> None:
-        self.first = {
-            n: Evidence(prior_first_rate(n) * PRIOR_WEIGHT, PRIOR_WEIGHT)
-            for n in range(1, MAX_NGRAM + 1)
-        }
-        self.later = Evidence(PRIOR_LATER_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT)
+        lengths = range(MIN_NGRAM, MAX_NGRAM + 1)
+        self.first = {n: self._prior(prior_rate(n, 0.3, 0.8)) for n in lengths}
+        self.later = {n: self._prior(prior_rate(n, 0.5, 0.85)) for n in lengths}
+
+    @staticmethod
+    def _prior(rate: float) -> Evidence:
+        return Evidence(rate * PRIOR_WEIGHT, PRIOR_WEIGHT)
 
     def observe(
         self, record: NgramRecord, match_length: int, drafts: Sequence[int], emitted: Sequence[int]
@@ -66,26 +81,23 @@ class NgramAcceptance:
             return
         decided = min(len(drafts), len(emitted))
         agreeing = next((i for i in range(decided) if drafts[i] != emitted[i]), decided)
-        first = 1 if agreeing else 0
-        shared = self.first[match_length]
-        record.first.add(REQUEST_DECAY, first, shared.accepted / shared.baseline)
-        shared.add(SHARED_DECAY, first, 1)
-        if agreeing:
-            tried = min(agreeing + 1, decided) - 1
-            record.later.add(REQUEST_DECAY, agreeing - 1, tried)
-            self.later.add(SHARED_DECAY, agreeing - 1, tried)
+        first = min(agreeing, 1)
+        tried_later = max(0, min(agreeing + 1, decided) - 1) if first else 0
+        shared_first = self.first[match_length]
+        shared_later = self.later[match_length]
+        record.first.add(REQUEST_DECAY, first, shared_first.rate)
+        shared_first.add(SHARED_DECAY, first, 1)
+        if tried_later:
+            later = agreeing - 1
+            record.later.add(REQUEST_DECAY, later, tried_later * shared_later.rate)
+            shared_later.add(SHARED_DECAY, later, tried_later)
 
     def rates(self, record: NgramRecord, match_length: int) -> tuple[float, float]:
         """The acceptance rates of the first draft and of each later one, given those before."""
         if not match_length:
             return 0.0, 0.0
-        shared = self.first[match_length]
-        own = (record.first.accepted + SHARED_WEIGHT) / (record.first.baseline + SHARED_WEIGHT)
-        first = own * shared.accepted / shared.baseline
-        shared_later = self.later.accepted / self.later.baseline
-        later = (record.later.accepted + SHARED_WEIGHT * shared_later) / (
-            record.later.baseline + SHARED_WEIGHT
-        )
+        first = record.first.ratio * self.first[match_length].rate
+        later = record.later.ratio * self.later[match_length].rate
         return min(first, MAX_RATE), min(later, MAX_RATE)
 
 

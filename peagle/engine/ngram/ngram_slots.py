@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.draft_shape import DraftShape
+from peagle.engine.ngram.graft import graft_branch
 from peagle.engine.ngram.host_lookup import find_ngrams_on_host
 from peagle.engine.ngram.lookup import find_ngrams
+from peagle.kernels.triton.build_tree import DraftTrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,16 @@ class NgramSlots:
         self.drafts[index] = drafts
         self.used[index] = lengths >= self.min_match[index]
 
-    def write_chain(self, index: Tensor, chain: Tensor) -> None:
-        """Put the n-gram drafts into the chains [slots, K] of the slots that use them."""
-        drafts = self.drafts[index, : chain.shape[1]]
-        chain[index] = torch.where(self.used[index][:, None], drafts, chain[index])
+    def write_drafts(self, index: Tensor, trees: DraftTrees, shape: DraftShape) -> None:
+        """Put the n-gram drafts of the slots that use them in place of chains, and into trees.
+
+        `shape`: what the drafter has drafted.
+        """
+        drafts = self.drafts[index]
+        used = self.used[index]
+        trees.chain[index] = torch.where(used[:, None], drafts, trees.chain[index])
+        if not shape.is_chain:
+            graft_branch(trees, index, drafts, used, shape)
 
     def read(self, slots: list[int]) -> list[NgramDraft]:
         """The proposals for these slots; this waits for the device."""

@@ -30,6 +30,9 @@ MARGIN = 1.15
 CHAIN_LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 # The cost of a row relative to a step without drafts, as long as no cost is known.
 PRIOR_ROW_COST = 0.04
+# Costs that were not measured are estimated from others, and taken for this much less, so that such
+# lengths are tried.
+OPTIMISM = 0.85
 # A cost that was not measured in so many n-gram steps is estimated anew.
 MAX_COST_AGE = 150
 
@@ -125,6 +128,8 @@ class NgramPolicy:
     def _seconds(self, batch: int, k: int) -> float:
         """The cost of a step that verifies k n-gram drafts: measured, or estimated."""
         seconds = self.costs.seconds(batch, k)
+        if seconds is not None and not self.costs.sample_count(batch, k):
+            seconds *= OPTIMISM
         policy = self.adaptive
         if seconds is None and policy is not None:
             seconds = policy.costs.seconds(batch, k)

@@ -155,7 +155,7 @@ class PrefillRunner:
         if slots.ngram is not None:
             slots.ngram.append(index, inputs.end - 1, newest[:, None])
             slots.ngram.look_up(index, inputs.end)
-            slots.ngram.write_chain(index, slots.trees.chain)
+            slots.ngram.write_drafts(index, slots.trees, draft_shape)
         return pack_step_output(tokens, consumed.top_logits, torch.zeros_like(newest))
 
     def _draft(

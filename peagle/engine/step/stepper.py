@@ -251,7 +251,7 @@ class Stepper:
             )
             draft_confidence = self.drafter.draft(block, draft_shape, index, self.slots.trees)
         if ngram is not None:
-            ngram.write_chain(index, self.slots.trees.chain)
+            ngram.write_drafts(index, self.slots.trees, draft_shape)
         return AcceptOutput(path.packed, path.flat_rows, draft_confidence)
 
     def _accept(

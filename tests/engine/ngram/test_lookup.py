@@ -4,6 +4,8 @@ import random
 
 import torch
 
+from peagle.draft_shape import DraftShape
+from peagle.engine.kv.slots import empty_trees
 from peagle.engine.ngram.host_lookup import find_ngrams_on_host
 from peagle.engine.ngram.lookup import find_ngrams
 from peagle.engine.ngram.ngram_slots import NgramSlots
@@ -39,9 +41,9 @@ def test_slots_use_matches_that_are_long_enough() -> None:
     index = torch.tensor([0, 2])
     slots.append(index, torch.tensor([4, 5]), torch.tensor([[9, 1], [7, 1]]))  # of which one stays
     slots.look_up(index, torch.tensor([5, 6]))
-    chain = torch.zeros(3, 2, dtype=torch.long)
-    slots.write_chain(index, chain)
-    assert chain.tolist() == [[0, 0], [0, 0], [8, 5]]
+    trees = empty_trees(3, DraftShape(2, 2), torch.device("cpu"))
+    slots.write_drafts(index, trees, DraftShape(2, 2))
+    assert trees.chain.tolist() == [[0, 0], [0, 0], [8, 5]]
     first, second = slots.read([0, 2])
     assert (first.match_length, first.used) == (0, False)
     assert (second.match_length, second.used, second.drafts) == (3, True, [8, 5])
