@@ -22,6 +22,7 @@ from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
 from peagle.engine.model.exactness import exact_multiple
 from peagle.engine.model.expert_load import ExpertLoad
+from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.policy import NgramPolicy
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
@@ -415,7 +416,7 @@ class Engine:
     def _ngram_policy(self, policy: DraftPolicy) -> NgramPolicy | None:
         """On a CPU the host sees matches before it chooses a chain."""
         ngram_slots = self._stepper.slots.ngram
-        if ngram_slots is None or self._on_gpu or not self.max_shape.is_chain:
+        if not isinstance(ngram_slots, HostNgramSlots) or not self.max_shape.is_chain:
             return None
         has_drafter = self._stepper.drafter is not None
         ngram_slots.skips_drafter = has_drafter

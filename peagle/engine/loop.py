@@ -22,6 +22,7 @@ from peagle.engine.batch import (
 from peagle.engine.in_flight import InFlightPass
 from peagle.engine.kv.slots import PageTableUpdate
 from peagle.engine.metrics import Metrics
+from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.ngram_step import NgramStep
 from peagle.engine.ngram.policy import NgramPolicy
 from peagle.engine.output_processor import OutputProcessor
@@ -81,7 +82,7 @@ class EngineLoop:
         self.lookahead = 1 if stepper.slots.device.type == "cuda" else 0
         self.step_hook: Callable[[StepRecord], None] | None = None
         # The drafter may read further ahead than the target.
-        self._step_rows = max(max_shape.nodes + 1, 2 * max_shape.k)
+        self._step_rows = max(max_shape.nodes + 1, max_shape.k + drafter_shape.k)
         # The sampler of the last batch, with the ids of its requests.
         self._sampler_cache: tuple[tuple[str, ...], Sampler | None] = ((), None)
         self._last_read = 0.0
@@ -341,7 +342,7 @@ class EngineLoop:
     def _start_ngram_step(self, entries: list[BatchEntry]) -> NgramStep | None:
         """Tell the stepper which matches are long enough; returns what this step verifies."""
         ngram_slots = self.stepper.slots.ngram
-        if self.ngram is None or ngram_slots is None:
+        if self.ngram is None or not isinstance(ngram_slots, HostNgramSlots):
             return None
         states = [entry.state for entry in entries]
         records = [state.ngram_record for state in states]
@@ -357,7 +358,7 @@ class EngineLoop:
     def _read_ngrams(self, entries: list[BatchEntry]) -> None:
         """Learn which requests have n-gram drafts for the next step."""
         ngram_slots = self.stepper.slots.ngram
-        if self.ngram is None or ngram_slots is None:
+        if self.ngram is None or not isinstance(ngram_slots, HostNgramSlots):
             return
         drafts = ngram_slots.read([entry.slot for entry in entries])
         for entry, draft in zip(entries, drafts, strict=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.ngram.acceptance import NgramRecord
-from peagle.engine.ngram.ngram_slots import NgramDraft
+from peagle.engine.ngram.ngram_draft import NgramDraft
 from peagle.engine.sampling.grammar_masks import GrammarState
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.stream import Stream

@@ -1,34 +1,13 @@
-"""The lookup of peagle/engine/ngram/lookup.py on a CPU, in numpy.
+"""The lookup of peagle/engine/ngram/lookup.py for one request on a CPU, in numpy.
 
 A fixed number of operations over all positions suits a GPU. Here only the positions that still
 match are compared, usually a few, and the call of an operation takes longer than its work.
 """
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from peagle.draft_shape import MAX_NGRAM, MIN_NGRAM
-from peagle.engine.ngram.lookup import NgramMatches
-
-
-def find_ngrams_on_host(
-    tokens: Tensor, slots: list[int], newest: list[int], k: int
-) -> NgramMatches:
-    """`find_ngrams` for the rows `slots` of tokens [S, W]; newest: the position of the last one."""
-    rows = tokens.numpy()
-    lengths: list[int] = []
-    drafts = np.empty((len(slots), k), np.int64)
-    for i, (slot, position) in enumerate(zip(slots, newest, strict=True)):
-        row = rows[slot, : position + 1]
-        length, end = longest_match(row)
-        lengths.append(length)
-        following = row[end + 1 :]
-        if len(following) < k:
-            following = np.resize(following, k)  # Repeats it.
-        drafts[i] = following[:k]
-    return NgramMatches(torch.tensor(lengths, dtype=torch.int32), torch.from_numpy(drafts))
 
 
 def longest_match(row: NDArray[np.int32]) -> tuple[int, int]:
@@ -51,3 +30,9 @@ def longest_match(row: NDArray[np.int32]) -> tuple[int, int]:
         ends = ends[ends >= length]
         ends = ends[row[ends - length] == row[last - length]]
     return found, end
+
+
+def continuation(row: NDArray[np.int32], end: int, k: int) -> NDArray[np.int32]:
+    """The k tokens behind position `end`; where the row ends, they start again."""
+    following = row[end + 1 : end + 1 + k]
+    return following if len(following) == k else np.resize(following, k)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from peagle.engine.ngram.acceptance import NgramRecord
-from peagle.engine.ngram.ngram_slots import NgramDraft
+from peagle.engine.ngram.ngram_draft import NgramDraft
 from peagle.engine.policy.accepted import AcceptedCounts
 
 

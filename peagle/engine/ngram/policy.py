@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from peagle.draft_shape import MAX_NGRAM, MIN_NGRAM, NO_DRAFT, DraftShape
 from peagle.engine.ngram.acceptance import NgramAcceptance, NgramRecord, expected_tokens
-from peagle.engine.ngram.ngram_slots import NgramDraft
+from peagle.engine.ngram.ngram_draft import NgramDraft
 from peagle.engine.ngram.ngram_step import NgramStep
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.draft_policy import DraftChoice, DraftPolicy

@@ -24,6 +24,7 @@ from peagle.engine.model.expert_load import ExpertLoad, last_expert_load
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
+from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
 from peagle.engine.schedule.request import Request
@@ -131,7 +132,7 @@ class Stepper:
     def write_tokens(self, slot: int, request: Request) -> None:
         """Keep the tokens of a request that enters this slot, where prompt lookup needs them."""
         if self.slots.ngram is not None:
-            self.slots.ngram.write_prompt(slot, self.slots.upload(request.tokens, np.int32))
+            self.slots.ngram.write_prompt(slot, request.tokens)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class Stepper:
         if ngram is not None:
             ngram.append(index, first, path.packed[:, : verify_shape.k + 1])
             ngram.look_up(index, self.slots.lengths[index])
-            if ngram.skips_drafter and ngram.used[index].all():
+            if isinstance(ngram, HostNgramSlots) and ngram.skips(index):
                 draft_shape = NO_DRAFT  # The drafter only brings its KV cache up to date.
         draft_confidence = None
         if self.drafter is not None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from peagle.engine import Engine, EngineConfig
+from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.errors import UserError
 from peagle.grammar import Grammar
 from tests.support.decoding import tokens_of
@@ -66,12 +67,12 @@ def test_the_drafter_goes_on_where_ngrams_end() -> None:
     ids, settings = requests(ignore_eos=True)[0]
     engine = engine_of(small(), "p-eagle", 3, ngram=True, max_batch=1)
     ngrams = engine._stepper.slots.ngram
-    assert ngrams is not None
+    assert isinstance(ngrams, HostNgramSlots)
     stream = engine.add(ids, **settings)
     while engine.metrics.steps < 3:
         engine.step()
     engine.loop.ngram = None  # From now on the drafter drafts.
-    ngrams.min_match.fill_(99)
+    ngrams.min_match = [99] * len(ngrams.min_match)
     ngrams.skips_drafter = False
     engine.drain()
     steps = steps_of(stream)

@@ -4,7 +4,7 @@ import pytest
 
 from peagle.draft_shape import MAX_NGRAM, DraftShape
 from peagle.engine.ngram.acceptance import NgramAcceptance, NgramRecord, expected_tokens
-from peagle.engine.ngram.ngram_slots import NgramDraft
+from peagle.engine.ngram.ngram_draft import NgramDraft
 from peagle.engine.ngram.ngram_step import NgramStep
 from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH, NgramPolicy
 from peagle.engine.policy.accepted import AcceptedCounts
