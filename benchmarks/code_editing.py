@@ -72,7 +72,7 @@ class CpuTime:
 
 def editing_prompts(path: Path) -> list[str]:
     """Ask for the test function of each problem again, with one of three changes."""
-    prompts = []
+    prompts: list[str] = []
     for line in path.read_text().splitlines():
         problem = json.loads(line)
         found = re.search(r"def check\(candidate\):.*", problem["test"], re.DOTALL)

@@ -63,8 +63,9 @@ class DecodeSlots:
 
     def keep_tokens(self, min_match: int) -> None:
         """Keep the tokens of every request, for prompt lookup (engine/ngram/ngram_slots.py)."""
-        positions = self.tables.shape[1] * self.page_size
         rows, k = self.trees.chain.shape
+        # A step at the end of a request writes its tokens behind the last position.
+        positions = self.tables.shape[1] * self.page_size + k + 1
         if self.device.type == "cpu":
             self.ngram = HostNgramSlots(rows, k, positions, min_match)
         else:
