@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peagle.bench.environment import (
     describe_drafter,
@@ -66,7 +66,7 @@ def native_session(
     command: BenchCommand, tasks: TasksBySet, loaded: LoadedPair, warn: Warn
 ) -> Session:
     methods = command.settings.methods or ("none", *sorted(loaded.pair.drafters))
-    drafters = {
+    drafters: dict[str, Any] = {
         method: describe_drafter(loaded, method) for method in methods if method in DRAFTER_METHODS
     }
     for method, drafter in drafters.items():

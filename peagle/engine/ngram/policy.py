@@ -26,8 +26,8 @@ from peagle.engine.policy.step_costs import StepCosts
 DEFAULT_MIN_MATCH = 5
 # N-gram drafts must be expected to be this much faster: where text repeats itself, the drafter
 # accepts more than on average too.
-MARGIN = 1.15
-CHAIN_LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)
+MARGIN = 1.05
+CHAIN_LENGTHS = (0, 3, 7, 11, 15)
 # The cost of a row relative to a step without drafts, as long as no cost is known.
 PRIOR_ROW_COST = 0.04
 # Costs that were not measured are estimated from others, and taken for this much less, so that such
