@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args
 
 from peagle.errors import UserError, did_you_mean
 
-Method = Literal["none", "eagle3", "p-eagle"]
+Method = Literal["none", "ngram", "eagle3", "p-eagle"]
 METHODS: tuple[Method, ...] = get_args(Method)
+DRAFTER_METHODS: tuple[Method, ...] = ("eagle3", "p-eagle")  # those with a trained drafter
 CheckpointFormat = Literal["peagle", "vllm", "speculators"]  # formats of a drafter checkpoint
 CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 

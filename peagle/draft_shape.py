@@ -27,6 +27,11 @@ CANDIDATES_PER_DEPTH = 16
 MAX_ADAPTIVE_K = 7  # Default limit of K in adaptive drafting.
 # The same limit for a parallel drafter on a GPU, where extra draft rows are nearly free.
 MAX_ADAPTIVE_K_PARALLEL = 11
+# Prompt lookup: the fewest and the most tokens that are matched (peagle/reference/ngram.py).
+MIN_NGRAM = 2
+MAX_NGRAM = 8
+# The same limit of K for drafts by prompt lookup, which cost no drafter pass.
+MAX_ADAPTIVE_K_NGRAM = 15
 # One bit per row in a signed 64-bit mask: the nodes, the newest token, and the sign bit.
 MAX_TREE_NODES = 62
 
@@ -72,6 +77,10 @@ def check_tree_support(method: str | None, exact: bool | None) -> None:
     """Raise unless this method and this mode can draft trees. None: not known yet."""
     if method == "none":
         raise UserError("nothing is drafted with `method` none: leave out `tree`")
+    if method == "ngram":
+        raise UserError(
+            "ngram drafts one continuation: trees need a p-eagle drafter. Leave out `tree`"
+        )
     if method == "eagle3":
         raise UserError(
             "eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out `tree`"

@@ -11,8 +11,8 @@ from typing import Any
 
 from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.catalog.pair import DrafterSource, Pair
-from peagle.core import Generation, Method, Sampling, Step, check_k, parse_method
-from peagle.draft_shape import check_tree_nodes
+from peagle.core import DRAFTER_METHODS, Generation, Method, Sampling, Step, check_k, parse_method
+from peagle.draft_shape import MAX_ADAPTIVE_K_NGRAM, check_tree_nodes
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
 from peagle.engine import Engine, EngineConfig
@@ -35,6 +35,7 @@ class EngineKey:
     method: Method
     k: int | str  # a number, or auto
     tree: int
+    ngram: bool | None
     exact: bool | None
     int8: bool
     kv_tokens: int
@@ -44,6 +45,7 @@ class EngineKey:
             method=self.method,
             k=self.k or 1,
             tree=self.tree,
+            ngram=self.ngram,
             max_batch=1,
             kv_tokens=self.kv_tokens,
             exact=self.exact,
@@ -74,6 +76,7 @@ class LoadedPair(ModelPair):
         exact: bool | None = None,
         int8: bool = False,
         tree: int = 0,
+        ngram: bool | None = None,
         on_text: Callable[[str], None] | None = None,
         grammar: Grammar | None = None,
         **sampling: Any,
@@ -83,6 +86,7 @@ class LoadedPair(ModelPair):
         `k`: drafted tokens per step; None: the pair's own, on a CPU adaptive drafting.
         `exact`: bit-equal with and without drafts, in any dtype; None: where necessary and
         supported. `int8`: in 8 bits, on a CPU. `tree`: nodes of a draft tree; 0: a chain.
+        `ngram`: n-gram drafts beside the drafter's; None: on a CPU if K is not given.
         `sampling`: the fields of `core.Sampling`.
         """
         parsed_method = parse_method(method or self.pair.method)
@@ -91,9 +95,16 @@ class LoadedPair(ModelPair):
         check_tree_nodes(tree, (k,), parsed_method, exact)
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
-        positions = min(len(ids) + max_tokens, self.target.context) + max(2 * k, 2 * tree)
+        positions = min(len(ids) + max_tokens, self.target.context)
+        positions += 2 * max(k, tree, MAX_ADAPTIVE_K_NGRAM)
         key = EngineKey(
-            parsed_method, "auto" if adaptive else k, tree, exact, int8, engine_tokens(positions)
+            parsed_method,
+            "auto" if adaptive else k,
+            tree,
+            ngram,
+            exact,
+            int8,
+            engine_tokens(positions),
         )
         compiled = self.grammars.compile(grammar) if grammar is not None else None
         with self._engine(key) as engine:
@@ -125,7 +136,7 @@ class LoadedPair(ModelPair):
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "weights": engine.weights,
             "exact": engine.exact,
-            "trained": key.method == "none" or self.drafter(key.method).config.trained,
+            "trained": key.method not in DRAFTER_METHODS or self.drafter(key.method).config.trained,
         }
 
     def _drafts_adaptively(self, method: Method, tree: int) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peagle.bench.environment import (
     describe_drafter,
@@ -15,6 +15,7 @@ from peagle.bench.load.jobs import LoadJob, make_jobs
 from peagle.bench.load.profile import fit_lengths, parse_profile
 from peagle.bench.session import Session, jobs_digest
 from peagle.bench.settings import BenchSettings
+from peagle.core import DRAFTER_METHODS
 from peagle.data.bench import Task, read_sets
 from peagle.loaded import LoadedPair
 from peagle.results.resume import result_path
@@ -65,7 +66,9 @@ def native_session(
     command: BenchCommand, tasks: TasksBySet, loaded: LoadedPair, warn: Warn
 ) -> Session:
     methods = command.settings.methods or ("none", *sorted(loaded.pair.drafters))
-    drafters = {method: describe_drafter(loaded, method) for method in methods if method != "none"}
+    drafters: dict[str, Any] = {
+        method: describe_drafter(loaded, method) for method in methods if method in DRAFTER_METHODS
+    }
     for method, drafter in drafters.items():
         if not drafter["trained"]:
             warn(f"the {method} drafter of this pair is untrained: its drafts are noise")

@@ -9,7 +9,7 @@ from peagle.results.key import CHAINS_ONLY, CellKey, cell_keys
 
 MAX_CONCURRENCY = 4096
 MAX_CLIENTS = 256
-NAMED_IF_CHANGED = ("tree", "clients")  # newer settings
+NAMED_IF_CHANGED = ("tree", "clients", "ngram")  # newer settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class BenchSettings:
     warmup: int = 16  # tokens of each user's warm-up answer
     tree: tuple[int, ...] = CHAINS_ONLY  # nodes
     clients: int = 1  # processes that load an endpoint
+    ngram: bool | None = None  # n-gram drafts beside a drafter's; None: the engine decides
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens >= 1, "must be 1 or more")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from peagle.core import Method
+from peagle.core import DRAFTER_METHODS, Method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.gc_tuning import freeze_live_objects
 from peagle.engine.model.expert_load import ExpertLoad
@@ -132,6 +132,7 @@ def build_engine(
         method=method,
         k=k,
         tree=tree,
+        ngram=None if method == "ngram" else False,  # A cell measures the drafter's shapes.
         max_batch=concurrency,
         context=pair.target.fit_context(2 * length),
         kv_tokens=concurrency * (length + 64),
@@ -213,7 +214,7 @@ def weight_bytes(pair: ModelPair, method: Method, k: int, load: ExpertLoad | Non
     """
     layer_bytes = module_bytes(pair.target.layers) if load is None else load.layer_bytes
     target_bytes = layer_bytes + table_bytes(pair.target.head_table)
-    if method == "none":
+    if method not in DRAFTER_METHODS:
         return target_bytes
     drafter = pair.drafter(method)
     passes = 1 if method == "p-eagle" or not k else k

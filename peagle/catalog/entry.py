@@ -18,7 +18,7 @@ from peagle.catalog.fields import (
 )
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource, Wheels
 from peagle.catalog.production import Memory, Production
-from peagle.core import CHECKPOINT_FORMATS, METHODS, Method, parse_method
+from peagle.core import CHECKPOINT_FORMATS, DRAFTER_METHODS, Method, parse_method
 from peagle.errors import UserError, did_you_mean
 
 PAIR_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
@@ -53,7 +53,7 @@ def parse_pair(name: str, entry: Mapping[str, Any], root: Path, source: str) -> 
         )
     drafters = parse_drafters(values.get("drafters", {}), root, source)
     method = parse_entry_method(values.get("method", next(iter(drafters), "none")), source)
-    if method != "none" and method not in drafters:
+    if method in DRAFTER_METHODS and method not in drafters:
         raise UserError(
             f"{source}: method is {method!r}, but there is no [drafters.{method}]: add it"
         )
@@ -71,7 +71,7 @@ def parse_pair(name: str, entry: Mapping[str, Any], root: Path, source: str) -> 
 
 
 def parse_drafters(table: Any, root: Path, source: str) -> dict[Method, DrafterSource]:
-    entries = read_fields(table, dict.fromkeys(METHODS, dict), f"{source}: [drafters]")
+    entries = read_fields(table, dict.fromkeys(DRAFTER_METHODS, dict), f"{source}: [drafters]")
     return {
         parse_entry_method(name, source): parse_drafter(entry, root, f"{source}: [drafters.{name}]")
         for name, entry in entries.items()
@@ -211,7 +211,7 @@ def parse_memory(entry: Any, location: str) -> Memory:
 
 def check_depth(pair: Pair, source: str) -> None:
     """Refuse a K beyond the depth in the drafter's training."""
-    depth = pair.drafters[pair.method].depth if pair.method != "none" else None
+    depth = pair.drafters[pair.method].depth if pair.method in DRAFTER_METHODS else None
     for k in (pair.k, *pair.production.k.values()):
         if depth is not None and k > depth:
             raise UserError(

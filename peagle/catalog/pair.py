@@ -86,6 +86,6 @@ class Pair:
             available = ", ".join(self.drafters) or "no drafter at all"
             raise UserError(
                 f"pair {self.name!r} has no {method} drafter (it has {available}):"
-                " give one with `drafter`, or use `method` none"
+                " give one with `drafter`, or use `method` ngram or none"
             )
         return self.drafters[method]

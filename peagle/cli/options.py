@@ -9,7 +9,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 Method = Annotated[
     str | None,
     typer.Option(
-        "--method", help="none, eagle3 or p-eagle. Default: the pair's.", show_default=False
+        "--method", help="none, ngram, eagle3 or p-eagle. Default: the pair's.", show_default=False
     ),
 ]
 K = Annotated[
@@ -23,6 +23,15 @@ K = Annotated[
 ]
 Tree = Annotated[
     int, typer.Option("--tree", help="Draft trees with this many nodes and depth K; 0: chains.")
+]
+Ngram = Annotated[
+    bool | None,
+    typer.Option(
+        "--ngram/--no-ngram",
+        help="N-gram drafts beside the drafter's, where text repeats itself."
+        " Default: on a CPU, with adaptive drafting of chains.",
+        show_default=False,
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Maximum length of the answer.")]
 Drafter = Annotated[

@@ -7,7 +7,7 @@ from peagle.catalog import find_pair
 from peagle.catalog.catalog import is_gguf_file
 from peagle.catalog.entry import HUB_ID
 from peagle.catalog.pair import DrafterSource, Pair
-from peagle.core import Method, check_k, parse_method
+from peagle.core import DRAFTER_METHODS, Method, check_k, parse_method
 from peagle.deploy.options import DeployOptions
 from peagle.deploy.spec import DRAFTER_MOUNT, TARGET_MOUNT, Deployment
 from peagle.deploy.version import RAY_VLLM, TESTED_VLLM, choose_version, samples_incorrectly
@@ -102,7 +102,7 @@ def choose_drafter(pair: Pair, options: DeployOptions, context: int | None) -> D
 def default_drafter(pair: Pair, context: int | None, method: Method | None) -> DrafterChoice:
     """The pair's own drafter of the requested method, else of the pair's method."""
     method = method or pair.method
-    if method == "none":
+    if method not in DRAFTER_METHODS:
         raise UserError(
             "a deployment needs a drafter: give one with `drafter`, a hub id or a folder"
         )

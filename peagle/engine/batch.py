@@ -17,6 +17,11 @@ class BatchEntry:
     state: RequestState
     slot: int
 
+    @property
+    def uses_ngram(self) -> bool:
+        """Whether the drafts of the next step come from prompt lookup; the host knows on a CPU."""
+        return self.state.ngram is not None and self.state.ngram.used
+
 
 def grammar_masks(entries: Sequence[BatchEntry]) -> GrammarMasks | None:
     """The masks of the requests with a grammar or a thinking part; None if there are none."""

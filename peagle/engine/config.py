@@ -9,9 +9,10 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    method: str | None = None  # none, eagle3 or p-eagle; None: the pair's own
+    method: str | None = None  # none, ngram, eagle3 or p-eagle; None: the pair's own
     k: int | str = "auto"  # drafted tokens per step; auto: adaptive drafting
     tree: int | None = None  # nodes of a draft tree, see below
+    ngram: bool | None = None  # n-gram drafts beside those of the drafter, see below
     max_batch: int = 64  # requests that decode at the same time
     context: int | None = None  # tokens of a prompt and its answer; None: the target's context
     kv_tokens: int | None = None  # positions in the KV cache, all requests together
@@ -28,6 +29,10 @@ class EngineConfig:
     up to this many nodes. 0: chains only. None: chains, and with adaptive drafting on a GPU trees
     of up to 31 nodes. Adaptive drafting uses K up to 7, or up to 11 with a parallel drafter on a
     GPU.
+
+    `ngram`: where the text of a request repeats itself, the continuation of the repeated part is
+    verified instead of the drafter's chain, and as a branch of its tree. None: with adaptive
+    drafting of chains on a CPU.
 
     `exact`: every request gets its own pass, bit-equal with and without drafts. None: exact unless
     the dtype is float32 or the target does not support it.

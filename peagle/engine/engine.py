@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from peagle.catalog import DEFAULT_PAIR
-from peagle.core import Method, Sampling, parse_method
+from peagle.core import DRAFTER_METHODS, Method, Sampling, parse_method
 from peagle.draft_shape import DraftShape
-from peagle.drafter import Drafter
 from peagle.engine.admission import Admission, RequestOptions
 from peagle.engine.config import EngineConfig
 from peagle.engine.device import DeviceLost, is_device_lost
@@ -23,6 +22,8 @@ from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
 from peagle.engine.model.exactness import exact_multiple, shares_prefixes
 from peagle.engine.model.expert_load import ExpertLoad
+from peagle.engine.ngram.host_slots import HostNgramSlots
+from peagle.engine.ngram.policy import NgramPolicy
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.candidates import candidate_shapes
 from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
@@ -35,6 +36,8 @@ from peagle.engine.sizing import (
     engine_context,
     max_draft_shape,
     scheduler_config,
+    uses_ngrams,
+    verified_shape,
 )
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
@@ -55,12 +58,20 @@ class Engine:
         self.pair = pair
         self.target = pair.target
         self.method: Method = parse_method(config.method or pair.pair.method)
-        drafter = None if self.method == "none" else pair.drafter(self.method)
-        self.max_shape = max_draft_shape(config, pair, drafter)
+        drafter = pair.drafter(self.method) if self.method in DRAFTER_METHODS else None
+        # The largest draft of the drafter, and of any kind.
+        self.drafter_shape = self.max_shape = max_draft_shape(config, pair, drafter)
+        self.ngram = uses_ngrams(config, self.method, pair)
+        if self.ngram:
+            self.max_shape = verified_shape(config, self.method, self.drafter_shape, self._on_gpu)
+            if self.method == "ngram" and self._on_gpu:
+                self.drafter_shape = self.max_shape  # Every step has n-gram drafts there.
         if config.int8:
             check_int8(self.target, self.max_shape)
         self.context = engine_context(config, self.target)
-        self._stepper = build_stepper(config, pair, drafter, self.max_shape, self.context)
+        self._stepper = build_stepper(
+            config, pair, drafter, self.max_shape, self.context, self.ngram
+        )
         if config.int8:
             self._stepper.quantize()
         self.weights = "int8" if config.int8 else self._stepper.weights
@@ -71,13 +82,16 @@ class Engine:
             scheduler_config(config, pair, self.max_shape, self.context, self.exact),
         )
         self._admission = Admission(pair, self._prompt_rules())
+        policy = self._policy()
         self.loop = EngineLoop(  # Internal: only the engine's own tests look inside.
             self._stepper,
             self._scheduler,
-            self._policy(drafter),
+            policy,
             self.max_shape,
+            self.drafter_shape,
             self.exact,
             config.cuda_graphs and self._on_gpu,
+            self._ngram_policy(policy),
         )
         self._lock = self.loop.lock
         self._closed = False
@@ -406,11 +420,21 @@ class Engine:
             setting = "context"
         return PromptRules(context, self.vocab_size, setting)
 
-    def _policy(self, drafter: Drafter | None) -> DraftPolicy:
-        if self.config.k != "auto" or drafter is None:
-            return FixedPolicy(self.max_shape)
-        nodes = 0 if self.max_shape.is_chain else self.max_shape.nodes
-        return AdaptivePolicy(candidate_shapes(self.max_k, nodes))
+    def _policy(self) -> DraftPolicy:
+        drafter_shape = self.drafter_shape
+        if self.config.k != "auto" or self.method == "none":
+            return FixedPolicy(drafter_shape)
+        nodes = 0 if drafter_shape.is_chain else drafter_shape.nodes
+        return AdaptivePolicy(candidate_shapes(drafter_shape.k, nodes))
+
+    def _ngram_policy(self, policy: DraftPolicy) -> NgramPolicy | None:
+        """On a CPU the host sees matches before it chooses a chain."""
+        ngram_slots = self._stepper.slots.ngram
+        if not isinstance(ngram_slots, HostNgramSlots) or not self.max_shape.is_chain:
+            return None
+        has_drafter = self._stepper.drafter is not None
+        ngram_slots.skips_drafter = has_drafter
+        return NgramPolicy(policy, self.max_shape.k, has_drafter)
 
 
 def first_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
+from peagle.engine.ngram.ngram_step import NgramStep
 from peagle.engine.schedule.request import Request
 from peagle.engine.step.step_output import StepOutput
 
@@ -21,6 +22,7 @@ class InFlightPass:
     seconds: float | None = None
     # Whether its duration is that of a decode step that verified and drafted one shape only.
     timed: bool = False
+    ngram: NgramStep | None = None  # On a CPU, where requests draft by prompt lookup.
     event: Any = None  # Recorded behind the copy to the host; None on a CPU.
 
     def start_copy(self) -> None:

@@ -22,6 +22,9 @@ from peagle.engine.batch import (
 from peagle.engine.in_flight import InFlightPass
 from peagle.engine.kv.slots import PageTableUpdate
 from peagle.engine.metrics import Metrics
+from peagle.engine.ngram.host_slots import HostNgramSlots
+from peagle.engine.ngram.ngram_step import NgramStep
+from peagle.engine.ngram.policy import NgramPolicy
 from peagle.engine.output_processor import OutputProcessor
 from peagle.engine.policy.accepted import AcceptedCounts
 from peagle.engine.policy.adaptive import AdaptivePolicy
@@ -50,14 +53,21 @@ class EngineLoop:
         scheduler: Scheduler,
         policy: DraftPolicy,
         max_shape: DraftShape,
+        drafter_shape: DraftShape,
         exact: bool,
         use_graphs: bool,
+        ngram: NgramPolicy | None = None,
     ) -> None:
-        """`max_shape`: no draft exceeds it, in depth or in nodes."""
+        """`max_shape`: no draft exceeds it, in depth or in nodes; `drafter_shape`: of the drafter.
+
+        `ngram`: where the host chooses between n-gram drafts and those of the drafter.
+        """
         self.stepper = stepper
         self.scheduler = scheduler
         self.policy = policy
         self.max_shape = max_shape
+        self.drafter_shape = drafter_shape
+        self.ngram = ngram
         self.exact = exact
         self.use_graphs = use_graphs
         self.lock = threading.Condition()  # Guards everything here except the device's work.
@@ -72,7 +82,7 @@ class EngineLoop:
         self.lookahead = 1 if stepper.slots.device.type == "cuda" else 0
         self.step_hook: Callable[[StepRecord], None] | None = None
         # The drafter may read further ahead than the target.
-        self._step_rows = max(max_shape.nodes + 1, 2 * max_shape.k)
+        self._step_rows = max(max_shape.nodes + 1, max_shape.k + drafter_shape.k)
         # The sampler of the last batch, with the ids of its requests.
         self._sampler_cache: tuple[tuple[str, ...], Sampler | None] = ((), None)
         self._last_read = 0.0
@@ -217,6 +227,8 @@ class EngineLoop:
             stop_ids=state.stop_ids,
             output=request.output,
         )
+        state.ngram = None
+        self.stepper.write_tokens(slot, request)
         self.metrics.cached_tokens += request.cached
         if state.stream.cached_tokens is None:
             # A preempted request finds its own pages when it returns: those do not count.
@@ -240,7 +252,7 @@ class EngineLoop:
     def _prefill(self, chunks: list[tuple[PrefillChunk, BatchEntry]]) -> None:
         started = time.perf_counter()
         new = [entry for chunk, entry in chunks if chunk.next_id is None]
-        draft_shape = self.max_shape  # The next step may verify a part of it.
+        draft_shape = self.drafter_shape  # The next step may verify a part of it.
         output = self.stepper.prefill.run(
             [chunk for chunk, _ in chunks],
             [entry.slot for _, entry in chunks],
@@ -254,6 +266,7 @@ class EngineLoop:
                 entry.state.draft_confidence = None
                 if not chunk.request.finished:
                     self.scheduler.mark_prefilled(chunk)
+            self._read_ngrams([entry for _, entry in chunks])
         if output is not None:
             requests = [entry.request for entry in new]
             self._start_read_back(InFlightPass(requests, output, is_prefill=True))
@@ -263,23 +276,17 @@ class EngineLoop:
     def _decode(self, entries: list[BatchEntry], alone: bool) -> None:
         """Launch a decode step; `alone`: no prefill runs in the same step."""
         masks = grammar_masks(entries)
-        choice = self.policy.choose(
-            len(entries), mean_confidence(entries), chains_only=masks is not None, timed=alone
-        )
-        requested = choice.shape
-        self.metrics.k = requested.k
-        self.metrics.nodes = requested.nodes
-        self.metrics.k_reason = choice.reason
-        shape = verifiable_shape(requested, [entry.state.draft_shape for entry in entries])
-        draft_shape = requested
-        if self.use_graphs and not self._has_graph(len(entries), shape, requested):
-            draft_shape = self.max_shape
+        shape, draft_shape = self._choose_shapes(entries, masks is not None, alone)
+        if self.use_graphs and not self._has_graph(len(entries), shape, draft_shape):
+            draft_shape = self.drafter_shape
         started = time.perf_counter()
         if self.use_graphs:
             self._capture(len(entries), shape, draft_shape)
         sampling = BatchSampling(self._sampler(entries), masks, max_logprobs(entries))
         slots = [entry.slot for entry in entries]
-        output = self.stepper.decode(slots, shape, draft_shape, sampling)
+        ngram_step = self._start_ngram_step(entries)
+        counts = ngram_step.draft_counts if ngram_step is not None else None
+        output = self.stepper.decode(slots, shape, draft_shape, sampling, counts)
         confidence: list[list[float] | None] = [None] * len(entries)
         if output.draft_confidence is not None:
             confidence = output.draft_confidence.tolist()
@@ -288,14 +295,79 @@ class EngineLoop:
                 entry.request.ahead += shape.k + 1
                 entry.state.draft_shape = draft_shape
                 entry.state.draft_confidence = entry_confidence
+            self._read_ngrams(entries)
         requests = [entry.request for entry in entries]
         launched = InFlightPass(requests, output, shape, started=started)
         launched.timed = alone and shape == draft_shape
+        if ngram_step is not None:
+            ngram_step.catches_up = self._all_use_ngrams(entries)
+            launched.ngram = ngram_step
+            # With n-gram drafts only, the drafter drafts nothing, whatever the shape is.
+            launched.timed = alone and (
+                ngram_step.is_pure
+                if any(ngram_step.used)
+                else shape == draft_shape and (ngram_step.is_pure or not ngram_step.catches_up)
+            )
         if not self.stepper.on_gpu:
             launched.seconds = time.perf_counter() - started
         self._start_read_back(launched)
         self.metrics.steps += 1
         self.metrics.k_steps[shape.nodes] += 1
+
+    def _choose_shapes(
+        self, entries: list[BatchEntry], chains_only: bool, timed: bool
+    ) -> tuple[DraftShape, DraftShape]:
+        """The shape to verify in this step, and the shape to draft for the next one."""
+        batch = len(entries)
+        ngrams = [
+            (entry.state.ngram_record, draft)
+            for entry in entries
+            if (draft := entry.state.ngram) is not None and draft.used
+        ]
+        others = [entry for entry in entries if not entry.uses_ngram]
+        confidence = mean_confidence(others) if others else None
+        choice = self.policy.choose(batch, confidence, chains_only, timed=timed and not ngrams)
+        draft_shape = choice.shape
+        if ngrams and self.ngram is not None:
+            drafted = [entry.state.draft_shape.k for entry in others]
+            choice = self.ngram.choose(batch, ngrams, drafted)
+            shape = choice.shape
+        else:
+            shape = verifiable_shape(draft_shape, [entry.state.draft_shape for entry in entries])
+        self.metrics.k = choice.shape.k
+        self.metrics.nodes = choice.shape.nodes
+        self.metrics.k_reason = choice.reason
+        return shape, draft_shape
+
+    # --- n-gram drafts, where the host chooses them -----------------------------------------------
+
+    def _start_ngram_step(self, entries: list[BatchEntry]) -> NgramStep | None:
+        """Tell the stepper which matches are long enough; returns what this step verifies."""
+        ngram_slots = self.stepper.slots.ngram
+        if self.ngram is None or not isinstance(ngram_slots, HostNgramSlots):
+            return None
+        states = [entry.state for entry in entries]
+        records = [state.ngram_record for state in states]
+        min_matches = self.ngram.min_matches(len(entries), records)
+        ngram_slots.set_min_match([entry.slot for entry in entries], min_matches)
+        return NgramStep(
+            records,
+            [state.ngram for state in states],
+            [state.draft_shape.k for state in states],
+            self.stepper.drafter is not None,
+        )
+
+    def _read_ngrams(self, entries: list[BatchEntry]) -> None:
+        """Learn which requests have n-gram drafts for the next step."""
+        ngram_slots = self.stepper.slots.ngram
+        if self.ngram is None or not isinstance(ngram_slots, HostNgramSlots):
+            return
+        drafts = ngram_slots.read([entry.slot for entry in entries])
+        for entry, draft in zip(entries, drafts, strict=True):
+            entry.state.ngram = draft
+
+    def _all_use_ngrams(self, entries: list[BatchEntry]) -> bool:
+        return all(entry.uses_ngram for entry in entries)
 
     def _sampler(self, entries: list[BatchEntry]) -> Sampler | None:
         """The sampler of this batch, built only when the batch changes.
@@ -332,7 +404,7 @@ class EngineLoop:
         self._last_read = now
 
     def _record_step(
-        self, launched: InFlightPass, seconds: float, accepted: list[AcceptedCounts]
+        self, launched: InFlightPass, seconds: float, accepted: list[AcceptedCounts | None]
     ) -> None:
         batch = len(launched.requests)
         output = launched.output
@@ -343,9 +415,21 @@ class EngineLoop:
                     batch, launched.shape, seconds, output.verify_seconds, output.draft_seconds
                 )
             )
-        if accepted:
-            timed_seconds = seconds if launched.timed else None
-            self.policy.observe(batch, launched.shape, timed_seconds, accepted)
+        timed_seconds = seconds if launched.timed else None
+        if self.ngram is not None and launched.ngram is not None:
+            self.ngram.observe_drafts(launched.ngram, output.unpack().tokens)
+            if any(launched.ngram.used):
+                self.ngram.observe(batch, launched.shape.k, timed_seconds)
+                timed_seconds = None
+                k, live = launched.ngram.drafter_counts(launched.shape.k, accepted)
+                if live and launched.ngram.has_drafter:
+                    self.policy.observe(batch, DraftShape(k, k), None, live)
+                return
+            if timed_seconds is not None and launched.shape == NO_DRAFT:
+                self.ngram.observe_no_draft(batch, timed_seconds)
+        live = [counts for counts in accepted if counts is not None]
+        if live:
+            self.policy.observe(batch, launched.shape, timed_seconds, live)
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 
@@ -363,14 +447,14 @@ class EngineLoop:
             if self.use_graphs and batch < 2 * self.scheduler.config.max_batch:
                 for shape in shapes:
                     self._capture(batch, shape, shape)
-                    self._capture(batch, shape, self.max_shape)
+                    self._capture(batch, shape, self.drafter_shape)
                 if adaptive is not None and batch >= MIN_NEIGHBOR_BATCH:
                     for smaller, larger in pairwise(adaptive.candidates):
                         self._capture(batch, smaller, larger)
         if self.use_graphs and adaptive is not None:
             adaptive.calibrate(self.stepper.graph_costs(shapes))
         if self.use_graphs:
-            self.stepper.prefill.capture(self.scheduler.config.max_batch, self.max_shape)
+            self.stepper.prefill.capture(self.scheduler.config.max_batch, self.drafter_shape)
 
     def _has_graph(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
         """Whether warm-up captures this step: of one shape, the largest, or the next larger one.

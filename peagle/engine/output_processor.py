@@ -32,12 +32,12 @@ class OutputProcessor:
         self.metrics = metrics
         self.states: dict[str, RequestState] = {}  # Of live requests, by id.
 
-    def deliver(self, launched: InFlightPass) -> list[AcceptedCounts]:
+    def deliver(self, launched: InFlightPass) -> list[AcceptedCounts | None]:
         """Deliver a pass that has arrived on the host.
 
-        Returns what was accepted, for each request that is still live.
+        Returns what was accepted for each request; None if it is not live any more.
         """
-        live_counts = []
+        live_counts: list[AcceptedCounts | None] = [None] * len(launched.requests)
         ahead = 0 if launched.is_prefill else launched.shape.k + 1
         batch = launched.output.unpack()
         assert len(batch.tokens) == len(launched.requests)
@@ -52,7 +52,7 @@ class OutputProcessor:
                 self.finish(request, "error", NOT_FINITE)
                 continue
             self._deliver_tokens(request, launched, batch, index)
-            live_counts.append(batch.counts[index])
+            live_counts[index] = batch.counts[index]
         return live_counts
 
     def _deliver_tokens(
@@ -65,6 +65,8 @@ class OutputProcessor:
         drafted = 0
         if not launched.is_prefill:
             drafted = min(launched.shape.k, max(scheduler.context - 1 - request.computed, 0))
+            if launched.ngram is not None:
+                drafted = min(drafted, launched.ngram.draft_counts[index])
         max_length = scheduler.max_length(request)
         tokens, ended = state.cut(batch.tokens[index][: max_length - request.length])
         if state.constraint is not None and state.constraint.error:

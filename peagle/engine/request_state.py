@@ -1,9 +1,11 @@
 """RequestState: what the engine keeps of a live request, in addition to the scheduler."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.ngram.acceptance import NgramRecord
+from peagle.engine.ngram.ngram_draft import NgramDraft
 from peagle.engine.sampling.grammar_masks import AnswerConstraint
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.stream import Stream
@@ -20,6 +22,8 @@ class RequestState:
     # The drafts that the next step may verify; a tree includes the chain of its depth.
     draft_shape: DraftShape = NO_DRAFT
     draft_confidence: list[float] | None = None  # The drafter's estimate for each of them.
+    ngram: NgramDraft | None = None  # What prompt lookup found for the next step, on a CPU.
+    ngram_record: NgramRecord = field(default_factory=NgramRecord)
     known_pages: int = 0  # Pages in the slot's page table on the device.
 
     def cut(self, tokens: list[int]) -> tuple[list[int], bool]:

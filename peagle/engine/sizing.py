@@ -2,9 +2,12 @@
 
 import torch
 
+from peagle.core import Method
 from peagle.draft_shape import (
     MAX_ADAPTIVE_K,
+    MAX_ADAPTIVE_K_NGRAM,
     MAX_ADAPTIVE_K_PARALLEL,
+    NO_DRAFT,
     DraftShape,
     check_tree_support,
 )
@@ -31,10 +34,42 @@ def supports_trees(drafter: Drafter) -> bool:
     return drafter.config.method == "p-eagle"
 
 
+def uses_ngrams(config: EngineConfig, method: Method, pair: ModelPair) -> bool:
+    """Whether requests draft by prompt lookup: always, or beside a drafter."""
+    if method == "ngram":
+        if config.ngram is False:
+            raise UserError(
+                "method ngram drafts n-grams only: leave out `ngram`, or use `method` none"
+            )
+        return True
+    if method == "none":
+        if config.ngram:
+            raise UserError("nothing is drafted with `method` none: set `method` to ngram")
+        return False
+    if config.ngram is not None:
+        return config.ngram
+    return pair.target.device.type == "cpu" and config.k == "auto" and not config.tree
+
+
+def verified_shape(
+    config: EngineConfig, method: Method, drafter_shape: DraftShape, on_gpu: bool
+) -> DraftShape:
+    """The shape that no draft exceeds with n-grams among the drafts."""
+    if method == "ngram":
+        if config.tree:
+            check_tree_support(method, config.exact)
+        k = MAX_ADAPTIVE_K_NGRAM if config.k == "auto" else int(config.k)
+        return DraftShape(k, k)
+    if config.k != "auto" or on_gpu or not drafter_shape.is_chain:
+        return drafter_shape
+    k = max(MAX_ADAPTIVE_K_NGRAM, drafter_shape.k)
+    return DraftShape(k, k)
+
+
 def max_draft_shape(config: EngineConfig, pair: ModelPair, drafter: Drafter | None) -> DraftShape:
-    """The shape that no draft exceeds, in depth or in nodes."""
+    """The shape that no draft of the drafter exceeds, in depth or in nodes."""
     if drafter is None:
-        return DraftShape(0, 0)
+        return NO_DRAFT
     parallel = supports_trees(drafter)
     on_gpu = pair.target.device.type == "cuda"
     nodes = config.tree
@@ -89,6 +124,7 @@ def build_stepper(
     drafter: Drafter | None,
     max_shape: DraftShape,
     context: int,
+    ngram: bool,
 ) -> Stepper:
     num_pages = kv_page_count(config, pair, drafter, context, max_shape.nodes)
     tokens = num_pages * config.page_size
@@ -97,7 +133,7 @@ def build_stepper(
             f"{tokens} KV positions do not hold a tree of {max_shape.nodes} nodes and a prompt:"
             " raise `kv_tokens`, or lower `tree`"
         )
-    size = StepperSize(max_shape, num_pages, config.page_size, config.max_batch, context)
+    size = StepperSize(max_shape, num_pages, config.page_size, config.max_batch, context, ngram)
     try:
         return Stepper(pair.target, drafter, size)
     except (torch.OutOfMemoryError, RuntimeError) as error:

@@ -40,7 +40,9 @@ class EvaluateSettings:
         for temperature in self.temperatures:
             Sampling(temperature, seed=self.seed)
         if parse_method(self.method) == "none":
-            raise UserError("nothing is drafted with `method` none: evaluate p-eagle or eagle3")
+            raise UserError(
+                "nothing is drafted with `method` none: evaluate p-eagle, eagle3 or ngram"
+            )
         check_tree_nodes(self.tree, self.ks, self.method, self.exact)
         if self.max_tokens < 2:  # The prefill gives the first token: no draft is made for it.
             raise UserError(f"`max_tokens` is {self.max_tokens}: nothing is drafted below 2 tokens")
@@ -150,7 +152,7 @@ def evaluate(
 ) -> Evaluation:
     """Decode every set at every temperature and K; `report` gets a line for each skipped turn."""
     # A drafter that cannot be loaded is an error before anything is decoded.
-    drafter = loaded.drafter(settings.method)
+    trained = settings.method == "ngram" or loaded.drafter(settings.method).config.trained
     results = [
         measure(loaded, name, tasks, k, temperature, settings, report, advance)
         for name, tasks in sets.items()
@@ -161,7 +163,7 @@ def evaluate(
         pair=loaded.pair.name,
         target=loaded.target.name or "",
         dtype=str(loaded.target.dtype).removeprefix("torch."),
-        trained=drafter.config.trained,
+        trained=trained,
         settings=settings,
         results=tuple(results),
     )

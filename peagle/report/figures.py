@@ -36,6 +36,8 @@ def k_colors(grid: Grid, method: str) -> dict[int | str, str]:
 
 def method_color(method: str) -> str:
     """A color for each method, where a method is a single line."""
+    if method == "ngram":
+        return "s0"
     return method if method in ("none", "eagle3") else "s3" if TREE in method else "s1"
 
 

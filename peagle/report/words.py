@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from peagle.results.cell import BenchCell
 
 DASH = "–"
-METHOD_LABELS = {"none": "none", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+METHOD_LABELS = {"none": "none", "ngram": "n-gram", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
 METHOD_ORDER = tuple(METHOD_LABELS)
 TREE = " tree "  # between a method and the nodes of its trees
 

@@ -41,6 +41,7 @@ VALUE_OPTIONS = (
     "methods",
     "k",
     "tree",
+    "ngram",
     "max-queue",
     "max-batch",
     "kv-tokens",

@@ -43,6 +43,8 @@ class ServerSettings:
     k: int | str = "auto"
     # Nodes of a draft tree, the maximum for adaptive drafting; 0: chains; None: the engine decides.
     tree: int | None = None
+    # N-gram drafts beside those of the drafter; None: the engine decides.
+    ngram: bool | None = None
     methods: tuple[Method, ...] = ()  # that a request may choose; (): all of the pair
     parallel_drafting: bool | None = None  # of the speculative config; None: not given
     max_batch: int = 64
@@ -131,6 +133,10 @@ class ServerSettings:
             not self.tree,
             "`tree` is not supported by vLLM, whose parallel_drafting drafts chains:"
             f" leave it out, {native}",
+        )
+        require(
+            self.method != "ngram" and not self.ngram,
+            f"n-gram drafts are not supported with vLLM here: leave out `ngram`, {native}",
         )
         require(
             not self.methods,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.core import METHODS, Method, Step
+from peagle.core import DRAFTER_METHODS, METHODS, Method, Step
 from peagle.draft_shape import DraftShape
 from peagle.engine import Engine
 from peagle.engine.policy.draft_policy import DraftChoice, FixedPolicy
@@ -60,7 +60,7 @@ def test_equals_transformers_and_the_plain_loop(
     assert (
         engine.loop.scheduler.preemptions
         and engine.loop.scheduler.allocator.hit_tokens
-        and engine.metrics.prefill_passes > len(ASKED)
+        and engine.metrics.prefill_passes >= len(ASKED)
     )
     if method != "none":
         assert answers == [alone(any_pair, method, ids, **settings) for ids, settings in ASKED]
@@ -113,7 +113,8 @@ def test_a_seed_gives_the_same_answer_beside_anybody(method: Method, k: int | st
     engine = engine_of(small(), method, k)
     answers = serve(engine, [each for _, each in asked])
     assert [tokens_of(steps) for steps in answers] == [one_by_one()[i] for i, _ in asked]
-    assert engine.loop.scheduler.preemptions
+    # With K auto on a CPU, a step may verify long n-gram drafts: fewer requests run at once.
+    assert engine.loop.scheduler.preemptions or k == "auto"
 
 
 def test_processed_distributions_are_those_of_the_plain_loop() -> None:
@@ -230,7 +231,7 @@ def test_choices_of_one_prompt_share_its_prefill(
 ) -> None:
     """Added at once, they read pages that the same pass writes: of the target and the drafter."""
     target = make_target(name)
-    drafters = {m: make_drafter(target, m, 1) for m in METHODS[1:]}
+    drafters = {m: make_drafter(target, m, 1) for m in DRAFTER_METHODS}
     pair, ids = pair_of(target, drafters), prompt(38)
     options = {"prefill_chunk": chunk, "kv_tokens": 400}
     engine, plain = (engine_of(pair, method, prefix_caching=on, **options) for on in (True, False))

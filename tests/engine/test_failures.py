@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.core import METHODS, Method
+from peagle.core import DRAFTER_METHODS, METHODS, Method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.kv_cache import KVCache
@@ -106,7 +106,7 @@ class Poisoned:
 
     def __init__(self, name: str) -> None:
         target = make_target(name, tie_word_embeddings=False)
-        drafters = {m: make_drafter(target, m, 1, draft_vocab=40) for m in METHODS[1:]}
+        drafters = {m: make_drafter(target, m, 1, draft_vocab=40) for m in DRAFTER_METHODS}
         self.pair = pair_of(target, drafters)
         self.good = some_requests(5, seed=9, max_tokens=8)
         self.expected = {
@@ -222,7 +222,7 @@ def attend_as_on_a_gpu(
     ]
 
 
-@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("method", DRAFTER_METHODS)
 @pytest.mark.parametrize("abort", [True, False])
 def test_pages_of_a_broken_request_in_flight(
     monkeypatch: pytest.MonkeyPatch, method: Method, abort: bool

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from peagle.bench.load.engine_pool import EnginePool
-from peagle.core import METHODS, Method
+from peagle.core import DRAFTER_METHODS, METHODS, Method
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.errors import UserError
@@ -27,7 +27,7 @@ ROOMY = {"max_batch": 4, "kv_tokens": 600, "prefill_chunk": 512, "prefix_caching
 
 def pair(name: str, context: int | None = None) -> LoadedPair:
     target = rope_target(name, context)
-    drafters = {method: rope_drafter(target, method) for method in METHODS if method != "none"}
+    drafters = {method: rope_drafter(target, method) for method in DRAFTER_METHODS}
     return pair_of(target, drafters)
 
 

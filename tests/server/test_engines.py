@@ -37,7 +37,7 @@ def test_methods_agree_and_can_be_traced() -> None:
         assert texts == plain[0]["message"]["content"].split()
         status = (await client.get("/v1/peagle/status")).json()
         assert status["method"] == "p-eagle" and status["k"] == 3 and status["state"] == "ready"
-        assert set(status["methods"]) == {"none", "eagle3", "p-eagle"}
+        assert set(status["methods"]) == {"none", "ngram", "eagle3", "p-eagle"}
         assert set(status["engines"]) == {
             "p-eagle",
             "none",

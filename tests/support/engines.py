@@ -12,14 +12,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.catalog.pair import Pair, TargetSource
-from peagle.core import METHODS, Method, Sampling, Step
+from peagle.core import DRAFTER_METHODS, Method, Sampling, Step
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.stream import Stream, StreamPiece
 from peagle.loaded import LoadedPair
 from peagle.reference.decode import decode
-from peagle.reference.proposer import proposer_for
+from peagle.reference.ngram import NgramProposer
+from peagle.reference.proposer import Proposer, proposer_for
 from peagle.target import Target
 from tests.support.decoding import tokens_of
 from tests.support.tiny_models import make_target
@@ -42,7 +43,7 @@ def small() -> LoadedPair:
     folder = Path(tempfile.mkdtemp())
     drafters: dict[Method, Drafter] = {}
     data = write_answers(target, folder / "answers.jsonl", count=40, tokens=40)
-    for method in METHODS[1:]:
+    for method in DRAFTER_METHODS:
         options = {
             "method": method,
             "steps": 45,
@@ -91,13 +92,15 @@ def alone(
     **options: Any,
 ) -> list[Step]:
     """The reference: one request, by the plain loop."""
-    drafter = None if method == "none" else pair.drafter(method)
+    drafter = pair.drafter(method) if method in DRAFTER_METHODS else None
     pair.target.tap(drafter.config.aux_layer_ids or () if drafter else ())
-    proposer = proposer_for(drafter) if drafter else None
+    proposer: Proposer | None = proposer_for(drafter) if drafter else None
+    if method == "ngram":
+        proposer = NgramProposer()
     stops = frozenset() if options.pop("ignore_eos", False) else pair.target.stop_ids
     return list(
         decode(
-            pair.target, proposer, ids, k if drafter else 0, max_tokens, Sampling(**options), stops
+            pair.target, proposer, ids, k if proposer else 0, max_tokens, Sampling(**options), stops
         )
     )
 

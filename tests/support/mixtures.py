@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.core import METHODS, Method
+from peagle.core import DRAFTER_METHODS, Method
 from peagle.drafter import Drafter
 from peagle.loaded import LoadedPair
 from peagle.target import Target
@@ -59,7 +59,7 @@ def packable_mixture(name: str, dtype: torch.dtype = torch.float32, **changes: A
 
 def mixture_pair(target: Target) -> LoadedPair:
     drafters: dict[Method, Drafter] = {
-        method: make_drafter(target, method, 1, aux=AUX) for method in METHODS if method != "none"
+        method: make_drafter(target, method, 1, aux=AUX) for method in DRAFTER_METHODS
     }
     return pair_of(target, drafters)
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import torch
 
-from peagle.core import parse_method
+from peagle.core import DRAFTER_METHODS, parse_method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.step.stepper_size import kv_shapes
 from peagle.loaded import LoadedPair
@@ -26,13 +26,20 @@ class EnginePool:
     """
 
     def __init__(
-        self, loaded: LoadedPair, max_batch: int, max_length: int, kv_tokens: int, exact: bool
+        self,
+        loaded: LoadedPair,
+        max_batch: int,
+        max_length: int,
+        kv_tokens: int,
+        exact: bool,
+        ngram: bool | None = None,
     ) -> None:
         self.loaded = loaded
         self.max_batch = max_batch
         self.max_length = max_length  # positions of the longest request
         self.kv_tokens = kv_tokens  # positions of all requests of a batch
         self.exact = exact
+        self.ngram = ngram  # n-gram drafts beside those of a drafter; None: the engine decides
         self.engines: OrderedDict[EngineKey, Engine] = OrderedDict()
         self.engine_bytes: dict[EngineKey, int] = {}
         self.budget_bytes = int(ENGINE_MEMORY_FRACTION * free_bytes(loaded.target.device))
@@ -66,6 +73,7 @@ class EnginePool:
             method=method,
             k=k or "auto",
             tree=tree,
+            ngram=self.ngram if method in DRAFTER_METHODS else None,
             max_batch=self.max_batch,
             context=self.loaded.target.fit_context(self.max_length + extra),
             kv_tokens=max(self.max_length + EXTRA_POSITIONS, min(self.kv_tokens, affordable)),
@@ -78,7 +86,8 @@ class EnginePool:
 
     def _position_bytes(self, method: str) -> int:
         """Bytes of the keys and values of one position."""
-        drafter = None if method == "none" else self.loaded.drafter(parse_method(method))
+        name = parse_method(method)
+        drafter = self.loaded.drafter(name) if name in DRAFTER_METHODS else None
         return sum(shape.bytes for shape in kv_shapes(self.loaded.target, drafter))
 
     def _estimate_bytes(self, method: str) -> int:

@@ -25,6 +25,7 @@ class NativeRunner:
         temperature: float,
         exact: bool,
         warmup: int,
+        ngram: bool | None = None,
     ) -> None:
         """`jobs` are all that will be run, `concurrency` is the maximum: they size the engines."""
         self.loaded = loaded
@@ -32,7 +33,7 @@ class NativeRunner:
         self.warmup = warmup
         self.prompts = {job.task: loaded.encode(job.messages([])) for job in jobs}
         max_length, kv_tokens = self._size(jobs, concurrency)
-        self.pool = EnginePool(loaded, concurrency, max_length, kv_tokens, exact)
+        self.pool = EnginePool(loaded, concurrency, max_length, kv_tokens, exact, ngram)
         self.meter = EnergyMeter(loaded.target.device)
 
     def run(self, key: CellKey, jobs: Sequence[LoadJob], on_request: OnRequest) -> CellRun:

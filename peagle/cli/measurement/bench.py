@@ -40,7 +40,7 @@ from peagle.cli.measurement.options import (
     TaskLimit,
     UserCounts,
 )
-from peagle.cli.options import Device, Dtype, Target
+from peagle.cli.options import Device, Dtype, Ngram, Target
 from peagle.core import parse_method
 from peagle.errors import UserError
 
@@ -56,6 +56,7 @@ def bench(
     methods: Methods = None,
     k: DraftLengths = None,
     tree: TreeSizes = "0",
+    ngram: Ngram = None,
     concurrency: UserCounts = "1,2,4,8,16,32,64",
     max_tokens: MaxAnswerTokens = 512,
     out_folder: OutFolder = Path("bench-results"),
@@ -94,6 +95,9 @@ def bench(
     settings = replace(
         settings, temperature=temperature, seed=seed, ignore_eos=ignore_eos, warmup=warmup
     )
+    if ngram is not None and endpoint is not None:
+        raise UserError("--ngram is for peagle's own engine: leave it out with --endpoint")
+    settings = replace(settings, ngram=ngram)
     command = bench_command(settings, sets, data, out_folder, name)
     if endpoint is None:
         prepared = prepare_native(command, pair or DEFAULT_PAIR, target, drafter, device, dtype)

@@ -26,7 +26,7 @@ Methods = Annotated[
     str | None,
     typer.Option(
         "--methods",
-        help="none, eagle3, p-eagle. Default: none and all that the pair has.",
+        help="none, ngram, eagle3, p-eagle. Default: none and all that the pair has.",
         show_default=False,
     ),
 ]

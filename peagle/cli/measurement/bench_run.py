@@ -63,6 +63,7 @@ def prepare_native(
         settings.temperature,
         settings.exact,
         settings.warmup,
+        settings.ngram,
     )
     return PreparedBench(session, runner, loaded)
 

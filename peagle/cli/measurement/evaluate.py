@@ -33,7 +33,7 @@ from peagle.cli.options import (
     Target,
     Tree,
 )
-from peagle.core import check_k, parse_method
+from peagle.core import DRAFTER_METHODS, check_k, parse_method
 from peagle.errors import UserError
 from peagle.paths import write_json
 
@@ -108,6 +108,8 @@ def evaluate(
     loaded = load_with_progress(pair, target, drafter, device, dtype, context, quiet=as_json)
     if method is None:
         chosen = loaded.pair.method  # a drafter's folder brings its own method
+    if chosen == "ngram" and (jump or as_vllm):
+        raise UserError("method ngram has no drafter: leave out --jump and --as-vllm")
     if as_vllm:
         loaded = as_vllm_runs_it(loaded, chosen)
     settings = replace(settings, ks=ks or (loaded.pair.k,), method=chosen)
@@ -144,7 +146,8 @@ def run_evaluation(
     """Evaluate with a progress bar on stderr."""
     from peagle.evaluate.evaluate import evaluate as decode_all
 
-    loaded.drafter(settings.method)  # an error in loading comes before the bar is drawn
+    if settings.method in DRAFTER_METHODS:
+        loaded.drafter(settings.method)  # an error in loading comes before the bar is drawn
     with progress_bar() as bar:
         total = sum(map(len, tasks.values())) * len(settings.ks) * len(settings.temperatures)
         if jump:

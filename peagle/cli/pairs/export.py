@@ -10,7 +10,7 @@ from peagle.catalog.catalog import is_gguf_file
 from peagle.cli.application import app, out, warn
 from peagle.cli.options import Json, K, Target
 from peagle.cli.options import Method as MethodOption
-from peagle.core import Method, check_k, parse_method
+from peagle.core import DRAFTER_METHODS, Method, check_k, parse_method
 from peagle.errors import UserError
 from peagle.paths import checkpoint_folder
 
@@ -126,9 +126,9 @@ def load_pair(drafter: str, target: str | None, method: str | None) -> "tuple[Lo
     if not folder.is_dir():
         pair = find_pair(drafter)
         chosen = parse_method(method or pair.method)
-        if chosen == "none":
+        if chosen not in DRAFTER_METHODS:
             raise UserError(
-                f"the method none has no drafter: use --method {' or '.join(pair.drafters)}"
+                f"the method {chosen} has no drafter: use --method {' or '.join(pair.drafters)}"
             )
         pair.drafter(chosen)
         return load(pair, target=target, dtype="float32", device="cpu", stored=False), chosen

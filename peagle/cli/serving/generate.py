@@ -24,6 +24,7 @@ from peagle.cli.options import (
     K,
     MaxTokens,
     Method,
+    Ngram,
     Target,
     Tree,
 )
@@ -54,6 +55,7 @@ def generate(
     method: Method = None,
     k: K = None,
     tree: Tree = 0,
+    ngram: Ngram = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -82,6 +84,7 @@ def generate(
         prompt,
         k=k,
         tree=tree,
+        ngram=ngram,
         method=method,
         max_tokens=max_tokens,
         raw=raw,

@@ -6,7 +6,7 @@ import typer
 
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
-from peagle.core import parse_method
+from peagle.core import DRAFTER_METHODS, parse_method
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def make_drafter(
     Every stage resumes. Example: peagle make-drafter smollm2-135m --prompts prompts.jsonl
     """
     parsed_method = parse_method(method)
-    if parsed_method == "none":
-        raise UserError("there is no drafter for method none: use p-eagle or eagle3")
+    if parsed_method not in DRAFTER_METHODS:
+        raise UserError(f"there is no drafter for method {method}: use p-eagle or eagle3")
     if prompts is None and invent < 1:
         raise UserError("there are no prompts to learn from: give --prompts FILE, or --invent N")
     from peagle.cli.training.regenerate import regenerate

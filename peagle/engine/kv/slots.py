@@ -15,6 +15,8 @@ from torch import Tensor
 
 from peagle.draft_shape import DraftShape
 from peagle.engine.device import to_device
+from peagle.engine.ngram.host_slots import HostNgramSlots
+from peagle.engine.ngram.ngram_slots import NgramSlots
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.slot_state import SlotState
 from peagle.kernels.triton.build_tree import DraftTrees
@@ -54,7 +56,20 @@ class DecodeSlots:
         self.emitted = torch.zeros(rows, dtype=torch.int32, device=device)
         self.newest = torch.zeros(rows, dtype=torch.long, device=device)
         self.trees = empty_trees(rows, max_shape, device)
+        self.ngram: NgramSlots | HostNgramSlots | None = (
+            None  # Where requests draft by prompt lookup.
+        )
         self._free = list(range(count))[::-1]
+
+    def keep_tokens(self, min_match: int) -> None:
+        """Keep the tokens of every request, for prompt lookup (engine/ngram/ngram_slots.py)."""
+        rows, k = self.trees.chain.shape
+        # A step at the end of a request writes its tokens behind the last position.
+        positions = self.tables.shape[1] * self.page_size + k + 1
+        if self.device.type == "cpu":
+            self.ngram = HostNgramSlots(rows, k, positions, min_match)
+        else:
+            self.ngram = NgramSlots(rows, k, positions, min_match, self.device)
 
     @property
     def num_used(self) -> int:
@@ -106,6 +121,8 @@ class DecodeSlots:
     def preserved(self) -> Iterator[None]:
         """Restore the state of every slot at the end."""
         tensors = [*self.state, *self.trees]
+        if self.ngram is not None:
+            tensors += self.ngram.tensors
         copies = [tensor.clone() for tensor in tensors]
         try:
             yield

@@ -67,6 +67,12 @@ class StepCosts:
         while len(samples) > 2:
             samples.popleft()
 
+    def forget(self, batch: int, nodes: int) -> None:
+        """Drop all samples: the cost is estimated from others until it is measured again."""
+        bucket = self.bucket(batch)
+        self.samples.get(bucket, {}).pop(nodes, None)
+        self.measured.get(bucket, {}).pop(nodes, None)
+
     def sample_count(self, batch: int, nodes: int) -> int:
         return len(self.samples.get(self.bucket(batch), {}).get(nodes, ()))
 

@@ -152,6 +152,10 @@ class PrefillRunner:
         slots.newest[index] = newest
         if self.drafter is not None:
             self._draft(self.drafter, inputs, consumed, newest, size, draft_shape)
+        if slots.ngram is not None:
+            slots.ngram.append(index, inputs.end - 1, newest[:, None])
+            slots.ngram.look_up(index, inputs.end)
+            slots.ngram.write_drafts(index, slots.trees, draft_shape)
         return pack_step_output(tokens, consumed.top_logits, torch.zeros_like(newest))
 
     def _draft(

@@ -10,10 +10,11 @@ import time
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from peagle.draft_shape import DraftShape
+from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.drafter import Drafter
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
@@ -23,7 +24,10 @@ from peagle.engine.model.expert_load import ExpertLoad, last_expert_load
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
+from peagle.engine.ngram.host_slots import HostNgramSlots
+from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
+from peagle.engine.schedule.request import Request
 from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
@@ -60,6 +64,8 @@ class Stepper:
         self.slots = DecodeSlots(
             size.max_batch, size.max_shape, max_length, page_size, target.device
         )
+        if size.ngram:
+            self.slots.keep_tokens(DEFAULT_MIN_MATCH if drafter is not None else 0)
         self.drafter: DraftRunner | None = None
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
@@ -123,6 +129,11 @@ class Stepper:
         self.graphs = Graphs()
         self._slot_indices.clear()
 
+    def write_tokens(self, slot: int, request: Request) -> None:
+        """Keep the tokens of a request that enters this slot, where prompt lookup needs them."""
+        if self.slots.ngram is not None:
+            self.slots.ngram.write_prompt(slot, request.tokens)
+
     # --- one step ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -132,10 +143,13 @@ class Stepper:
         verify_shape: DraftShape,
         draft_shape: DraftShape,
         sampling: BatchSampling,
+        draft_counts: list[int] | None = None,
     ) -> StepOutput:
         """Verify the drafts of these slots as `verify_shape`, and draft anew as `draft_shape`.
 
-        With a grammar in the batch, `verify_shape` must be a chain.
+        With a grammar in the batch, `verify_shape` must be a chain. `draft_counts`: how many
+        drafts of a chain each slot has, where some have fewer; what follows is never accepted.
+        On a CPU only: graphs do not read it.
         """
         count = len(slots)
         batch = batch_bucket(count) if self.on_gpu else count
@@ -152,8 +166,10 @@ class Stepper:
         verify_seconds = time.perf_counter() - started
         self._choose_tokens(verified, index[:count], verify_shape, sampling, drafts)
         started = time.perf_counter()
+        counts = None if draft_counts is None else self.slots.upload(draft_counts, np.int32)
         packed, path_rows, draft_confidence = self.graphs.run(
-            accept_key, lambda: self.accept_and_draft(index, verified, verify_shape, draft_shape)
+            accept_key,
+            lambda: self.accept_and_draft(index, verified, verify_shape, draft_shape, counts),
         )
         draft_seconds = time.perf_counter() - started
         output = StepOutput(packed[:count], verify_shape.k, draft_confidence=draft_confidence)
@@ -209,16 +225,23 @@ class Stepper:
         verified: VerifyOutput,
         verify_shape: DraftShape,
         draft_shape: DraftShape,
+        draft_counts: Tensor | None = None,
     ) -> AcceptOutput:
         """Accept drafts, advance the slots, and write the next drafts to them."""
         if self._forced_acceptance is not None:
             force_tokens(verified, self._forced_acceptance)
         first = verified.rows.first_positions
         page_tables = verified.rows.page_tables
-        path = self._accept(index, verified, verify_shape)
+        path = self._accept(index, verified, verify_shape, draft_counts)
         accepted = path.accepted_counts
         if path.path_rows is not None:
             self.kv_cache.compact_path(first, accepted, path.path_rows, page_tables)
+        ngram = self.slots.ngram
+        if ngram is not None:
+            ngram.append(index, first, path.packed[:, : verify_shape.k + 1])
+            ngram.look_up(index, self.slots.lengths[index])
+            if isinstance(ngram, HostNgramSlots) and ngram.skips(index):
+                draft_shape = NO_DRAFT  # The drafter only brings its KV cache up to date.
         draft_confidence = None
         if self.drafter is not None:
             hidden = verified.hidden
@@ -228,15 +251,27 @@ class Stepper:
                 path.path_ids, hidden, first, accepted, path.newest, page_tables, verified.ends
             )
             draft_confidence = self.drafter.draft(block, draft_shape, index, self.slots.trees)
+        if ngram is not None:
+            ngram.write_drafts(index, self.slots.trees, draft_shape)
         return AcceptOutput(path.packed, path.flat_rows, draft_confidence)
 
-    def _accept(self, index: Tensor, verified: VerifyOutput, shape: DraftShape) -> AcceptedPath:
+    def _accept(
+        self,
+        index: Tensor,
+        verified: VerifyOutput,
+        shape: DraftShape,
+        draft_counts: Tensor | None,
+    ) -> AcceptedPath:
         """Accept drafts by the rule of kernels/triton/accept.py, or accept_tree.py for a tree."""
         slots = self.slots
         tokens = verified.tokens
         top_logits = verified.top_logits
         ids = verified.ids
-        batch = SlotBatch(index, verified.rows.first_positions, verified.ends)
+        first = verified.rows.first_positions
+        ends = verified.ends
+        if draft_counts is not None:
+            ends = torch.minimum(ends, first + 1 + draft_counts)
+        batch = SlotBatch(index, first, ends)
         if not shape.is_chain:
             return accept_tree(tokens, top_logits, ids, slots.trees, batch, slots.state, shape.k)
         chain = accept(tokens, top_logits, ids[:, 1:], batch, slots.state)

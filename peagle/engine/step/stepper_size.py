@@ -16,6 +16,7 @@ class StepperSize:
     page_size: int
     max_batch: int
     context: int
+    ngram: bool = False  # Slots keep the tokens of their requests, for prompt lookup.
 
 
 def kv_shapes(target: Target, drafter: Drafter | None) -> list[KVShape]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from peagle.core import Method
+from peagle.core import DRAFTER_METHODS, Method
 from peagle.engine.gc_tuning import freeze_live_objects, trim_heap
 from peagle.errors import UserError
 from peagle.server.engines.method_choice import choose_method
@@ -61,6 +61,7 @@ class EngineFactory:
             method=key.method,
             k=key.k or "auto",
             tree=settings.tree if trees else 0,
+            ngram=settings.ngram if key.method in DRAFTER_METHODS else None,
             max_batch=max_batch,
             context=settings.context,
             kv_tokens=kv_tokens,

@@ -1,7 +1,7 @@
 """Which methods a server offers, and which one is its default."""
 
 from peagle.catalog.pair import Pair
-from peagle.core import Method
+from peagle.core import DRAFTER_METHODS, Method
 from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError, did_you_mean
 from peagle.server.http.errors import ApiError
@@ -15,13 +15,13 @@ LOW_CONCURRENCY = 1
 
 def choose_method(settings: ServerSettings, pair: Pair) -> tuple[EngineKey, tuple[Method, ...]]:
     """The server's default method and K, and every method that a request may choose."""
-    methods = settings.methods or ("none", *sorted(pair.drafters))
+    methods = settings.methods or ("none", "ngram", *sorted(pair.drafters))
     method = settings.method or tuned_method(settings, pair, methods) or default_method(pair)
     check_tree_nodes(settings.tree or 0, (), method)
-    if method != "none":
+    if method in DRAFTER_METHODS:
         check_drafting(method, settings.parallel_drafting, pair)
     for offered in methods:
-        if offered != "none":
+        if offered in DRAFTER_METHODS:
             pair.drafter(offered)  # A missing drafter is an error now, not at the first request.
     if method not in methods:
         raise UserError(

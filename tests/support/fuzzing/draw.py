@@ -22,7 +22,7 @@ def draw_case(
 ) -> FuzzCase:
     chance = Random(f"{seed}/{number}")
     target = chance.choice(targets)
-    engine = draw_engine(chance, target)
+    engine = with_ngrams(draw_engine(chance, target), Random(f"{seed}/{number}/ngram"))
     common = [chance.choice(VOCAB) for _ in range(40)]
     grammars = spells(target) and chance.random() < 0.7
     drawn: list[FuzzRequest] = []
@@ -67,6 +67,13 @@ def draw_engine(chance: Random, target: str) -> dict[str, Any]:
     # The longest prompt fits with the drafts behind it; a few do not.
     options["kv_tokens"] = options.get("tree", 7) + chance.randint(66, 140)
     return options
+
+
+def with_ngrams(engine: dict[str, Any], chance: Random) -> dict[str, Any]:
+    """Half of the engines without a drafter draft n-grams, and some of those with one."""
+    if engine["method"] == "none":
+        return engine | {"method": chance.choice(("none", "ngram"))}
+    return engine | {"ngram": chance.choice((None, True, False))}
 
 
 def draw_prompt(

@@ -1,0 +1,127 @@
+"""The choice between n-gram drafts and those of the drafter, and how many are verified."""
+
+import pytest
+
+from peagle.draft_shape import MAX_NGRAM, DraftShape
+from peagle.engine.ngram.acceptance import NgramAcceptance, NgramRecord, expected_tokens
+from peagle.engine.ngram.ngram_draft import NgramDraft
+from peagle.engine.ngram.ngram_step import NgramStep
+from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH, NgramPolicy
+from peagle.engine.policy.accepted import AcceptedCounts
+from peagle.engine.policy.adaptive import AdaptivePolicy
+from peagle.engine.policy.candidates import candidate_shapes
+from peagle.engine.policy.draft_policy import FixedPolicy
+
+DRAFTS = list(range(15))
+NEVER = MAX_NGRAM + 1
+
+
+def seconds(k: int) -> float:
+    """As on a CPU: up to eight rows cost little, more are proportional."""
+    return 0.02 + 0.001 * k + 0.0015 * max(0, k - 7)
+
+
+def drafting_policy(accepted: int) -> AdaptivePolicy:
+    """The policy of a drafter whose chains have accepted so many drafts in every step."""
+    policy = AdaptivePolicy(candidate_shapes(7))
+    for _ in range(100):
+        shape = policy.choose(1).shape
+        cost = seconds(shape.k) + 0.001 * shape.k
+        policy.observe(1, shape, cost, [AcceptedCounts(*[min(accepted, shape.k)] * 2)])
+    return policy
+
+
+def policy_after(
+    outcomes: list[int], match_length: int = 8, accepted: int = 3
+) -> tuple[NgramPolicy, NgramRecord]:
+    """A policy that saw so many n-gram drafts agree with the answer, in one step after another."""
+    policy = NgramPolicy(drafting_policy(accepted), 15, has_drafter=True)
+    record = NgramRecord()
+    for agreeing in outcomes:
+        emitted = [*DRAFTS[:agreeing], 99][:15]
+        draft = NgramDraft(match_length, DRAFTS, used=True)
+        policy.observe_drafts(NgramStep([record], [draft], [7], True), [emitted])
+    for k in policy.lengths:
+        policy.observe(1, k, seconds(k))
+    return policy, record
+
+
+def test_copies_are_drafted_by_lookup_and_verified_in_long_chains() -> None:
+    policy, record = policy_after([15] * 10)
+    [min_match] = policy.min_matches(1, [record])
+    assert min_match <= MAX_NGRAM
+    choice = policy.choose(1, [(record, NgramDraft(8, DRAFTS, True))], [])
+    assert choice.shape == DraftShape(15, 15)
+
+
+def test_drafts_that_are_rejected_leave_the_drafter_alone() -> None:
+    policy, record = policy_after([0] * 10)
+    assert policy.min_matches(1, [record]) == [NEVER]
+    fresh = NgramRecord()  # Another request learns from the same failures.
+    assert policy.min_matches(1, [fresh]) == [NEVER]
+
+
+def test_a_good_drafter_is_not_replaced_by_middling_lookups() -> None:
+    policy, record = policy_after([3, 2, 4, 3] * 5, accepted=7)
+    assert policy.min_matches(1, [record]) == [NEVER]
+
+
+def test_a_request_that_stops_repeating_itself_returns_to_the_drafter() -> None:
+    policy, record = policy_after([15] * 10)
+    other = NgramRecord()
+    for _ in range(8):
+        draft = NgramDraft(8, DRAFTS, used=True)
+        policy.observe_drafts(NgramStep([record], [draft], [7], True), [[99]])
+    assert policy.min_matches(1, [record])[0] == NEVER
+    policy, _ = policy_after([15] * 10)
+    assert policy.min_matches(1, [other])[0] <= MAX_NGRAM
+
+
+def test_expensive_rows_shorten_chains() -> None:
+    policy, record = policy_after([15] * 10)
+    for k in policy.lengths:
+        for _ in range(20):
+            policy.observe(8, k, 0.02 + 0.02 * k)
+    drafted = [7] * 7  # Seven of eight requests have drafts of the drafter.
+    choice = policy.choose(8, [(record, NgramDraft(8, DRAFTS, True))], drafted)
+    assert choice.shape.k < 5
+
+
+def test_a_cost_that_was_not_measured_for_long_is_estimated_anew() -> None:
+    policy, _ = policy_after([15] * 10)
+    assert policy.costs.sample_count(1, 11)
+    for _ in range(200):
+        policy.observe(1, 15, seconds(15))
+    assert not policy.costs.sample_count(1, 11)
+    assert policy.costs.seconds(1, 11) == pytest.approx(
+        seconds(0) + (seconds(15) - seconds(0)) * 11 / 15
+    )
+
+
+def test_fixed_chains_keep_their_length() -> None:
+    policy = NgramPolicy(FixedPolicy(DraftShape(5, 5)), 5, has_drafter=True)
+    assert policy.min_matches(2, [NgramRecord()] * 2) == [DEFAULT_MIN_MATCH] * 2
+    draft = (NgramRecord(), NgramDraft(8, DRAFTS[:5], True))
+    assert policy.choose(1, [draft], []).shape == DraftShape(5, 5)
+    alone = NgramPolicy(FixedPolicy(DraftShape(0, 0)), 5, has_drafter=False)
+    assert alone.min_matches(1, [NgramRecord()]) == [0]
+
+
+def test_undecided_drafts_are_not_evidence() -> None:
+    acceptance = NgramAcceptance()
+    record = NgramRecord()
+    acceptance.observe(record, 8, DRAFTS, DRAFTS[:2])  # A chain of one draft shows two tokens.
+    assert record.later.accepted == 1 and 0.5 < record.later.baseline < 1  # of one draft tried
+    acceptance.observe(record, 0, DRAFTS, [99])  # Nothing was proposed.
+    assert record.first.accepted == 1
+    first, later = acceptance.rates(record, 8)
+    assert expected_tokens((first, later), 15) > expected_tokens((first, later), 7) > 1
+
+
+def test_the_share_of_the_drafter_in_a_mixed_step() -> None:
+    ngram = NgramDraft(8, DRAFTS, used=True)
+    step = NgramStep([NgramRecord()] * 3, [ngram, None, None], [7, 3, 5], has_drafter=True)
+    counts = [AcceptedCounts(9, 9), AcceptedCounts(3, 3), None]  # The third request has ended.
+    assert step.draft_counts == [15, 3, 5]
+    assert step.drafter_counts(15, counts) == (3, [AcceptedCounts(3, 3)])
+    assert not step.is_pure
