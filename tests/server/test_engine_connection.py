@@ -17,6 +17,7 @@ from peagle.server.messages import EngineKey, FrontBatch, Output, WorkerBatch
 
 class WordDetokenizer:
     include_stop = False
+    stop_string = None
 
     def push(self, tokens: list[int]) -> Any:
         if 13 in tokens:

@@ -497,4 +497,5 @@ def test_real_server(browser: "Browser") -> None:
             words = answer.locator(".words").inner_text().split()
             assert len(words) > 5 and all(word.startswith("w") for word in words)
             assert answer.locator(".token").count() >= len(words)
-        assert int(facts(page)["prompt tokens"]) > 20
+        tokens, cached = facts(page)["prompt tokens"].split(", ")
+        assert int(tokens) > 20 and cached.endswith(" cached")

@@ -348,7 +348,7 @@ def test_an_answer_that_fails_midway() -> None:
         events = response_events(post(url, **TEXT | {"max_output_tokens": 64}, stream=True))
         client = client_of(url)
         with pytest.raises(openai.InternalServerError):
-            client.responses.create(model="tiny", input=WORDS)
+            client.responses.create(model="tiny", input=WORDS, max_output_tokens=64, temperature=0)
     error, failed = events[-2:]
     assert error["type"] == "error" and "not complete" in error["message"]
     assert failed["type"] == "response.failed"
