@@ -35,10 +35,10 @@ class EngineKey:
     method: Method
     k: int | str  # a number, or auto
     tree: int
-    ngram: bool | None
     exact: bool | None
     int8: bool
     kv_tokens: int
+    ngram: bool | None = None
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -101,10 +101,10 @@ class LoadedPair(ModelPair):
             parsed_method,
             "auto" if adaptive else k,
             tree,
-            ngram,
             exact,
             int8,
             engine_tokens(positions),
+            ngram,
         )
         compiled = self.grammars.compile(grammar) if grammar is not None else None
         with self._engine(key) as engine:

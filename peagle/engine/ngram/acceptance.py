@@ -63,8 +63,8 @@ class NgramAcceptance:
 
     def __init__(self) -> None:
         lengths = range(MIN_NGRAM, MAX_NGRAM + 1)
-        self.first = {n: self._prior(prior_rate(n, 0.3, 0.8)) for n in lengths}
-        self.later = {n: self._prior(prior_rate(n, 0.5, 0.85)) for n in lengths}
+        self.first = {n: self._prior(prior_rate(n, 0.3, 0.9)) for n in lengths}
+        self.later = {n: self._prior(prior_rate(n, 0.5, 0.92)) for n in lengths}
 
     @staticmethod
     def _prior(rate: float) -> Evidence:
