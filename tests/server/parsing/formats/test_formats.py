@@ -39,6 +39,14 @@ def test_a_hermes_call_without_arguments_or_end_tag() -> None:
     assert message.content == ""
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_end_tag_of_a_hermes_call_may_be_cut_off(streams: bool) -> None:
+    call = '<tool_call>\n{"name": "stop", "arguments": {}}\n'
+    for length in range(len("</tool_call>")):
+        message = parse_format("hermes", [call + "</tool_call>"[:length]], streams)
+        assert (calls_of(message), message.content) == ([("stop", {})], "")
+
+
 @pytest.mark.parametrize(
     "body",
     [
