@@ -305,7 +305,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": COMPACT 
 
 
 def test_response_format_with_tools() -> None:
-    """In auto, an answer is calls or the format; forced calls have no text that a format could bind."""
+    """In auto, an answer is calls or the format; a format does not bind forced calls."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT} | ONE_CALL
