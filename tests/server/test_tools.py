@@ -77,6 +77,20 @@ def test_required_and_named() -> None:
     served(test)
 
 
+def test_keywords_that_no_grammar_knows() -> None:
+    """Strict tools promise that they hold; others are used without them."""
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        schema = SCHEMAS["clock"] | {"propertyNames": {"type": "string"}}
+        body: dict[str, Any] = {"tool_choice": "required"} | ONE_CALL
+        check_call(functions(await message(client, tools=[tool("clock", schema)], **body))[0])
+        strict = [tool("clock", schema, strict=True)]
+        error = (await ask(client, tools=strict, **body, code=400))["error"]
+        assert error["param"] == "tools" and "propertyNames" in error["message"]
+
+    served(test)
+
+
 def test_forced_calls_that_are_cut_off() -> None:
     """No part of a call's markers is content, and arguments that are cut off are no tool_calls."""
 
