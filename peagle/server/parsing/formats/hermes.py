@@ -45,19 +45,12 @@ class HermesParser(ToolParser):
         after = end = ""
         if call.done:
             after = yield from self._read_chars()
-            end = yield from self._read_end()
+            end = yield from self._read_end_tag(END)
         valid = call.call() if end or not self._pending else None
         if valid is not None and not given:
             self._give_call(valid)
         elif not given:
             self._give_content(start + before + call.text + after + end)
-
-    def _read_end(self) -> Generator[None, None, str]:
-        """Read the end tag, or the beginning of it that the end of the answer has cut off."""
-        end = yield from self._read_one_of((END,))
-        if not end and self._ended and END.startswith(self._pending):
-            end, self._pending = self._pending, ""
-        return end
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,16 @@ def test_a_hermes_call_without_arguments_or_end_tag() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_end_tag_of_a_hermes_call_may_be_cut_off(streams: bool) -> None:
-    call = '<tool_call>\n{"name": "stop", "arguments": {}}\n'
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "stop", "arguments": {}}\n'),
+        ("qwen-xml", "<tool_call>\n<function=stop>\n</function>\n"),
+    ],
+)
+def test_the_end_tag_may_be_cut_off(name: str, call: str, streams: bool) -> None:
     for length in range(len("</tool_call>")):
-        message = parse_format("hermes", [call + "</tool_call>"[:length]], streams)
+        message = parse_format(name, [call + "</tool_call>"[:length]], streams)
         assert (calls_of(message), message.content) == ([("stop", {})], "")
 
 
