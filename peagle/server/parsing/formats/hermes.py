@@ -78,4 +78,5 @@ class HermesFormat:
 def body(tool: BoundTool, added_tokens: Mapping[str, int]) -> str:
     """What stands behind the start tag of a call, in Lark's notation."""
     head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    return f"{quoted(head)} {json_value(tool.schema, tool.lenient)} {TAIL} {marker(END, added_tokens)}"
+    arguments = json_value(tool.schema, tool.lenient)
+    return f"{quoted(head)} {arguments} {TAIL} {marker(END, added_tokens)}"
