@@ -59,6 +59,9 @@ VALUE_OPTIONS = (
     "tensor-parallel-size",
     "pipeline-parallel-size",
     "data-parallel-size",
+    "tool-parser",
+    "tool-call-parser",
+    "reasoning-parser",
 )
 FLAG_OPTIONS = (
     "int8",
@@ -69,6 +72,8 @@ FLAG_OPTIONS = (
     "enable-prefix-caching",
     "no-enable-prefix-caching",
 )
+# Options that vLLM has too: it gets them, because each engine parses its own answers.
+PARSER_OPTIONS = ("tool-call-parser", "reasoning-parser")
 # Options that tune vLLM or its logs and do not change answers; why the native engine needs none.
 IGNORED_OPTIONS = {
     "gpu-memory-utilization": "the engine uses 85 % of the free memory",
@@ -81,6 +86,7 @@ IGNORED_OPTIONS = {
     "generation-config": "the defaults are OpenAI's",
     "swap-space": "preempted requests are recomputed",
     "block-size": "pages hold 64 positions",
+    "enable-auto-tool-choice": "tool calls are always parsed",
 }
 
 
@@ -125,6 +131,8 @@ def option_arguments(name: str, value: str, for_vllm: bool = False) -> list[str]
         raise UserError(f"{name} has {size} bytes: SageMaker allows {MAX_VALUE_BYTES} per value")
     option = name.removeprefix(PREFIX).lower().replace("_", "-")
     is_native = option in VALUE_OPTIONS or option in FLAG_OPTIONS
+    if for_vllm and option in PARSER_OPTIONS:
+        is_native = False
     if not is_native and not for_vllm:
         check_ignored(name, option)
         return []

@@ -87,6 +87,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools"),
     "tool choice": (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    "tool choice's type": (CHAT, {"tool_choice": {"type": "x"}}, "tool_choice.type: "),
     "guided": (CHAT, {"guided_regex": "a+"}, "grammar"),
     "special tokens": (CHAT, {"skip_special_tokens": False}, "special"),
     "stream options alone": (CHAT, {"stream_options": {"include_usage": True}}, "stream"),

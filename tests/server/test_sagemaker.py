@@ -14,7 +14,7 @@ from peagle.cli import app
 from peagle.cli.serving.container import main
 from peagle.errors import UserError
 from peagle.server import run
-from peagle.server.sagemaker import serve_arguments
+from peagle.server.sagemaker import FLAG_OPTIONS, VALUE_OPTIONS, serve_arguments
 from peagle.server.settings import ServerSettings
 from peagle.server.speculative import SpeculativeConfig, parse_speculative_config
 
@@ -381,6 +381,39 @@ def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "--seed",
         "1",
     )
+
+
+def test_parsers_of_tool_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native engine knows vLLM's names; vLLM gets the options itself."""
+    environment = {
+        "SM_VLLM_MODEL": "smollm2-135m",
+        "SM_VLLM_ENABLE_AUTO_TOOL_CHOICE": "true",
+        "SM_VLLM_TOOL_CALL_PARSER": "qwen3_coder",
+        "SM_VLLM_REASONING_PARSER": "qwen3",
+    }
+    got = settings_of(monkeypatch, **environment)
+    assert (got.tool_parser, got.reasoning_parser) == ("qwen3_coder", "qwen3")
+    got = settings_of(monkeypatch, SM_VLLM_ENGINE="vllm")
+    assert (got.tool_parser, got.reasoning_parser) == (None, None)
+    assert got.vllm_arguments == (
+        "--enable-auto-tool-choice",
+        "--reasoning-parser",
+        "qwen3",
+        "--tool-call-parser",
+        "qwen3_coder",
+    )
+
+
+def test_every_option_has_a_variable() -> None:
+    command: Any = get_command(app)
+    options = {
+        option.removeprefix("--")
+        for parameter in command.get_command(None, "serve").params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+        if option.startswith("--")
+    }
+    left_out = {"help", "vllm-argument", "model"}
+    assert options - left_out <= {*VALUE_OPTIONS, *FLAG_OPTIONS}
 
 
 def test_every_option_reaches_a_setting() -> None:

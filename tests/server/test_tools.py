@@ -77,6 +77,36 @@ def test_required_and_named() -> None:
     served(test)
 
 
+def test_keywords_that_no_grammar_knows() -> None:
+    """Strict tools promise that they hold; others are used without them."""
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        schema = SCHEMAS["clock"] | {"propertyNames": {"type": "string"}}
+        body: dict[str, Any] = {"tool_choice": "required"} | ONE_CALL
+        check_call(functions(await message(client, tools=[tool("clock", schema)], **body))[0])
+        strict = [tool("clock", schema, strict=True)]
+        error = (await ask(client, tools=strict, **body, code=400))["error"]
+        assert error["param"] == "tools" and "propertyNames" in error["message"]
+
+    served(test)
+
+
+def test_forced_calls_that_are_cut_off() -> None:
+    """No part of a call's markers is content, and arguments that are cut off are no tool_calls."""
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+        for limit in (3, 12, 30, 60):
+            cut = await message(client, **body, max_tokens=limit, temperature=1, seed=limit)
+            assert (cut["content"] or "", cut["finish_reason"]) == ("", "length")
+        body |= {"stop": ['"arguments": {"'], "include_stop_str_in_output": True}
+        stopped = await message(client, **body, max_tokens=100)
+        assert len(functions(stopped)) == 1 and not stopped["content"]
+        assert stopped["finish_reason"] == "stop"
+
+    served(test)
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_every_format(name: str) -> None:
     """Bound calls of every format, whose markers are special tokens where they usually are."""
@@ -289,7 +319,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": COMPACT 
 
 
 def test_response_format_with_tools() -> None:
-    """In auto, an answer is calls or the format; forced calls leave no room for a format."""
+    """In auto, an answer is calls or the format; a format does not bind forced calls."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT} | ONE_CALL
@@ -300,8 +330,9 @@ def test_response_format_with_tools() -> None:
         check_call(functions(answers[0])[0])
         jsonschema.validate(json.loads(answers[1]["content"]), SCHEMAS["clock"])
         for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
-            error = (await ask(client, **body, tool_choice=choice, code=400))["error"]
-            assert error["param"] == "response_format" and "tools" in error["message"]
+            forced = await message(client, **body, tool_choice=choice)
+            check_call(functions(forced)[0])
+            assert forced["content"] is None
         free = await message(client, **body | {"tool_choice": "none"})
         jsonschema.validate(json.loads(free["content"]), SCHEMAS["clock"])
 

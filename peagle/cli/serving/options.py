@@ -134,7 +134,8 @@ ToolParser = Annotated[
     typer.Option(
         "--tool-parser",
         "--tool-call-parser",
-        help="Format of tool calls. Default: the one of the target's chat template.",
+        help="Format of tool calls: hermes, qwen-xml, llama, mistral or harmony."
+        " Default: the one of the target's chat template.",
         show_default=False,
     ),
 ]
@@ -142,7 +143,7 @@ ReasoningParser = Annotated[
     str | None,
     typer.Option(
         "--reasoning-parser",
-        help="Format of reasoning; none: it stays in the content."
+        help="Format of reasoning: think-tags, or none to leave it in the content."
         " Default: the one of the target's chat template.",
         show_default=False,
     ),

@@ -3,6 +3,7 @@
 The layout is OpenAI's; on the paths of Anthropic's API it is Anthropic's.
 """
 
+import re
 from typing import Any
 
 from fastapi import Request
@@ -34,6 +35,7 @@ ANTHROPIC_ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+LENGTH_ERRORS = ("too_long", "too_short")  # Of pydantic, for lists.
 MAX_FIELD_CHARS = 256  # Names of fields may come from the client.
 INTERNAL_ERROR = "internal server error: the server's log has the details under this request's id"
 
@@ -88,21 +90,25 @@ def engine_stopped() -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """Convert pydantic's deepest error: in a union, that is the branch that matched best.
 
-    A list that is too long has matched its branch, although its error is not deep.
+    A list of the wrong length has matched its branch, although its error is not deep.
     """
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    deepest = max(details, key=lambda detail: (detail["type"] == "too_long", len(detail["loc"])))
+    deepest = max(details, key=lambda detail: (detail["type"] in LENGTH_ERRORS, len(detail["loc"])))
     field = ".".join(str(part) for part in deepest["loc"] if is_field(part))
     field = field[:MAX_FIELD_CHARS]
-    message = deepest["msg"].removeprefix("Value error, ")
+    message = re.sub(r" or instance of \w+$", "", deepest["msg"].removeprefix("Value error, "))
     return ApiError(400, f"{field}: {message}" if field else message, field or None)
 
 
 def is_field(part: int | str) -> bool:
-    """Return whether it is a field or an index; pydantic also lists the branches of unions."""
-    return isinstance(part, int) or (
-        part.isidentifier() and part not in ("str", "int", "float", "bool")
-    )
+    """Return whether it is a field or an index; pydantic also lists the branches of unions.
+
+    Branches are types: built-in ones, or classes, whose names begin with a capital letter.
+    """
+    if isinstance(part, int):
+        return True
+    is_class = part[:1].isupper() or part in ("str", "int", "float", "bool")
+    return part.isidentifier() and not is_class
 
 
 async def on_api_error(request: Request, error: Exception) -> JSONResponse:

@@ -4,6 +4,7 @@ Every endpoint that answers messages uses it: chat completions, responses and An
 differ in how they write the parts.
 """
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from peagle.server.openai.choice import Choice
 from peagle.server.openai.prompts import encode_chat
 from peagle.server.openai.submit import submit
 from peagle.server.parsing.answer_parser import AnswerParser
-from peagle.server.parsing.answer_part import AnswerPart, ToolCallArguments, ToolCallStart
+from peagle.server.parsing.answer_part import AnswerPart, Content, ToolCallArguments, ToolCallStart
 from peagle.server.parsing.parsed_message import ParsedMessage
 
 if TYPE_CHECKING:
@@ -38,13 +39,22 @@ class ChatPiece:
 
 class ChatAnswer:
     def __init__(
-        self, answer: Answer, parsers: list[AnswerParser], parallel_calls: bool = True
+        self,
+        answer: Answer,
+        parsers: list[AnswerParser],
+        parallel_calls: bool = True,
+        calls_only: bool = False,
     ) -> None:
-        """`parsers`: one for each choice. Without `parallel_calls`, only the first call counts."""
+        """`parsers`: one for each choice. Without `parallel_calls`, only the first call counts.
+
+        `calls_only`: a grammar allows no text beside calls. If there is some, it is part of a
+        call that was cut off, and is dropped.
+        """
         self.answer = answer
         self.messages = [ParsedMessage() for _ in answer.choices]
         self._parsers = parsers
         self._parallel_calls = parallel_calls
+        self._calls_only = calls_only
 
     async def next(self, single: bool = False) -> ChatPiece | None:
         """The next piece, of any choice; None when all choices have finished."""
@@ -69,8 +79,9 @@ class ChatAnswer:
         return self.messages[choice.index]
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """OpenAI's reason: an answer that ends with tool calls has one of its own."""
-        if choice.finish_reason == "stop" and self.messages[choice.index].tool_calls:
+        """OpenAI's reason: an answer with tool calls, none of them cut off, has one of its own."""
+        calls = self.messages[choice.index].tool_calls
+        if choice.finish_reason == "stop" and calls and is_json(calls[-1].arguments):
             return "tool_calls"
         return choice.finish_reason
 
@@ -81,6 +92,8 @@ class ChatAnswer:
             parts += parser.finish()
         if not self._parallel_calls:
             parts = [part for part in parts if not is_further_call(part)]
+        if self._calls_only:
+            parts = [part for part in parts if not isinstance(part, Content)]
         for part in parts:
             self.messages[choice.index].add(part)
         return parts
@@ -88,6 +101,15 @@ class ChatAnswer:
 
 def is_further_call(part: AnswerPart) -> bool:
     return isinstance(part, ToolCallStart | ToolCallArguments) and part.index > 0
+
+
+def is_json(text: str) -> bool:
+    """Where a grammar binds a call, its arguments are sent before their end, which may be cut."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 async def start_chat(request: Request, backend: EngineBackend, body: ChatRequest) -> ChatAnswer:
@@ -105,4 +127,6 @@ async def start_chat(request: Request, backend: EngineBackend, body: ChatRequest
         form.parser(tools.tools, tools.grammar is not None, form.is_thinking(prompt.ending))
         for _ in answer.choices
     ]
-    return ChatAnswer(answer, parsers, tools.choice.parallel)
+    # Harmony allows messages before a forced call.
+    calls_only = tools.choice.kind in ("required", "function") and not form.is_harmony
+    return ChatAnswer(answer, parsers, tools.choice.parallel, calls_only)

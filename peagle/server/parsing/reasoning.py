@@ -23,9 +23,12 @@ class ReasoningFormat:
 
 THINK_TAGS = ReasoningFormat("think-tags", "<think>", "</think>")
 REASONING_FORMATS = {THINK_TAGS.name: THINK_TAGS}
+VLLM_NAMES = {"qwen3": THINK_TAGS.name, "deepseek_r1": THINK_TAGS.name}
 
 
 def find_reasoning_format(name: str) -> ReasoningFormat:
+    """The format of this name, which may be one of vLLM's."""
+    name = VLLM_NAMES.get(name, name)
     if name not in REASONING_FORMATS:
         known = [*REASONING_FORMATS, "none"]
         raise UserError(

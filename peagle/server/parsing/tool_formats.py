@@ -16,9 +16,17 @@ ALL_FORMATS: tuple[ToolFormat, ...] = (
     HarmonyFormat(),
 )
 TOOL_FORMATS = {tool_format.name: tool_format for tool_format in ALL_FORMATS}
+VLLM_NAMES = {
+    "qwen3_coder": "qwen-xml",
+    "qwen3_xml": "qwen-xml",
+    "llama3_json": "llama",
+    "openai": "harmony",
+}
 
 
 def find_tool_format(name: str) -> ToolFormat:
+    """The format of this name, which may be one of vLLM's."""
+    name = VLLM_NAMES.get(name, name)
     if name not in TOOL_FORMATS:
         known = list(TOOL_FORMATS)
         raise UserError(

@@ -9,6 +9,7 @@ from peagle.server.parsing.tool_formats import TOOL_FORMATS, detect_tool_format,
 def test_names() -> None:
     assert list(TOOL_FORMATS) == ["hermes", "qwen-xml", "llama", "mistral", "harmony"]
     assert find_tool_format("llama") is TOOL_FORMATS["llama"]
+    assert find_tool_format("qwen3_coder") is TOOL_FORMATS["qwen-xml"]  # vLLM's name
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:

@@ -25,13 +25,15 @@ MAX_FORCED_CALLS = 16  # Small targets that must call would not stop.
 class BoundTool:
     name: str
     schema: dict[str, Any]  # What the arguments must follow.
+    lenient: bool = False  # Keywords that llguidance does not know are ignored.
 
 
 def bind_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[BoundTool]:
     """The tools that calls are bound to; none: nothing binds the answer.
 
     In "auto", a strict tool binds the calls of all tools: those that are not strict take any
-    object. Where a call is forced, all schemas hold.
+    object. Where a call is forced, all schemas hold, but only strict tools promise that to the
+    last keyword: agents write keywords that llguidance does not know, such as `propertyNames`.
     """
     if choice.kind == "none" or not tools:
         return []
@@ -41,7 +43,7 @@ def bind_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[BoundTool]:
     for tool in choice.select(tools):
         schema = tool.arguments_schema()
         holds = tool.strict or choice.kind != "auto"
-        bound.append(BoundTool(tool.name, schema if holds else {"type": "object"}))
+        bound.append(BoundTool(tool.name, schema if holds else {"type": "object"}, not tool.strict))
     return bound
 
 
@@ -57,9 +59,9 @@ def escaped(text: str) -> str:
     )
 
 
-def json_value(schema: dict[str, Any]) -> str:
+def json_value(schema: dict[str, Any], lenient: bool = False) -> str:
     """A value that follows a schema."""
-    schema = schema | {"x-guidance": ONE_LINE}
+    schema = schema | {"x-guidance": ONE_LINE | {"lenient": lenient}}
     text = json.dumps(schema, ensure_ascii=False)
     if "multipleOf" in text:
         for value in multiples(text):

@@ -144,6 +144,6 @@ def rules(
     ]
     for i, tool in enumerate(bound):
         head = quoted(f"commentary to=functions.{tool.name} ")
-        body = f'{head} {constrain} "json" {message} {json_value(tool.schema)}'
+        body = f'{head} {constrain} "json" {message} {json_value(tool.schema, tool.lenient)}'
         lines.append(f"function_{i}: {body}")
     return lines

@@ -5,7 +5,7 @@
     </tool_call>
 
 One newline directly before a start tag is not content, because chat templates write it themselves.
-An end tag may be missing at the end of the answer: the call is complete without it.
+An end tag may be missing or cut off at the end of the answer: the call is complete without it.
 """
 
 import json
@@ -45,7 +45,7 @@ class HermesParser(ToolParser):
         after = end = ""
         if call.done:
             after = yield from self._read_chars()
-            end = yield from self._read_one_of((END,))
+            end = yield from self._read_end_tag(END)
         valid = call.call() if end or not self._pending else None
         if valid is not None and not given:
             self._give_call(valid)
@@ -78,4 +78,5 @@ class HermesFormat:
 def body(tool: BoundTool, added_tokens: Mapping[str, int]) -> str:
     """What stands behind the start tag of a call, in Lark's notation."""
     head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    return f"{quoted(head)} {json_value(tool.schema)} {TAIL} {marker(END, added_tokens)}"
+    arguments = json_value(tool.schema, tool.lenient)
+    return f"{quoted(head)} {arguments} {TAIL} {marker(END, added_tokens)}"

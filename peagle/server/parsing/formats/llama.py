@@ -83,4 +83,4 @@ class LlamaFormat:
 
 def body(tool: BoundTool) -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "parameters": '
-    return f'{quoted(head)} {json_value(tool.schema)} "}}"'
+    return f'{quoted(head)} {json_value(tool.schema, tool.lenient)} "}}"'

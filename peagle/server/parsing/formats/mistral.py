@@ -97,7 +97,7 @@ class MistralFormat:
             return None
         if ARGS in added_tokens:
             args = marker(ARGS, added_tokens)
-            bodies = [f"{quoted(t.name)} {args} {json_value(t.schema)}" for t in bound]
+            bodies = [f"{quoted(t.name)} {args} {json_value(t.schema, t.lenient)}" for t in bound]
             return DelimitedCalls(START, bodies).grammar(choice, added_tokens)
         # All calls stand behind one marker.
         single = ToolChoice(choice.kind, choice.name, parallel=False)
@@ -111,4 +111,4 @@ class MistralFormat:
 
 def list_item(tool: BoundTool) -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "arguments": '
-    return f'{quoted(head)} {json_value(tool.schema)} "}}"'
+    return f'{quoted(head)} {json_value(tool.schema, tool.lenient)} "}}"'

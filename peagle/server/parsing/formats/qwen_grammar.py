@@ -69,7 +69,8 @@ class QwenRules:
             return f"({head} {self._text_value(resolve(schema, tool.schema))})"
         # References lead to the root, which is the value's own schema here.
         shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
-        value = json_value((schema if isinstance(schema, dict) else {}) | shared)
+        own = schema if isinstance(schema, dict) else {}
+        value = json_value(own | shared, tool.lenient)
         return f"({head} {value} {VALUE_END})"
 
     def _text_value(self, schema: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ class QwenXmlParser(ToolParser):
                 self._start_call(name)
                 self._give_arguments("".join(self._arguments))
             yield from self._read_chars()
-            yield from self._read_one_of((END,))
+            yield from self._read_end_tag(END)
         return complete or self._streams_arguments
 
     def _parse_parameters(self, schemas: ValueSchemas) -> Generator[None, None, bool]:

@@ -79,6 +79,13 @@ class ToolParser(AnswerReader):
             self._give_content(before + call.text)
         return valid is not None
 
+    def _read_end_tag(self, tag: str) -> Generator[None, None, str]:
+        """Read an end tag, or the beginning of it that the end of the answer has cut off."""
+        end = yield from self._read_one_of((tag,))
+        if not end and self._ended and tag.startswith(self._pending):
+            end, self._pending = self._pending, ""
+        return end
+
     def _give_content(self, text: str) -> None:
         if not text:
             return

@@ -39,6 +39,20 @@ def test_a_hermes_call_without_arguments_or_end_tag() -> None:
     assert message.content == ""
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "stop", "arguments": {}}\n'),
+        ("qwen-xml", "<tool_call>\n<function=stop>\n</function>\n"),
+    ],
+)
+def test_the_end_tag_may_be_cut_off(name: str, call: str, streams: bool) -> None:
+    for length in range(len("</tool_call>")):
+        message = parse_format(name, [call + "</tool_call>"[:length]], streams)
+        assert (calls_of(message), message.content) == ([("stop", {})], "")
+
+
 @pytest.mark.parametrize(
     "body",
     [
