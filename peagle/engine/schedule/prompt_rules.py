@@ -22,6 +22,6 @@ class PromptRules:
         if len(ids) >= self.context:
             raise_limit = f", or raise `{self.setting}`" if self.setting else ""
             raise UserError(
-                f"the prompt has {len(ids)} tokens, but the context holds {self.context} and needs"
-                f" room for an answer: shorten it{raise_limit}"
+                f"the prompt is too long: it has {len(ids)} tokens, but the context holds"
+                f" {self.context} and needs room for an answer: shorten it{raise_limit}"
             )

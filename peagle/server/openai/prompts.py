@@ -90,7 +90,8 @@ async def encode_text(
         context = backend.engines.context
         if len(prompt) > context:
             raise ApiError(
-                400, f"a prompt of {len(prompt)} tokens does not fit the context of {context}"
+                400,
+                f"the prompt is too long: {len(prompt)} tokens do not fit the context of {context}",
             )
         return prompt
     max_tokens = max_text_tokens(backend, is_prompt)

@@ -103,8 +103,8 @@ class PromptTokenizer:
     def _check_length(self, text: str, max_tokens: int) -> None:
         if self.exceeds(text, max_tokens):
             raise UserError(
-                f"a prompt of {len(text)} characters has more than {max_tokens} tokens, and"
-                " no more fit the context: shorten it"
+                f"the prompt is too long: its {len(text)} characters have more than {max_tokens}"
+                " tokens, and no more fit the context: shorten it"
             )
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
