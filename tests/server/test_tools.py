@@ -289,7 +289,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": COMPACT 
 
 
 def test_response_format_with_tools() -> None:
-    """In auto, an answer is calls or the format; forced calls leave no room for a format."""
+    """In auto, an answer is calls or the format; forced calls leave no text that a format binds."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT} | ONE_CALL
@@ -300,8 +300,11 @@ def test_response_format_with_tools() -> None:
         check_call(functions(answers[0])[0])
         jsonschema.validate(json.loads(answers[1]["content"]), SCHEMAS["clock"])
         for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
-            error = (await ask(client, **body, tool_choice=choice, code=400))["error"]
-            assert error["param"] == "response_format" and "tools" in error["message"]
+            forced = body | {"tool_choice": choice}
+            check_call(functions(await message(client, **forced))[0])
+            forced["response_format"] = {"type": "json_schema"}
+            error = (await ask(client, **forced, code=400))["error"]
+            assert error["param"] == "response_format" and "missing" in error["message"]
         free = await message(client, **body | {"tool_choice": "none"})
         jsonschema.validate(json.loads(free["content"]), SCHEMAS["clock"])
 
