@@ -98,6 +98,20 @@ def test_every_format(name: str) -> None:
     served(test, loader=partial(tool_pair, TEMPLATE, MARKERS), tool_parser=name)
 
 
+def test_a_bound_call_that_a_stop_cuts_off() -> None:
+    """Its arguments are no JSON, so clients must not take it for a call."""
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        clock = {"type": "function", "function": {"name": "clock"}}
+        body: dict[str, Any] = {"tools": TOOLS, "tool_choice": clock, "stop": "zo"}
+        whole = await message(client, **body)
+        assert [function["arguments"] for function in functions(whole)] == ['{"']
+        assert whole["finish_reason"] == "stop"
+        assert joined(await ask(client, **body, stream=True))["finish_reason"] == "stop"
+
+    served(test)
+
+
 def test_strict() -> None:
     """In auto, a strict tool's calls are bound once they begin."""
 

@@ -21,6 +21,7 @@ from peagle.server.openai.prompts import encode_chat
 from peagle.server.openai.submit import submit
 from peagle.server.parsing.answer_parser import AnswerParser
 from peagle.server.parsing.answer_part import AnswerPart, ToolCallArguments, ToolCallStart
+from peagle.server.parsing.formats.call_object import is_loadable
 from peagle.server.parsing.parsed_message import ParsedMessage
 
 if TYPE_CHECKING:
@@ -69,8 +70,12 @@ class ChatAnswer:
         return self.messages[choice.index]
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """OpenAI's reason: an answer that ends with tool calls has one of its own."""
-        if choice.finish_reason == "stop" and self.messages[choice.index].tool_calls:
+        """OpenAI's reason: an answer that ends with tool calls has one of its own.
+
+        A call that `stop` or `stop_token_ids` cuts off is none that a client can make.
+        """
+        calls = self.messages[choice.index].tool_calls
+        if choice.finish_reason == "stop" and calls and is_loadable(calls[-1].arguments):
             return "tool_calls"
         return choice.finish_reason
 

@@ -5,7 +5,7 @@
     </tool_call>
 
 One newline directly before a start tag is not content, because chat templates write it themselves.
-An end tag may be missing at the end of the answer: the call is complete without it.
+An end tag may be missing or cut off at the end of the answer: the call is complete without it.
 """
 
 import json
@@ -46,6 +46,8 @@ class HermesParser(ToolParser):
         if call.done:
             after = yield from self._read_chars()
             end = yield from self._read_one_of((END,))
+            if not end:
+                self._drop_beginning_of((END,))
         valid = call.call() if end or not self._pending else None
         if valid is not None and not given:
             self._give_call(valid)

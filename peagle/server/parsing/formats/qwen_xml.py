@@ -74,7 +74,10 @@ class QwenXmlParser(ToolParser):
                 self._start_call(name)
                 self._give_arguments("".join(self._arguments))
             yield from self._read_chars()
-            yield from self._read_one_of((END,))
+            if not (yield from self._read_one_of((END,))):
+                self._drop_beginning_of((END,))
+        elif self._streams_arguments:
+            self._drop_beginning_of((PARAMETER, FUNCTION_END))
         return complete or self._streams_arguments
 
     def _parse_parameters(self, schemas: ValueSchemas) -> Generator[None, None, bool]:

@@ -265,6 +265,26 @@ def test_streamed_arguments_arrive_before_the_call_ends(name: str) -> None:
     assert held.push(beginnings[name]) == []
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml"])
+def test_an_answer_that_is_cut_off_in_an_end_tag(name: str, streams: bool) -> None:
+    """The call is complete, and the beginning of the tag is no content."""
+    calls = {
+        "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+        "qwen-xml": "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    }
+    for end in range(1, len("</tool_call>")):
+        message = parse_format(name, [calls[name][:-end]], streams)
+        assert (calls_of(message), message.content) == ([("stop", {})], "")
+
+
+def test_a_streamed_qwen_xml_call_that_is_cut_off_in_a_tag() -> None:
+    for end in ("<param", "</", "</functio"):
+        text = f"<tool_call>\n<function=weather>\n{end}"
+        message = parse_format("qwen-xml", [text], streams=True)
+        assert (message.tool_calls[0].name, message.content) == ("weather", "")
+
+
 def test_ids() -> None:
     for name, tool_format in TOOL_FORMATS.items():
         parser = tool_format.parser(TOOLS, False)
