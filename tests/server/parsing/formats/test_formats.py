@@ -242,9 +242,19 @@ def test_harmony_reasoning_that_is_cut_off() -> None:
     assert message.reasoning == "The user<|e"
 
 
-@pytest.mark.parametrize("text", ["plain", "<|channel|>final", "<|start|>assistant<|end|>"])
+@pytest.mark.parametrize("text", ["plain", "<|channel|>final", "<|start|>assistant is<|end|>"])
 def test_harmony_text_that_is_no_message_is_content(text: str) -> None:
     assert parse_format("harmony", [text]).content == text.removesuffix("<|end|>")
+
+
+@pytest.mark.parametrize("tokens", range(6))
+def test_a_harmony_header_that_the_forced_end_of_thinking_cuts_off(tokens: int) -> None:
+    """A budget may end anywhere, also between two messages."""
+    header = ["<|end|>", "<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>"]
+    forced = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    text = "<|channel|>analysis<|message|>Hm." + "".join(header[:tokens]) + forced + "Rome."
+    message = parse_format("harmony", [text])
+    assert (message.reasoning, message.content) == ("Hm.", "Rome.")
 
 
 @pytest.mark.parametrize("name", NAMES)
