@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.http.schema import Message
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
 from tests.support import serving
 from tests.support.command_line import run
@@ -389,6 +390,15 @@ def test_long_tools_are_refused_before_they_are_tokenized() -> None:
         assert "context" in error["message"]
 
     served(test)
+
+
+def test_arguments_are_counted_while_the_body_is_checked() -> None:
+    """Not later, on the event loop: writing a million values as text takes long."""
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    earlier = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert earlier.tool_calls
+    earlier.tool_calls[0].function.arguments = {"a": "not looked at again"}
+    assert earlier.characters == len("{'a': 1}")
 
 
 def test_unknown_parsers_are_refused_before_anything_is_loaded() -> None:

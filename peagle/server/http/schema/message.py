@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, PrivateAttr, StringConstraints
 
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema.base import (
@@ -27,6 +27,16 @@ class ContentPart(RequestModel):
 class CalledFunction(RequestModel):
     name: Name
     arguments: str | dict[str, Any] | None = None  # JSON text; None: there are none.
+    _characters: int = PrivateAttr(0)
+
+    def model_post_init(self, context: Any) -> None:
+        """Count the characters while the body is checked: large ones are not on the event loop."""
+        self._characters = len(str(self.arguments or ""))
+
+    @property
+    def characters(self) -> int:
+        """About the characters of the arguments."""
+        return self._characters
 
     def for_template(self) -> dict[str, Any]:
         return {"name": self.name, "arguments": parse_arguments(self.arguments)}
@@ -92,7 +102,7 @@ class Message(RequestModel):
     def characters(self) -> int:
         """About the characters that the message adds to the prompt."""
         reasoning = self.reasoning_content or self.reasoning or ""
-        calls = sum(len(str(call.function.arguments)) for call in self.tool_calls or ())
+        calls = sum(call.function.characters for call in self.tool_calls or ())
         return len(self.text) + len(reasoning) + calls
 
 
