@@ -394,11 +394,11 @@ def test_long_tools_are_refused_before_they_are_tokenized() -> None:
 
 def test_arguments_are_counted_while_the_body_is_checked() -> None:
     """Not later, on the event loop: writing a million values as text takes long."""
-    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    call = {"id": "i" * 9, "function": {"name": "f", "arguments": {"a": 1}}}
     earlier = Message.model_validate({"role": "assistant", "tool_calls": [call]})
     assert earlier.tool_calls
     earlier.tool_calls[0].function.arguments = {"a": "not looked at again"}
-    assert earlier.characters == len("{'a': 1}")
+    assert earlier.characters == len("iiiiiiiiif{'a': 1}")
 
 
 def test_unknown_parsers_are_refused_before_anything_is_loaded() -> None:

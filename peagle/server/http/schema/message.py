@@ -31,11 +31,10 @@ class CalledFunction(RequestModel):
 
     def model_post_init(self, context: Any) -> None:
         """Count the characters while the body is checked: large ones are not on the event loop."""
-        self._characters = len(str(self.arguments or ""))
+        self._characters = len(self.name) + len(str(self.arguments or ""))
 
     @property
     def characters(self) -> int:
-        """About the characters of the arguments."""
         return self._characters
 
     def for_template(self) -> dict[str, Any]:
@@ -50,6 +49,11 @@ class MessageToolCall(RequestModel):
     def for_template(self) -> dict[str, Any]:
         call = {"type": "function", "function": self.function.for_template()}
         return call if self.id is None else {"id": self.id} | call
+
+    @property
+    def characters(self) -> int:
+        """About the characters that the call adds to the prompt."""
+        return len(self.id or "") + self.function.characters
 
 
 class Message(RequestModel):
@@ -102,7 +106,7 @@ class Message(RequestModel):
     def characters(self) -> int:
         """About the characters that the message adds to the prompt."""
         reasoning = self.reasoning_content or self.reasoning or ""
-        calls = sum(call.function.characters for call in self.tool_calls or ())
+        calls = sum(call.characters for call in self.tool_calls or ())
         return len(self.text) + len(reasoning) + calls
 
 
