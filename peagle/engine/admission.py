@@ -88,6 +88,7 @@ class Admission:
             return grammar
         if self._special_decoder is None:
             raise UserError("`thinking` needs a tokenizer: leave it out")
+        thinking.check_tokens(self.rules.vocab_size, stop_ids if min_tokens else frozenset())
         decode = self._special_decoder.decode
         return ThinkingState(thinking, lambda token: decode([token]), grammar, sorted(stop_ids))
 

@@ -1,5 +1,6 @@
 """Thinking: the part of an answer before the answer itself, and how many tokens it may have."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from peagle.errors import UserError
@@ -27,3 +28,16 @@ class Thinking:
             raise UserError("`thinking` needs a `start` with its tokens, or `starts_inside`")
         if self.budget is not None and self.budget < 0:
             raise UserError(f"the `budget` of `thinking` must be 0 or more; got {self.budget}")
+
+    def check_tokens(self, vocab_size: int, forbidden: Set[int]) -> None:
+        """Refuse forced tokens that the target cannot write; `forbidden`: by `min_tokens`."""
+        if bad := [id for id in (*self.start_ids, *self.forced_end) if id >= vocab_size]:
+            raise UserError(
+                f"`thinking` names token ids {bad[:5]}, but the target's vocabulary ends at"
+                f" {vocab_size - 1}: leave out its budget and the grammar"
+            )
+        if self.budget is not None and not forbidden.isdisjoint(self.forced_end):
+            raise UserError(
+                "the thinking part cannot be closed: its end is a stop token, which `min_tokens`"
+                " forbids. Leave out one of the budget, `min_tokens` and the stop token"
+            )

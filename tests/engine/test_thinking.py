@@ -197,3 +197,14 @@ def test_wrong_fields(fields: dict[str, Any]) -> None:
 def test_needs_a_tokenizer() -> None:
     with pytest.raises(UserError, match="tokenizer"):
         engine_of(small(), "none").add([5, 6], thinking=inside(3))
+
+
+def test_forced_tokens_that_cannot_be_written() -> None:
+    """They are refused: a step that cannot force them would end the engine, or force another."""
+    asked = engine()
+    for fields in ({"forced_end": (10**6,)}, {"start": "X", "start_ids": (10**6,)}):
+        with pytest.raises(UserError, match="vocabulary"):
+            asked.add([5, 6], thinking=thinking(2, **fields | {"starts_inside": True}))
+    with pytest.raises(UserError, match="min_tokens"):
+        asked.add([5, 6], thinking=inside(2), min_tokens=9, stop_ids={END[1]})
+    assert ask(asked, PROMPTS[0], thinking=inside(2), stop_ids={END[1]})[0][-1] == END[1]

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.http.schema import Message
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
 from tests.support import serving
 from tests.support.command_line import run
@@ -126,6 +127,20 @@ def test_every_format(name: str) -> None:
         assert functions(joined(await ask(client, **body, stream=True))) == [function]
 
     served(test, loader=partial(tool_pair, TEMPLATE, MARKERS), tool_parser=name)
+
+
+def test_a_bound_call_that_a_stop_cuts_off() -> None:
+    """Its arguments are no JSON, so clients must not take it for a call."""
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        clock = {"type": "function", "function": {"name": "clock"}}
+        body: dict[str, Any] = {"tools": TOOLS, "tool_choice": clock, "stop": "zo"}
+        whole = await message(client, **body)
+        assert [function["arguments"] for function in functions(whole)] == ['{"']
+        assert whole["finish_reason"] == "stop"
+        assert joined(await ask(client, **body, stream=True))["finish_reason"] == "stop"
+
+    served(test)
 
 
 def test_strict() -> None:
@@ -330,9 +345,13 @@ def test_response_format_with_tools() -> None:
         check_call(functions(answers[0])[0])
         jsonschema.validate(json.loads(answers[1]["content"]), SCHEMAS["clock"])
         for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
-            forced = await message(client, **body, tool_choice=choice)
-            check_call(functions(forced)[0])
-            assert forced["content"] is None
+            forced = body | {"tool_choice": choice}
+            answer = await message(client, **forced)
+            check_call(functions(answer)[0])
+            assert answer["content"] is None
+            forced["response_format"] = {"type": "json_schema"}
+            error = (await ask(client, **forced, code=400))["error"]
+            assert error["param"] == "response_format" and "missing" in error["message"]
         free = await message(client, **body | {"tool_choice": "none"})
         jsonschema.validate(json.loads(free["content"]), SCHEMAS["clock"])
 
@@ -403,6 +422,15 @@ def test_long_tools_are_refused_before_they_are_tokenized() -> None:
         assert "context" in error["message"]
 
     served(test)
+
+
+def test_arguments_are_counted_while_the_body_is_checked() -> None:
+    """Not later, on the event loop: writing a million values as text takes long."""
+    call = {"id": "i" * 9, "function": {"name": "f", "arguments": {"a": 1}}}
+    earlier = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert earlier.tool_calls
+    earlier.tool_calls[0].function.arguments = {"a": "not looked at again"}
+    assert earlier.characters == len("iiiiiiiiif{'a': 1}")
 
 
 def test_unknown_parsers_are_refused_before_anything_is_loaded() -> None:

@@ -4,7 +4,6 @@ Every endpoint that answers messages uses it: chat completions, responses and An
 differ in how they write the parts.
 """
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from peagle.server.openai.prompts import encode_chat
 from peagle.server.openai.submit import submit
 from peagle.server.parsing.answer_parser import AnswerParser
 from peagle.server.parsing.answer_part import AnswerPart, Content, ToolCallArguments, ToolCallStart
+from peagle.server.parsing.formats.call_object import is_loadable
 from peagle.server.parsing.parsed_message import ParsedMessage
 
 if TYPE_CHECKING:
@@ -79,9 +79,12 @@ class ChatAnswer:
         return self.messages[choice.index]
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """OpenAI's reason: an answer with tool calls, none of them cut off, has one of its own."""
+        """OpenAI's reason: an answer that ends with tool calls has one of its own.
+
+        A call that `stop` or `stop_token_ids` cuts off is none that a client can make.
+        """
         calls = self.messages[choice.index].tool_calls
-        if choice.finish_reason == "stop" and calls and is_json(calls[-1].arguments):
+        if choice.finish_reason == "stop" and calls and is_loadable(calls[-1].arguments):
             return "tool_calls"
         return choice.finish_reason
 
@@ -101,15 +104,6 @@ class ChatAnswer:
 
 def is_further_call(part: AnswerPart) -> bool:
     return isinstance(part, ToolCallStart | ToolCallArguments) and part.index > 0
-
-
-def is_json(text: str) -> bool:
-    """Where a grammar binds a call, its arguments are sent before their end, which may be cut."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 async def start_chat(request: Request, backend: EngineBackend, body: ChatRequest) -> ChatAnswer:

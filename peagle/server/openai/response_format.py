@@ -93,9 +93,9 @@ def grammar_fields(body: GenerationRequest, rules: AnswerRules) -> list[GrammarF
                 field,
             )
     json_object = ANY_OBJECT if outputs.json_object else None
-    text_format = json_schema(body.response_format)
+    text_schema = json_schema(body.response_format)
     if rules.tool_grammar is not None:
-        text_format = None  # The answer has calls only, and no text that the format could bind.
+        text_schema = None  # It binds the text of an answer, and forced calls leave none.
 
     def response_format(schema: dict[str, Any] | bool) -> Grammar:
         calls = rules.optional_call_grammar
@@ -103,7 +103,7 @@ def grammar_fields(body: GenerationRequest, rules: AnswerRules) -> list[GrammarF
 
     return [
         GrammarField("tools", lambda grammar: grammar, rules.tool_grammar),
-        GrammarField("response_format", response_format, text_format),
+        GrammarField("response_format", response_format, text_schema),
         GrammarField("guided_json", Grammar.json, body.guided_json),
         GrammarField("guided_regex", Grammar.regex, body.guided_regex),
         GrammarField("guided_choice", Grammar.choice, body.guided_choice),

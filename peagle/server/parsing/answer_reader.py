@@ -80,3 +80,8 @@ class AnswerReader(ABC):
             if self._ended or not any(text.startswith(self._pending) for text in texts):
                 return ""
             yield
+
+    def _drop_beginning_of(self, texts: tuple[str, ...]) -> None:
+        """Drop the rest of an answer that ends within one of the texts."""
+        if self._ended and any(text.startswith(self._pending) for text in texts):
+            self._pending = ""

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, PrivateAttr, StringConstraints
 
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema.base import (
@@ -27,6 +27,15 @@ class ContentPart(RequestModel):
 class CalledFunction(RequestModel):
     name: Name
     arguments: str | dict[str, Any] | None = None  # JSON text; None: there are none.
+    _characters: int = PrivateAttr(0)
+
+    def model_post_init(self, context: Any) -> None:
+        """Count the characters while the body is checked: large ones are not on the event loop."""
+        self._characters = len(self.name) + len(str(self.arguments or ""))
+
+    @property
+    def characters(self) -> int:
+        return self._characters
 
     def for_template(self) -> dict[str, Any]:
         return {"name": self.name, "arguments": parse_arguments(self.arguments)}
@@ -40,6 +49,11 @@ class MessageToolCall(RequestModel):
     def for_template(self) -> dict[str, Any]:
         call = {"type": "function", "function": self.function.for_template()}
         return call if self.id is None else {"id": self.id} | call
+
+    @property
+    def characters(self) -> int:
+        """About the characters that the call adds to the prompt."""
+        return len(self.id or "") + self.function.characters
 
 
 class Message(RequestModel):
@@ -92,7 +106,7 @@ class Message(RequestModel):
     def characters(self) -> int:
         """About the characters that the message adds to the prompt."""
         reasoning = self.reasoning_content or self.reasoning or ""
-        calls = sum(len(str(call.function.arguments)) for call in self.tool_calls or ())
+        calls = sum(call.characters for call in self.tool_calls or ())
         return len(self.text) + len(reasoning) + calls
 
 

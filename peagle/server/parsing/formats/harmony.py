@@ -37,6 +37,8 @@ END = "<|end|>"
 ENDS = (END, "<|call|>", "<|return|>")
 CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+# The beginning of a header, which the forced end of the thinking part may cut off.
+CUT_HEADER = re.compile(r"<\|start\|>(assistant(<\|channel\|>(analysis|commentary|final)?)?)?")
 
 
 class HarmonyParser(ToolParser):
@@ -60,7 +62,8 @@ class HarmonyParser(ToolParser):
         end = yield from self._read_until((MESSAGE, START, *ENDS), collected.append)
         header = start + "".join(collected)
         if end != MESSAGE:
-            self._give_content(header)
+            if end != END or not CUT_HEADER.fullmatch(header):
+                self._give_content(header)
             return end
         self._is_first_text = True
         channel, recipient = CHANNEL_NAME.search(header), RECIPIENT.search(header)

@@ -119,14 +119,14 @@ def whole_pattern(pattern: str) -> str:
 
 def alternatives(pattern: str) -> list[str]:
     """The parts between the outermost bars of a regular expression."""
-    parts = [""]
-    depth, escaped = 0, False
-    for char in pattern:
+    parts = []
+    start, depth, escaped = 0, 0, False
+    for position, char in enumerate(pattern):
         if not escaped and char == "|" and depth == 0:
-            parts.append("")
+            parts.append(pattern[start:position])
+            start = position + 1
             continue
         if not escaped:
             depth += (char in "([") - (char in ")]")
         escaped = char == "\\" and not escaped
-        parts[-1] += char
-    return parts
+    return [*parts, pattern[start:]]

@@ -74,11 +74,21 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def allowed_types(schema: Any, root: dict[str, Any], references: int = 0) -> Types:
-    """The types that values of a schema can have, as far as its usual keywords tell."""
+def allowed_types(
+    schema: Any, root: dict[str, Any], references: int = 0, seen: set[int] | None = None
+) -> Types:
+    """The types that values of a schema can have, as far as its usual keywords tell.
+
+    `seen`: schemas that are already in the union. They add nothing to it, and schemas that refer
+    to themselves would take exponential time.
+    """
     if not isinstance(schema, dict) or references > MAX_REFERENCES:
         return None
     schema = resolve(schema, root)
+    seen = set() if seen is None else seen
+    if id(schema) in seen:
+        return frozenset()
+    seen.add(id(schema))
     kind = schema.get("type")
     if isinstance(kind, str):
         return frozenset({kind})
@@ -89,7 +99,8 @@ def allowed_types(schema: Any, root: dict[str, Any], references: int = 0) -> Typ
         return frozenset(TYPE_NAMES.get(type(value), "object") for value in values)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            return union([allowed_types(part, root, references + 1) for part in schema[keyword]])
+            parts = schema[keyword]
+            return union([allowed_types(part, root, references + 1, seen) for part in parts])
     return None
 
 

@@ -75,6 +75,8 @@ class QwenXmlParser(ToolParser):
                 self._give_arguments("".join(self._arguments))
             yield from self._read_chars()
             yield from self._read_end_tag(END)
+        elif self._streams_arguments:
+            self._drop_beginning_of((PARAMETER, FUNCTION_END))
         return complete or self._streams_arguments
 
     def _parse_parameters(self, schemas: ValueSchemas) -> Generator[None, None, bool]:

@@ -256,9 +256,19 @@ def test_harmony_reasoning_that_is_cut_off() -> None:
     assert message.reasoning == "The user<|e"
 
 
-@pytest.mark.parametrize("text", ["plain", "<|channel|>final", "<|start|>assistant<|end|>"])
+@pytest.mark.parametrize("text", ["plain", "<|channel|>final", "<|start|>assistant is<|end|>"])
 def test_harmony_text_that_is_no_message_is_content(text: str) -> None:
     assert parse_format("harmony", [text]).content == text.removesuffix("<|end|>")
+
+
+@pytest.mark.parametrize("tokens", range(6))
+def test_a_harmony_header_that_the_forced_end_of_thinking_cuts_off(tokens: int) -> None:
+    """A budget may end anywhere, also between two messages."""
+    header = ["<|end|>", "<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>"]
+    forced = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    text = "<|channel|>analysis<|message|>Hm." + "".join(header[:tokens]) + forced + "Rome."
+    message = parse_format("harmony", [text])
+    assert (message.reasoning, message.content) == ("Hm.", "Rome.")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -277,6 +287,26 @@ def test_streamed_arguments_arrive_before_the_call_ends(name: str) -> None:
     ]
     held = formats()[name].parser(TOOLS, False)
     assert held.push(beginnings[name]) == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml"])
+def test_an_answer_that_is_cut_off_in_an_end_tag(name: str, streams: bool) -> None:
+    """The call is complete, and the beginning of the tag is no content."""
+    calls = {
+        "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+        "qwen-xml": "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    }
+    for end in range(1, len("</tool_call>")):
+        message = parse_format(name, [calls[name][:-end]], streams)
+        assert (calls_of(message), message.content) == ([("stop", {})], "")
+
+
+def test_a_streamed_qwen_xml_call_that_is_cut_off_in_a_tag() -> None:
+    for end in ("<param", "</", "</functio"):
+        text = f"<tool_call>\n<function=weather>\n{end}"
+        message = parse_format("qwen-xml", [text], streams=True)
+        assert (message.tool_calls[0].name, message.content) == ("weather", "")
 
 
 def test_ids() -> None:

@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from peagle.server.parsing.formats.json_scanner import MAX_DEPTH, JsonScanner
 from tests.support.parsing import cut
 
+FINITE_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    st.none() | st.booleans() | st.integers() | FINITE_FLOATS | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=12,
 )
