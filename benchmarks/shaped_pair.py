@@ -38,7 +38,9 @@ def write_pair(folder: Path, tokenizer: Path, device: str) -> None:
     """Write `target` and `p-eagle`; `tokenizer`: a target's folder, whose tokenizer is copied."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(**SHAPE), dtype=torch.bfloat16, trust_remote_code=False
+        )
     model.save_pretrained(folder / "target")
     for file in tokenizer.glob("*token*"):
         shutil.copy(file, folder / "target")

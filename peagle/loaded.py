@@ -96,26 +96,18 @@ class LoadedPair(ModelPair):
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         positions = min(len(ids) + max_tokens, self.target.context)
-        positions += 2 * max(k, tree, MAX_ADAPTIVE_K_NGRAM)
-        key = EngineKey(
-            parsed_method,
-            "auto" if adaptive else k,
-            tree,
-            exact,
-            int8,
-            engine_tokens(positions),
-            ngram,
-        )
+        tokens = engine_tokens(positions + 2 * max(k, tree, MAX_ADAPTIVE_K_NGRAM))
+        key = EngineKey(parsed_method, "auto" if adaptive else k, tree, exact, int8, tokens, ngram)
         compiled = self.grammars.compile(grammar) if grammar is not None else None
         with self._engine(key) as engine:
             started = time.perf_counter()
             stream = engine.add(ids, max_tokens=max_tokens, grammar=compiled, **asdict(settings))
             answer = run_to_end(engine, stream, on_text)
             seconds = time.perf_counter() - started
-        tokens = [token for step in answer.steps for token in step.tokens]
+        token_ids = [token for step in answer.steps for token in step.tokens]
         return Generation(
-            text=self._text(tokens, answer.reason),
-            token_ids=tokens,
+            text=self._text(token_ids, answer.reason),
+            token_ids=token_ids,
             prompt_tokens=len(ids),
             steps=answer.steps,
             finish_reason="stop" if answer.reason == "stop" else "length",

@@ -14,6 +14,7 @@ import torch
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import DRAFTER_METHODS, Method, Sampling, parse_method
 from peagle.draft_shape import DraftShape
+from peagle.drafter import Drafter
 from peagle.engine.admission import Admission, RequestOptions
 from peagle.engine.config import EngineConfig
 from peagle.engine.device import DeviceLost, is_device_lost
@@ -59,13 +60,9 @@ class Engine:
         self.target = pair.target
         self.method: Method = parse_method(config.method or pair.pair.method)
         drafter = pair.drafter(self.method) if self.method in DRAFTER_METHODS else None
-        # The largest draft of the drafter, and of any kind.
-        self.drafter_shape = self.max_shape = max_draft_shape(config, pair, drafter)
         self.ngram = uses_ngrams(config, self.method, pair)
-        if self.ngram:
-            self.max_shape = verified_shape(config, self.method, self.drafter_shape, self._on_gpu)
-            if self.method == "ngram" and self._on_gpu:
-                self.drafter_shape = self.max_shape  # Every step has n-gram drafts there.
+        # The largest draft of the drafter, and of any kind.
+        self.drafter_shape, self.max_shape = self._draft_shapes(drafter)
         if config.int8:
             check_int8(self.target, self.max_shape)
         self.context = engine_context(config, self.target)
@@ -381,6 +378,16 @@ class Engine:
     @property
     def _on_gpu(self) -> bool:
         return self.target.device.type == "cuda"
+
+    def _draft_shapes(self, drafter: Drafter | None) -> tuple[DraftShape, DraftShape]:
+        """The largest shape that the drafter drafts, and the largest that is verified."""
+        drafter_shape = max_draft_shape(self.config, self.pair, drafter)
+        if not self.ngram:
+            return drafter_shape, drafter_shape
+        verified = verified_shape(self.config, self.method, drafter_shape, self._on_gpu)
+        if self.method == "ngram" and self._on_gpu:
+            return verified, verified  # Every step has n-gram drafts there.
+        return drafter_shape, verified
 
     def _enable_exact(self) -> bool:
         """Decide whether exact mode is on; if so, passes are padded to a multiple of rows."""

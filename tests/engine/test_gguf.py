@@ -190,7 +190,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert target.tokenizer.chat_template == tokenizer.chat_template
     without_drafter = CliRunner().invoke(app, ["generate", str(file), *words])
     assert without_drafter.exit_code == 2
-    assert "--drafter" in without_drafter.output and "--method none" in without_drafter.output
+    assert "--drafter" in without_drafter.output and "ngram or none" in without_drafter.output
     drafter = make_drafter(target, "p-eagle", 2, aux=AUX)
     compact.save(drafter, tmp_path / "drafter", target)
     drafted = CliRunner().invoke(

@@ -290,7 +290,7 @@ def test_a_server_that_loads_and_a_full_queue() -> None:
 def test_an_answer_that_fails_midway() -> None:
     backend = make_backend(timeout=0.5)
     with running(backend) as (_, url), slowed(backend, 0.2):
-        body = TEXT | {"max_tokens": 64}
+        body = TEXT | GREEDY | {"max_tokens": 64}
         events = message_events(post(url, **body, stream=True))
         assert events[-1]["type"] == "error"
         assert events[-1]["error"]["type"] == "timeout_error"

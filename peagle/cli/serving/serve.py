@@ -54,6 +54,7 @@ def serve(
     """Serve a pair: OpenAI's API, SageMaker's container contract, vLLM's metrics.
 
     With SM_VLLM_* variables it listens as SageMaker expects, on port 8080 (docs/serve.md).
+
     Example: peagle serve smollm2-135m --port 8000 --api-key SECRET
 
     With --engine vllm, everything after -- is passed on to vLLM:
@@ -62,7 +63,8 @@ def serve(
     from peagle.cli.serving.server_settings import build_settings
     from peagle.server import require_packages
 
-    settings = build_settings(ctx.params)  # By name, as the parameters above declare them.
+    # The parameters declare the options; `ctx.params` has their values by name.
+    settings = build_settings(ctx.params)
     require_packages()
     from peagle.server.run import serve as run_server
 
