@@ -41,7 +41,6 @@ VALUE_OPTIONS = (
     "methods",
     "k",
     "tree",
-    "ngram",
     "max-queue",
     "max-batch",
     "kv-tokens",
@@ -66,6 +65,8 @@ VALUE_OPTIONS = (
 FLAG_OPTIONS = (
     "int8",
     "exact",
+    "ngram",
+    "no-ngram",
     "log-prompts",
     "trust-remote-code",
     "enforce-eager",

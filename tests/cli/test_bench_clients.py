@@ -67,6 +67,11 @@ def test_two_clients_of_a_real_server(url: str, load: list[object], tmp_path: Pa
         assert cell["spec_decode_num_drafts"] > 0
 
 
+def accept_interrupts() -> None:
+    """A background job of a shell ignores Ctrl-C, and so do the processes that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupt(process: subprocess.Popen[str]) -> str:
     """Press Ctrl-C until the process ends: Python loses an interrupt that reaches a finalizer.
 
@@ -84,7 +89,13 @@ def test_ctrl_c_ends_the_clients_and_the_run_resumes(
 ) -> None:
     arguments = ["bench", "--endpoint", url, *load, "--repeats", 400]
     command = [sys.executable, "-m", "peagle", *map(str, arguments)]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=accept_interrupts,
+    )
     try:
         wait_until(lambda: read_result(tmp_path)["cells"])
         clients = children(process.pid)
