@@ -3,7 +3,7 @@
     python -m benchmarks.serve_h200 --out $OUT/serve.json [--parts ready,pair,shape,soak]
         [--data FOLDER] [--http-workers 2] [--clients 4] [--soak-seconds 300] [--limit 550]
     python -m benchmarks.serve_h200 --endpoint http://127.0.0.1:8000 --parts endpoint
-    python -m benchmarks.serve_h200 --smoke            # the tiny pair on a CPU, about a minute
+    python -m benchmarks.serve_h200 --smoke            # the tiny pair on a CPU, some minutes
 
 Parts, each in processes of its own that end after `--limit` seconds:
 
