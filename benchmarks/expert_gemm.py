@@ -107,7 +107,7 @@ def random_matrices(format: str, experts: int, n: int, k: int) -> ExpertMatrices
     if format == "mxfp4":
         codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
         scales = torch.randint(118, 122, (experts, n, k // 32), dtype=torch.uint8, device="cuda")
-        return ExpertMatrices(codes, scales).for_gpu()
+        return ExpertMatrices(codes, scales).for_gpu(torch.bfloat16)
     weight = (torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * 0.02).contiguous()
     if format == "bf16":
         return ExpertMatrices(weight)
@@ -133,7 +133,10 @@ def candidates(case: Case) -> Iterator[ExpertTiles]:
     mixture = MIXTURES[case.mixture]
     block_t = block_rows(case.rows * mixture.top_k / mixture.experts, case.rows)
     widths = (32, 64, 128) if case.format == "mxfp4" else (64, 128, 256)
-    if block_t <= 32:
+    if case.format == "mxfp4":  # at most two warps: see tile_sizes
+        settings = ((1, 3), (1, 4), (1, 6), (2, 3), (2, 4), (2, 6))
+        grid = itertools.product((32, 64, 128), widths, settings)
+    elif block_t <= 32:
         settings = ((2, 4), (2, 6), (2, 8), (4, 3), (4, 4), (4, 6), (8, 3))
         grid = itertools.product((32, 64, 128), widths, settings)
     else:

@@ -175,7 +175,7 @@ def some_matrices(
     if format == "mxfp4":
         codes = random_bytes(0, 256, experts, outputs, inputs // 2)
         scales = random_bytes(120, 126, experts, outputs, inputs // 32)
-        return ExpertMatrices(codes.to(device), scales.to(device), bias).for_gpu()
+        return ExpertMatrices(codes.to(device), scales.to(device), bias).for_gpu(dtype)
     largest = 127.0 if format == torch.int8 else 448.0
     scales = dense.abs().amax(-1) / largest
     codes = dense / scales[..., None]
@@ -228,7 +228,9 @@ def check_mxfp4_codes(largest: int, device: str, dtype: torch.dtype) -> None:
     both_codes, both_scales = (torch.stack([x, x]).to(device) for x in (codes, scales))
     matrices = ExpertMatrices(both_codes, both_scales)
     routing = some_routing(rows, 2, 1, device, dtype)
-    parts = expert_gemm.expert_down(torch.eye(rows).to(device, dtype), matrices.for_gpu(), routing)
+    parts = expert_gemm.expert_down(
+        torch.eye(rows).to(device, dtype), matrices.for_gpu(dtype), routing
+    )
     expected = decode_mxfp4(codes, scales, dtype).to(device)
     assert torch.equal(parts.sum(0).to(dtype), expected.T)
 

@@ -145,7 +145,7 @@ def build_mixture(mlp: Any, dtype: torch.dtype, counters: RouterCounters) -> Mix
     if isinstance(experts, StoredExperts):
         gate_up, down = experts.gate_up, experts.down
         if gate_up.weight.is_cuda:
-            gate_up, down = gate_up.for_gpu(), down.for_gpu()
+            gate_up, down = gate_up.for_gpu(dtype), down.for_gpu(dtype)
         activation = experts.activation
     else:
         activation = activation_of(experts)

@@ -17,10 +17,13 @@ from torch import Tensor
 
 from peagle.kernels.cpu import ops
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
+
+    from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -56,10 +59,14 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         RESIDUAL: tl.constexpr,
         SPLITS: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):
+        launch_next(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
         dims = tl.arange(0, BLOCK_D)
         mask = dims < D
+        weight = tl.load(weight_ptr + dims, mask=mask, other=0.0)
+        wait_for_inputs(DEPENDENT)
         x_row_ptr = x_ptr + row * stride_x_row + dims
         total = tl.load(x_row_ptr, mask=mask, other=0.0)
         for split in tl.static_range(1, SPLITS):
@@ -74,7 +81,6 @@ if triton is not None:
             tl.store(total_ptr + row * stride_total_row + dims, total, mask=mask)
         wide = total.to(tl.float32)
         scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(total.dtype)
-        weight = tl.load(weight_ptr + dims, mask=mask, other=0.0)
         normed = (weight.to(tl.float32) * scaled.to(tl.float32)).to(total.dtype)
         tl.store(normed_ptr + row * stride_normed_row + dims, normed, mask=mask)
 
@@ -117,5 +123,6 @@ def add_norm(
         RESIDUAL=residual is not None,
         SPLITS=splits,
         num_warps=min(max(block_d // 256, 1), 16),
+        **launch_options(x),
     )
     return normed, total

@@ -37,10 +37,13 @@ from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
+
+    from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -224,7 +227,10 @@ if triton is not None:
         BLOCK_ROWS: tl.constexpr,
         BLOCK_KEYS: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):
+        launch_next(DEPENDENT)
+        wait_for_inputs(DEPENDENT)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         block = tl.program_id(2) // SPLITS
@@ -413,6 +419,7 @@ def _launch(
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
         PAGE_SIZE=rows.page_size,
         **_block_sizes(query, kv_heads, plan),
+        **launch_options(query),
     )
 
 

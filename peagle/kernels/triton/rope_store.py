@@ -23,10 +23,13 @@ from peagle.kernels.attention_params import AttentionHeads
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
+
+    from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -171,7 +174,10 @@ if triton is not None:
         BLOCK_HALF: tl.constexpr,
         BLOCK_REST: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):
+        launch_next(DEPENDENT)
+        wait_for_inputs(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
         block = tl.program_id(1)
         Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -305,4 +311,5 @@ def _launch(
         BLOCK_REST=triton.next_power_of_2(max(d - rot, 1)),
         BLOCK_D=triton.next_power_of_2(d),
         num_warps=1,
+        **launch_options(qkv),
     )

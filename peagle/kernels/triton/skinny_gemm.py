@@ -25,10 +25,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
+
+    from peagle.kernels.triton.dependent_launch import (
+        launch_next,
+        prefetch_rows,
+        wait_for_inputs,
+    )
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -37,6 +44,7 @@ ALIGNMENT = 64  # of a weight's outputs and inputs
 BUSY_PROGRAMS = 192  # programs that keep a GPU busy
 MAX_SPLITS = 4
 MIN_SPLIT_INPUTS = 512
+PREFETCH_BYTES = 32 << 20  # of a matrix that fits into L2 beside what is in use
 FP8_CAPABILITY = (8, 9)  # of GPUs that have fp8 (Ada)
 
 
@@ -118,7 +126,10 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
+        PREFETCH: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):
+        launch_next(DEPENDENT)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         split = tl.program_id(1)
         t = tl.arange(0, BLOCK_T)
@@ -126,6 +137,14 @@ if triton is not None:
         row_mask = (t < rows)[None, :]
         weight_tile_ptr = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row + k[None, :]
         up_tile_ptr = weight_tile_ptr + inner.to(tl.int64) * stride_weight_row
+        if PREFETCH:
+            row_ptr = weight_ptr + n.to(tl.int64) * stride_weight_row + split * split_inputs
+            row_bytes = split_inputs * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch_rows(row_ptr, row_bytes, DEPENDENT)
+            if GATED:
+                up_row_ptr = row_ptr + inner.to(tl.int64) * stride_weight_row
+                prefetch_rows(up_row_ptr, row_bytes, DEPENDENT)
+        wait_for_inputs(DEPENDENT)
         x_tile_ptr = x_ptr + t[None, :] * stride_x_row + k[:, None]
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -214,8 +233,10 @@ def _launch(
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        PREFETCH=weight.nbytes <= PREFETCH_BYTES,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch_options(x),
     )
 
 

@@ -77,7 +77,10 @@ def expert_sizes(experts: GptOssExperts) -> ExpertSizes:
 def stored_experts(
     experts: GptOssExperts, gate_up: ExpertMatrices, down: ExpertMatrices
 ) -> StoredExperts:
-    """What takes the place of `experts`, with its activation."""
+    """What takes the place of `experts`, with its activation; on a GPU as its kernels read it."""
+    if gate_up.weight.is_cuda:
+        dtype = experts.gate_up_proj.dtype
+        gate_up, down = gate_up.for_gpu(dtype), down.for_gpu(dtype)
     activation = GatedActivation(
         interleaved=True, alpha=experts.alpha, limit=experts.limit, up_shift=1.0
     )

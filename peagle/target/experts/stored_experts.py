@@ -18,6 +18,7 @@ class StoredExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.shuffled = {"gate_up": gate_up.shuffled, "down": down.shuffled}
         for name, matrices in (("gate_up", gate_up), ("down", down)):
             self.register_buffer(f"{name}_weight", matrices.weight)
             self.register_buffer(f"{name}_scales", matrices.scales)
@@ -25,11 +26,15 @@ class StoredExperts(nn.Module):
 
     @property
     def gate_up(self) -> ExpertMatrices:
-        return ExpertMatrices(self.gate_up_weight, self.gate_up_scales, self.gate_up_bias)  # type: ignore[arg-type]
+        return self._matrices("gate_up")
 
     @property
     def down(self) -> ExpertMatrices:
-        return ExpertMatrices(self.down_weight, self.down_scales, self.down_bias)  # type: ignore[arg-type]
+        return self._matrices("down")
+
+    def _matrices(self, name: str) -> ExpertMatrices:
+        weight, scales, bias = (getattr(self, f"{name}_{x}") for x in ("weight", "scales", "bias"))
+        return ExpertMatrices(weight, scales, bias, self.shuffled[name])
 
     @property
     def weight_count(self) -> int:

@@ -27,50 +27,49 @@ from torch.nn.functional import linear
 
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.dependent_launch import launch_options
 from peagle.kernels.triton.experts.route import Routing
 
 try:
     import triton
     import triton.language as tl
+
+    from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
 MIN_BLOCK_ROWS = 8
 MAX_BLOCK_ROWS = 128
+MAX_MXFP4_BLOCK_ROWS = 64
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
 NO_LIMIT = 3.0e38
-# Two codes to two bf16 numbers. Sign, exponent and mantissa of a code move to their places in a
-# bf16 number, which is then 2**126 times too small; the scale makes up for that.
-DECODE_PAIR = """
-    shl.b32 high, {codes}, {sign_shift};
-    shl.b32 low, {codes}, {magnitude_shift};
-    and.b32 low, low, 0x01C001C0;
-    lop3.b32 low, high, 0x80008000, low, 0xEA;
-    fma.rn.bf16x2 {out}, low, {scales}, zero;"""
-# Four bytes ($4) and their scales ($5, $6) to the weights of even inputs ($0, $1), whose codes are
-# bits 0-3 of a byte, and of odd inputs ($2, $3), bits 4-7. Registers a and b hold two bytes each.
-DECODE_MXFP4 = (
-    """
+# Four bytes ($4) of shuffled codes (peagle/kernels/expert_matrices.py) and their scale ($5) to the
+# weights of even inputs ($0, $1) and odd inputs ($2, $3). Sign, exponent and mantissa of a code
+# move to their places in a bf16 number, which is then 2**126 times too small; the scale makes up
+# for that.
+DECODE_MXFP4 = """
 {
-    .reg .b32 a, b, low, high, zero;
+    .reg .b32 sign, low, zero;
     mov.b32 zero, 0x80008000;
-    prmt.b32 a, $4, 0, 0x4140;
-    prmt.b32 b, $4, 0, 0x4342;"""
-    + "".join(
-        DECODE_PAIR.format(
-            codes=codes, sign_shift=sign, magnitude_shift=magnitude, out=out, scales=scales
-        )
-        for out, codes, scales, sign, magnitude in (
-            ("$0", "a", "$5", 12, 6),
-            ("$1", "b", "$6", 12, 6),
-            ("$2", "a", "$5", 8, 2),
-            ("$3", "b", "$6", 8, 2),
-        )
-    )
-    + "\n}\n"
-)
+    and.b32 low, $4, 0x81C081C0;
+    fma.rn.bf16x2 $0, low, $5, zero;
+    shl.b32 low, $4, 3;
+    and.b32 low, low, 0x81C081C0;
+    fma.rn.bf16x2 $1, low, $5, zero;
+    shl.b32 sign, $4, 2;
+    shl.b32 low, $4, 6;
+    and.b32 low, low, 0x01C001C0;
+    lop3.b32 low, sign, 0x80008000, low, 0xEA;
+    fma.rn.bf16x2 $2, low, $5, zero;
+    shl.b32 sign, $4, 1;
+    shr.b32 low, $4, 3;
+    and.b32 low, low, 0x01C001C0;
+    lop3.b32 low, sign, 0x80008000, low, 0xEA;
+    fma.rn.bf16x2 $3, low, $5, zero;
+}
+"""
 
 
 class ExpertTiles(NamedTuple):
@@ -138,11 +137,11 @@ if triton is not None:
         width: tl.constexpr = codes.shape[1]
         groups: tl.constexpr = scales.shape[1]
         if ASM:
-            exponents = ((scales.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-            spread = tl.broadcast_to(exponents[:, :, None], (rows, groups, width // groups))
+            factors = ((scales.to(tl.int32) + 126) << 7) * 0x10001  # a bf16 number, twice
+            spread = tl.broadcast_to(factors[:, :, None], (rows, groups, width // groups))
             even, odd = tl.inline_asm_elementwise(
                 asm=_DECODE_MXFP4,
-                constraints="=r,=r,=r,=r,r,r,r",
+                constraints="=r,=r,=r,=r,r,r,r,r,r",
                 args=[codes, tl.reshape(spread, (rows, width))],
                 dtype=(tl.bfloat16, tl.bfloat16),
                 is_pure=True,
@@ -246,7 +245,10 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):
+        launch_next(DEPENDENT)
+        wait_for_inputs(DEPENDENT)
         place = tl.program_id(1)
         if place >= tl.load(counts_ptr + EXPERTS):
             return
@@ -361,10 +363,13 @@ def _launch(
     num_experts, matrix_rows, width = weight.shape
     shape = activation or GatedActivation()
     block_t = block_rows(rows * top_k / num_experts, rows)
+    if matrices.is_mxfp4:
+        block_t = min(block_t, MAX_MXFP4_BLOCK_ROWS)
     tiles = tiles or tile_sizes(matrices, block_t, rows * top_k, activation is not None)
     split_blocks = triton.cdiv(width, splits * tiles.block_k)
     assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
     assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
+    assert not matrices.shuffled or (x.is_cuda and x.dtype == torch.bfloat16)
     _expert_kernel[(triton.cdiv(matrix_rows, tiles.block_n), len(routing.touched), splits)](
         x,
         weight,
@@ -385,7 +390,7 @@ def _launch(
         N=out.shape[-1],
         INTERLEAVED=shape.interleaved,
         GATED=activation is not None,
-        ASM=matrices.fast_decoding and x.is_cuda and x.dtype == torch.bfloat16,
+        ASM=matrices.shuffled,
         **_format_options(matrices),
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
         BLOCK_T=block_t,
@@ -393,6 +398,7 @@ def _launch(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch_options(x),
     )
 
 
@@ -431,11 +437,11 @@ def tile_sizes(
     matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
 ) -> ExpertTiles:
     """Sizes measured on an H200."""
-    if matrices.is_mxfp4:
+    if matrices.is_mxfp4:  # Two warps: with four, tensor cores read codes in pairs, not in fours.
         if block_t > 32:
-            return ExpertTiles(block_n=128, block_k=32, num_warps=4, num_stages=3)
+            return ExpertTiles(block_n=64, block_k=32, num_warps=2, num_stages=3)
         block_n = 128 if gated and assignments > 8 else 64
-        return ExpertTiles(block_n, block_k=64, num_warps=4 if gated else 2, num_stages=4)
+        return ExpertTiles(block_n, block_k=64, num_warps=2, num_stages=4)
     if block_t <= 32:
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)

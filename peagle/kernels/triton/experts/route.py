@@ -25,10 +25,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
+
+    from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -200,7 +203,10 @@ if triton is not None:
         BLOCK_E: tl.constexpr,
         BLOCK_K: tl.constexpr,
         ALL_EXPERTS: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):
+        launch_next(DEPENDENT)
+        wait_for_inputs(DEPENDENT)
         block = tl.program_id(0)
         part = tl.program_id(1)
         split = tl.program_id(2)
@@ -348,4 +354,5 @@ def _launch(
         ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         num_warps=1 if block_t == 1 else 4,  # One warp chooses without barriers.
         num_stages=3,
+        **launch_options(x),
     )

@@ -1,0 +1,159 @@
+"""Time the kernels of a target's layers on a GPU, with random weights.
+
+    python -m benchmarks.layer_kernels qwen3-30b-a3b,gpt-oss-20b [--layers 12] [--rows 1x1,8x1,8x6]
+        [--experts mxfp4] [--variants on,off] [--kernels]
+
+The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
+each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
+experts those touched, over the bandwidth. Variants: `on` overlaps kernels (dependent_launch.py),
+`wait` does so without prefetching weights, `off` runs them one after another. `--kernels` lists
+the mean duration of each kernel in a layer.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from peagle.bench.random_models import parse_experts, random_model, shape_config
+from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.mixture import Mixture
+from peagle.engine.model.verifier import target_kv_shapes
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton import dependent_launch, skinny_gemm
+from peagle.target import Target
+
+BANDWIDTH = 4.3e12
+PAGE_SIZE = 16
+CONTEXT = 256
+REPEATS = 20
+VARIANTS = {"on": (True, 32 << 20), "wait": (True, 0), "off": (False, 0)}
+
+
+def build_target(shape: str, layers: int, experts: str | None) -> FusedLlamaTarget:
+    config = shape_config(shape)
+    config.num_hidden_layers = min(layers, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    torch.manual_seed(0)
+    model = random_model(config, "cuda", torch.bfloat16, parse_experts(experts, shape))
+    target = Target(model, name=shape)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    windows = {i: window if kind == "sliding_attention" else None for i, kind in enumerate(kinds)}
+    fused = FusedLlamaTarget(target, 1024, windows)
+    fused.kv_shapes = target_kv_shapes(target)  # type: ignore[attr-defined]
+    return fused
+
+
+def row_pass(requests: int, rows: int, kv_cache: KVCache) -> RowPass:
+    """Every request has CONTEXT tokens and `rows` new ones."""
+    pages = kv_cache.num_pages // requests
+    device = kv_cache.keys[0].device
+    tables = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
+    positions = CONTEXT + torch.arange(rows, device=device).repeat(requests)
+    owners = torch.arange(requests, device=device).repeat_interleave(rows)
+    slots = tables[owners, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    counts = torch.full((requests,), rows, dtype=torch.int32, device=device)
+    starts = torch.arange(requests, dtype=torch.int32, device=device) * rows
+    firsts = torch.full((requests,), CONTEXT, dtype=torch.int32, device=device)
+    return RowPass(positions, slots, tables, starts, counts, firsts, rows, PAGE_SIZE)
+
+
+def floor_us(target: FusedLlamaTarget) -> float:
+    """Microseconds that reading the matrices of a layer takes, after a pass has run."""
+    total = 0.0
+    for i, layer in enumerate(target.layers):
+        total += sum(w.weight.numel() * w.weight.element_size() for w in layer.weights)
+        if isinstance(layer.mlp, Mixture):
+            assert target.expert_counts is not None
+            touched = int(target.expert_counts[i, -1])
+            total += touched * layer.mlp.expert_bytes + layer.mlp.router_weight.nbytes
+    return total / BANDWIDTH * 1e6 / len(target.layers)
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    for _ in range(3):
+        graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPEATS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / REPEATS
+
+
+def kernel_times(graph: torch.cuda.CUDAGraph, layers: int) -> list[tuple[str, float, float]]:
+    """Name, launches and microseconds per layer of each kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_time > 0:
+            times[event.name[:40]].append(event.device_time)
+    return [(name, len(x) / layers, sum(x) / layers) for name, x in times.items()]
+
+
+def measure(target: FusedLlamaTarget, requests: int, rows: int, options: argparse.Namespace) -> str:
+    pages = requests * -(-(CONTEXT + rows) // PAGE_SIZE)
+    kv_cache = KVCache(target.kv_shapes, pages, PAGE_SIZE, torch.device("cuda"))  # type: ignore[attr-defined]
+    for cache in (*kv_cache.keys, *kv_cache.values):
+        cache.normal_()
+    passed = row_pass(requests, rows, kv_cache)
+    x = torch.randn(requests * rows, len(target.norm), device="cuda").bfloat16()
+    words = []
+    outputs: list[Tensor] = []
+    for name in options.variants.split(","):
+        overlap, prefetch = VARIANTS[name]
+        dependent_launch.supports_dependent_launch = lambda _, value=overlap: value  # type: ignore
+        skinny_gemm.PREFETCH_BYTES = prefetch
+        graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))
+        time = microseconds(graph) / len(target.layers)
+        floor = floor_us(target)
+        words.append(f"{name} {time:.1f} us ({floor / time:.0%})")
+        same = torch.equal(outputs[1], outputs[-1])
+        words[-1] += "" if same else f" DIFFERS {(outputs[1] - outputs[-1]).abs().max():.3g}"
+        if options.kernels:
+            for kernel, launches, spent in kernel_times(graph, len(target.layers)):
+                print(f"    {name} {kernel:40} {launches:.1f} x {spent:.2f} us")
+    return ", ".join(words) + f"; floor {floor:.1f} us"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("shapes")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rows", default="1x1,1x6,8x1,8x6")
+    parser.add_argument("--experts")
+    parser.add_argument("--variants", default="off,on")
+    parser.add_argument("--kernels", action="store_true")
+    options = parser.parse_args()
+    for shape in options.shapes.split(","):
+        target = build_target(shape, options.layers, options.experts)
+        for words in options.rows.split(","):
+            requests, rows = (int(word) for word in words.split("x"))
+            result = measure(target, requests, rows, options)
+            print(shape, options.experts or "bf16", words, result, flush=True)
+        del target
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
