@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
+from peagle.kernels.mxfp4_tiles import TILE_BYTES
 from peagle.kernels.triton.experts.expert_gemm import (
     ExpertTiles,
     block_rows,
@@ -129,18 +130,16 @@ def graph_seconds(run: Callable[[], None]) -> float:
     return start.elapsed_time(end) / 1000 / REPEATS
 
 
-def candidates(case: Case) -> Iterator[ExpertTiles]:
+def candidates(case: Case, matrices: ExpertMatrices) -> Iterator[ExpertTiles]:
     mixture = MIXTURES[case.mixture]
-    block_t = block_rows(case.rows * mixture.top_k / mixture.experts, case.rows)
-    widths = (32, 64, 128) if case.format == "mxfp4" else (64, 128, 256)
-    if case.format == "mxfp4":  # at most two warps: see tile_sizes
-        settings = ((1, 3), (1, 4), (1, 6), (2, 3), (2, 4), (2, 6))
-        grid = itertools.product((32, 64, 128), widths, settings)
+    block_t = block_rows(matrices, case.rows * mixture.top_k / mixture.experts, case.rows)
+    if matrices.is_tiled:  # at most two warps: see tile_sizes
+        grid = itertools.product((16, 32, 64), (TILE_BYTES,), itertools.product((1, 2), (3, 4, 6)))
     elif block_t <= 32:
         settings = ((2, 4), (2, 6), (2, 8), (4, 3), (4, 4), (4, 6), (8, 3))
-        grid = itertools.product((32, 64, 128), widths, settings)
+        grid = itertools.product((32, 64, 128), (64, 128, 256), settings)
     else:
-        grid = itertools.product((32, 64, 128), widths[:2], ((4, 3), (4, 4), (8, 3), (8, 4)))
+        grid = itertools.product((32, 64, 128), (64, 128), ((4, 3), (4, 4), (8, 3), (8, 4)))
     for block_n, block_k, (warps, stages) in grid:
         yield ExpertTiles(block_n, block_k, warps, stages)
 
@@ -151,7 +150,7 @@ def sweep(case: Case, lock: str, deadline: float) -> dict[str, object]:
         product = ExpertProduct(case)
         used = product.terabytes_per_second(None, lock)
         speeds: dict[str, float] = {}
-        tiles = list(candidates(case))
+        tiles = list(candidates(case, product.matrices))
         random.Random(0).shuffle(tiles)
         for tile in tiles:
             if time.time() > deadline:

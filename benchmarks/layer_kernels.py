@@ -30,7 +30,14 @@ BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
 REPEATS = 20
-VARIANTS = {"on": (True, 32 << 20), "wait": (True, 0), "off": (False, 0)}
+VARIANTS = {
+    "off": (0, 0),
+    "early": (1, 0),
+    "mid": (2, 0),
+    "late": (4, 0),
+    "mid-prefetch": (2, 32 << 20),
+    "late-prefetch": (4, 32 << 20),
+}
 
 
 def build_target(shape: str, layers: int, experts: str | None) -> FusedLlamaTarget:
@@ -121,7 +128,8 @@ def measure(target: FusedLlamaTarget, requests: int, rows: int, options: argpars
     outputs: list[Tensor] = []
     for name in options.variants.split(","):
         overlap, prefetch = VARIANTS[name]
-        dependent_launch.supports_dependent_launch = lambda _, value=overlap: value  # type: ignore
+        dependent_launch.supports_dependent_launch = lambda _, value=overlap: value > 0  # type: ignore
+        dependent_launch.MODE = overlap
         skinny_gemm.PREFETCH_BYTES = prefetch
         graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))
         time = microseconds(graph) / len(target.layers)

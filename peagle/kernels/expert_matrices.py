@@ -5,37 +5,26 @@
 | float | [E, N, K] in the dtype of the rows | none |
 | fp8, int8 | [E, N, K] | [E, N] float32: one per output |
 | mxfp4 | [E, N, K / 2] uint8: two codes, the first in the low bits | [E, N, K / 32] uint8 |
+| mxfp4, tiled | [E, N / 16, K / 128, 16, 64] uint8 (mxfp4_tiles.py) | [E, .., 16, 4] uint8 |
 
 An MXFP4 code is a float of 4 bits (sign, two bits of exponent, one of mantissa). 32 inputs share a
 scale: the exponent of a power of 2, plus 127.
 
     codes  0 1   2 3   4 5 6 7     8 .. 15: the same, negative
     value  0 0.5 1 1.5 2 3 4 6
-
-For kernels on a GPU the bits of eight codes, four bytes, are shuffled, so that a shift and a mask
-move a code to its place in a bf16 number. Bytes 0 and 2 give the low 16 bits of the four, bytes 1
-and 3 the high ones. Their codes are, of the first byte (a even, c odd input) and of the second (b
-and d), with sign s and magnitude mmm:
-
-    bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    code   a  d  c  b  d  d  d  a  a  a  b  b  b  c  c  c
-           s  s  s  s  m  m  m  m  m  m  m  m  m  m  m  m
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from peagle.kernels.mxfp4_tiles import TILE_ROWS, from_tiles, to_tiles
 
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_BLOCK = 32  # inputs that share a scale
-SCALE_ALIGNMENT = 16  # bytes
 MAX_FAST_SCALE = 128  # the largest scale that the fast decoding on a GPU supports: a factor of 2
 MXFP4_BIAS = 127  # of the exponents that are stored as scales
-# Of the codes a, b, c and d above: where sign and magnitude begin in 16 bits.
-SIGN_BITS = (15, 12, 13, 14)
-MAGNITUDE_BITS = (6, 3, 0, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +60,15 @@ class ExpertMatrices:
     weight: Tensor
     scales: Tensor | None = None
     bias: Tensor | None = None  # [E, N]
-    shuffled: bool = False  # of MXFP4: see above; no scale exceeds MAX_FAST_SCALE
+    tiled_inputs: int = 0  # K of a tiled matrix, whose scales do not exceed MAX_FAST_SCALE
 
     @property
     def is_mxfp4(self) -> bool:
         return self.weight.dtype == torch.uint8
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.tiled_inputs > 0
 
     @property
     def num_experts(self) -> int:
@@ -83,10 +76,12 @@ class ExpertMatrices:
 
     @property
     def outputs(self) -> int:
-        return self.weight.shape[1]
+        return self.weight.shape[1] * (TILE_ROWS if self.is_tiled else 1)
 
     @property
     def inputs(self) -> int:
+        if self.is_tiled:
+            return self.tiled_inputs
         return self.weight.shape[2] * (2 if self.is_mxfp4 else 1)
 
     @property
@@ -96,22 +91,19 @@ class ExpertMatrices:
         return sum(x[0].numel() * x.element_size() for x in tensors if x is not None)
 
     def for_gpu(self, dtype: torch.dtype) -> "ExpertMatrices":
-        """The same for kernels on a GPU and rows of that dtype.
+        """The same for kernels on a GPU: MXFP4 in tiles, where they are supported.
 
-        Rows of MXFP4 scales begin at multiples of 16 bytes. Codes are shuffled for rows in bf16,
-        unless scales are too large for the fast decoding.
+        They are for rows in bf16 (`dtype`), and for scales that the fast decoding supports.
         """
-        if not self.is_mxfp4 or self.scales is None or self.shuffled:
+        if not self.is_mxfp4 or self.is_tiled or dtype != torch.bfloat16:
             return self
-        count = self.scales.shape[2]
-        scales = pad(self.scales, (0, -count % SCALE_ALIGNMENT))[:, :, :count]
-        is_fast = dtype == torch.bfloat16 and int(self.scales.max()) <= MAX_FAST_SCALE
-        if not is_fast:
-            return replace(self, scales=scales)
-        weight = torch.empty_like(self.weight)
-        for expert in range(self.num_experts):  # One after another, to save memory.
-            weight[expert] = shuffle_codes(self.weight[expert])
-        return replace(self, weight=weight, scales=scales, shuffled=True)
+        assert self.scales is not None
+        if self.outputs % TILE_ROWS or int(self.scales.max()) > MAX_FAST_SCALE:
+            return self
+        # One expert after another, to save memory.
+        tiles = (to_tiles(*expert) for expert in zip(self.weight, self.scales, strict=True))
+        weight, scales = (torch.stack(x) for x in zip(*tiles, strict=True))
+        return replace(self, weight=weight, scales=scales, tiled_inputs=self.inputs)
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] of one expert, multiplied out."""
@@ -121,7 +113,9 @@ class ExpertMatrices:
         scales = self.scales[expert]
         if not self.is_mxfp4:
             return (weight.float() * scales[:, None]).to(dtype)
-        return decode_mxfp4(unshuffle_codes(weight) if self.shuffled else weight, scales, dtype)
+        if self.is_tiled:
+            weight, scales = from_tiles(weight, scales, self.inputs)
+        return decode_mxfp4(weight, scales, dtype)
 
 
 def decode_mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,25 +125,3 @@ def decode_mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     exponents = scales.int() - MXFP4_BIAS
     blocks = values.unflatten(-1, (-1, MXFP4_BLOCK))
     return torch.ldexp(blocks, exponents[..., None]).flatten(-2).to(dtype)
-
-
-def shuffle_codes(codes: Tensor) -> Tensor:
-    """codes [.., K / 2] uint8, K a multiple of 8 -> the same bytes with shuffled bits."""
-    words = codes.unflatten(-1, (-1, 2, 2)).int()  # [.., K / 8, (a, c) or (b, d), low or high]
-    first, second = words.unbind(-2)
-    halves = torch.zeros_like(first)
-    parts = (first & 15, second & 15, first >> 4, second >> 4)
-    for code, sign, magnitude in zip(parts, SIGN_BITS, MAGNITUDE_BITS, strict=True):
-        halves |= (code >> 3) << sign | (code & 7) << magnitude
-    return torch.stack([halves & 255, halves >> 8], -1).to(torch.uint8).flatten(-3)
-
-
-def unshuffle_codes(codes: Tensor) -> Tensor:
-    """The inverse of `shuffle_codes`."""
-    low, high = codes.unflatten(-1, (-1, 2, 2)).int().unbind(-1)  # [.., K / 8, low or high half]
-    halves = low | high << 8
-    a, b, c, d = (
-        (halves >> sign & 1) << 3 | halves >> magnitude & 7
-        for sign, magnitude in zip(SIGN_BITS, MAGNITUDE_BITS, strict=True)
-    )
-    return torch.stack([a | c << 4, b | d << 4], -2).to(torch.uint8).flatten(-3)

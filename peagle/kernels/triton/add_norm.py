@@ -67,6 +67,7 @@ if triton is not None:
         mask = dims < D
         weight = tl.load(weight_ptr + dims, mask=mask, other=0.0)
         wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT, 6)
         x_row_ptr = x_ptr + row * stride_x_row + dims
         total = tl.load(x_row_ptr, mask=mask, other=0.0)
         for split in tl.static_range(1, SPLITS):

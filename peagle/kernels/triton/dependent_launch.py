@@ -29,6 +29,7 @@ except ImportError:  # without Triton the references run
     triton = None
 
 MIN_CAPABILITY = (9, 0)
+MODE = 2
 
 
 @cache
@@ -39,16 +40,16 @@ def supports_dependent_launch(device: torch.device) -> bool:
 def launch_options(x: Tensor) -> dict[str, bool]:
     """The arguments of a launch on x's device: the constant DEPENDENT, and Triton's own option."""
     if supports_dependent_launch(x.device):
-        return {"DEPENDENT": True, "launch_pdl": True}
+        return {"DEPENDENT": MODE, "launch_pdl": True}
     return {"DEPENDENT": False}
 
 
 if triton is not None:
 
     @triton.jit
-    def launch_next(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def launch_next(DEPENDENT: tl.constexpr, PLACE: tl.constexpr = 1):  # type: ignore[no-untyped-def]
         """Let the next kernel start as soon as all programs of this one have called this."""
-        if DEPENDENT:
+        if DEPENDENT & PLACE:
             gdc_launch_dependents()
 
     @triton.jit

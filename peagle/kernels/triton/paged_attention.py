@@ -231,6 +231,7 @@ if triton is not None:
     ):
         launch_next(DEPENDENT)
         wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT, 2)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         block = tl.program_id(2) // SPLITS
@@ -301,6 +302,7 @@ if triton is not None:
             total = total * rescale + tl.sum(weights, 1)
             max_score = new_max
 
+        launch_next(DEPENDENT, 4)
         if SPLITS > 1:
             part = (row * HEADS + head) * SPLITS
             tl.store(max_ptr + part + split, max_score, mask=row_mask)

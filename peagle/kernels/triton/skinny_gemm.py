@@ -145,6 +145,7 @@ if triton is not None:
                 up_row_ptr = row_ptr + inner.to(tl.int64) * stride_weight_row
                 prefetch_rows(up_row_ptr, row_bytes, DEPENDENT)
         wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT, 2)
         x_tile_ptr = x_ptr + t[None, :] * stride_x_row + k[:, None]
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -155,6 +156,7 @@ if triton is not None:
             if GATED:
                 up_weight = tl.load(up_tile_ptr + start).to(x.dtype)
                 up = tl.dot(up_weight, x, up, input_precision="ieee")
+        launch_next(DEPENDENT, 4)
         if SCALED:
             total *= tl.load(scales_ptr + n)[:, None]
             if GATED:

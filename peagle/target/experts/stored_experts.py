@@ -18,7 +18,7 @@ class StoredExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.shuffled = {"gate_up": gate_up.shuffled, "down": down.shuffled}
+        self.tiled_inputs = {"gate_up": gate_up.tiled_inputs, "down": down.tiled_inputs}
         for name, matrices in (("gate_up", gate_up), ("down", down)):
             self.register_buffer(f"{name}_weight", matrices.weight)
             self.register_buffer(f"{name}_scales", matrices.scales)
@@ -34,7 +34,7 @@ class StoredExperts(nn.Module):
 
     def _matrices(self, name: str) -> ExpertMatrices:
         weight, scales, bias = (getattr(self, f"{name}_{x}") for x in ("weight", "scales", "bias"))
-        return ExpertMatrices(weight, scales, bias, self.shuffled[name])
+        return ExpertMatrices(weight, scales, bias, self.tiled_inputs[name])
 
     @property
     def weight_count(self) -> int:

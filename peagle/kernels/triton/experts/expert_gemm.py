@@ -14,9 +14,7 @@ a block holds, its matrix is read again for the next block. The order in which a
 depends on the matrix and on the number of rows of the pass, not on the experts of other rows.
 
 An 8-bit weight is converted to x's dtype before the product, which is exact, and its scale
-multiplies the sum. An MXFP4 weight is decoded in registers. A byte holds the codes of two inputs:
-the low halves are multiplied with the even inputs, the high halves with the odd ones, and nothing
-has to be interleaved.
+multiplies the sum. MXFP4 weights: mxfp4.py.
 """
 
 from typing import NamedTuple
@@ -26,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
+from peagle.kernels.mxfp4_tiles import TILE_BYTES
 from peagle.kernels.triton import uses_triton
 from peagle.kernels.triton.dependent_launch import launch_options
 from peagle.kernels.triton.experts.route import Routing
@@ -35,41 +34,17 @@ try:
     import triton.language as tl
 
     from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
+    from peagle.kernels.triton.experts.mxfp4 import multiply_codes, multiply_tiles
 except ImportError:  # without Triton the reference runs
     triton = None
 
 MIN_BLOCK_ROWS = 8
 MAX_BLOCK_ROWS = 128
-MAX_MXFP4_BLOCK_ROWS = 64
+MAX_TILED_BLOCK_ROWS = 64
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
 NO_LIMIT = 3.0e38
-# Four bytes ($4) of shuffled codes (peagle/kernels/expert_matrices.py) and their scale ($5) to the
-# weights of even inputs ($0, $1) and odd inputs ($2, $3). Sign, exponent and mantissa of a code
-# move to their places in a bf16 number, which is then 2**126 times too small; the scale makes up
-# for that.
-DECODE_MXFP4 = """
-{
-    .reg .b32 sign, low, zero;
-    mov.b32 zero, 0x80008000;
-    and.b32 low, $4, 0x81C081C0;
-    fma.rn.bf16x2 $0, low, $5, zero;
-    shl.b32 low, $4, 3;
-    and.b32 low, low, 0x81C081C0;
-    fma.rn.bf16x2 $1, low, $5, zero;
-    shl.b32 sign, $4, 2;
-    shl.b32 low, $4, 6;
-    and.b32 low, low, 0x01C001C0;
-    lop3.b32 low, sign, 0x80008000, low, 0xEA;
-    fma.rn.bf16x2 $2, low, $5, zero;
-    shl.b32 sign, $4, 1;
-    shr.b32 low, $4, 3;
-    and.b32 low, low, 0x01C001C0;
-    lop3.b32 low, sign, 0x80008000, low, 0xEA;
-    fma.rn.bf16x2 $3, low, $5, zero;
-}
-"""
 
 
 class ExpertTiles(NamedTuple):
@@ -117,44 +92,6 @@ def part_dtype(rows: int, dtype: torch.dtype) -> torch.dtype:
 
 if triton is not None:
     _NO_LIMIT = tl.constexpr(NO_LIMIT)
-    _DECODE_MXFP4 = tl.constexpr(DECODE_MXFP4)
-
-    @triton.jit
-    def _mxfp4_value(code):  # type: ignore[no-untyped-def]
-        """The value of a code in float32; bits 0-3 of an int32."""
-        magnitude = code & 7
-        bits = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
-        normal = bits.to(tl.float32, bitcast=True)
-        value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-        return tl.where((code & 8) == 8, -value, value)
-
-    @triton.jit
-    def _decode_mxfp4(  # type: ignore[no-untyped-def]
-        codes, scales, DTYPE: tl.constexpr, ASM: tl.constexpr
-    ):
-        """codes [N, B] and scales [N, B / 16] -> the weights of even and odd inputs, [N, B]."""
-        rows: tl.constexpr = codes.shape[0]
-        width: tl.constexpr = codes.shape[1]
-        groups: tl.constexpr = scales.shape[1]
-        if ASM:
-            factors = ((scales.to(tl.int32) + 126) << 7) * 0x10001  # a bf16 number, twice
-            spread = tl.broadcast_to(factors[:, :, None], (rows, groups, width // groups))
-            even, odd = tl.inline_asm_elementwise(
-                asm=_DECODE_MXFP4,
-                constraints="=r,=r,=r,=r,r,r,r,r,r",
-                args=[codes, tl.reshape(spread, (rows, width))],
-                dtype=(tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            factors = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-            spread = tl.broadcast_to(factors[:, :, None], (rows, groups, width // groups))
-            factor = tl.reshape(spread, (rows, width))
-            wide = codes.to(tl.int32)
-            even = (_mxfp4_value(wide & 15) * factor).to(DTYPE)
-            odd = (_mxfp4_value(wide >> 4) * factor).to(DTYPE)
-        return even, odd
 
     @triton.jit
     def _load(ptr, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -167,49 +104,27 @@ if triton is not None:
         row_mask,
         stride_x_row,
         weight_ptr,
-        scales_ptr,
         n,
         n_mask,
         first_block,
         end_block,
         WIDTH: tl.constexpr,
-        SCALE_WIDTH: tl.constexpr,
-        MXFP4: tl.constexpr,
-        ASM: tl.constexpr,
         EVEN: tl.constexpr,
         BLOCK_K: tl.constexpr,
     ):
         """[N, rows]: the products of rows of x with the rows n of a matrix, over some inputs."""
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        rows: tl.constexpr = row.shape[0]
-        total = tl.zeros([n.shape[0], rows], tl.float32)
+        total = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         weight_row_ptr = weight_ptr + n[:, None] * WIDTH
-        scale_row_ptr = scales_ptr + n[:, None] * SCALE_WIDTH
         for block in range(first_block, end_block):
             k = block * BLOCK_K + tl.arange(0, BLOCK_K)
             mask = n_mask[:, None] & (k < WIDTH)[None, :]
-            codes = _load(weight_row_ptr + k[None, :], mask, EVEN)
-            if MXFP4:
-                inputs = block * (2 * BLOCK_K) + tl.arange(0, 2 * BLOCK_K)
-                x = tl.load(
-                    x_ptr + row[:, None] * stride_x_row + inputs[None, :],
-                    mask=row_mask[:, None] & (inputs < 2 * WIDTH)[None, :],
-                    other=0.0,
-                )
-                even_x, odd_x = tl.split(tl.reshape(x, (rows, BLOCK_K, 2)))
-                group = block * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
-                group_mask = n_mask[:, None] & (group < SCALE_WIDTH)
-                scales = _load(scale_row_ptr + group, group_mask, EVEN)
-                even, odd = _decode_mxfp4(codes, scales, dtype, ASM)
-                total = tl.dot(even, tl.trans(even_x), total, input_precision="ieee")
-                total = tl.dot(odd, tl.trans(odd_x), total, input_precision="ieee")
-            else:
-                x = tl.load(
-                    x_ptr + row[None, :] * stride_x_row + k[:, None],
-                    mask=row_mask[None, :] & (k < WIDTH)[:, None],
-                    other=0.0,
-                )
-                total = tl.dot(codes.to(dtype), x, total, input_precision="ieee")
+            weight = _load(weight_row_ptr + k[None, :], mask, EVEN)
+            x = tl.load(
+                x_ptr + row[None, :] * stride_x_row + k[:, None],
+                mask=row_mask[None, :] & (k < WIDTH)[:, None],
+                other=0.0,
+            )
+            total = tl.dot(weight.to(x_ptr.dtype.element_ty), x, total, input_precision="ieee")
         return total
 
     @triton.jit
@@ -233,14 +148,16 @@ if triton is not None:
         TOP_K: tl.constexpr,
         N: tl.constexpr,
         MATRIX_ROWS: tl.constexpr,
+        MATRIX_SIZE: tl.constexpr,
+        SCALES_SIZE: tl.constexpr,
+        INPUTS: tl.constexpr,
         WIDTH: tl.constexpr,
-        SCALE_WIDTH: tl.constexpr,
         INTERLEAVED: tl.constexpr,
         GATED: tl.constexpr,
         BIAS: tl.constexpr,
         SCALED: tl.constexpr,
         MXFP4: tl.constexpr,
-        ASM: tl.constexpr,
+        TILED: tl.constexpr,
         EVEN: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
@@ -262,8 +179,8 @@ if triton is not None:
         n_mask = n < MATRIX_ROWS
         if GATED and not INTERLEAVED:
             n = n // 2 + n % 2 * (MATRIX_ROWS // 2)
-        weight_ptr += expert * MATRIX_ROWS * WIDTH
-        scales_ptr += expert * MATRIX_ROWS * SCALE_WIDTH
+        weight_ptr += expert * MATRIX_SIZE
+        scales_ptr += expert * SCALES_SIZE
         bias_ptr += expert * MATRIX_ROWS
         for start in range(0, count, BLOCK_T):
             place_in_block = start + tl.arange(0, BLOCK_T)
@@ -271,24 +188,51 @@ if triton is not None:
             assignment = tl.load(table_ptr + expert * rows + place_in_block, mask=mask, other=0)
             assignment = assignment.to(tl.int64)
             row = assignment // TOP_K
-            total = _multiply(
-                x_ptr,
-                row if GATED else assignment,
-                mask,
-                stride_x_row,
-                weight_ptr,
-                scales_ptr,
-                n,
-                n_mask,
-                first_block,
-                end_block,
-                WIDTH,
-                SCALE_WIDTH,
-                MXFP4,
-                ASM,
-                EVEN,
-                BLOCK_K,
-            )
+            x_row = row if GATED else assignment
+            if TILED:
+                total = multiply_tiles(
+                    x_ptr,
+                    x_row,
+                    mask,
+                    stride_x_row,
+                    weight_ptr,
+                    scales_ptr,
+                    tl.where(n_mask, n, 0),
+                    first_block,
+                    end_block,
+                    INPUTS,
+                )
+            elif MXFP4:
+                total = multiply_codes(
+                    x_ptr,
+                    x_row,
+                    mask,
+                    stride_x_row,
+                    weight_ptr,
+                    scales_ptr,
+                    n,
+                    n_mask,
+                    first_block,
+                    end_block,
+                    WIDTH,
+                    BLOCK_K,
+                )
+            else:
+                total = _multiply(
+                    x_ptr,
+                    x_row,
+                    mask,
+                    stride_x_row,
+                    weight_ptr,
+                    n,
+                    n_mask,
+                    first_block,
+                    end_block,
+                    WIDTH,
+                    EVEN,
+                    BLOCK_K,
+                )
+            launch_next(DEPENDENT, 6)
             if SCALED:
                 total *= tl.load(scales_ptr + n, mask=n_mask, other=0.0)[:, None]
             if BIAS:
@@ -360,16 +304,16 @@ def _launch(
 ) -> None:
     rows, top_k = routing.experts.shape
     weight, scales, bias = matrices.weight, matrices.scales, matrices.bias
-    num_experts, matrix_rows, width = weight.shape
+    matrix_rows = matrices.outputs
+    width = row_elements(matrices)
     shape = activation or GatedActivation()
-    block_t = block_rows(rows * top_k / num_experts, rows)
-    if matrices.is_mxfp4:
-        block_t = min(block_t, MAX_MXFP4_BLOCK_ROWS)
+    block_t = block_rows(matrices, rows * top_k / matrices.num_experts, rows)
     tiles = tiles or tile_sizes(matrices, block_t, rows * top_k, activation is not None)
     split_blocks = triton.cdiv(width, splits * tiles.block_k)
     assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
     assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
-    assert not matrices.shuffled or (x.is_cuda and x.dtype == torch.bfloat16)
+    if matrices.is_tiled:
+        assert x.is_cuda and x.dtype == torch.bfloat16 and tiles.block_k == TILE_BYTES
     _expert_kernel[(triton.cdiv(matrix_rows, tiles.block_n), len(routing.touched), splits)](
         x,
         weight,
@@ -390,7 +334,6 @@ def _launch(
         N=out.shape[-1],
         INTERLEAVED=shape.interleaved,
         GATED=activation is not None,
-        ASM=matrices.shuffled,
         **_format_options(matrices),
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
         BLOCK_T=block_t,
@@ -402,25 +345,35 @@ def _launch(
     )
 
 
+def row_elements(matrices: ExpertMatrices) -> int:
+    """Elements of a stored row: inputs, or bytes of MXFP4."""
+    if matrices.is_tiled:
+        return matrices.weight.shape[2] * TILE_BYTES
+    return matrices.weight.shape[2]
+
+
 def _format_options(matrices: ExpertMatrices) -> dict[str, int]:
     """What the kernel must know of the matrices."""
     scales = matrices.scales
-    num_experts, matrix_rows, width = matrices.weight.shape
     return {
-        "EXPERTS": num_experts,
-        "MATRIX_ROWS": matrix_rows,
-        "WIDTH": width,
-        "SCALE_WIDTH": scales.stride(1) if scales is not None and matrices.is_mxfp4 else 1,
+        "EXPERTS": matrices.num_experts,
+        "MATRIX_ROWS": matrices.outputs,
+        "MATRIX_SIZE": matrices.weight[0].numel(),
+        "SCALES_SIZE": 0 if scales is None else scales[0].numel(),
+        "INPUTS": matrices.inputs,
+        "WIDTH": row_elements(matrices),
         "BIAS": matrices.bias is not None,
         "SCALED": scales is not None and not matrices.is_mxfp4,
         "MXFP4": matrices.is_mxfp4,
+        "TILED": matrices.is_tiled,
     }
 
 
-def block_rows(mean_rows: float, rows: int) -> int:
+def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
     """Rows of a block: enough for most experts, whose numbers of rows differ."""
     wanted = min(rows, int(1.5 * mean_rows) + 1)
-    return min(max(MIN_BLOCK_ROWS, triton.next_power_of_2(wanted)), MAX_BLOCK_ROWS)
+    most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
+    return min(max(MIN_BLOCK_ROWS, triton.next_power_of_2(wanted)), most)
 
 
 def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
@@ -437,11 +390,11 @@ def tile_sizes(
     matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
 ) -> ExpertTiles:
     """Sizes measured on an H200."""
-    if matrices.is_mxfp4:  # Two warps: with four, tensor cores read codes in pairs, not in fours.
-        if block_t > 32:
-            return ExpertTiles(block_n=64, block_k=32, num_warps=2, num_stages=3)
-        block_n = 128 if gated and assignments > 8 else 64
-        return ExpertTiles(block_n, block_k=64, num_warps=2, num_stages=4)
+    if matrices.is_tiled:  # With four warps, tensor cores would get codes in pairs, not in fours.
+        block_n = 64 if block_t > 8 else 32
+        return ExpertTiles(block_n, TILE_BYTES, num_warps=2 if block_t > 8 else 1, num_stages=4)
+    if matrices.is_mxfp4:
+        return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
     if block_t <= 32:
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)

@@ -207,6 +207,7 @@ if triton is not None:
     ):
         launch_next(DEPENDENT)
         wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT, 6)
         block = tl.program_id(0)
         part = tl.program_id(1)
         split = tl.program_id(2)
