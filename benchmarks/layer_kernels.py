@@ -6,8 +6,7 @@
 The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
 each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
 experts those touched, over the bandwidth. Variants: `on` overlaps kernels (dependent_launch.py),
-`wait` does so without prefetching weights, `off` runs them one after another. `--kernels` lists
-the mean duration of each kernel in a layer.
+`off` runs them one after another. `--kernels` lists the mean duration of each kernel in a layer.
 """
 
 import argparse
@@ -23,21 +22,13 @@ from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import dependent_launch, skinny_gemm
+from peagle.kernels.triton import dependent_launch
 from peagle.target import Target
 
 BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
 REPEATS = 20
-VARIANTS = {
-    "off": (0, 0),
-    "early": (1, 0),
-    "mid": (2, 0),
-    "late": (4, 0),
-    "mid-prefetch": (2, 32 << 20),
-    "late-prefetch": (4, 32 << 20),
-}
 
 
 def build_target(shape: str, layers: int, experts: str | None) -> FusedLlamaTarget:
@@ -127,10 +118,8 @@ def measure(target: FusedLlamaTarget, requests: int, rows: int, options: argpars
     words = []
     outputs: list[Tensor] = []
     for name in options.variants.split(","):
-        overlap, prefetch = VARIANTS[name]
-        dependent_launch.supports_dependent_launch = lambda _, value=overlap: value > 0  # type: ignore
-        dependent_launch.MODE = overlap
-        skinny_gemm.PREFETCH_BYTES = prefetch
+        overlaps = name == "on"
+        dependent_launch.supports_dependent_launch = lambda _, value=overlaps: value  # type: ignore
         graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))
         time = microseconds(graph) / len(target.layers)
         floor = floor_us(target)

@@ -171,7 +171,8 @@ class AdaptivePolicy:
         """The shape worth exploring that ran longest ago, if it is time and the credit suffices.
 
         Neighbors with an untrusted cost are explored even if they look slow, and so is NO_DRAFT:
-        plain decoding must never be faster.
+        plain decoding must never be faster. Smaller neighbors are soon measured once, because
+        calibration may be wrong: experts that random rows choose are not those that text chooses.
         """
         no_draft = self.best_shape == NO_DRAFT
         if self._step - self._last_exploration < EXPLORE_INTERVAL[no_draft]:
@@ -188,7 +189,9 @@ class AdaptivePolicy:
         informative = [
             shape
             for shape in {*neighbors, *self._rivals()}
-            if shape.nodes > self.best_shape.nodes or age[shape] >= SMALLER_SHAPE_AGE
+            if shape.nodes > self.best_shape.nodes
+            or age[shape] >= SMALLER_SHAPE_AGE
+            or not self._ran(batch, shape)
         ]
         options = untrusted or [
             shape for shape in informative if self._loss(shape) < MAX_LOSS[no_draft]
@@ -222,6 +225,10 @@ class AdaptivePolicy:
         shape must be drafted again.
         """
         return 2 * max(0.0, self._loss(shape))
+
+    def _ran(self, batch: int, shape: DraftShape) -> bool:
+        """Whether the shape has run with batches of this bucket."""
+        return (self.costs.bucket(batch), shape) in self._last_run
 
     def _age(self, batch: int, shape: DraftShape) -> int:
         """Steps of this batch bucket since the shape last ran in it.

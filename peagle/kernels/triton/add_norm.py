@@ -61,13 +61,12 @@ if triton is not None:
         SPLITS: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
         dims = tl.arange(0, BLOCK_D)
         mask = dims < D
         weight = tl.load(weight_ptr + dims, mask=mask, other=0.0)
         wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT, 6)
+        launch_next(DEPENDENT)
         x_row_ptr = x_ptr + row * stride_x_row + dims
         total = tl.load(x_row_ptr, mask=mask, other=0.0)
         for split in tl.static_range(1, SPLITS):

@@ -229,9 +229,8 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next(DEPENDENT)
         wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT, 2)
+        launch_next(DEPENDENT)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         block = tl.program_id(2) // SPLITS
@@ -302,7 +301,6 @@ if triton is not None:
             total = total * rescale + tl.sum(weights, 1)
             max_score = new_max
 
-        launch_next(DEPENDENT, 4)
         if SPLITS > 1:
             part = (row * HEADS + head) * SPLITS
             tl.store(max_ptr + part + split, max_score, mask=row_mask)

@@ -176,9 +176,8 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next(DEPENDENT)
         wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT, 6)
+        launch_next(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
         block = tl.program_id(1)
         Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

@@ -31,20 +31,15 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.dependent_launch import (
-        launch_next,
-        prefetch_rows,
-        wait_for_inputs,
-    )
+    from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
 MAX_ROWS = 64  # with more rows arithmetic is the limit, and the vendor's library is faster
 ALIGNMENT = 64  # of a weight's outputs and inputs
 BUSY_PROGRAMS = 192  # programs that keep a GPU busy
-MAX_SPLITS = 4
+MAX_SPLITS = 8
 MIN_SPLIT_INPUTS = 512
-PREFETCH_BYTES = 32 << 20  # of a matrix that fits into L2 beside what is in use
 FP8_CAPABILITY = (8, 9)  # of GPUs that have fp8 (Ada)
 
 
@@ -93,15 +88,16 @@ def supports_weight_dtype(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def num_splits(weight: Tensor) -> int:
-    """The number of programs that split the inputs of one output."""
-    blocks = weight.shape[0] // ALIGNMENT
-    inputs = weight.shape[1]
-    splits = 1
-    while blocks * splits < BUSY_PROGRAMS and splits < MAX_SPLITS:
-        if inputs % (4 * splits * ALIGNMENT) or inputs // (2 * splits) < MIN_SPLIT_INPUTS:
-            break
-        splits *= 2
-    return splits
+    """The number of programs that split the inputs of one output: the first that is enough."""
+    outputs, inputs = weight.shape
+    valid = [
+        splits
+        for splits in range(1, MAX_SPLITS + 1)
+        if splits == 1
+        or (inputs % (splits * ALIGNMENT) == 0 and inputs // splits >= MIN_SPLIT_INPUTS)
+    ]
+    blocks = outputs // ALIGNMENT
+    return next((splits for splits in valid if splits * blocks >= BUSY_PROGRAMS), valid[-1])
 
 
 if triton is not None:
@@ -126,10 +122,8 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
-        PREFETCH: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next(DEPENDENT)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         split = tl.program_id(1)
         t = tl.arange(0, BLOCK_T)
@@ -137,15 +131,8 @@ if triton is not None:
         row_mask = (t < rows)[None, :]
         weight_tile_ptr = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row + k[None, :]
         up_tile_ptr = weight_tile_ptr + inner.to(tl.int64) * stride_weight_row
-        if PREFETCH:
-            row_ptr = weight_ptr + n.to(tl.int64) * stride_weight_row + split * split_inputs
-            row_bytes = split_inputs * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            prefetch_rows(row_ptr, row_bytes, DEPENDENT)
-            if GATED:
-                up_row_ptr = row_ptr + inner.to(tl.int64) * stride_weight_row
-                prefetch_rows(up_row_ptr, row_bytes, DEPENDENT)
         wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT, 2)
+        launch_next(DEPENDENT)
         x_tile_ptr = x_ptr + t[None, :] * stride_x_row + k[:, None]
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -156,7 +143,6 @@ if triton is not None:
             if GATED:
                 up_weight = tl.load(up_tile_ptr + start).to(x.dtype)
                 up = tl.dot(up_weight, x, up, input_precision="ieee")
-        launch_next(DEPENDENT, 4)
         if SCALED:
             total *= tl.load(scales_ptr + n)[:, None]
             if GATED:
@@ -235,7 +221,6 @@ def _launch(
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
-        PREFETCH=weight.nbytes <= PREFETCH_BYTES,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **launch_options(x),
@@ -249,5 +234,6 @@ def tile_sizes(outputs: int, split_inputs: int, block_t: int, gated: bool) -> Ti
     """
     if outputs // 64 < 96:
         return TileSizes(block_n=16, block_k=64, num_warps=2, num_stages=8)
-    block_k = 128 if split_inputs % 128 == 0 and block_t <= 16 else 64
-    return TileSizes(block_n=64, block_k=block_k, num_warps=4, num_stages=3 if gated else 4)
+    if split_inputs % 128 == 0 and block_t <= 16:
+        return TileSizes(block_n=64, block_k=128, num_warps=4, num_stages=3 if gated else 4)
+    return TileSizes(block_n=64, block_k=64, num_warps=4, num_stages=3 if gated else 6)

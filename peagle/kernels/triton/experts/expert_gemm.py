@@ -164,7 +164,6 @@ if triton is not None:
         BLOCK_K: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next(DEPENDENT)
         wait_for_inputs(DEPENDENT)
         place = tl.program_id(1)
         if place >= tl.load(counts_ptr + EXPERTS):
@@ -232,7 +231,7 @@ if triton is not None:
                     EVEN,
                     BLOCK_K,
                 )
-            launch_next(DEPENDENT, 6)
+            launch_next(DEPENDENT)
             if SCALED:
                 total *= tl.load(scales_ptr + n, mask=n_mask, other=0.0)[:, None]
             if BIAS:
@@ -391,8 +390,8 @@ def tile_sizes(
 ) -> ExpertTiles:
     """Sizes measured on an H200."""
     if matrices.is_tiled:  # With four warps, tensor cores would get codes in pairs, not in fours.
-        block_n = 64 if block_t > 8 else 32
-        return ExpertTiles(block_n, TILE_BYTES, num_warps=2 if block_t > 8 else 1, num_stages=4)
+        block_n = 32 if gated and assignments <= 8 else 64
+        return ExpertTiles(block_n, TILE_BYTES, num_warps=2, num_stages=3)
     if matrices.is_mxfp4:
         return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
     if block_t <= 32:

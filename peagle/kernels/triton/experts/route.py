@@ -205,9 +205,8 @@ if triton is not None:
         ALL_EXPERTS: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next(DEPENDENT)
         wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT, 6)
+        launch_next(DEPENDENT)
         block = tl.program_id(0)
         part = tl.program_id(1)
         split = tl.program_id(2)
