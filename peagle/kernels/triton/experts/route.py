@@ -205,8 +205,6 @@ if triton is not None:
         ALL_EXPERTS: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
         block = tl.program_id(0)
         part = tl.program_id(1)
         split = tl.program_id(2)
@@ -214,23 +212,33 @@ if triton is not None:
         row_mask = t < rows
         e = part * BLOCK_E + tl.arange(0, BLOCK_E)
         expert_mask = e < EXPERTS
-        total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
         first = split * split_inputs
-        for start in range(first, tl.minimum(first + split_inputs, K), BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
+        if BLOCK_T == 1:  # The inputs are split so that a program has one block of them.
+            k = first + tl.arange(0, BLOCK_K)
+            weight = tl.load(
+                weight_ptr + e[:, None] * K + k[None, :],
+                mask=expert_mask[:, None] & (k < K)[None, :],
+                other=0.0,
+            )
+            wait_for_inputs(DEPENDENT)
+            launch_next(DEPENDENT)
             x = tl.load(
                 x_ptr + t[:, None].to(tl.int64) * stride_x_row + k[None, :],
                 mask=row_mask[:, None] & (k < K)[None, :],
                 other=0.0,
             )
-            if BLOCK_T == 1:
-                weight = tl.load(
-                    weight_ptr + e[:, None] * K + k[None, :],
-                    mask=expert_mask[:, None] & (k < K)[None, :],
+            total = tl.sum(weight.to(tl.float32) * x.to(tl.float32), 1)[None, :]
+        else:
+            wait_for_inputs(DEPENDENT)
+            launch_next(DEPENDENT)
+            total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+            for start in range(first, tl.minimum(first + split_inputs, K), BLOCK_K):
+                k = start + tl.arange(0, BLOCK_K)
+                x = tl.load(
+                    x_ptr + t[:, None].to(tl.int64) * stride_x_row + k[None, :],
+                    mask=row_mask[:, None] & (k < K)[None, :],
                     other=0.0,
                 )
-                total += tl.sum(weight.to(tl.float32) * x.to(tl.float32), 1)[None, :]
-            else:
                 weight = tl.load(
                     weight_ptr + e[None, :] * K + k[:, None],
                     mask=expert_mask[None, :] & (k < K)[:, None],
