@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peagle.bench.random_models import parse_experts, random_model, shape_config
-from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
@@ -31,7 +31,9 @@ CONTEXT = 256
 REPEATS = 20
 
 
-def build_target(shape: str, layers: int, experts: str | None) -> FusedLlamaTarget:
+def build_target(
+    shape: str, layers: int, experts: str | None
+) -> tuple[FusedLlamaTarget, list[KVShape]]:
     config = shape_config(shape)
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
@@ -43,8 +45,7 @@ def build_target(shape: str, layers: int, experts: str | None) -> FusedLlamaTarg
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     windows = {i: window if kind == "sliding_attention" else None for i, kind in enumerate(kinds)}
     fused = FusedLlamaTarget(target, 1024, windows)
-    fused.kv_shapes = target_kv_shapes(target)  # type: ignore[attr-defined]
-    return fused
+    return fused, target_kv_shapes(target)
 
 
 def row_pass(requests: int, rows: int, kv_cache: KVCache) -> RowPass:
@@ -65,7 +66,7 @@ def floor_us(target: FusedLlamaTarget) -> float:
     """Microseconds that reading the matrices of a layer takes, after a pass has run."""
     total = 0.0
     for i, layer in enumerate(target.layers):
-        total += sum(w.weight.numel() * w.weight.element_size() for w in layer.weights)
+        total += sum(w.weight.nbytes for w in layer.weights if w.weight is not None)
         if isinstance(layer.mlp, Mixture):
             assert target.expert_counts is not None
             touched = int(target.expert_counts[i, -1])
@@ -108,13 +109,19 @@ def kernel_times(graph: torch.cuda.CUDAGraph, layers: int) -> list[tuple[str, fl
     return [(name, len(x) / layers, sum(x) / layers) for name, x in times.items()]
 
 
-def measure(target: FusedLlamaTarget, requests: int, rows: int, options: argparse.Namespace) -> str:
+def new_cache(shapes: list[KVShape], requests: int, rows: int) -> KVCache:
+    """Random keys and values, with room for the new rows."""
     pages = requests * -(-(CONTEXT + rows) // PAGE_SIZE)
-    kv_cache = KVCache(target.kv_shapes, pages, PAGE_SIZE, torch.device("cuda"))  # type: ignore[attr-defined]
+    kv_cache = KVCache(shapes, pages, PAGE_SIZE, torch.device("cuda"))
     for cache in (*kv_cache.keys, *kv_cache.values):
         cache.normal_()
-    passed = row_pass(requests, rows, kv_cache)
-    x = torch.randn(requests * rows, len(target.norm), device="cuda").bfloat16()
+    return kv_cache
+
+
+def measure(
+    target: FusedLlamaTarget, passed: RowPass, kv_cache: KVCache, options: argparse.Namespace
+) -> str:
+    x = torch.randn(len(passed.positions), len(target.norm), device="cuda").bfloat16()
     words = []
     outputs: list[Tensor] = []
     for name in options.variants.split(","):
@@ -142,10 +149,11 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true")
     options = parser.parse_args()
     for shape in options.shapes.split(","):
-        target = build_target(shape, options.layers, options.experts)
+        target, kv_shapes = build_target(shape, options.layers, options.experts)
         for words in options.rows.split(","):
             requests, rows = (int(word) for word in words.split("x"))
-            result = measure(target, requests, rows, options)
+            kv_cache = new_cache(kv_shapes, requests, rows)
+            result = measure(target, row_pass(requests, rows, kv_cache), kv_cache, options)
             print(shape, options.experts or "bf16", words, result, flush=True)
         del target
         torch.cuda.empty_cache()
