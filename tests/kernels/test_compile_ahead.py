@@ -29,7 +29,6 @@ triton.knobs.compilation.listener = listen
 out = torch.empty(8, dtype=torch.int32)
 def launch(pieces, warmup=False):
     x = torch.empty(8)
-    assert not warmup or not x.isnan().any()
     argmax._merge_kernel.run(x, out, x, out.long(), pieces, grid=(8,), warmup=warmup, BLOCK=8)
 """
 
