@@ -66,6 +66,7 @@ SHAPE_READY_BAR = 60.0
 VLLM_BAR = 3.0  # Ours over vLLM's server, at 1 and 64 streams.
 VLLM_K = 5
 MAX_SOAK_SECONDS = 300.0
+SOAK_RESERVE_SECONDS = 100.0  # What other parts leave to the soak.
 SOAK_START_SECONDS = 45.0  # Of the soak's own processes, before and after the load.
 SHAPE_BYTES = 24 << 30  # Disk space of the pair in the shape of an 8B model.
 SHAPE_PROMPT_TOKENS = 128
@@ -159,8 +160,7 @@ def id_prompts() -> list[list[int]]:
 
 
 def measure_ready(options: argparse.Namespace) -> Iterator[Row]:
-    cache = triton_cache(options)
-    rmtree(cache, ignore_errors=True)
+    rmtree(triton_cache(), ignore_errors=True)
     with pair_of("ready", options) as pair:
         with serving_part("ready", pair.arguments, options) as server:
             yield at_most("ready", "fresh", server.ready_seconds, READY_BARS["fresh"])
@@ -182,9 +182,8 @@ def startup_rows(part: str, server: ServerProcess) -> Iterator[Row]:
             yield Row(part, f"of it {phase}", seconds)
 
 
-def triton_cache(options: argparse.Namespace) -> Path:
-    folder: Path = options.out.parent
-    return folder / "triton-cache"
+def triton_cache() -> Path:
+    return Path(tempfile.gettempdir()) / "serve-h200-triton"
 
 
 @contextmanager
@@ -192,7 +191,7 @@ def serving_part(
     part: str, arguments: Sequence[str], options: argparse.Namespace
 ) -> Iterator[ServerProcess]:
     """`peagle serve` with the Triton cache of all parts; its log lies beside the results."""
-    environment = {"TRITON_CACHE_DIR": str(triton_cache(options))}
+    environment = {"TRITON_CACHE_DIR": str(triton_cache())}
     log = options.out.with_suffix(f".{part}.log")
     with serving(arguments, environment=environment, log=log) as server:
         yield server
@@ -271,7 +270,7 @@ def engine_speeds(
         stdout=subprocess.PIPE,
         check=True,
         cwd=ROOT,
-        env={**os.environ, "TRITON_CACHE_DIR": str(triton_cache(options))},
+        env={**os.environ, "TRITON_CACHE_DIR": str(triton_cache())},
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line["streams"]: line["tokens_per_second"] for line in lines if "streams" in line}
@@ -404,8 +403,11 @@ def main() -> None:
         run_part(options.only, options)
         return
     end = time.monotonic() + options.seconds
-    for part in options.parts.split(","):
+    parts = options.parts.split(",")
+    for part in parts:
         left = end - time.monotonic()
+        if part != "soak" and "soak" in parts:
+            left = max(left - SOAK_RESERVE_SECONDS, 1.0)
         soak_seconds = min(left - SOAK_START_SECONDS, MAX_SOAK_SECONDS)
         soak_seconds = 12.0 if options.smoke else max(soak_seconds, 30.0)
         arguments = [*sys.argv[1:], "--soak-seconds", str(soak_seconds)]

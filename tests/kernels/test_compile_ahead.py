@@ -90,15 +90,15 @@ print(json.dumps({"before": before}))
 
 def test_an_error_of_a_kernel_is_left_to_its_launch(tmp_path: Path) -> None:
     script = """
-from peagle.kernels.triton.compile_ahead import compile_kernel
+from peagle.kernels.triton.compile_ahead import compile_ahead, compile_kernel
 compile_kernel(None, None, {})
-with KernelCompiler(1) as compiler:
-    try:
-        with compiler.recording():
-            raise ValueError
-    except ValueError:
-        pass
-    hook = triton.knobs.runtime.jit_cache_hook
-print(json.dumps({"hook": hook}))
+def work():
+    launch(16)
+    raise ValueError
+compile_ahead(work, torch.device("cpu"))
+nothing = list(hits)
+compile_ahead(work, torch.device("cuda"))
+hook = triton.knobs.runtime.jit_cache_hook
+print(json.dumps({"nothing": nothing, "compiled": hits, "hook": hook}))
 """
-    assert run_script(script, tmp_path) == {"hook": None}
+    assert run_script(script, tmp_path) == {"nothing": [], "compiled": [False], "hook": None}

@@ -37,12 +37,16 @@ MAX_THREADS = 16
 def compile_ahead(work: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels that `work` launches on a GPU. Nothing is launched; elsewhere a no-op.
 
-    A kernel that fails to compile here is compiled again, and fails, when it is launched.
+    What fails here is done again, and fails, when the kernels are launched.
     """
     if triton is None or device.type != "cuda":
         return
-    with KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS)) as compiler, compiler.recording():
-        work()
+    with KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS)) as compiler:
+        try:
+            with compiler.recording():
+                work()
+        except Exception:
+            log.warning("not all kernels could be compiled ahead", exc_info=True)
 
 
 class KernelCompiler:
