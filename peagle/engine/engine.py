@@ -41,7 +41,7 @@ from peagle.engine.sizing import (
     uses_ngrams,
     verified_shape,
 )
-from peagle.engine.startup_times import StartupTimes
+from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
 from peagle.engine.thinking import Thinking

@@ -18,7 +18,6 @@ from peagle.engine.batch import (
     mean_confidence,
     verifiable_shape,
 )
-from peagle.engine.graph_backlog import GraphBacklog
 from peagle.engine.in_flight import InFlightPass
 from peagle.engine.kv.slots import PageTableUpdate
 from peagle.engine.metrics import Metrics
@@ -33,8 +32,9 @@ from peagle.engine.sampling.sampler import Sampler
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.engine.schedule.scheduler import Scheduler, StepPlan
-from peagle.engine.startup_times import StartupTimes
 from peagle.engine.step.batch_sampling import BatchSampling
+from peagle.engine.step.graph_backlog import GraphBacklog
+from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.step.stepper import Stepper
 from peagle.kernels.cpu.threads import threads_for_kernels
@@ -67,9 +67,7 @@ class EngineLoop:
         self.exact = exact
         self.use_graphs = use_graphs
         self.startup = StartupTimes()
-        self.backlog = GraphBacklog(
-            stepper, policy, max_shape, drafter_shape, self._capture, self.startup
-        )
+        self.backlog = GraphBacklog(stepper, policy, max_shape, drafter_shape, self.startup)
         self.lock = threading.Condition()  # Guards everything here except the device's work.
         # Steps run one after the other, whichever threads call `run`.
         self._step_lock = threading.Lock()
@@ -440,7 +438,7 @@ class EngineLoop:
         with self._step_lock:
             if self.use_graphs and not self._released:
                 self.backlog.fill(max_batch)
-                self.backlog.run(ready_batch)
+                self.backlog.run(ready_batch, self._capture)
         with self.lock:
             self.lock.notify_all()  # A thread of the engine goes on with the rest.
 
@@ -449,7 +447,7 @@ class EngineLoop:
         with self._step_lock:
             if not self.use_graphs or self._released:
                 self.backlog.clear()
-            return not self.busy and self.backlog.run_next()
+            return not self.busy and self.backlog.run_next(self._capture)
 
     def _has_graph(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
         """Whether warm-up captures this step: of one shape, the largest, or the next larger one.

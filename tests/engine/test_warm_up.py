@@ -30,7 +30,6 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Captures
     prefill = loop.stepper.prefill
     monkeypatch.setattr(loop, "use_graphs", True)
     monkeypatch.setattr(loop, "_capture", lambda *step: captures.append(step))
-    monkeypatch.setattr(loop.backlog, "capture", lambda *step: captures.append(step))
     monkeypatch.setattr(
         prefill, "capture", lambda size, shape: captures.append((size.requests, NO_DRAFT, shape))
     )

@@ -11,13 +11,14 @@ drafting are measured with the graphs of a batch size, and extrapolated for larg
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 from peagle.draft_shape import DraftShape
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.draft_policy import DraftPolicy
 from peagle.engine.schedule.prefill_layout import PrefillSize
-from peagle.engine.startup_times import StartupTimes
+from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
 from peagle.kernels.triton.compile_ahead import compile_ahead
 
@@ -28,7 +29,30 @@ MIN_NEIGHBOR_BATCH = 64
 COMPILED_BATCHES = (1, 2, 4, 8, 16, 32)
 COMPILED_PREFILLS = (1, 8)  # requests
 
-Work = Callable[[], None]
+CaptureStep = Callable[[int, DraftShape, DraftShape], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    batch: int
+    verify_shape: DraftShape
+    draft_shape: DraftShape
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGraph:
+    batch: int
+    size: PrefillSize
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measure the steps of a batch size, whose graphs are captured."""
+
+    batch: int
+
+
+Work = StepGraph | PrefillGraph | Calibration
 
 
 class GraphBacklog:
@@ -38,20 +62,17 @@ class GraphBacklog:
         policy: DraftPolicy,
         max_shape: DraftShape,
         drafter_shape: DraftShape,
-        capture: Callable[[int, DraftShape, DraftShape], None],
         times: StartupTimes,
     ) -> None:
-        """`capture`: captures a step of this batch size, verified and drafted shape."""
         self.stepper = stepper
         self.adaptive = policy if isinstance(policy, AdaptivePolicy) else None
         self.drafter_shape = drafter_shape
-        self.capture = capture
         self.times = times
         chain = DraftShape(max_shape.k, max_shape.k)  # For batches with a grammar.
         self.shapes: Collection[DraftShape] = {max_shape, chain}
         if self.adaptive is not None:
             self.shapes = self.adaptive.candidates
-        self._pending: deque[tuple[int, Work]] = deque()  # By batch size, ascending.
+        self._pending: deque[Work] = deque()  # By batch size, ascending.
 
     def __len__(self) -> int:
         """The number of captures and measurements that are left."""
@@ -59,14 +80,14 @@ class GraphBacklog:
 
     def fill(self, max_batch: int) -> None:
         """Plan the graphs of all batches up to `max_batch`."""
-        self._pending = deque()
+        self._pending.clear()
         for batch in batch_sizes(max_batch):
-            self._pending += [(batch, work) for work in self._batch_work(batch, max_batch)]
+            self._pending += self._batch_work(batch, max_batch)
 
     def clear(self) -> None:
         self._pending.clear()
 
-    def run(self, max_batch: int | None) -> None:
+    def run(self, max_batch: int | None, capture: CaptureStep) -> None:
         """Compile the kernels of all planned graphs; capture those of batches up to `max_batch`.
 
         None: capture all of them.
@@ -74,25 +95,35 @@ class GraphBacklog:
         if self._pending:
             with self.times.measure("compile"):
                 compile_ahead(self._launch_all, self.stepper.slots.device)
-        while self._pending and (max_batch is None or self._pending[0][0] <= max_batch):
-            self.run_next()
+        while self._pending and (max_batch is None or self._pending[0].batch <= max_batch):
+            self.run_next(capture)
 
-    def run_next(self) -> bool:
-        """Capture or measure one graph more; no request may be live. False if none is left."""
+    def run_next(self, capture: CaptureStep) -> bool:
+        """Capture or measure one graph more; no request may be live. False if none is left.
+
+        `capture`: captures a step of this batch size, verified and drafted shape.
+        """
         if not self._pending:
             return False
-        _, work = self._pending.popleft()
-        work()
+        work = self._pending.popleft()
+        phase = "calibrate" if isinstance(work, Calibration) else "capture"
+        with self.times.measure(phase):
+            if isinstance(work, StepGraph):
+                capture(work.batch, work.verify_shape, work.draft_shape)
+            elif isinstance(work, PrefillGraph):
+                self.stepper.prefill.capture(work.size, self.drafter_shape)
+            elif self.adaptive is not None:
+                self.adaptive.calibrate(self.stepper.graph_costs(self.shapes, (work.batch,)))
         return True
 
     def _batch_work(self, batch: int, max_batch: int) -> Iterator[Work]:
         for verify_shape, draft_shape in self._steps(batch):
-            yield self._capture_step(batch, verify_shape, draft_shape)
+            yield StepGraph(batch, verify_shape, draft_shape)
         if self.adaptive is not None:
-            yield lambda: self._calibrate(batch)
+            yield Calibration(batch)
         for size in self.stepper.prefill.usual_sizes(max_batch, self.drafter_shape):
             if size.requests == batch:
-                yield self._capture_prefill(size)
+                yield PrefillGraph(batch, size)
 
     def _steps(self, batch: int) -> dict[tuple[DraftShape, DraftShape], None]:
         """The verified and drafted shapes of steps, without repeats."""
@@ -102,28 +133,9 @@ class GraphBacklog:
             steps += pairwise(self.adaptive.candidates)
         return dict.fromkeys(steps)
 
-    def _capture_step(self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape) -> Work:
-        def capture() -> None:
-            with self.times.measure("capture"):
-                self.capture(batch, verify_shape, draft_shape)
-
-        return capture
-
-    def _capture_prefill(self, size: PrefillSize) -> Work:
-        def capture() -> None:
-            with self.times.measure("capture"):
-                self.stepper.prefill.capture(size, self.drafter_shape)
-
-        return capture
-
-    def _calibrate(self, batch: int) -> None:
-        assert self.adaptive is not None
-        with self.times.measure("calibrate"):
-            self.adaptive.calibrate(self.stepper.graph_costs(self.shapes, (batch,)))
-
     def _launch_all(self) -> None:
         """Launch the kernels of all planned graphs, for `compile_ahead`."""
-        batches = {batch for batch, _ in self._pending}
+        batches = {work.batch for work in self._pending}
         for batch in batches.intersection(COMPILED_BATCHES):
             steps = self._steps(batch)
             for shape in self.shapes:
