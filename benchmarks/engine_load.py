@@ -45,6 +45,8 @@ def main() -> None:
     factory = EngineFactory(settings_from_json(json.dumps(job["settings"])))
     factory.load()
     engine = factory.build_main()
+    while engine.capture_next():
+        pass
     print(json.dumps({"ready_seconds": round(time.perf_counter() - started, 1)}), flush=True)
     assert factory.pair is not None
     prompts = [encode(factory.pair, prompt) for prompt in job["prompts"]]

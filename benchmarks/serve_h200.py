@@ -1,26 +1,31 @@
 """All bars of the server on a GPU, in one run: `peagle serve` beside its engine in process.
 
-    python -m benchmarks.serve_h200 --out $OUT/serve.json [--parts ready,pair,shape,soak]
-        [--data FOLDER] [--http-workers 2] [--clients 4] [--soak-seconds 300] [--limit 550]
+    python -m benchmarks.serve_h200 --out $OUT/serve.json --data FOLDER [--vllm FOLDER]
+        [--parts ready,pair,vllm,shape,soak] [--http-workers N] [--clients 4] [--seconds 560]
     python -m benchmarks.serve_h200 --endpoint http://127.0.0.1:8000 --parts endpoint
     python -m benchmarks.serve_h200 --smoke            # the tiny pair on a CPU, some minutes
 
-Parts, each in processes of its own that end after `--limit` seconds:
+Parts, each in processes of its own that end after its limit:
 
-    ready      seconds until /health is 200: with an empty Triton cache, and again; `generate` too
-    pair       the default pair: engine in process, then streamed, at 1, 8, 64 and 256 streams
+    ready      seconds until /health is 200 with an empty Triton cache, and its phases; `generate`
+    pair       the default pair, ready with the cache of `ready`; engine in process, then streamed,
+               at 1, 8, 64 and 256 streams, once all CUDA graphs are captured
+    vllm       the load of `pair` at 1 and 64 streams on vLLM's server with the exported drafter
     shape      random weights in the shape of an 8B model, prompts of token ids, at 1, 8 and 64
-    soak       benchmarks/soak.py: 200 streams, the engine killed once
-    endpoint   the load of `pair` on another server, such as vLLM's own, at 1 and 64 streams
+    soak       benchmarks/soak.py: 200 streams for what is left of `--seconds` (at most 300 s), the
+               engine killed once
+    endpoint   the load of `vllm` on a server that runs already
 
-Results are added to `--out`, so that parts may run in several calls; the table shows all of them.
+Every row is printed and added to `--out` at once, so that parts may run in several calls; the table
+at the end shows all of them. The logs of servers are kept beside it.
 `--data`: the folder with humaneval.jsonl; without it there are three short prompts.
+`--vllm`: a folder for PYTHONPATH with vLLM and its web server; without it the part is left out.
 
 The machine needs the packages of `peagle[serve]`. Where they cannot be installed, carry them:
 
     pip install --target serve_packages --no-deps fastapi starlette pydantic pydantic_core \\
-        annotated_types typing_inspection uvicorn h11 httptools uvloop click anyio sniffio idna \\
-        prometheus_client llguidance msgspec pyzmq
+        annotated_types annotated_doc typing_inspection uvicorn h11 httptools uvloop click anyio \\
+        sniffio idna prometheus_client llguidance msgspec pyzmq gguf
     PYTHONPATH=.:serve_packages python -m benchmarks.serve_h200 ...
 
 for the Python and the platform of that machine (`--python-version`, `--platform` and
@@ -41,13 +46,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage, rmtree
 from typing import Any
 
-from benchmarks.server_process import ROOT, serving
+from benchmarks.server_process import ROOT, ServerProcess, serving
 from benchmarks.soak import PROMPTS, TINY_OPTIONS
-from benchmarks.stream_load import Body, drive, request_body
+from benchmarks.stream_load import Body, LoadResult, drive, request_body
+from benchmarks.vllm.server import VllmLaunch, serving_vllm
 
-PARTS = ("ready", "pair", "shape", "soak")
+PARTS = ("ready", "pair", "vllm", "shape", "soak")
+LIMITS = {"ready": 130.0, "pair": 130.0, "vllm": 150.0, "shape": 200.0, "endpoint": 120.0}
 DEFAULT_PAIR = "smollm2-135m"
 # By streams: the share of the engine in process that the server must reach.
 PAIR_BARS = {1: 0.95, 8: 0.90, 64: 0.80, 256: 0.70}
@@ -55,6 +63,12 @@ SHAPE_BARS = {1: 0.97, 8: 0.97, 64: 0.97}
 TTFT_BAR_MS = 60.0  # At 64 streams, p99.
 READY_BARS = {"fresh": 40.0, "warm": 15.0, "generate fresh": 15.0}
 SHAPE_READY_BAR = 60.0
+VLLM_BAR = 3.0  # Ours over vLLM's server, at 1 and 64 streams.
+VLLM_K = 5
+MAX_SOAK_SECONDS = 300.0
+SOAK_RESERVE_SECONDS = 100.0  # What other parts leave to the soak.
+SOAK_START_SECONDS = 45.0  # Of the soak's own processes, before and after the load.
+SHAPE_BYTES = 24 << 30  # Disk space of the pair in the shape of an 8B model.
 SHAPE_PROMPT_TOKENS = 128
 MIN_REQUESTS = 64
 REQUESTS_PER_STREAM = 3
@@ -97,7 +111,7 @@ def pair_of(part: str, options: argparse.Namespace) -> Iterator[ServedPair]:
             [options.pair, "--max-batch", batch], {"pair": options.pair, "max_batch": int(batch)}
         )
         return
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=None if options.smoke else large_folder()) as name:
         folder = Path(name)
         extra: dict[str, Any] = {"k": 5}
         words = ["-k", "5"]
@@ -113,6 +127,12 @@ def pair_of(part: str, options: argparse.Namespace) -> Iterator[ServedPair]:
         drafter = str(folder / "p-eagle")
         settings = {"pair": target, "drafter": drafter, **extra}
         yield ServedPair([target, "--drafter", drafter, *words], settings)
+
+
+def large_folder() -> str | None:
+    """Memory is faster than a disk, where there is enough of it."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and disk_usage(memory).free > SHAPE_BYTES else None
 
 
 def write_shape(folder: Path) -> None:
@@ -139,47 +159,76 @@ def id_prompts() -> list[list[int]]:
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def measure_ready(options: argparse.Namespace) -> list[Row]:
-    rows = []
-    with pair_of("ready", options) as pair, tempfile.TemporaryDirectory() as cache:
-        for name in ("fresh", "warm"):
-            environment = {"TRITON_CACHE_DIR": f"{cache}/serve"}
-            with serving(pair.arguments, environment=environment) as server:
-                rows.append(at_most("ready", name, server.ready_seconds, READY_BARS[name]))
-        if not options.smoke:
-            command = [sys.executable, "-m", "peagle", "generate", *pair.arguments[:1], PROMPTS[0]]
-            variables = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/generate"}
+def measure_ready(options: argparse.Namespace) -> Iterator[Row]:
+    rmtree(triton_cache(), ignore_errors=True)
+    with pair_of("ready", options) as pair:
+        with serving_part("ready", pair.arguments, options) as server:
+            yield at_most("ready", "fresh", server.ready_seconds, READY_BARS["fresh"])
+            yield from startup_rows("ready", server)
+        if options.smoke:
+            return
+        command = [sys.executable, "-m", "peagle", "generate", *pair.arguments[:1], PROMPTS[0]]
+        with tempfile.TemporaryDirectory() as empty:
+            variables = {**os.environ, "TRITON_CACHE_DIR": empty}
             started = time.perf_counter()
             subprocess.run([*command, "--max-tokens", "16"], check=True, env=variables, cwd=ROOT)
-            seconds = time.perf_counter() - started
-            rows.append(at_most("ready", "generate fresh", seconds, READY_BARS["generate fresh"]))
-    return rows
+        seconds = time.perf_counter() - started
+        yield at_most("ready", "generate fresh", seconds, READY_BARS["generate fresh"])
 
 
-def measure_speed(part: str, options: argparse.Namespace) -> list[Row]:
+def startup_rows(part: str, server: ServerProcess) -> Iterator[Row]:
+    for engine in server.engines():
+        for phase, seconds in engine.get("startup", {}).items():
+            yield Row(part, f"of it {phase}", seconds)
+
+
+def triton_cache() -> Path:
+    return Path(tempfile.gettempdir()) / "serve-h200-triton"
+
+
+@contextmanager
+def serving_part(
+    part: str, arguments: Sequence[str], options: argparse.Namespace
+) -> Iterator[ServerProcess]:
+    """`peagle serve` with the Triton cache of all parts; its log lies beside the results."""
+    environment = {"TRITON_CACHE_DIR": str(triton_cache())}
+    log = options.out.with_suffix(f".{part}.log")
+    with serving(arguments, environment=environment, log=log) as server:
+        yield server
+
+
+def measure_speed(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """The engine in process, then the server, at every number of streams."""
     bars = PAIR_BARS if part == "pair" else SHAPE_BARS
     levels = [(1, 4), (4, 12)] if options.smoke else level_sizes(list(bars))
     prompts: Sequence[str | list[int]] = read_prompts(options.data)
     if part == "shape":
         prompts = id_prompts()
-    rows: list[Row] = []
     with pair_of(part, options) as pair:
-        engine = engine_speeds(pair, prompts, options.tokens, levels)
-        arguments = [*pair.arguments, "--http-workers", str(options.http_workers)]
-        with serving(arguments) as server:
-            if part == "shape":
-                rows.append(at_most(part, "ready s", server.ready_seconds, SHAPE_READY_BAR))
-            drive(server.url, make_bodies(prompts, 8, 16), 4, 1)
-            for streams, count in levels:
-                result = drive(
-                    server.url,
-                    make_bodies(prompts, count, options.tokens),
-                    streams,
-                    options.clients,
-                )
-                rows += speed_rows(part, streams, engine[streams], result, bars.get(streams, 0.0))
-    return rows
+        workers = ["--http-workers", str(options.http_workers)] if options.http_workers else []
+        with serving_part(part, [*pair.arguments, *workers], options) as server:
+            bar = SHAPE_READY_BAR if part == "shape" else READY_BARS["warm"]
+            yield at_most(part, "ready", server.ready_seconds, bar)
+            yield from startup_rows(part, server)
+            yield Row(part, "all graphs after", round(server.wait_for_graphs(), 1))
+            served = dict(serve_levels(server, prompts, levels, options))
+        engine = engine_speeds(pair, prompts, options, levels)
+    for streams, result in served.items():
+        yield from speed_rows(part, streams, engine[streams], result, bars.get(streams, 0.0))
+
+
+def serve_levels(
+    server: ServerProcess,
+    prompts: Sequence[str | list[int]],
+    levels: list[tuple[int, int]],
+    options: argparse.Namespace,
+) -> Iterator[tuple[int, LoadResult]]:
+    drive(server.url, make_bodies(prompts, 8, 16), 4, 1)
+    for streams, count in levels:
+        bodies = make_bodies(prompts, count, options.tokens)
+        result = drive(server.url, bodies, streams, options.clients)
+        print(f"{streams} streams: {result.tokens_per_second:.0f} tokens/s", flush=True)
+        yield streams, result
 
 
 def speed_rows(part: str, streams: int, engine: float, result: Any, bar: float) -> list[Row]:
@@ -211,51 +260,78 @@ def make_bodies(prompts: Sequence[str | list[int]], count: int, tokens: int) -> 
 def engine_speeds(
     pair: ServedPair,
     prompts: Sequence[str | list[int]],
-    tokens: int,
+    options: argparse.Namespace,
     levels: list[tuple[int, int]],
 ) -> dict[int, float]:
-    job = {"settings": pair.settings, "prompts": prompts, "tokens": tokens, "levels": levels}
+    job = {"settings": pair.settings, "prompts": prompts, "tokens": options.tokens}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.engine_load"],
-        input=json.dumps(job).encode(),
+        input=json.dumps({**job, "levels": levels}).encode(),
         stdout=subprocess.PIPE,
         check=True,
         cwd=ROOT,
+        env={**os.environ, "TRITON_CACHE_DIR": str(triton_cache())},
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line["streams"]: line["tokens_per_second"] for line in lines if "streams" in line}
 
 
-def measure_soak(options: argparse.Namespace) -> list[Row]:
+def measure_soak(options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.soak import soak
 
     load = argparse.Namespace(streams=200, seconds=options.soak_seconds, tokens=64, idle=0)
     load.kill = True
     if options.smoke:
         load.streams = 12
-    with pair_of("soak", options) as pair, serving(pair.arguments) as server:
+    with pair_of("soak", options) as pair, serving_part("soak", pair.arguments, options) as server:
         passed = asyncio.run(soak(server, load))
-    return [Row("soak", f"{load.streams} streams, {load.seconds:g} s", float(passed), "1", passed)]
+    name = f"{load.streams} streams, {load.seconds:.0f} s"
+    yield Row("soak", name, float(passed), "1", passed)
 
 
-def measure_endpoint(options: argparse.Namespace) -> list[Row]:
+def measure_endpoint(part: str, url: str, options: argparse.Namespace) -> Iterator[Row]:
     prompts = read_prompts(options.data)
-    rows = []
+    ours = {row.name: row.value for row in read_rows(options.out) if row.part == "pair"}
+    drive(url, make_bodies(prompts, 8, 16), 4, 1)
     for streams, count in level_sizes([1, 64]):
         bodies = make_bodies(prompts, count, options.tokens)
-        result = drive(options.endpoint, bodies, streams, options.clients)
+        result = drive(url, bodies, streams, options.clients)
         speed = round(result.tokens_per_second, 1)
-        rows.append(Row("endpoint", f"{streams} streams: tokens/s", speed))
-    return rows
+        yield Row(part, f"{streams} streams: tokens/s", speed)
+        yield Row(part, f"{streams} streams: TTFT p99 ms", round(result.first_token_ms(0.99), 1))
+        mine = ours.get(f"{streams} streams: server tokens/s")
+        if mine and speed:
+            yield at_least(part, f"{streams} streams: ours / this", mine / speed, VLLM_BAR)
 
 
-def run_part(part: str, options: argparse.Namespace) -> list[Row]:
+def measure_vllm(options: argparse.Namespace) -> Iterator[Row]:
+    from peagle.catalog.catalog import find_pair
+    from peagle.pull.pull import target_folder
+
+    if options.vllm is None:
+        print("vllm: left out, because --vllm is not given")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        drafter = Path(name) / "drafter"
+        command = [sys.executable, "-m", "peagle", "export", options.pair, str(drafter)]
+        subprocess.run(command, check=True, cwd=ROOT)
+        target = target_folder(find_pair(options.pair))
+        log = options.out.with_suffix(".vllm.log")
+        launch = VllmLaunch(options.vllm, target, drafter, VLLM_K, max(PAIR_BARS))
+        with serving_vllm(launch, log) as (url, seconds):
+            yield Row("vllm", "ready", round(seconds, 1))
+            yield from measure_endpoint("vllm", url, options)
+
+
+def measure(part: str, options: argparse.Namespace) -> Iterator[Row]:
     if part == "ready":
         return measure_ready(options)
     if part == "soak":
         return measure_soak(options)
+    if part == "vllm":
+        return measure_vllm(options)
     if part == "endpoint":
-        return measure_endpoint(options)
+        return measure_endpoint(part, options.endpoint, options)
     return measure_speed(part, options)
 
 
@@ -265,6 +341,7 @@ def run_part(part: str, options: argparse.Namespace) -> list[Row]:
 def run_limited(part: str, arguments: list[str], limit: float) -> None:
     """Run one part in a process of its own; end it and its servers after `limit` seconds."""
     command = [sys.executable, "-m", "benchmarks.serve_h200", *arguments, "--only", part]
+    print(f"--- {part}, at most {limit:.0f} s", flush=True)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         process.wait(limit)
@@ -280,17 +357,25 @@ def read_rows(out: Path) -> list[Row]:
     return [Row(**row) for row in json.loads(out.read_text())] if out.exists() else []
 
 
-def add_rows(out: Path, part: str, rows: list[Row]) -> None:
-    """Replace the results of a part."""
-    kept = [row for row in read_rows(out) if row.part != part]
-    fields = [{name: getattr(row, name) for name in Row.__slots__} for row in [*kept, *rows]]
+def write_rows(out: Path, rows: list[Row]) -> None:
+    fields = [{name: getattr(row, name) for name in Row.__slots__} for row in rows]
     out.write_text(json.dumps(fields, indent=1))
+
+
+def run_part(part: str, options: argparse.Namespace) -> None:
+    """Replace the results of a part, row by row."""
+    rows = [row for row in read_rows(options.out) if row.part != part]
+    for row in measure(part, options):
+        print_table([row])
+        rows.append(row)
+        write_rows(options.out, rows)
 
 
 def print_table(rows: list[Row]) -> None:
     for row in rows:
         verdict = {None: "", True: "passed", False: "FAILED"}[row.passed]
-        print(f"{row.part:9} {row.name:32} {row.value:>12,} {row.bar:>9} {verdict}")
+        line = f"{row.part:9} {row.name:32} {row.value:>12,} {row.bar:>9} {verdict}"
+        print(line.rstrip(), flush=True)
 
 
 def main() -> None:
@@ -300,24 +385,33 @@ def main() -> None:
     parser.add_argument("--pair", default=DEFAULT_PAIR)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--http-workers", type=int, default=1)
+    parser.add_argument("--http-workers", type=int, help="default: that of `peagle serve`")
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--soak-seconds", type=float, default=300.0)
-    parser.add_argument("--limit", type=float, default=550.0, help="seconds of each part")
+    parser.add_argument("--soak-seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=560.0, help="of all parts together")
+    parser.add_argument("--vllm", type=Path, help="folder with vLLM, for the part `vllm`")
     parser.add_argument("--endpoint", help="the URL of another server, for the part `endpoint`")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # The part that this process runs.
     options = parser.parse_args()
     options.out = options.out.resolve()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.smoke:
         options.tokens = 16
         options.clients = 2
-        options.soak_seconds = min(options.soak_seconds, 12.0)
     if options.only:
-        add_rows(options.out, options.only, run_part(options.only, options))
+        run_part(options.only, options)
         return
-    for part in options.parts.split(","):
-        run_limited(part, sys.argv[1:], options.limit)
+    end = time.monotonic() + options.seconds
+    parts = options.parts.split(",")
+    for part in parts:
+        left = end - time.monotonic()
+        if part != "soak" and "soak" in parts:
+            left = max(left - SOAK_RESERVE_SECONDS, 1.0)
+        soak_seconds = min(left - SOAK_START_SECONDS, MAX_SOAK_SECONDS)
+        soak_seconds = 12.0 if options.smoke else max(soak_seconds, 30.0)
+        arguments = [*sys.argv[1:], "--soak-seconds", str(soak_seconds)]
+        run_limited(part, arguments, min(left, LIMITS.get(part, left)))
     print_table(read_rows(options.out))
 
 

@@ -42,6 +42,17 @@ class ServerProcess:
         workers = self.status().get("workers") or [{}]
         return int(workers[0].get("pid") or self.pid)
 
+    def engines(self) -> list[dict[str, Any]]:
+        """The status of every engine."""
+        return list(self.status().get("engines", {}).values())
+
+    def wait_for_graphs(self) -> float:
+        """Wait until no engine has CUDA graphs left to capture; returns the seconds."""
+        started = time.perf_counter()
+        while any(engine.get("pending_graphs") for engine in self.engines()):
+            time.sleep(POLL_SECONDS)
+        return time.perf_counter() - started
+
     def log_lines(self, event: str) -> list[dict[str, Any]]:
         lines = [line for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [fields for line in lines if (fields := json.loads(line))["event"] == event]
@@ -76,11 +87,14 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def serving(
-    arguments: Sequence[str], root: Path = ROOT, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    root: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
 ) -> Iterator[ServerProcess]:
-    """Run `peagle serve` of the source tree `root`, once it is healthy."""
+    """Run `peagle serve` of the source tree `root`, once it is healthy; `log` keeps its log."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+        log = log or Path(folder) / "log"
         command = [sys.executable, "-m", "peagle", "serve", "--port", "0", *arguments]
         path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": path}

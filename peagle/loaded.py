@@ -147,7 +147,8 @@ class LoadedPair(ModelPair):
         with self._engines_lock:
             if key not in self._engines:
                 self._close_idle_engines(MAX_ENGINES - 1)
-                self._engines[key] = Engine(self, key.config())
+                self._engines[key] = engine = Engine(self, key.config())
+                engine.compile_kernels()
             self._engines.move_to_end(key)
             engine = self._engines[key]
             self._engine_users[key] += 1

@@ -6,6 +6,7 @@ A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the c
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from peagle.engine.sizing import (
     uses_ngrams,
     verified_shape,
 )
+from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
 from peagle.engine.thinking import Thinking
@@ -53,6 +55,7 @@ class Engine:
     def __init__(
         self, pair: ModelPair | str = DEFAULT_PAIR, config: EngineConfig | None = None
     ) -> None:
+        started = time.perf_counter()
         self.config = config = config or EngineConfig()
         if isinstance(pair, str):
             pair = load_models(pair, context=config.context)
@@ -90,6 +93,7 @@ class Engine:
             config.cuda_graphs and self._on_gpu,
             self._ngram_policy(policy),
         )
+        self.startup.add("build", time.perf_counter() - started)
         self._lock = self.loop.lock
         self._closed = False
         self._failure: str | None = None
@@ -201,9 +205,24 @@ class Engine:
         while self.step():
             pass
 
-    def warm_up(self) -> None:
-        """Compile kernels and capture CUDA graphs before the first request."""
-        self.loop.warm_up()
+    def warm_up(self, ready_batch: int | None = None) -> None:
+        """Compile kernels and capture CUDA graphs before the first request.
+
+        `ready_batch`: capture those of up to this many requests. The rest is left to
+        `capture_next`, and to the steps that need them. None: all of them.
+        """
+        self.loop.warm_up(ready_batch)
+
+    def compile_kernels(self) -> None:
+        """Compile kernels for a GPU on several threads; graphs are captured as steps need them."""
+        self.loop.warm_up(ready_batch=0)
+
+    def capture_next(self) -> bool:
+        """Capture one CUDA graph that warm-up has left, in some 50 ms, unless requests are live.
+
+        Returns False if there was nothing to do. An engine with a thread does it by itself.
+        """
+        return self.loop.capture_next()
 
     def close(self) -> None:
         """Fail the requests that are not answered yet, and free the engine's memory.
@@ -240,6 +259,11 @@ class Engine:
     @property
     def metrics(self) -> Metrics:
         return self.loop.metrics
+
+    @property
+    def startup(self) -> StartupTimes:
+        """The time of each phase of the start, which a caller may complete."""
+        return self.loop.startup
 
     @property
     def closed(self) -> bool:
@@ -303,6 +327,8 @@ class Engine:
                 "kv_tokens": allocator.num_pages * allocator.page_size,
                 "context": self.context,
                 "k_most": self.max_k,
+                "startup": self.startup.as_dict(),
+                "pending_graphs": len(self.loop.backlog),
             }
 
     def on_step(self, hook: Callable[[StepRecord], None] | None) -> None:
@@ -347,12 +373,13 @@ class Engine:
     def _run_steps(self) -> None:
         while True:
             with self._lock:
-                while not self._closed and not self.busy:
+                while not self._closed and not self.busy and not self.loop.backlog:
                     self._lock.wait()
                 if self._closed:
                     return
             try:
-                self.step()
+                if not self.capture_next():
+                    self.step()
             except Exception as error:  # Waiting callers must learn of it.
                 with self._lock:
                     if not self._closed:

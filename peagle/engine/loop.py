@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
 from typing import TypeVar
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
@@ -27,7 +26,6 @@ from peagle.engine.ngram.ngram_step import NgramStep
 from peagle.engine.ngram.policy import NgramPolicy
 from peagle.engine.output_processor import OutputProcessor
 from peagle.engine.policy.accepted import AcceptedCounts
-from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.draft_policy import DraftPolicy
 from peagle.engine.request_state import RequestState
 from peagle.engine.sampling.sampler import Sampler
@@ -35,15 +33,13 @@ from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.engine.schedule.scheduler import Scheduler, StepPlan
 from peagle.engine.step.batch_sampling import BatchSampling
+from peagle.engine.step.graph_backlog import GraphBacklog
+from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_output import StepRecord
-from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
+from peagle.engine.step.stepper import Stepper
 from peagle.kernels.cpu.threads import threads_for_kernels
 
 T = TypeVar("T")
-
-# Batches from which on steps that verify one shape and draft the next larger one have graphs too:
-# drafting the largest shape for so many requests takes longer than the step itself.
-MIN_NEIGHBOR_BATCH = 64
 
 
 class EngineLoop:
@@ -70,6 +66,8 @@ class EngineLoop:
         self.ngram = ngram
         self.exact = exact
         self.use_graphs = use_graphs
+        self.startup = StartupTimes()
+        self.backlog = GraphBacklog(stepper, policy, max_shape, drafter_shape, self.startup)
         self.lock = threading.Condition()  # Guards everything here except the device's work.
         # Steps run one after the other, whichever threads call `run`.
         self._step_lock = threading.Lock()
@@ -129,6 +127,7 @@ class EngineLoop:
             self.in_flight.clear()
             self._sampler_cache = ((), None)
             self.step_hook = None
+            self.backlog.clear()
             self.stepper.release()
 
     def check_integrity(self) -> None:
@@ -433,28 +432,22 @@ class EngineLoop:
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 
-    def warm_up(self) -> None:
-        """Compile kernels and capture CUDA graphs before the first request."""
+    def warm_up(self, ready_batch: int | None = None) -> None:
+        """Compile kernels, and capture CUDA graphs: see `Engine.warm_up`."""
+        max_batch = self.scheduler.config.max_batch
         with self._step_lock:
-            if not self._released:
-                self._warm_up()
+            if self.use_graphs and not self._released:
+                self.backlog.fill(max_batch)
+                self.backlog.run(ready_batch, self._capture)
+        with self.lock:
+            self.lock.notify_all()  # A thread of the engine goes on with the rest.
 
-    def _warm_up(self) -> None:
-        adaptive = self.policy if isinstance(self.policy, AdaptivePolicy) else None
-        chain = DraftShape(self.max_shape.k, self.max_shape.k)  # For batches with a grammar.
-        shapes = {self.max_shape, chain} if adaptive is None else adaptive.candidates
-        for batch in BATCH_BUCKETS:
-            if self.use_graphs and batch < 2 * self.scheduler.config.max_batch:
-                for shape in shapes:
-                    self._capture(batch, shape, shape)
-                    self._capture(batch, shape, self.drafter_shape)
-                if adaptive is not None and batch >= MIN_NEIGHBOR_BATCH:
-                    for smaller, larger in pairwise(adaptive.candidates):
-                        self._capture(batch, smaller, larger)
-        if self.use_graphs and adaptive is not None:
-            adaptive.calibrate(self.stepper.graph_costs(shapes))
-        if self.use_graphs:
-            self.stepper.prefill.capture(self.scheduler.config.max_batch, self.drafter_shape)
+    def capture_next(self) -> bool:
+        """Capture one graph more: see `Engine.capture_next`."""
+        with self._step_lock:
+            if not self.use_graphs or self._released:
+                self.backlog.clear()
+            return not self.busy and self.backlog.run_next(self._capture)
 
     def _has_graph(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
         """Whether warm-up captures this step: of one shape, the largest, or the next larger one.

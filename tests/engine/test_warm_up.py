@@ -1,10 +1,11 @@
-"""Before the first request, adaptive drafting knows the cost of steps: its graphs are timed."""
+"""Warm-up: graphs of small batches first, the rest when idle; costs of steps are known before."""
 
+import time
 from collections.abc import Hashable
 
 import pytest
 
-from peagle.draft_shape import DraftShape
+from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.step.graphs import Graphs
@@ -19,6 +20,29 @@ class Timed(Graphs):
         return None if batch > 4 else batch * (1 + 0.1 * shape.nodes) if half == "verify" else 0.5
 
 
+Captures = list[tuple[int, DraftShape, DraftShape]]
+
+
+def simulate_graphs(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Captures:
+    """Captures, which a CPU cannot do, are recorded instead; those of prefills as NO_DRAFT."""
+    captures: Captures = []
+    loop = engine.loop
+    prefill = loop.stepper.prefill
+    monkeypatch.setattr(loop, "use_graphs", True)
+    monkeypatch.setattr(loop, "_capture", lambda *step: captures.append(step))
+    monkeypatch.setattr(
+        prefill, "capture", lambda size, shape: captures.append((size.requests, NO_DRAFT, shape))
+    )
+    monkeypatch.setattr(prefill.sizer, "has_graph", lambda chunks: False)
+    monkeypatch.setattr(loop.stepper, "graphs", Timed())
+    return captures
+
+
+def small_engine(thread: bool = False, k: int | str = "auto", max_batch: int = 16) -> Engine:
+    config = EngineConfig(method="p-eagle", k=k, max_batch=max_batch, thread=thread)
+    return Engine(tiny_pair(), config)
+
+
 @pytest.mark.parametrize("k", ["auto", 3])
 def test_costs_are_known_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, k: int | str
@@ -26,11 +50,9 @@ def test_costs_are_known_before_the_first_request(
     engine = Engine(tiny_pair(), EngineConfig(method="p-eagle", k=k, max_batch=4, thread=False))
     loop = engine.loop
     stepper = loop.stepper
-    monkeypatch.setattr(loop, "use_graphs", True)
-    monkeypatch.setattr(loop, "_capture", lambda *_: None)
-    monkeypatch.setattr(stepper.prefill, "capture", lambda *_: None)
-    monkeypatch.setattr(stepper, "graphs", Timed())
+    simulate_graphs(monkeypatch, engine)
     engine.warm_up()
+    assert not engine.capture_next()
     policy = loop.policy
     if isinstance(policy, AdaptivePolicy):
         assert set(policy.costs.calibrated) == {shape.nodes for shape in policy.candidates}
@@ -41,3 +63,60 @@ def test_costs_are_known_before_the_first_request(
         {(b, DraftShape(2, 2)): (b * 1.2 + 0.5) / 1000 for b in (1, 2, 4)}
     )
     engine.close()
+
+
+def test_small_batches_first_and_the_rest_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small_engine()
+    captures = simulate_graphs(monkeypatch, engine)
+    engine.warm_up(ready_batch=4)
+    assert {batch for batch, *_ in captures} == {1, 2, 4}
+    pending = engine.status()["pending_graphs"]
+    assert pending > 0
+    stream = engine.add("abc", max_tokens=4)
+    assert not engine.capture_next(), "a request is live"
+    engine.drain()
+    assert list(stream) and engine.status()["pending_graphs"] == pending
+    del captures[:]
+    while engine.capture_next():
+        pass
+    batches = [batch for batch, *_ in captures]
+    assert batches == sorted(batches) and set(batches) == {8, 16}
+    assert len(set(captures)) < len(captures)  # Prefills of several sizes.
+    assert engine.status()["pending_graphs"] == 0
+    assert set(engine.status()["startup"]) == {"build", "compile", "capture", "calibrate"}
+    engine.close()
+
+
+def test_costs_of_batches_without_graphs_are_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small_engine()
+    simulate_graphs(monkeypatch, engine)
+    engine.warm_up(ready_batch=4)
+    policy = engine.loop.policy
+    assert isinstance(policy, AdaptivePolicy)
+    # On the line through the costs of 2 and 4 requests.
+    assert policy.costs.seconds(16, 7) == pytest.approx((16 * 1.7 + 0.5) / 1000)
+    assert not policy.choose(16).reason.startswith("measuring")
+    engine.close()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_thread_captures_the_rest_by_itself(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    engine = small_engine(thread=True, k=3)
+    simulate_graphs(monkeypatch, engine)
+    engine.warm_up(ready_batch=1)
+    if busy:
+        assert list(engine.add("abc", max_tokens=4))
+    for _ in range(200):
+        if not engine.status()["pending_graphs"]:
+            break
+        time.sleep(0.01)
+    assert not engine.status()["pending_graphs"]
+    engine.close()
+
+
+def test_nothing_is_left_without_graphs() -> None:
+    engine = small_engine()
+    engine.warm_up(ready_batch=1)
+    assert engine.status()["pending_graphs"] == 0 and not engine.capture_next()
+    engine.close()
+    assert not engine.capture_next()

@@ -15,8 +15,13 @@ from peagle.server.openai.answer import CHUNK_INTERVAL, Answer
 from peagle.server.openai.choice import Choice
 
 
-def answer_of(count: int, steps: int, streams: int = 0, reason: Any = "length") -> Answer:
-    """An answer with `count` choices whose pieces have all arrived, step by step."""
+def answer_of(
+    count: int, steps: int, streams: int = 0, reason: Any = "length", unended: int = 0
+) -> Answer:
+    """An answer with `count` choices whose pieces have arrived, step by step.
+
+    `unended`: choices of which more pieces will come.
+    """
     wakeup = SimpleNamespace(attach_loop=lambda: None, notify=lambda listener: listener())
     backend: Any = SimpleNamespace(
         engines=SimpleNamespace(wakeup=wakeup, wake=lambda: None),
@@ -37,10 +42,14 @@ def answer_of(count: int, steps: int, streams: int = 0, reason: Any = "length") 
         for choice in choices:
             assert choice.stream is not None
             choice.stream.put(StreamPiece(Step((1, 2), 2, 1), f"{i},"))
-    for choice in choices:
-        assert choice.stream is not None
-        choice.stream.put(StreamPiece(None, reason=reason))
+    for choice in choices[: count - unended]:
+        end(choice, reason)
     return answer
+
+
+def end(choice: Choice, reason: Any = "length") -> None:
+    assert choice.stream is not None
+    choice.stream.put(StreamPiece(None, reason=reason))
 
 
 async def all_of(answer: Answer, single: bool = False) -> list[tuple[int, str, Any]]:
@@ -81,10 +90,45 @@ def test_only_streamed_answers_are_paced() -> None:
     async def main() -> None:
         async with asyncio.timeout(0.5):
             await answer_of(8, 50, streams=1000).wait()
-        busy = answer_of(8, 50, streams=500)
+        busy = answer_of(8, 50, streams=500, unended=1)
         began = time.monotonic()
-        assert len(await all_of(busy)) == 8
+        for _ in range(8):
+            assert await busy.next() is not None
+        busy.close()
         assert 7 * 500 * CHUNK_INTERVAL < time.monotonic() - began < 100 * 500 * CHUNK_INTERVAL
         assert busy.backend.open_streams == 500
+
+    asyncio.run(main())
+
+
+def test_the_end_of_an_answer_does_not_wait() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(5):
+            assert len(await all_of(answer_of(8, 50, streams=10**6))) == 8
+            answer = answer_of(1, 1, streams=10**6, unended=1)
+            assert await answer.next() is not None
+            [choice] = answer.choices
+            assert choice.stream is not None
+            choice.stream.put(StreamPiece(Step((1, 2), 2, 1), "1,"))
+            waiting = asyncio.create_task(all_of(answer))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            end(choice)
+            assert await waiting == [(0, "1,", "length")]
+
+    asyncio.run(main())
+
+
+def test_an_error_ends_the_pause() -> None:
+    async def main() -> None:
+        answer = answer_of(2, 1, streams=10**6, unended=2)
+        await answer.next()
+        waiting = asyncio.create_task(answer.next())
+        await asyncio.sleep(0.01)
+        answer.abort(ApiError(504, "late"))
+        async with asyncio.timeout(5):
+            assert await waiting is not None  # What arrived before the error comes first.
+            with pytest.raises(ApiError, match="late"):
+                await answer.next()
 
     asyncio.run(main())

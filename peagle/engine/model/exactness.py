@@ -21,6 +21,7 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import Verifier, target_kv_shapes
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.compile_ahead import compile_ahead
 from peagle.target import Target
 
 # Rows of the probed verify passes: K = 7 and K = 15. Exactness is promised for what is probed.
@@ -121,9 +122,14 @@ def is_bit_equal(
     if length > target.context:
         return True
     probe = Probe(verifier, target, page_size, length)
-    probe.logits(0, context, 1)
-    in_blocks = [probe.logits(context, size, multiple) for size in blocks]
-    singles = [probe.logits(context + i, 1, multiple)[0] for i in range(min(blocks))]
+
+    def run_passes() -> tuple[list[Tensor], list[Tensor]]:
+        probe.logits(0, context, 1)
+        in_blocks = [probe.logits(context, size, multiple) for size in blocks]
+        return in_blocks, [probe.logits(context + i, 1, multiple)[0] for i in range(min(blocks))]
+
+    compile_ahead(run_passes, target.device)
+    in_blocks, singles = run_passes()
     return all(
         torch.equal(single, block[i]) for i, single in enumerate(singles) for block in in_blocks
     )

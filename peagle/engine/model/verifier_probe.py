@@ -37,6 +37,7 @@ from peagle.engine.model.mixture import Mixture
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.add_norm import add_norm
+from peagle.kernels.triton.compile_ahead import compile_ahead
 from peagle.kernels.triton.rope_store import rope_store
 from peagle.target import Target
 from peagle.target.residual_taps import ResidualTaps
@@ -149,6 +150,7 @@ class VerifierProbe:
     def equals(self, fused: FusedLlamaTarget) -> bool:
         """Whether the fused layers compute what the target does."""
         kv_cache = self._new_cache()
+        compile_ahead(lambda: fused.forward(self.ids, self.rows, kv_cache), self.ids.device)
         max_row_error = MAX_ROW_ERROR_HALF if self.is_half else MAX_ERROR_FLOAT32
         if any(
             self._row_error(fused, i, kv_cache) > max_row_error for i in range(len(self.shapes))

@@ -5,6 +5,7 @@ were. A chain of K has K nodes.
 """
 
 from collections import deque
+from collections.abc import Mapping
 
 from peagle.interpolation import fit_line, interpolate
 
@@ -22,7 +23,8 @@ class StepCosts:
     1. The lower quartile of the samples of this bucket and node count.
     2. calibrated[nodes] * measured[n] / calibrated[n], where n is the measured node count nearest
        to `nodes`. `calibrate` gives costs without the host's share, so calibration gives the
-       slope over node counts and measurement gives the level.
+       slope over node counts and measurement gives the level. Larger buckets than the calibrated
+       ones lie on the line through the two largest of these.
     3. The line through this bucket's own measurements: costs are about linear in nodes.
     4. The same line between the nearest other buckets, scaled to this bucket's one measurement
        if there is one.
@@ -115,6 +117,11 @@ class StepCosts:
         """Calibrated seconds by nodes, interpolated between the calibrated buckets."""
         if bucket not in self._calibrated_by_bucket:
             self._calibrated_by_bucket[bucket] = {
-                nodes: interpolate(costs, bucket) for nodes, costs in self.calibrated.items()
+                nodes: calibrated_cost(costs, bucket) for nodes, costs in self.calibrated.items()
             }
         return self._calibrated_by_bucket[bucket]
+
+
+def calibrated_cost(costs: Mapping[int, float], bucket: int) -> float:
+    """The cost in a bucket, given those of calibrated buckets, which may all be smaller."""
+    return fit_line(costs, bucket) if len(costs) > 1 else next(iter(costs.values()))

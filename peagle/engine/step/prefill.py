@@ -5,6 +5,7 @@ of the prompts that end. Each half is a CUDA graph where it is small. Large pref
 busy without one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -207,13 +208,24 @@ class PrefillRunner:
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 
+    def usual_sizes(self, max_batch: int, draft_shape: DraftShape) -> Iterator[PrefillSize]:
+        """Sizes worth a graph before the first request: up to `max_batch` usual prompts."""
+        return self.sizer.usual_sizes(max_batch, draft_shape.k)
+
     @torch.inference_mode()
-    def capture(self, max_batch: int, draft_shape: DraftShape) -> None:
-        """Capture the graphs of usual sizes: up to `max_batch` requests of 32 to 512 tokens."""
-        for size in self.sizer.usual_sizes(max_batch, draft_shape.k):
-            vector = layout_vector([], [], size, self.slots.padding_slot)
-            inputs = split_vector(self._upload(vector, size, True), size)
-            self._capture(size, inputs, draft_shape)
+    def capture(self, size: PrefillSize, draft_shape: DraftShape) -> None:
+        """Capture the two graphs of a size."""
+        self._capture(size, self._padding(size, use_graphs=True), draft_shape)
+
+    @torch.inference_mode()
+    def launch_padding(self, size: PrefillSize, draft_shape: DraftShape) -> None:
+        """Launch a pass of no request, without graphs."""
+        inputs = self._padding(size, use_graphs=False)
+        self.fill_slots(inputs, self.consume(inputs, size), size, draft_shape)
+
+    def _padding(self, size: PrefillSize, use_graphs: bool) -> PrefillInput:
+        vector = layout_vector([], [], size, self.slots.padding_slot)
+        return split_vector(self._upload(vector, size, use_graphs), size)
 
     def _upload(self, vector: list[int], size: PrefillSize, use_graphs: bool) -> Tensor:
         """Copy the vector to the device; with graphs, to the tensor that graphs of `size` read."""

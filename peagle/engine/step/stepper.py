@@ -332,12 +332,14 @@ class Stepper:
         return last_expert_load(target)
 
     @torch.inference_mode()
-    def graph_costs(self, shapes: Iterable[DraftShape]) -> dict[tuple[int, DraftShape], float]:
+    def graph_costs(
+        self, shapes: Iterable[DraftShape], batches: Iterable[int] = BATCH_BUCKETS
+    ) -> dict[tuple[int, DraftShape], float]:
         """Seconds of a step of random rows by batch size and shape, for those that have graphs."""
         costs = {}
         with self.slots.preserved():
             self.slots.fill_random(self.target.vocab_size, self.kv_cache.discard_page)
-            for batch in BATCH_BUCKETS:
+            for batch in batches:
                 for shape in shapes:
                     verify_ms, draft_ms = self.time_graphs(batch, shape, repeats=5)
                     if verify_ms and draft_ms:
@@ -380,6 +382,16 @@ class Stepper:
         return self.graphs.capture(verify_key, verify) and self.graphs.capture(
             accept_key, lambda: accept_and_draft(self.graphs.outputs[verify_key])
         )
+
+    @torch.inference_mode()
+    def launch_padding(
+        self, batch: int, verify_shape: DraftShape, draft_shapes: Iterable[DraftShape]
+    ) -> None:
+        """Launch steps of no request, one for each drafted shape, without graphs."""
+        index = self._slot_index([self.slots.padding_slot] * batch, batch)
+        verified = self.verify(index, verify_shape)
+        for draft_shape in draft_shapes:
+            self.accept_and_draft(index, verified, verify_shape, draft_shape)
 
 
 def weight_count(layers: nn.Module) -> int:

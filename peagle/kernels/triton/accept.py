@@ -80,7 +80,7 @@ if triton is not None:
     _BROKEN_COLUMN = tl.constexpr(BROKEN_COLUMN)
     _CHAIN_COLUMNS = tl.constexpr(CHAIN_COLUMNS)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["batch"])  # one kernel for all batch sizes
     def _accept_kernel(  # type: ignore[no-untyped-def]
         target_tokens_ptr,
         top_logits_ptr,

@@ -102,7 +102,7 @@ def num_splits(weight: Tensor) -> int:
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])  # BLOCK_T tells enough of it
     def _skinny_gemm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         weight_ptr,

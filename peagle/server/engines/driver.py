@@ -1,8 +1,9 @@
 """Driver: the thread that steps the engines.
 
-Each round runs one job, one part of a long job, and one step of every engine. The engines share
-their target, so their passes must take turns. Extra engines are built on another thread
-(extra_engines.py), so that nobody waits for them.
+Each round runs one job, one part of a long job, and one step of every engine; a round without work
+captures one CUDA graph that the start has left for later. The engines share their target, so their
+passes must take turns. Extra engines are built on another thread (extra_engines.py), so that nobody
+waits for them.
 """
 
 import threading
@@ -96,6 +97,7 @@ class Driver:
             worked |= self._run_part()
             for slot in list(self.slots):
                 worked |= self._step(slot)
+            worked = worked or self._capture_next()
             if not worked and not self._stopped:
                 self._wake.wait(IDLE_SECONDS)
 
@@ -153,6 +155,17 @@ class Driver:
             if self._started and tokens > MAX_LONG_JOB_TOKENS:
                 return
             self._started.append(self._waiting.popleft())
+
+    def _capture_next(self) -> bool:
+        """Capture a CUDA graph that the start has left, while no engine has work."""
+        for slot in list(self.slots):
+            try:
+                if slot.engine.capture_next():
+                    return True
+            except Exception as error:
+                self.on_engine_failure(slot, error)
+                return True
+        return False
 
     def _step(self, slot: EngineSlot) -> bool:
         if not slot.engine.busy:

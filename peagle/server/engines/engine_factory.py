@@ -1,6 +1,8 @@
 """EngineFactory: the pair that a server has loaded, and the engines that are built for it."""
 
+import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from peagle.core import DRAFTER_METHODS, Method
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 EXTRA_KV_TOKENS = 1 << 13  # Positions in the KV cache of an extra engine.
 EXTRA_MAX_BATCH = 16  # Requests that an extra engine runs at once.
+READY_BATCH = 8  # A server is ready when the CUDA graphs for this many requests are captured.
 
 
 class EngineFactory:
@@ -27,9 +30,14 @@ class EngineFactory:
         self.key = EngineKey("none", 0)  # The main engine's, once the pair is loaded.
         self.methods: tuple[Method, ...] = ()  # The methods that a request may choose.
         self._loader = loader or (lambda: load_pair(settings))
+        self._phases: dict[str, float] = {}  # Seconds of the start so far.
 
     def load(self) -> None:
+        started = time.perf_counter()
+        import_module("peagle.loaded")  # torch and transformers
+        imported = time.perf_counter()
         self.pair = pair = self._loader()
+        self._phases = {"import": imported - started, "load": time.perf_counter() - imported}
         if pair.target.tokenizer is None:
             raise UserError(
                 f"target {pair.target.name!r} has no tokenizer: put its files into the target's"
@@ -39,7 +47,9 @@ class EngineFactory:
 
     def build_main(self) -> "Engine":
         engine = self.build(self.key, self.settings.kv_tokens, self.settings.max_batch)
-        engine.warm_up()
+        for phase, seconds in self._phases.items():
+            engine.startup.add(phase, seconds)
+        engine.warm_up(READY_BATCH)
         trim_heap()
         return engine
 

@@ -109,6 +109,7 @@ class EnginePool:
             method=self.key.method,
             k=self.key.k,
             seconds=round(time.monotonic() - started, 2),
+            startup=engine.startup.as_dict(),
             context=engine.context,
             weights=engine.weights,
         )

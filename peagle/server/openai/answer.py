@@ -40,6 +40,8 @@ class Answer:
         self._max_unread = max(MAX_UNREAD_PIECES, MAX_UNREAD_PIECES_PER_CHOICE * len(choices))
         self._closed = False
         self._last_chunk = 0.0  # Loop time of the last streamed chunk; 0: none yet.
+        self._unended = self._unfinished  # Choices whose last piece has not arrived yet.
+        self._pause: asyncio.Future[None] | None = None  # The wait between two chunks.
         for choice in choices:
             if choice.stream is not None:
                 self._subscribe(choice, choice.stream)
@@ -88,15 +90,22 @@ class Answer:
     async def _pace(self) -> None:
         """Space out chunks: sending costs time that the engine needs.
 
-        The more answers are streamed at once, the rarer and longer are the chunks of each.
+        The more answers are streamed at once, the rarer and longer are the chunks of each. The end
+        of an answer does not wait: its client may send the next request.
         """
         if not self._last_chunk:
             self.backend.open_streams += 1
-        clock = asyncio.get_running_loop().time
-        wait = self._last_chunk + CHUNK_INTERVAL * self.backend.open_streams - clock()
-        if wait > MIN_SLEEP:
-            await asyncio.sleep(wait)
-        self._last_chunk = clock()
+        loop = asyncio.get_running_loop()
+        wait = self._last_chunk + CHUNK_INTERVAL * self.backend.open_streams - loop.time()
+        if wait > MIN_SLEEP and self._unended > 0:
+            self._pause = pause = loop.create_future()
+            timer = loop.call_later(wait, end_pause, pause)
+            try:
+                await pause
+            finally:
+                timer.cancel()
+                self._pause = None
+        self._last_chunk = loop.time()
 
     def _join_queued(self, choice: Choice, piece: "StreamPiece") -> "StreamPiece":
         """Join the queued pieces of this choice, up to an error. Other pieces keep their order."""
@@ -185,6 +194,12 @@ class Answer:
     def _put(self, choice: Choice | None, piece: "StreamPiece | Exception") -> None:
         self._queue.append((choice, piece))
         self._arrived.set()
+        if isinstance(piece, Exception):
+            self._unended = 0
+        else:
+            self._unended -= piece.reason is not None
+        if self._unended <= 0 and self._pause is not None:
+            end_pause(self._pause)
         if len(self._queue) > self._max_unread:
             self._abort_streams()
             self._queue.clear()
@@ -200,6 +215,11 @@ class Answer:
         if self.slot.closed:
             return engine_stopped()
         return ApiError(500, str(error))
+
+
+def end_pause(pause: "asyncio.Future[None]") -> None:
+    if not pause.done():
+        pause.set_result(None)
 
 
 def join_pieces(pieces: "Sequence[StreamPiece]") -> "StreamPiece":

@@ -1,0 +1,123 @@
+"""Compile kernels on several threads before they are launched.
+
+Triton compiles a kernel at its first launch, one after the other. Here a pass runs once without
+launching anything: each launch only starts the compilation of its kernel, which ends up in Triton's
+cache on disk. Compiling releases the interpreter lock for most of its time.
+
+    passes run dry      launch a, launch b, launch a, ...    a few milliseconds each
+    threads             compile a | compile b | ...
+    the real passes     read a and b from the cache
+
+While a pass runs dry, its tensors hold zeros instead of results, which are valid as indices too.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    import triton
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+except ImportError:  # without Triton there is nothing to compile
+    triton = None
+
+log = logging.getLogger(__name__)
+MAX_THREADS = 16
+
+
+def compile_ahead(work: Callable[[], object], device: torch.device) -> None:
+    """Compile the kernels that `work` launches on a GPU. Nothing is launched; elsewhere a no-op.
+
+    What fails here is done again, and fails, when the kernels are launched.
+    """
+    if triton is None or device.type != "cuda":
+        return
+    with KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS)) as compiler:
+        try:
+            with compiler.recording():
+                work()
+        except Exception:
+            log.warning("not all kernels could be compiled ahead", exc_info=True)
+
+
+class KernelCompiler:
+    """Threads that compile the kernels launched while recording; leaving it waits for them."""
+
+    def __init__(self, threads: int) -> None:
+        self.kernels: dict[tuple[str, str], Future[None]] = {}  # (function, specialization)
+        self._executor = ThreadPoolExecutor(threads, "peagle-compile")
+
+    def __enter__(self) -> "KernelCompiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Launches of this thread only start compilations; those of other threads are launches."""
+        thread = threading.get_ident()
+        launch = JITFunction.run
+        other_hook = triton.knobs.runtime.jit_cache_hook
+
+        def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            dry = threading.get_ident() == thread
+            return launch(function, *args, grid=grid, warmup=warmup or dry, **options)
+
+        def before_compiling(**details: Any) -> bool:
+            if threading.get_ident() == thread:
+                self._submit(details["fn"].jit_function, details["compile"])
+                return True  # Triton leaves the kernel alone.
+            return bool(other_hook and other_hook(**details))
+
+        triton.knobs.runtime.jit_cache_hook = before_compiling
+        JITFunction.run = run
+        try:
+            with torch.inference_mode(), ZeroedMemory():
+                yield
+        finally:
+            JITFunction.run = launch
+            triton.knobs.runtime.jit_cache_hook = other_hook
+
+    def _submit(self, function: Any, details: dict[str, Any]) -> None:
+        specialization = details["specialization_data"]
+        key = (f"{function.__module__}.{function.__name__}", specialization)
+        if key in self.kernels:
+            return
+        source = ASTSource(
+            function, details["signature"], details["constants"], details["configs"][0]
+        )
+        options = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in json.loads(specialization)["options"].items()
+        }
+        target = triton.runtime.driver.active.get_current_target()
+        self.kernels[key] = self._executor.submit(compile_kernel, source, target, options)
+
+
+def compile_kernel(source: Any, target: Any, options: dict[str, Any]) -> None:
+    try:
+        triton.compile(source, target=target, options=options)
+    except Exception:
+        log.debug("a kernel was not compiled ahead", exc_info=True)
+
+
+class ZeroedMemory(TorchDispatchMode):
+    """Tensors that are allocated without values get zeros."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.__name__.startswith(("empty", "new_empty")):
+            result.zero_()
+        return result

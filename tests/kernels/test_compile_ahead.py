@@ -1,0 +1,104 @@
+"""Kernels are compiled ahead by threads; real launches find them in Triton's cache.
+
+The scripts run in processes of their own: without Triton's interpreter, for a GPU that is not there
+(tests/support/fake_gpu.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+BEGIN = """
+import json, threading
+import torch, triton
+from tests.support import fake_gpu
+fake_gpu.set_active()
+from peagle.kernels.triton import argmax
+from peagle.kernels.triton.compile_ahead import KernelCompiler
+hits = []
+def listen(*, cache_hit, **_):
+    hits.append(cache_hit)
+triton.knobs.compilation.listener = listen
+out = torch.empty(8, dtype=torch.int32)
+def launch(pieces, warmup=False):
+    x = torch.empty(8)
+    argmax._merge_kernel.run(x, out, x, out.long(), pieces, grid=(8,), warmup=warmup, BLOCK=8)
+"""
+
+
+def run_script(script: str, cache: Path) -> dict[str, Any]:
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    variables |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BEGIN + script]
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return dict(json.loads(done.stdout))
+
+
+def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
+    script = """
+with KernelCompiler(2) as compiler, compiler.recording():
+    for pieces in (1, 2, 3, 16):  # 2 and 3 need the same kernel
+        launch(pieces)
+    fresh = torch.empty(1000)
+    zeros = bool((fresh == 0).all())
+compiled = list(hits)
+for pieces in (1, 2, 16, 5):
+    launch(pieces, warmup=True)
+print(json.dumps({"compiled": compiled, "launched": hits[len(compiled):], "zeros": zeros}))
+"""
+    result = run_script(script, tmp_path)
+    assert result["compiled"] == [False] * 3
+    assert result["launched"] == [True] * 3  # From the cache on disk; the last one is in memory.
+    assert result["zeros"]
+
+
+def test_kernels_in_memory_are_not_launched_either(tmp_path: Path) -> None:
+    """The fake driver cannot launch: a launch would raise."""
+    script = """
+launch(4, warmup=True)
+with KernelCompiler(2) as compiler, compiler.recording():
+    launch(4)
+try:
+    launch(4)
+    raised = False
+except Exception:
+    raised = True
+print(json.dumps({"kernels": len(compiler.kernels), "raised": raised}))
+"""
+    assert run_script(script, tmp_path) == {"kernels": 0, "raised": True}
+
+
+def test_other_threads_compile_and_launch_as_usual(tmp_path: Path) -> None:
+    script = """
+with KernelCompiler(2) as compiler, compiler.recording():
+    thread = threading.Thread(target=launch, args=(4, True))
+    thread.start()
+    thread.join()
+    before = len(compiler.kernels), len(hits)
+print(json.dumps({"before": before}))
+"""
+    assert run_script(script, tmp_path) == {"before": [0, 1]}
+
+
+def test_an_error_of_a_kernel_is_left_to_its_launch(tmp_path: Path) -> None:
+    script = """
+from peagle.kernels.triton.compile_ahead import compile_ahead, compile_kernel
+compile_kernel(None, None, {})
+def work():
+    launch(16)
+    raise ValueError
+compile_ahead(work, torch.device("cpu"))
+nothing = list(hits)
+compile_ahead(work, torch.device("cuda"))
+hook = triton.knobs.runtime.jit_cache_hook
+print(json.dumps({"nothing": nothing, "compiled": hits, "hook": hook}))
+"""
+    assert run_script(script, tmp_path) == {"nothing": [], "compiled": [False], "hook": None}
