@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from peagle.catalog import DEFAULT_PAIR, find_pair, pair_names
 from peagle.core import Method
-from peagle.draft_shape import check_tree_nodes
+from peagle.draft_shape import check_tree_nodes, check_window
 from peagle.errors import UserError
 
 EngineKind = Literal["native", "vllm"]
@@ -45,6 +45,8 @@ class ServerSettings:
     tree: int | None = None
     # N-gram drafts beside those of the drafter; None: the engine decides.
     ngram: bool | None = None
+    # Sliding window of the drafter; 0: none; None: as its config says.
+    drafter_window: int | None = None
     methods: tuple[Method, ...] = ()  # that a request may choose; (): all of the pair
     parallel_drafting: bool | None = None  # of the speculative config; None: not given
     max_batch: int = 64
@@ -83,6 +85,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_tree_nodes(self.tree or 0, (self.k,), self.method, self.exact)
+        check_window(self.drafter_window or None, "drafter_window")
         self._check_common()
         if self.engine == "vllm":
             self._check_vllm()
@@ -137,6 +140,11 @@ class ServerSettings:
         require(
             self.method != "ngram" and not self.ngram,
             f"n-gram drafts are not supported with vLLM here: leave out `ngram`, {native}",
+        )
+        require(
+            self.drafter_window is None,
+            "`drafter_window` is not supported by vLLM, which reads the window of the drafter's"
+            " config.json: leave it out, and export the drafter with a window",
         )
         require(
             not self.methods,
