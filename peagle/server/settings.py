@@ -132,24 +132,7 @@ class ServerSettings:
             f"`int8` is not supported by vLLM: pass it its own --quantization, {native}",
         )
         require(not self.exact, f"`exact` is not supported by vLLM: use `dtype` float32, {native}")
-        require(
-            not self.tree,
-            "`tree` is not supported by vLLM, whose parallel_drafting drafts chains:"
-            f" leave it out, {native}",
-        )
-        require(
-            self.method != "ngram" and not self.ngram,
-            f"n-gram drafts are not supported with vLLM here: leave out `ngram`, {native}",
-        )
-        require(
-            self.drafter_window is None,
-            "`drafter_window` is not supported by vLLM, which reads the window of the drafter's"
-            " config.json: leave it out, and export the drafter with a window",
-        )
-        require(
-            not self.methods,
-            "`methods` is not supported by vLLM: it serves one method, `method`",
-        )
+        self._check_vllm_drafting(native)
         require(
             self.kv_tokens is None,
             "`kv_tokens` is not supported by vLLM: pass it its own --gpu-memory-utilization",
@@ -172,6 +155,26 @@ class ServerSettings:
         require(
             min(self.tensor_parallel, self.pipeline_parallel, self.data_parallel) >= 1,
             "`tensor_parallel`, `pipeline_parallel` and `data_parallel` must be 1 or more",
+        )
+
+    def _check_vllm_drafting(self, native: str) -> None:
+        require(
+            not self.tree,
+            "`tree` is not supported by vLLM, whose parallel_drafting drafts chains:"
+            f" leave it out, {native}",
+        )
+        require(
+            self.method != "ngram" and not self.ngram,
+            f"n-gram drafts are not supported with vLLM here: leave out `ngram`, {native}",
+        )
+        require(
+            self.drafter_window is None,
+            "`drafter_window` is not supported by vLLM, which reads the window of the drafter's"
+            " config.json: leave it out, and export the drafter with a window",
+        )
+        require(
+            not self.methods,
+            "`methods` is not supported by vLLM: it serves one method, `method`",
         )
 
     def _check_native(self) -> None:
