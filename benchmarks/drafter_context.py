@@ -122,7 +122,7 @@ class OneDocument:
 def measure(pair: LoadedPair, method: Method, documents: Documents) -> dict[str, float]:
     """The acceptance length of every variant over all documents."""
     variants = VariantAttention(pair, method)
-    acceptance.build_mask = variants.build_mask  # type: ignore[assignment]
+    acceptance.build_mask = variants.build_mask
     drafter_passes.attention = variants.attention  # type: ignore[assignment]
     steps: dict[str, list] = {name: [] for name in VARIANTS}
     for i in range(len(documents)):
