@@ -32,6 +32,7 @@ MIN_NGRAM = 2
 MAX_NGRAM = 8
 # The same limit of K for drafts by prompt lookup, which cost no drafter pass.
 MAX_ADAPTIVE_K_NGRAM = 15
+MIN_WINDOW = 64  # A sliding window holds all rows of a chain, in training and in serving.
 # One bit per row in a signed 64-bit mask: the nodes, the newest token, and the sign bit.
 MAX_TREE_NODES = 62
 
@@ -105,3 +106,9 @@ def check_tree_nodes(
     for k in [k for k in ks if k != "auto"] or [MAX_ADAPTIVE_K]:
         check_tree_size(int(k), nodes)
     return nodes
+
+
+def check_window(window: int | None, name: str) -> None:
+    """Check the sliding window of a drafter, called `name`."""
+    if window is not None and window < MIN_WINDOW:
+        raise UserError(f"`{name}` is {window}: use {MIN_WINDOW} positions or more, or no window")

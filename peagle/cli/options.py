@@ -56,6 +56,14 @@ Context = Annotated[
         show_default=False,
     ),
 ]
+DrafterWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--drafter-window",
+        help="Positions that a row of the drafter attends to; 0: all. Default: the drafter's.",
+        show_default=False,
+    ),
+]
 Exact = Annotated[
     bool | None,
     typer.Option(

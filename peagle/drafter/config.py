@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from peagle.core import Method
+from peagle.draft_shape import check_window
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class DrafterConfig:
     attention_bias: bool = False
     inject: bool = False  # the combined taps enter every layer, not only the first
     bidirectional: bool = False  # the mask rows of a block see each other, also later ones
+    # A row attends to the last `sliding_window` positions, its own included; None: to all.
+    sliding_window: int | None = None
     dependency: int = 0  # rank of the correction by the previous draft (dependency.py); 0: none
     confidence: bool = False  # an output that corrects the acceptance probability of a row's draft
     # Factor on the logits of depth k before log-probabilities are computed; empty: 1 everywhere.
@@ -62,6 +65,7 @@ class DrafterConfig:
             )
         if self.aux_layer_ids is not None:
             self._check_aux_layer_ids(self.aux_layer_ids)
+        check_window(self.sliding_window, "sliding_window")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"the number of heads, {self.num_heads}, is not a multiple of the"

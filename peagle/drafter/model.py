@@ -6,6 +6,8 @@ and returns [R, heads, head_dim].
 """
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +132,12 @@ class Drafter(nn.Module):
         self.stored_head: StoredMatrix | None = None
         for name in ("embed_tokens", "lm_head", "target_ids"):
             self.register_buffer(name, None, persistent=False)
+
+    def with_window(self, window: int | None) -> "Drafter":
+        """The same weights with another sliding window; None: with none."""
+        other = copy(self)
+        other.config = replace(self.config, sliding_window=window)
+        return other
 
     @property
     def dtype(self) -> torch.dtype:
@@ -311,12 +319,18 @@ def masked_attend(mask: Tensor) -> Attend:
 
 
 def row_mask(
-    rows: int, past: int = 0, block: int = 0, device: torch.device | None = None
+    rows: int,
+    past: int = 0,
+    block: int = 0,
+    device: torch.device | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention mask [rows, past + rows] of new rows behind `past` cached ones.
 
-    Row i sees everything up to itself; the last `block` rows also see each other.
+    Row i sees the last `window` positions up to itself; the last `block` rows also see each other.
     """
     mask = torch.ones(rows, past + rows, dtype=torch.bool, device=device).tril(past)
+    if window is not None:
+        mask = mask.triu(past - window + 1)
     mask[rows - block :, past + rows - block :] = True
     return mask

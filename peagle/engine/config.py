@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from peagle.draft_shape import check_window
 from peagle.errors import UserError
 
 PAGE_SIZE = 64
@@ -14,6 +15,7 @@ class EngineConfig:
     tree: int | None = None  # nodes of a draft tree, see below
     ngram: bool | None = None  # n-gram drafts beside those of the drafter, see below
     max_batch: int = 64  # requests that decode at the same time
+    drafter_window: int | None = None  # sliding window of the drafter, see below
     context: int | None = None  # tokens of a prompt and its answer; None: the target's context
     kv_tokens: int | None = None  # positions in the KV cache, all requests together
     prefill_chunk: int | None = None  # prompt tokens computed per step
@@ -34,6 +36,9 @@ class EngineConfig:
     verified instead of the drafter's chain, and as a branch of its tree. None: with adaptive
     drafting of chains on a CPU.
 
+    `drafter_window`: each row of the drafter attends to so many positions, its own included. 0: to
+    all. None: as the drafter's config says.
+
     `exact`: every request gets its own pass, bit-equal with and without drafts. None: exact unless
     the dtype is float32 or the target does not support it.
     """
@@ -41,3 +46,4 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.k != "auto" and not (isinstance(self.k, int) and self.k >= 1):
             raise UserError(f"K is {self.k!r}: set `k` to a number of at least 1, or to auto")
+        check_window(self.drafter_window or None, "drafter_window")

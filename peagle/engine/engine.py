@@ -63,6 +63,8 @@ class Engine:
         self.target = pair.target
         self.method: Method = parse_method(config.method or pair.pair.method)
         drafter = pair.drafter(self.method) if self.method in DRAFTER_METHODS else None
+        if drafter is not None and config.drafter_window is not None:
+            drafter = drafter.with_window(config.drafter_window or None)
         self.ngram = uses_ngrams(config, self.method, pair)
         # The largest draft of the drafter, and of any kind.
         self.drafter_shape, self.max_shape = self._draft_shapes(drafter)

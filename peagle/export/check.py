@@ -38,6 +38,7 @@ def check(folder: Path, target: Target | None = None, k: int = 7) -> list[Findin
         *_check_aux_layer_ids(checkpoint),
         *_check_mask_id(checkpoint, target),
         *_check_context(config, target),
+        *_check_window(checkpoint),
         *_check_training(config, target),
         *_check_fit(config, target),
     ]
@@ -117,6 +118,20 @@ def _check_context(config: DrafterConfig, target: Target | None) -> list[Finding
         text = f"max_position_embeddings is only {context}: compare it with the target's"
         return [Finding("warning", text)]
     return [Finding("ok", f"context {context}")]
+
+
+def _check_window(checkpoint: Checkpoint) -> list[Finding]:
+    if (window := checkpoint.config.sliding_window) is not None:
+        return [Finding("ok", f"sliding window {window}")]
+    raw = checkpoint.raw
+    layer = raw.get("transformer_layer_config") or raw
+    if layer.get("sliding_window") is None:
+        return []
+    text = (
+        f"sliding_window {layer['sliding_window']} has no effect, as in vLLM: layer_types names no"
+        " sliding_attention layer. Add it, or remove the window"
+    )
+    return [Finding("warning", text)]
 
 
 def _check_training(config: DrafterConfig, target: Target | None) -> list[Finding]:

@@ -69,8 +69,10 @@ def same_drafts(drafter: Drafter, other: Drafter, k: int, contexts: int = 8) -> 
     config = drafter.config
     equal = 0
     generator = torch.Generator().manual_seed(0)
-    for i in range(contexts):
-        n = 2 + 3 * i
+    lengths = [2 + 3 * i for i in range(contexts)]
+    if config.sliding_window is not None:
+        lengths.append(2 * config.sliding_window)
+    for n in lengths:
         ids = torch.randint(config.vocab_size, (n + 1,), generator=generator)
         g = torch.randn(n, config.num_taps * config.target_hidden_size, generator=generator)
         drafts = [
@@ -78,7 +80,7 @@ def same_drafts(drafter: Drafter, other: Drafter, k: int, contexts: int = 8) -> 
             for d in (drafter, other)
         ]
         equal += int((drafts[0] == drafts[1]).sum())
-    return equal, contexts * k
+    return equal, len(lengths) * k
 
 
 def vllm_command(folder: Path, to: ExportFormat, drafter: Drafter, k: int, target: str) -> str:

@@ -49,7 +49,9 @@ class ParallelProposer:
         rows = request_rows(verified, k, self.mask_id)
         context = self.drafter.combine_hidden_states(verified.hidden[: rows.num_real])
         hidden = torch.cat([context, self.mask_hidden.expand(k - 1, -1)])  # [R, d]
-        attend = attend_over(self.cache, k - 1 if self.drafter.config.bidirectional else 0)
+        config = self.drafter.config
+        block = k - 1 if config.bidirectional else 0
+        attend = attend_over(self.cache, block, config.sliding_window)
         normed, _ = self.drafter(self.drafter.embed(rows.ids), hidden, rows.positions, attend)
         self.cache.rollback(verified.first + rows.num_real)
         return self.drafter.drafts(normed[rows.sampled])[0]
@@ -72,9 +74,10 @@ class ChainProposer:
         hidden = self.drafter.combine_hidden_states(verified.hidden[: rows.num_real])
         positions = rows.positions
         drafts = []
+        attend = attend_over(self.cache, window=self.drafter.config.sliding_window)
         for _ in range(k):
             embeds = self.drafter.embed(ids)
-            normed, feedback = self.drafter(embeds, hidden, positions, attend_over(self.cache))
+            normed, feedback = self.drafter(embeds, hidden, positions, attend)
             ids = self.drafter.greedy_token_ids(normed[-1:])
             hidden = feedback[-1:]
             positions = positions[-1:] + 1
@@ -103,10 +106,11 @@ def request_rows(verified: Verified, k: int, mask_id: int) -> DrafterRows:
     )
 
 
-def attend_over(cache: RollbackCache, block: int = 0) -> Attend:
+def attend_over(cache: RollbackCache, block: int = 0, window: int | None = None) -> Attend:
     """An `attend` that appends the new rows to the cache.
 
-    Each row sees everything up to itself, and the last `block` rows also see each other.
+    Each row sees the last `window` positions up to itself, and the last `block` rows also see each
+    other.
     """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,7 +118,9 @@ def attend_over(cache: RollbackCache, block: int = 0) -> Attend:
         keys, values = cache.update(k, v, layer)
         rows = q.shape[2]
         past = keys.shape[2] - rows
-        mask = row_mask(rows, past, block, q.device) if rows > 1 and (past or block) else None
+        mask = None
+        if window is not None or (rows > 1 and (past or block)):
+            mask = row_mask(rows, past, block, q.device, window)
         out = scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=rows > 1 and mask is None, enable_gqa=True
         )

@@ -16,8 +16,9 @@ states and positions are not; K drafts need K - 1 mask rows:
     n-1+i, i = 1..K-1   emb(mask)      mask_hidden   n-1+i      draft i+1    (P-EAGLE)
                         emb(draft i)   own output    n-1+i      draft i+1    (EAGLE-3)
 
-Every row sees itself and all rows before it. In a bidirectional drafter the mask rows also see each
-other; with a dependency, each draft corrects the next one without another pass.
+Every row sees itself and all rows before it; with a sliding window of W, only itself and the W - 1
+positions before it. In a bidirectional drafter the mask rows also see each other; with a
+dependency, each draft corrects the next one without another pass.
 
 Acceptance rule: the target consumes x_n and the drafts d_1..d_K in one pass and chooses its own
 tokens t_0..t_K there. The longest prefix with d_i == t_{i-1} is accepted, say a drafts; then t_a
@@ -58,13 +59,15 @@ def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
 def run_drafter(
     drafter: Drafter, row_ids: Tensor, hidden: Tensor, block: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Run all rows, row_ids [R] and hidden [R, d], with causal attention.
+    """Run all rows, row_ids [R] and hidden [R, d], with causal attention, perhaps in a window.
 
     The last `block` rows also see each other. Returns (normed output, hidden state to feed back).
     """
     attend: Attend = causal_attend
-    if block:
-        attend = masked_attend(row_mask(len(row_ids), block=block, device=row_ids.device))
+    window = drafter.config.sliding_window
+    if block or window is not None:
+        mask = row_mask(len(row_ids), block=block, device=row_ids.device, window=window)
+        attend = masked_attend(mask)
     positions = torch.arange(len(row_ids), device=row_ids.device)
     return drafter(drafter.embed(row_ids), hidden, positions, attend)
 

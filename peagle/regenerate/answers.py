@@ -18,6 +18,7 @@ from peagle.paths import write_json
 
 ANSWERS = "answers.jsonl"
 SETTINGS = "regenerate.json"
+LENGTH_QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
 @dataclass(slots=True)
@@ -30,10 +31,22 @@ class Counts:
     resumed: int = 0  # conversations that an earlier run finished
     seconds: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)  # tokens of each document, prompts included
 
     @property
     def tokens_per_second(self) -> float:
         return self.generated / self.seconds if self.seconds else 0.0
+
+    @property
+    def length_quantiles(self) -> dict[str, int]:
+        """The distribution of the documents' lengths."""
+        ordered = sorted(self.lengths)
+        last = len(ordered) - 1
+        return {
+            name: ordered[round(last * share)]
+            for name, share in LENGTH_QUANTILES.items()
+            if ordered
+        }
 
     @property
     def settled(self) -> int:
@@ -48,6 +61,7 @@ class Counts:
             "resumed": self.resumed,
             "seconds": round(self.seconds, 2),
             "tokens_per_second": round(self.tokens_per_second, 1),
+            "document_tokens": self.length_quantiles,
         }
 
 
@@ -83,6 +97,7 @@ class AnswerFile:
     def keep(self, lines: list[dict[str, Any]]) -> None:
         self._append(lines)
         self.counts.answered += 1
+        self.counts.lengths += [len(line["ids"]) for line in lines]
         self.counts.tokens += sum(end - start for line in lines for start, end in line["spans"])
 
     def drop(self, key: str, reason: str) -> None:

@@ -31,6 +31,7 @@ class Conversation:
 
     prompt: Prompt
     keep_truncated: bool = False
+    continue_truncated: bool = False  # a truncated answer that is kept does not end it
     messages: Messages = field(default_factory=list)
     documents: list[Document] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)  # ids of the current prompt
@@ -68,6 +69,8 @@ class Conversation:
         keep = self.ended == "truncated" and self.keep_truncated and not is_repetitive(answer.ids)
         if self.ended and not keep:
             return
+        if self.continue_truncated:
+            self.ended = None
         self.answers += 1
         self.messages.append({"role": "assistant", "content": text})
         ids = self.prompt_ids + answer.ids

@@ -34,6 +34,7 @@ class RegenerateSettings:
     slots: int | None = None  # None: as many as fit
     keep_truncated: bool = False  # keep answers cut at max_tokens, unless they repeat themselves
     prompts: str = ""  # digest of the file of prompts
+    long: int = 0  # tokens of the longest conversation that prompts are joined to; 0: none is
     endpoint: str | None = None
     model: str | None = None  # the endpoint's name for the target
 
@@ -59,7 +60,7 @@ class RegenerateSettings:
             "temperatures": list(self.temperatures),
             "seed": self.seed,
             "keep_truncated": self.keep_truncated,
-        }
+        } | ({"long": self.long} if self.long else {})
 
     def longest_prompt(self, target: Target) -> int:
         if self.max_tokens >= target.context:
@@ -159,7 +160,8 @@ class Turns:
             self.write(conversation)
 
     def _start(self) -> Conversation:
-        return Conversation(next(self.prompts), self.settings.keep_truncated)
+        settings = self.settings
+        return Conversation(next(self.prompts), settings.keep_truncated, bool(settings.long))
 
     def write(self, conversation: Conversation) -> None:
         """Write the conversation, answered or dropped."""

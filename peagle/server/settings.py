@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from peagle.catalog import DEFAULT_PAIR, find_pair, pair_names
 from peagle.core import Method
-from peagle.draft_shape import check_tree_nodes
+from peagle.draft_shape import check_tree_nodes, check_window
 from peagle.errors import UserError
 
 EngineKind = Literal["native", "vllm"]
@@ -45,6 +45,8 @@ class ServerSettings:
     tree: int | None = None
     # N-gram drafts beside those of the drafter; None: the engine decides.
     ngram: bool | None = None
+    # Sliding window of the drafter; 0: none; None: as its config says.
+    drafter_window: int | None = None
     methods: tuple[Method, ...] = ()  # that a request may choose; (): all of the pair
     parallel_drafting: bool | None = None  # of the speculative config; None: not given
     max_batch: int = 64
@@ -83,6 +85,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_tree_nodes(self.tree or 0, (self.k,), self.method, self.exact)
+        check_window(self.drafter_window or None, "drafter_window")
         self._check_common()
         if self.engine == "vllm":
             self._check_vllm()
@@ -129,19 +132,7 @@ class ServerSettings:
             f"`int8` is not supported by vLLM: pass it its own --quantization, {native}",
         )
         require(not self.exact, f"`exact` is not supported by vLLM: use `dtype` float32, {native}")
-        require(
-            not self.tree,
-            "`tree` is not supported by vLLM, whose parallel_drafting drafts chains:"
-            f" leave it out, {native}",
-        )
-        require(
-            self.method != "ngram" and not self.ngram,
-            f"n-gram drafts are not supported with vLLM here: leave out `ngram`, {native}",
-        )
-        require(
-            not self.methods,
-            "`methods` is not supported by vLLM: it serves one method, `method`",
-        )
+        self._check_vllm_drafting(native)
         require(
             self.kv_tokens is None,
             "`kv_tokens` is not supported by vLLM: pass it its own --gpu-memory-utilization",
@@ -164,6 +155,26 @@ class ServerSettings:
         require(
             min(self.tensor_parallel, self.pipeline_parallel, self.data_parallel) >= 1,
             "`tensor_parallel`, `pipeline_parallel` and `data_parallel` must be 1 or more",
+        )
+
+    def _check_vllm_drafting(self, native: str) -> None:
+        require(
+            not self.tree,
+            "`tree` is not supported by vLLM, whose parallel_drafting drafts chains:"
+            f" leave it out, {native}",
+        )
+        require(
+            self.method != "ngram" and not self.ngram,
+            f"n-gram drafts are not supported with vLLM here: leave out `ngram`, {native}",
+        )
+        require(
+            self.drafter_window is None,
+            "`drafter_window` is not supported by vLLM, which reads the window of the drafter's"
+            " config.json: leave it out, and export the drafter with a window",
+        )
+        require(
+            not self.methods,
+            "`methods` is not supported by vLLM: it serves one method, `method`",
         )
 
     def _check_native(self) -> None:

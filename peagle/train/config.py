@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from peagle.core import Method
+from peagle.draft_shape import MIN_WINDOW
 from peagle.errors import UserError, did_you_mean
 from peagle.train.data.chains import MAX_DEPTHS
 
@@ -62,6 +63,9 @@ class TrainConfig:
     init: str = doc(
         "target",
         "target (copy the target's last blocks), random, or the folder of a drafter to continue",
+    )
+    sliding_window: int = doc(
+        0, "positions that a row of the drafter attends to, its own included; 0: all"
     )
     # Extensions of the plain drafter (p-eagle only).
     inject: bool = doc(False, "add the fused taps to the input of every layer, not only the first")
@@ -146,6 +150,10 @@ class TrainConfig:
                 for name in depth_keys
             },
             "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
+            "sliding_window": (
+                self.sliding_window == 0 or self.sliding_window >= MIN_WINDOW,
+                f"{MIN_WINDOW} or more, or 0 for none",
+            ),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in LOSSES, "one of " + ", ".join(LOSSES)),
             "dependency": (0 <= self.dependency <= 256, "in 0..256"),

@@ -38,7 +38,7 @@ def draw_curves(records: Sequence[Record], path: Path) -> None:
     left.set(xlabel="step", ylabel="loss per row", yscale="log", title="loss")
     _draw_matches(middle, steps, pyplot.get_cmap("viridis"))
     _draw_acceptance(right, evaluations)
-    _save(pyplot, figure, path)
+    save_figure(pyplot, figure, path)
 
 
 def _draw_matches(axis: Any, steps: list[StepRecord], colors: Any) -> None:
@@ -84,7 +84,7 @@ def draw_reliability(reliability: Reliability, path: Path) -> None:
         _draw_reliability_axis(axis, reliability, predicted, pyplot.get_cmap("viridis"))
         axis.set(xlabel="predicted", ylabel="fraction right", xlim=(0, 1), ylim=(0, 1), title=title)
         axis.legend(fontsize=8)
-    _save(pyplot, figure, path)
+    save_figure(pyplot, figure, path)
 
 
 def _draw_reliability_axis(
@@ -108,7 +108,7 @@ def _draw_reliability_axis(
         )
 
 
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
+def save_figure(pyplot: Any, figure: Any, path: Path) -> None:
     partial = path.with_name(f".{path.name}.png")
     figure.savefig(partial, dpi=100)
     pyplot.close(figure)

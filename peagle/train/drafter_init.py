@@ -24,6 +24,7 @@ MAY_DIFFER = (
     "target",
     "target_revision",
     "bidirectional",
+    "sliding_window",
     "calibration",
 )
 # Parts that an earlier drafter may lack.
@@ -43,6 +44,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         fc_norm=config.fc_norm,
         inject=config.inject,
         bidirectional=config.bidirectional,
+        sliding_window=config.sliding_window or None,
         dependency=config.dependency,
         confidence=config.confidence,
         k_trained=config.k,

@@ -114,3 +114,12 @@ def test_without_a_target_a_small_context_is_doubted(tmp_path: Path) -> None:
     target = make_target(max_position_embeddings=2048)
     export(make_drafter(target, "eagle3", 1), tmp_path / "d", "speculators", 5, VERIFIER)
     assert any("only 2048" in text for text in levels(check(tmp_path / "d"))["warning"])
+
+
+def test_a_window_that_vllm_ignores_is_a_warning(folder: Path, target: Target) -> None:
+    edit_config(folder, lambda config: config.update(sliding_window=64))
+    ignored = "sliding_window 64 has no effect, as in vLLM"
+    assert any(ignored in text for text in levels(check(folder, target))["warning"])
+    layer_types = ["sliding_attention"] * 3
+    edit_config(folder, lambda config: config.update(layer_types=layer_types))
+    assert "sliding window 64" in levels(check(folder, target))["ok"]

@@ -48,9 +48,11 @@ def some_batch(
     keep: float = 0.8,
     device: str = "cpu",
     bidirectional: bool = False,
+    window: int | None = None,
+    flex: bool = False,
 ) -> Batch:
     chains = sample_chains(packed.max_chain_lengths, k, keep, np.random.default_rng(1))
-    layout = BatchLayout(by_depth, segments, bidirectional=bidirectional)
+    layout = BatchLayout(by_depth, segments, None, flex, bidirectional, window)
     return flatten(build_batch(packed, chains, layout)).to(device)
 
 

@@ -32,7 +32,7 @@ def test_worked_example():
         torch.tensor([0, 1, 2, 1, 1]),
         torch.tensor([0, 0, 0, 1, 2]),
     )
-    rows = RowSet(nothing, nothing, anchor, depth, depth)
+    rows = RowSet(nothing, nothing, nothing, anchor, depth, depth)
     assert dense_mask(rows, rows).int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -121,3 +121,37 @@ def test_flex_equals_dense_on_gpu(bidirectional: bool):
         torch.testing.assert_close(
             mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.detach().abs().max())
         )
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("window", [64, 150])
+def test_a_window(window: int, bidirectional: bool):
+    """Dense, flex and the lists of blocks agree; the chain is always visible."""
+    layout = {"bidirectional": bidirectional, "window": window}
+    batch = some_batch(some_pack(LONG), 6, **layout)
+    plain = some_batch(some_pack(LONG), 6, bidirectional=bidirectional)
+    q = batch.segments[0].levels[0].rows
+    k = batch.context + q
+    plain_q = plain.segments[0].levels[0].rows
+    distance = (q.anchor + q.depth)[:, None] - (k.anchor + k.depth)
+    expected = dense_mask(plain_q, plain.context + plain_q) & (distance < window)
+    assert torch.equal(dense_mask(q, k), expected)
+    assert (distance[dense_mask(plain_q, plain.context + plain_q)] >= window).any()
+    query, key, value = (
+        torch.randn(n, heads, 16) for n, heads in ((len(q), 4), (len(k), 2), (len(k), 2))
+    )
+    dense = attention(query, key, value, dense_mask(q, k))
+    flex = attention(query, key, value, block_mask(q, k))
+    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+    blocks = expected.unflatten(1, (-1, BLOCK_SIZE)).unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)
+    some, full = classify_blocks(q, k)
+    assert not (blocks.any(-1).any(-1) & ~some).any()
+    assert not (full & ~blocks.all(-1).all(-1)).any()
+
+
+def test_the_target_has_no_window():
+    batch = some_batch(some_pack(LONG), 6, window=64, flex=True)
+    plain = some_batch(some_pack(LONG), 6, flex=True)
+    assert torch.equal(batch.context.unwindowed.first_visible, plain.context.first_visible)
+    assert torch.equal(batch.block_lists.full.counts, plain.block_lists.full.counts)
+    assert batch.drafter_block_lists.full.counts.sum() < plain.drafter_block_lists.full.counts.sum()

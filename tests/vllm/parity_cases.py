@@ -22,7 +22,7 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=dict)  # differences from parity_models.SIZES
     draft_vocab: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
-    switches: dict[str, bool] = field(default_factory=dict)
+    switches: dict[str, Any] = field(default_factory=dict)
     own_tables: bool = False  # the drafter has its own embeddings and lm_head
     prompts: tuple[int, ...] = (5, 17, 2, 40)  # one length per prompt
     max_tokens: tuple[int, ...] = (30, 20, 40, 24)
@@ -50,6 +50,13 @@ PIECES: dict[str, Any] = {
     "prompts": (90, 40, 110),
     "max_tokens": (24, 40, 24),
     "engine": {"max_num_seqs": 2, "max_num_batched_tokens": 40, "enable_prefix_caching": False},
+}
+
+# Prompts and answers are longer than the drafter's sliding window.
+WINDOW: dict[str, Any] = {
+    "switches": {"sliding_window": 64},
+    "prompts": (90, 40, 150),
+    "max_tokens": (24, 60, 24),
 }
 
 LLAMA3_ROPE: dict[str, Any] = {
@@ -127,6 +134,9 @@ CASES = [
         num_layers=2,
         aux_layer_ids=FIVE_TAPS,
     ),
+    Case("p-eagle native, sliding window", "p-eagle", 3, num_layers=2, **WINDOW),
+    Case("p-eagle speculators, sliding window", "p-eagle", 3, "speculators", **WINDOW),
+    Case("eagle3 native, sliding window", "eagle3", 3, **WINDOW),
     Case("eagle3 native", "eagle3", 3),
     Case("eagle3 native, 5 requests for 3 slots", "eagle3", 7, draft_vocab=11, **QUEUE),
     Case(

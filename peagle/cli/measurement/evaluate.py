@@ -12,7 +12,7 @@ from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, out, warn
 from peagle.cli.load_pair import load_with_progress
 from peagle.cli.measurement.bench_output import progress_bar
-from peagle.cli.measurement.lists import parse_numbers, split_words
+from peagle.cli.measurement.lists import parse_lengths, parse_numbers, split_words
 from peagle.cli.measurement.options import (
     DEFAULT_SETS,
     DataFolder,
@@ -21,9 +21,9 @@ from peagle.cli.measurement.options import (
     TaskLimit,
 )
 from peagle.cli.options import (
-    Context,
     Device,
     Drafter,
+    DrafterWindow,
     Dtype,
     Exact,
     Int8,
@@ -34,12 +34,14 @@ from peagle.cli.options import (
     Tree,
 )
 from peagle.core import DRAFTER_METHODS, check_k, parse_method
+from peagle.draft_shape import check_window
 from peagle.errors import UserError
 from peagle.paths import write_json
 
 if TYPE_CHECKING:
     from peagle.core import Method as MethodName
     from peagle.data.bench import Task
+    from peagle.evaluate.context_curve import ContextCurve
     from peagle.evaluate.evaluate import EvaluateSettings, Evaluation
     from peagle.loaded import LoadedPair
 
@@ -65,6 +67,31 @@ AsVllm = Annotated[
         "--as-vllm", help="The drafter as vLLM runs it, without what vLLM does not support."
     ),
 ]
+Contexts = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        help="Lengths of a prompt and its answer, 512,1k,2k: texts of the sets are joined into"
+        " prompts of these lengths, --limit of each (8).",
+        show_default=False,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        help="Maximum number of tokens of a prompt and its answer. Default: the target's.",
+        show_default=False,
+    ),
+]
+Card = Annotated[
+    Path | None,
+    typer.Option(
+        "--card",
+        help="Folder of a drafter whose card gets the table and the figure of --context.",
+        show_default=False,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="The seed of the first task; each next task adds 1.")]
 
 
@@ -81,7 +108,10 @@ def evaluate(
     temperature: Temperatures = "0",
     max_tokens: MaxTokens = 256,
     target: Target = None,
-    context: Context = None,
+    drafter_window: DrafterWindow = None,
+    context: Contexts = None,
+    card: Card = None,
+    max_model_len: MaxModelLen = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exact: Exact = None,
@@ -103,17 +133,25 @@ def evaluate(
     temperatures = parse_numbers(temperature, float, "--temperature 0,1")
     chosen = parse_method(method or "p-eagle")
     settings = EvaluateSettings(ks, temperatures, chosen, max_tokens, seed, exact, int8, tree)
+    lengths = () if context is None else parse_lengths(context)
     refuse_contradictions(jump, exact, int8, out_file)
-    tasks = read_sets(split_words(sets), data, limit, warn)
-    loaded = load_with_progress(pair, target, drafter, device, dtype, context, quiet=as_json)
+    check_card(card, bool(lengths))
+    tasks = read_sets(split_words(sets), data, None if lengths else limit, warn)
+    loaded = load_with_progress(pair, target, drafter, device, dtype, max_model_len, quiet=as_json)
     if method is None:
         chosen = loaded.pair.method  # a drafter's folder brings its own method
     if chosen == "ngram" and (jump or as_vllm):
         raise UserError("method ngram has no drafter: leave out --jump and --as-vllm")
+    if drafter_window is not None:
+        loaded = with_drafter_window(loaded, chosen, drafter_window)
     if as_vllm:
         loaded = as_vllm_runs_it(loaded, chosen)
     settings = replace(settings, ks=ks or (loaded.pair.k,), method=chosen)
-    show_evaluation(run_evaluation(loaded, tasks, settings, jump), as_vllm, as_json, out_file)
+    if lengths:
+        curve = run_context_curve(loaded, tasks, lengths, limit, settings, jump)
+        show_context_curve(curve, as_json, out_file, card)
+    else:
+        show_evaluation(run_evaluation(loaded, tasks, settings, jump), as_vllm, as_json, out_file)
 
 
 def refuse_contradictions(
@@ -127,6 +165,13 @@ def refuse_contradictions(
         raise UserError(f"{out_file} is a folder: give --out a file")
 
 
+def check_card(card: Path | None, has_lengths: bool) -> None:
+    if card is not None and not has_lengths:
+        raise UserError("--card shows the curve of --context: give both")
+    if card is not None and not (card.expanduser() / "README.md").is_file():
+        raise UserError(f"{card} has no README.md: give --card the folder of a drafter")
+
+
 def as_vllm_runs_it(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
     """The pair with its drafter as vLLM runs it."""
     from peagle.export.vllm_subset import subset_notice, vllm_subset
@@ -138,6 +183,17 @@ def as_vllm_runs_it(loaded: "LoadedPair", method: "MethodName") -> "LoadedPair":
         or "vLLM runs this drafter as it is: --as-vllm changes nothing"
     )
     return LoadedPair(loaded.pair, loaded.target, {method: vllm_subset(drafter)})
+
+
+def with_drafter_window(loaded: "LoadedPair", method: "MethodName", window: int) -> "LoadedPair":
+    """The pair with another sliding window in its drafter; 0: without one."""
+    from peagle.loaded import LoadedPair
+
+    if method not in DRAFTER_METHODS:
+        raise UserError(f"method {method} has no drafter: leave out --drafter-window")
+    check_window(window or None, "drafter_window")
+    drafter = loaded.drafter(method).with_window(window or None)
+    return LoadedPair(loaded.pair, loaded.target, {method: drafter})
 
 
 def run_evaluation(
@@ -164,12 +220,58 @@ def run_evaluation(
         return decode_all(loaded, tasks, settings, warn, advance)
 
 
+def run_context_curve(
+    loaded: "LoadedPair",
+    sets: "dict[str, list[Task]]",
+    lengths: tuple[int, ...],
+    limit: int | None,
+    settings: "EvaluateSettings",
+    jump: bool,
+) -> "ContextCurve":
+    """Measure prompts of these lengths with a progress bar on stderr."""
+    from peagle.evaluate.context_curve import DEFAULT_PROMPTS, build_prompts, measure_contexts
+
+    count = limit or DEFAULT_PROMPTS
+    prompts = build_prompts(loaded, sets, lengths, count, settings)
+    with progress_bar() as bar:
+        task = bar.add_task("decoding", total=len(prompts) * count)
+
+        def advance(activity: str) -> None:
+            bar.update(task, advance=1, description=escape(activity))
+
+        return measure_contexts(loaded, prompts, settings, jump, advance)
+
+
+def show_context_curve(
+    curve: "ContextCurve", as_json: bool, out_file: Path | None, card: Path | None
+) -> None:
+    """Print the table; write the record with a figure beside it, and the section of the card."""
+    from peagle.evaluate.context_card import add_to_card, draw_context_curve, print_context_table
+
+    warn_untrained(curve.trained, curve.settings.method)
+    content = curve.as_dict()
+    if as_json:
+        print(json.dumps(content, ensure_ascii=False))
+    else:
+        print_context_table(curve, out)
+    if out_file is not None:
+        record = out_file.expanduser()
+        write_json(record, content)
+        if not draw_context_curve(curve, record.with_suffix(".png")):
+            warn("matplotlib is not installed: no figure was drawn")
+    if card is not None:
+        add_to_card(curve, card.expanduser())
+
+
+def warn_untrained(trained: bool, method: "MethodName") -> None:
+    if not trained:
+        warn(f"the {method} drafter of this pair is untrained: its drafts are noise")
+
+
 def show_evaluation(
     evaluation: "Evaluation", as_vllm: bool, as_json: bool, out_file: Path | None
 ) -> None:
-    if not evaluation.trained:
-        method = evaluation.settings.method
-        warn(f"the {method} drafter of this pair is untrained: its drafts are noise")
+    warn_untrained(evaluation.trained, evaluation.settings.method)
     content = evaluation.as_dict() | ({"as_vllm": True} if as_vllm else {})
     if as_json:
         print(json.dumps(content, ensure_ascii=False))

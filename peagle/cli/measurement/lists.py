@@ -43,6 +43,19 @@ def parse_trees(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """512,1k,2k: numbers of tokens, where k is 1,024; ascending, without duplicates."""
+    lengths = set()
+    for word in (part.strip().lower() for part in text.split(",")):
+        digits = word.removesuffix("k")
+        if not digits.isdecimal() or not int(digits):
+            raise UserError(
+                f"{text!r} is not a list of lengths: write it like --context 512,1k,2k,4k,8k"
+            )
+        lengths.add(int(digits) * (1024 if word.endswith("k") else 1))
+    return tuple(sorted(lengths))
+
+
 def parse_numbers(text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:
     """Numbers of any kind, without duplicates."""
     return tuple(dict.fromkeys(parse_sequence(text, kind, example)))

@@ -8,7 +8,7 @@ import typer
 from peagle.catalog import find_pair
 from peagle.catalog.catalog import is_gguf_file
 from peagle.cli.application import app, out, warn
-from peagle.cli.options import Json, K, Target
+from peagle.cli.options import DrafterWindow, Json, K, Target
 from peagle.cli.options import Method as MethodOption
 from peagle.core import DRAFTER_METHODS, Method, check_k, parse_method
 from peagle.errors import UserError
@@ -42,6 +42,7 @@ def export(
     target: Target = None,
     method: MethodOption = None,
     k: K = None,
+    drafter_window: DrafterWindow = None,
     dtype: Annotated[
         str,
         typer.Option("--dtype", help="Type of the stored tensors: bfloat16, float32 or float16."),
@@ -72,6 +73,8 @@ def export(
     stored_dtype = choose_dtype(dtype, "cpu")
     pair, chosen = load_pair(drafter, target, method)
     model = pair.drafter(chosen)
+    if drafter_window is not None:
+        model = model.with_window(drafter_window or None)
     k = k or pair.pair.k
     name = verifier or served_name(pair)
     verifier_config = VerifierConfig(name, architectures(pair))

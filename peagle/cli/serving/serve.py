@@ -1,7 +1,7 @@
 import typer
 
 from peagle.cli.application import app
-from peagle.cli.options import Device, Dtype, Int8, Method, Ngram, Target
+from peagle.cli.options import Device, DrafterWindow, Dtype, Int8, Method, Ngram, Target
 from peagle.cli.serving import options
 
 
@@ -19,6 +19,7 @@ def serve(
     k: options.K = "auto",
     tree: options.TreeNodes = None,
     ngram: Ngram = None,
+    drafter_window: DrafterWindow = None,
     methods: options.Methods = None,
     speculative_config: options.SpeculativeConfigJson = None,
     api_keys: options.ApiKeys = None,

@@ -33,6 +33,12 @@ def make_drafter(
     invent: Annotated[
         int, typer.Option("--invent", help="Number of prompts that the target writes itself.")
     ] = 0,
+    long: Annotated[
+        int,
+        typer.Option(
+            "--long", help="Join prompts to conversations of up to so many tokens; 0: no."
+        ),
+    ] = 0,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the answers.")] = 6.0,
     changes: Annotated[
         list[str] | None,
@@ -59,7 +65,9 @@ def make_drafter(
     from peagle.cli.training.train import print_plan, publish_run, train_run
     from peagle.train.run import TrainRun
 
-    config, max_tokens = choose_config(target, parsed_method, out, epochs, device, changes or [])
+    config, max_tokens = choose_config(
+        target, parsed_method, out, epochs, device, long, changes or []
+    )
     err.print("[bold]1. answers[/]")
     regenerate(
         out=out / "answers",
@@ -69,6 +77,7 @@ def make_drafter(
         max_prompt=config.max_length // 2,
         limit=limit,
         invent=invent,
+        long=long,
         keep_truncated=True,
         context=config.context or None,
         device=device,
@@ -79,6 +88,7 @@ def make_drafter(
     train_run(run, stop_after)
     err.print("[bold]3. measuring[/]")
     options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
+    options += [f"--long {long}"] * (long > 0)
     options += [f"--set {change}" for change in changes or []]
     choices = f"--method {parsed_method} --epochs {epochs:g}"
     command = f"peagle make-drafter {target} --prompts PROMPTS {choices}"
@@ -87,7 +97,13 @@ def make_drafter(
 
 
 def choose_config(
-    target: str, method: "Method", out: Path, epochs: float, device: str, changes: list[str]
+    target: str,
+    method: "Method",
+    out: Path,
+    epochs: float,
+    device: str,
+    long: int,
+    changes: list[str],
 ) -> tuple["TrainConfig", int]:
     """The training config and the length of the answers; the target is loaded to choose them."""
     from peagle.cli.training.train import parse_change
@@ -99,5 +115,9 @@ def choose_config(
     recipe = choose_recipe(
         loaded, target, method, out.expanduser(), epochs, free_cuda_bytes(loaded)
     )
-    overrides = asdict(recipe.config) | {"device": device} | dict(map(parse_change, changes))
+    overrides = asdict(recipe.config) | {"device": device}
+    if long:  # A pack holds the longest conversation.
+        pack_tokens = max(recipe.config.pack_tokens, long)
+        overrides |= {"max_length": long, "pack_tokens": pack_tokens}
+    overrides |= dict(map(parse_change, changes))
     return read_config(None, overrides), recipe.max_tokens

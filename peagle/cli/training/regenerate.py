@@ -57,6 +57,13 @@ def regenerate(
     invent: Annotated[
         int, typer.Option("--invent", help="Number of prompts that the target writes.")
     ] = 0,
+    long: Annotated[
+        int,
+        typer.Option(
+            "--long",
+            help="Join prompts to conversations of up to so many tokens, answers included; 0: no.",
+        ),
+    ] = 0,
     keep_truncated: Annotated[
         bool,
         typer.Option(
@@ -84,6 +91,7 @@ def regenerate(
     """
     from peagle.loaded import load
     from peagle.regenerate import job
+    from peagle.regenerate.long_conversations import LongSettings, long_conversations
     from peagle.regenerate.prompts import digest, parse_temperatures, read_prompts
 
     if prompts is None and invent < 1:
@@ -94,18 +102,21 @@ def regenerate(
     read = read_prompts(prompts, temperatures, limit, seed, warn) if prompts else []
     settings = job.RegenerateSettings(
         max_tokens=max_tokens,
-        max_prompt=max_prompt,
+        max_prompt=max(long - max_tokens, 1) if long else max_prompt,
         temperatures=temperatures,
         seed=seed or 0,
         slots=parse_slots(slots),
         keep_truncated=keep_truncated,
         prompts=digest(prompts) if prompts else "",
+        long=long,
         endpoint=endpoint,
         model=model,
     )
     loaded = load(target, device=device, dtype=dtype, context=context, stored=False).target
     if invent > 0:
         read += invent_prompts(loaded, invent, out, settings, as_json)
+    if long:
+        read = long_conversations(read, loaded, LongSettings(long, max_tokens, seed or 0))
     with progress_bar("answers", as_json) as progress:
         counts = job.regenerate(loaded, read, out, settings, progress)
     record = {"out": str(out)} | counts.as_dict()
@@ -161,4 +172,11 @@ def summary(counts: "Counts", folder: Path) -> str:
     return (
         f"{folder}: {counts.answered} answered ({counts.tokens:,} tokens), dropped: {dropped},"
         f" {counts.resumed} resumed; {counts.tokens_per_second:,.0f} tokens/s"
+        f"{length_text(counts)}"
     )
+
+
+def length_text(counts: "Counts") -> str:
+    """The distribution of the documents' lengths, on a line of its own."""
+    quantiles = [f"{name} {tokens:,}" for name, tokens in counts.length_quantiles.items()]
+    return "\ntokens of a document: " + ", ".join(quantiles) if quantiles else ""

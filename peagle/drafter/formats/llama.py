@@ -8,6 +8,7 @@ from torch import Tensor
 from peagle.drafter.config import DrafterConfig
 from peagle.errors import UserError
 
+SLIDING_LAYER = "sliding_attention"  # in `layer_types`
 ORIGIN_FIELDS = ("target", "target_revision", "k_trained", "trained")
 
 
@@ -37,7 +38,35 @@ def sizes_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name,
         "dtype": dtype_name,
+    } | window_to_json(config)
+
+
+def window_to_json(config: DrafterConfig) -> dict[str, Any]:
+    """The sliding window, as vLLM reads it.
+
+    vLLM's Llama attention has a window in the layers that `layer_types` names as sliding; without
+    `layer_types` it ignores `sliding_window`.
+    """
+    if config.sliding_window is None:
+        return {}
+    return {
+        "sliding_window": config.sliding_window,
+        "layer_types": [SLIDING_LAYER] * config.num_layers,
     }
+
+
+def window_from_json(raw: dict[str, Any]) -> int | None:
+    """The window of all layers. One that vLLM would ignore is ignored here, too."""
+    window = raw.get("sliding_window")
+    layer_types = set(raw.get("layer_types") or ())
+    if window is None or SLIDING_LAYER not in layer_types:
+        return None
+    if len(layer_types) > 1:
+        raise UserError(
+            f"the drafter's layer_types are {sorted(layer_types)}: only drafters whose layers all"
+            " have the same sliding window, or none, are supported"
+        )
+    return int(window)
 
 
 def origin_to_json(config: DrafterConfig) -> dict[str, Any]:
@@ -87,6 +116,7 @@ def sizes_from_json(raw: dict[str, Any], fc_input_size: int | None) -> dict[str,
         "rope": _rope_from_json(raw),
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "attention_bias": raw.get("attention_bias", False),
+        "sliding_window": window_from_json(raw),
     }
 
 

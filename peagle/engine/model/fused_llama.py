@@ -279,7 +279,8 @@ class FusedLlamaDrafter:
         blocks: Iterable[Any] = drafter.layers
         self.first_layer = first_layer
         self.eps = config.rms_norm_eps
-        self.layers = [build_layer(block, self.eps, config.head_dim) for block in blocks]
+        window = config.sliding_window
+        self.layers = [build_layer(block, self.eps, config.head_dim, window) for block in blocks]
         self.rope = rope_table(drafter.rope, length, drafter.fc.weight.device)
         self.norm = drafter.norm.weight.detach()
         first_block: Any = drafter.layers[0]

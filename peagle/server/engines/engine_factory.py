@@ -72,6 +72,7 @@ class EngineFactory:
             k=key.k or "auto",
             tree=settings.tree if trees else 0,
             ngram=settings.ngram if key.method in DRAFTER_METHODS else None,
+            drafter_window=settings.drafter_window,
             max_batch=max_batch,
             context=settings.context,
             kv_tokens=kv_tokens,

@@ -4,11 +4,13 @@ A row has a document, an anchor a and a depth d. Depth 0 is a position with real
 1 is the d-th mask row (P-EAGLE) or the d-th own step (EAGLE-3) after anchor a. Within a document,
 query (a_q, d_q) sees key (a_k, d_k) if and only if
 
-    (d_k == 0 and a_k <= a_q)  or  (a_k == a_q and d_k <= v_q)
+    (d_k == 0 and f_q <= a_k <= a_q)  or  (a_k == a_q and d_k <= v_q)
 
-v_q is the deepest row of its own chain that the query sees: d_q, or the whole chain in a
-bidirectional block. For one anchor this is the causal pattern of inference: all real rows up to the
-anchor, then the anchor's own chain.
+f_q is the first real row that the query sees: the first of its document or, with a sliding window
+of W positions, row a_q + d_q - W + 1 if that comes later. v_q is the deepest row of its own chain
+that the query sees: d_q, or the whole chain in a bidirectional block. For one anchor this is the
+causal pattern of inference: all real rows up to the anchor, then the anchor's own chain, which is
+never longer than a window.
 
     anchors 0 1 2 real, chain rows 1.1 1.2 (anchor.depth):      0  1  2  1.1  1.2
                                                         row 2   x  x  x   .    .
@@ -16,7 +18,7 @@ anchor, then the anchor's own chain.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ class RowSet:
 
     doc: Tensor
     doc_start: Tensor  # first index of the document
+    first_visible: Tensor  # first index of the context that the row sees: doc_start, or later
     anchor: Tensor
     depth: Tensor
     visible_depth: Tensor  # deepest row of its own chain that the row sees
@@ -54,7 +57,19 @@ class RowSet:
 
     @property
     def fields(self) -> tuple[Tensor, ...]:
-        return (self.doc, self.doc_start, self.anchor, self.depth, self.visible_depth)
+        return (
+            self.doc,
+            self.doc_start,
+            self.first_visible,
+            self.anchor,
+            self.depth,
+            self.visible_depth,
+        )
+
+    @property
+    def unwindowed(self) -> "RowSet":
+        """The same rows without a sliding window, as the target sees them."""
+        return replace(self, first_visible=self.doc_start)
 
 
 Mask = Tensor | BlockMask
@@ -64,7 +79,8 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # flex attent
 def dense_mask(q: RowSet, k: RowSet) -> Tensor:
     """The rule as it is written above, [Q, K] bool."""
     same_doc = q.doc[:, None] == k.doc
-    context = (k.depth == 0) & (k.anchor <= q.anchor[:, None])
+    in_window = (k.anchor >= q.first_visible[:, None]) & (k.anchor <= q.anchor[:, None])
+    context = (k.depth == 0) & in_window
     chain = (k.anchor == q.anchor[:, None]) & (k.depth <= q.visible_depth[:, None])
     return same_doc & (context | chain)
 
@@ -102,11 +118,11 @@ def block_mask(q: RowSet, k: RowSet, lists: BlockLists | None = None) -> BlockMa
     """The rule for flex attention with few loads: a key is a number, a query two intervals.
 
     Key j of depth 0 (its index is its anchor) has the number j, a deeper key -1 - (64 a + d). A
-    query sees the numbers doc_start..a_q and those of its own chain, -1 - (64 a_q + v_q)..-1 - 64
-    a_q.
+    query sees the numbers first_visible..a_q and those of its own chain, -1 - (64 a_q + v_q)..-1 -
+    64 a_q.
     """
     number = torch.where(k.depth == 0, k.anchor, _chain_number(k.anchor, k.depth))
-    first_context = q.doc_start
+    first_context = q.first_visible
     last_context = q.anchor
     deepest_own = _chain_number(q.anchor, q.visible_depth)
     first_own = _chain_number(q.anchor, torch.zeros_like(q.depth))
@@ -121,10 +137,10 @@ def block_mask(q: RowSet, k: RowSet, lists: BlockLists | None = None) -> BlockMa
 
 def context_mask(rows: RowSet, lists: BlockLists | None = None) -> BlockMask:
     """The rule among rows of depth 0, whose index is their anchor: causal within the document."""
-    doc_start = rows.doc_start
+    first_visible = rows.first_visible
 
     def allowed(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (j >= doc_start[i])
+        return (j <= i) & (j >= first_visible[i])
 
     return _to_block_mask(lists or build_block_lists(rows, rows), allowed, len(rows), len(rows))
 
@@ -163,12 +179,15 @@ def classify_blocks(q: RowSet, k: RowSet) -> tuple[Tensor, Tensor]:
     q_doc, q_anchor = _block_range(q.doc), _block_range(q.anchor)
     k_doc, k_anchor, k_depth = _block_range(k.doc), _block_range(k.anchor), _block_range(k.depth)
     docs_overlap = (k_doc.low <= q_doc.high[:, None]) & (k_doc.high >= q_doc.low[:, None])
+    q_first = _block_range(q.first_visible)
     key_before = k_anchor.low <= q_anchor.high[:, None]
     anchors_overlap = key_before & (k_anchor.high >= q_anchor.low[:, None])
-    visible = docs_overlap & torch.where(k_depth.low == 0, key_before, anchors_overlap)
+    in_window = key_before & (k_anchor.high >= q_first.low[:, None])
+    visible = docs_overlap & torch.where(k_depth.low == 0, in_window, anchors_overlap)
     single_doc = (q_doc.low == q_doc.high)[:, None] & (k_doc.low == k_doc.high)
     same_doc = single_doc & (q_doc.low[:, None] == k_doc.low)
-    full = same_doc & (k_depth.high == 0) & (k_anchor.high <= q_anchor.low[:, None])
+    all_before = (k_depth.high == 0) & (k_anchor.high <= q_anchor.low[:, None])
+    full = same_doc & all_before & (k_anchor.low >= q_first.high[:, None])
     return visible, full
 
 

@@ -113,7 +113,14 @@ class Batch:
     context: RowSet  # [T] depth 0
     supervised: Tensor  # [n] the context rows that have a loss
     segments: tuple[Segment, ...]
-    block_lists: BlockLists | None = None  # of the context's attention, for flex attention
+    # For flex attention: the blocks of the target's attention, and of the drafter's if it differs.
+    block_lists: BlockLists | None = None
+    window_block_lists: BlockLists | None = None
+
+    @property
+    def drafter_block_lists(self) -> BlockLists | None:
+        """The blocks of the drafter's attention among the context rows."""
+        return self.window_block_lists or self.block_lists
 
     @property
     def num_supervised(self) -> int:
@@ -132,6 +139,7 @@ class BatchLayout:
     level_sizes: tuple[int, ...] | None = None
     flex: bool = False  # build the block lists of flex attention
     bidirectional: bool = False  # all rows of a chain see each other
+    window: int | None = None  # sliding window of the drafter, in positions
 
 
 def build_batch(
@@ -142,8 +150,14 @@ def build_batch(
     """Lay out the rows of a pack."""
     size = len(packed.ids)
     context = _row_set(
-        packed.doc, packed.doc_start, np.arange(size), np.zeros(size), np.zeros(size)
+        packed.doc,
+        packed.doc_start,
+        _first_visible(packed.doc_start, np.arange(size), layout.window),
+        np.arange(size),
+        np.zeros(size),
+        np.zeros(size),
     )
+    windowed = layout.flex and layout.window is not None
     return Batch(
         ids=_int32(packed.ids),
         next_ids=_int32(np.append(packed.ids[1:], 0)),
@@ -154,8 +168,16 @@ def build_batch(
         context=context,
         supervised=_int32(np.flatnonzero(packed.max_chain_lengths)),
         segments=tuple(_segments(packed, chains, context, layout)),
-        block_lists=build_block_lists(context, context) if layout.flex else None,
+        block_lists=(
+            build_block_lists(context.unwindowed, context.unwindowed) if layout.flex else None
+        ),
+        window_block_lists=build_block_lists(context, context) if windowed else None,
     )
+
+
+def _first_visible(doc_start: np.ndarray, index: np.ndarray, window: int | None) -> np.ndarray:
+    """The first context row that a row at `index` sees, in the coordinates of the pack."""
+    return doc_start if window is None else np.maximum(doc_start, index - window + 1)
 
 
 def _segments(
@@ -184,20 +206,20 @@ def _levels(packed: PackedDocuments, chains: Chains, layout: BatchLayout) -> tup
     sizes = layout.level_sizes
     if not layout.by_depth:
         parent = np.zeros_like(chains.anchor)
-        return (_level(packed, chains, parent, sizes[0] if sizes else 0, layout.bidirectional),)
+        return (_level(packed, chains, parent, sizes[0] if sizes else 0, layout),)
     levels = []
     previous_anchors = np.arange(len(packed.ids))
     for depth in range(1, int(chains.depth.max()) + 1):
         own = chains[chains.depth == depth]
         parent = np.searchsorted(previous_anchors, own.anchor)
         size = sizes[depth - 1] if sizes else 0
-        levels.append(_level(packed, own, parent, size, layout.bidirectional))
+        levels.append(_level(packed, own, parent, size, layout))
         previous_anchors = own.anchor
     return tuple(levels)
 
 
 def _level(
-    packed: PackedDocuments, chains: Chains, parent: np.ndarray, min_size: int, bidirectional: bool
+    packed: PackedDocuments, chains: Chains, parent: np.ndarray, min_size: int, layout: BatchLayout
 ) -> ChainLevel:
     """Padding rows have a document and anchors of their own: each of them sees itself alone."""
     count = len(chains)
@@ -206,13 +228,16 @@ def _level(
     previous = packed.ids[np.minimum(chains.anchor + chains.depth + 1, size - 1)]
     if chains.corrected is not None:
         previous = np.where(chains.corrected, previous, -1)
-    visible = np.full(count, MAX_DEPTHS - 1) if bidirectional else chains.depth
+    visible = np.full(count, MAX_DEPTHS - 1) if layout.bidirectional else chains.depth
+    doc_start = packed.doc_start[chains.anchor]
+    first_visible = _first_visible(doc_start, chains.anchor + chains.depth, layout.window)
     zeros = np.zeros(padding, dtype=np.int64)
     pad_anchors = size + np.arange(padding)
     rows = _row_set(
         np.append(packed.doc[chains.anchor], zeros + int(packed.doc[-1]) + 1),
         # The document starts behind the anchor: a padding row has no context.
-        np.append(packed.doc_start[chains.anchor], pad_anchors + 1),
+        np.append(doc_start, pad_anchors + 1),
+        np.append(first_visible, pad_anchors + 1),
         np.append(chains.anchor, pad_anchors),
         np.append(chains.depth, zeros + 1),
         np.append(visible, zeros + 1),

@@ -127,6 +127,7 @@ class DraftReplay:
             level_sizes=(size,) * (k - 1) if by_depth else (size * (k - 1),),
             flex=self.flex,
             bidirectional=config.bidirectional,
+            window=config.sliding_window,
         )
         context = None
         for start in range(0, len(all_anchors), max(size, 1)):
@@ -137,7 +138,7 @@ class DraftReplay:
             yield AnchorDrafts(anchors, *self._run_chains(batch, context, anchors))
 
     def _run_context(self, batch: Batch) -> ContextOutput:
-        mask = build_mask(batch.context, batch.context, self.flex, batch.block_lists)
+        mask = build_mask(batch.context, batch.context, self.flex, batch.drafter_block_lists)
         taps = self.features(batch).taps
         return ContextOutput(*self.passes("context", batch.next_ids, taps, batch.positions, mask))
 

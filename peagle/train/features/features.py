@@ -85,7 +85,7 @@ class FeatureExtractor:
         if self.target.aux_layer_ids != self.aux_layer_ids:  # Another user has changed the taps.
             self.target.tap(self.aux_layer_ids)
         if self.packed:
-            mask = context_mask(batch.context, batch.block_lists)
+            mask = context_mask(batch.context.unwindowed, batch.block_lists)
             out = self.target.features(
                 batch.ids[None], position_ids=batch.positions[None], block_mask=mask
             )

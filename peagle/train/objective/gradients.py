@@ -44,7 +44,7 @@ def pack_gradients(
     flex: bool = False,
 ) -> LossSums:
     """Add the gradients of scale * (sum of the rows' losses) to the drafter's parameters."""
-    mask = build_mask(batch.context, batch.context, flex, batch.block_lists)
+    mask = build_mask(batch.context, batch.context, flex, batch.drafter_block_lists)
     with torch.set_grad_enabled(passes.trains_drafter):
         normed, feedback, cache = passes(
             "context", batch.next_ids, features.taps, batch.positions, mask

@@ -1,0 +1,97 @@
+"""`peagle evaluate --context`: the table, the record, the figure and the card, on a tiny pair."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peagle.cli.measurement.lists import parse_lengths
+from tests.support.command_line import run, save_tiny_pair
+
+LENGTHS = "64,128,200"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = save_tiny_pair(tmp_path_factory.mktemp("tiny"))
+    for name in ("mt_bench", "gsm8k"):
+        lines = [json.dumps({"turns": [f"w{10 + i} w7", f"w{20 + i}"]}) for i in range(70)]
+        (root / f"{name}.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def command(tiny: Path, *args: object, code: int = 0) -> str:
+    where = ("--data", tiny, "--set", "mt_bench,gsm8k", "--max-tokens", 8, "--dtype", "float32")
+    options = ("-k", 3, "--limit", 2, "--context", LENGTHS)
+    drafter = ("--drafter", tiny / "p-eagle")
+    return run("evaluate", tiny / "target", *drafter, *where, *options, *args, code=code)
+
+
+def test_lengths() -> None:
+    assert parse_lengths("8k,512, 1K,512") == (512, 1024, 8192)
+
+
+def test_record_and_figure(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "curve.json"
+    printed = json.loads(command(tiny, "--json", "--out", path))
+    assert json.loads(path.read_text()) == printed
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (printed["k"], printed["sliding_window"], printed["method"]) == (3, None, "p-eagle")
+    points = printed["contexts"]
+    assert [(point["set"], point["context"]) for point in points] == [
+        (name, length) for name in ("mt_bench", "gsm8k") for length in (64, 128, 200)
+    ]
+    for point in points:
+        assert point["prompt_tokens"] == point["context"] - 8
+        assert point["tasks"] == 2 and point["ratio_to_none"] > 0
+        assert point["acceptance_length"] == round(1 + point["accepted"] / point["drafts"], 4)
+
+
+def test_table_and_jump(tiny: Path) -> None:
+    decoded = command(tiny, "--set", "gsm8k")
+    assert "acceptance length by context" in decoded and " x)" in decoded
+    jumped = command(tiny, "--set", "gsm8k", "--jump", "--drafter-window", 64)
+    assert "window 64" in jumped and " x)" not in jumped
+    assert all(length in jumped for length in LENGTHS.split(","))
+
+
+def test_a_window_longer_than_the_context_changes_nothing(tiny: Path) -> None:
+    plain, windowed = (
+        json.loads(command(tiny, "--json", "--drafter-window", window))["contexts"]
+        for window in (0, 256)
+    )
+    for one, other in zip(plain, windowed, strict=True):
+        assert (one["accepted"], one["drafts"]) == (other["accepted"], other["drafts"])
+
+
+def test_card(tiny: Path, tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    card.write_text("# A drafter\n\ntext\n\n## Commands\n\nrest\n")
+    command(tiny, "--card", tmp_path)
+    first = card.read_text()
+    assert first.startswith("# A drafter\n\ntext\n\n## Commands\n\nrest\n\n## Acceptance length by")
+    assert "| 128 | " in first and "![acceptance length by context](context.png)" in first
+    assert (tmp_path / "context.png").is_file()
+    card.write_text(first.replace("K=3", "K=9") + "\n## More\n\nlast\n")
+    command(tiny, "--card", tmp_path)
+    second = card.read_text()
+    assert second.count("## Acceptance length by context") == 1 and "K=9" not in second
+    assert second.endswith("\n\n## More\n\nlast\n")
+
+
+MISTAKES = {
+    "no number": (["--context", "1m"], "write it like --context 512,1k"),
+    "beyond the context": (["--context", "64,1k"], "exceeds the target's context of 256"),
+    "no room": (["--context", "8"], "no room for a prompt and an answer of 8"),
+    "too few texts": (["--limit", "71"], "70 tasks, too few for 71 questions"),
+    "several K": (["-k", "3,5"], "needs one --k"),
+    "no card": (["--card", "{tiny}"], "has no README.md"),
+    "a short window": (["--drafter-window", "5"], "--drafter-window is 5: use 64"),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_one_line_and_code_2(tiny: Path, args: list[str], words: str) -> None:
+    printed = command(tiny, *(arg.format(tiny=tiny) for arg in args), code=2)
+    assert words in printed
+    assert printed.count("\n") == 1
