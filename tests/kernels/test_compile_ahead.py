@@ -88,6 +88,35 @@ print(json.dumps({"before": before}))
     assert run_script(script, tmp_path) == {"before": [0, 1]}
 
 
+def test_threads_record_one_after_the_other(tmp_path: Path) -> None:
+    """Of two engines built at the same time, neither leaves launches of a thread replaced."""
+    script = """
+import time
+from triton.runtime.jit import JITFunction
+plain = JITFunction.run
+first_records = threading.Event()
+def record_first():
+    with KernelCompiler(1) as compiler, compiler.recording():
+        first_records.set()
+        time.sleep(0.5)
+def record_second():
+    first_records.wait()
+    with KernelCompiler(1) as compiler:
+        recording = compiler.recording()
+        recording.__enter__()
+        threads[0].join()  # Without the lock, the first recording ends here.
+        recording.__exit__(None, None, None)
+threads = [threading.Thread(target=work) for work in (record_first, record_second)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+hook = triton.knobs.runtime.jit_cache_hook
+print(json.dumps({"restored": JITFunction.run is plain, "hook": hook}, default=str))
+"""
+    assert run_script(script, tmp_path) == {"restored": True, "hook": None}
+
+
 def test_an_error_of_a_kernel_is_left_to_its_launch(tmp_path: Path) -> None:
     script = """
 from peagle.kernels.triton.compile_ahead import compile_ahead, compile_kernel

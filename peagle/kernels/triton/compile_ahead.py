@@ -32,6 +32,8 @@ except ImportError:  # without Triton there is nothing to compile
 
 log = logging.getLogger(__name__)
 MAX_THREADS = 16
+# One thread records at a time: each restores what it has replaced in Triton.
+RECORDING_LOCK = threading.Lock()
 
 
 def compile_ahead(work: Callable[[], object], device: torch.device) -> None:
@@ -65,6 +67,11 @@ class KernelCompiler:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Launches of this thread only start compilations; those of other threads are launches."""
+        with RECORDING_LOCK, self._replaced_launches(), torch.inference_mode(), ZeroedMemory():
+            yield
+
+    @contextmanager
+    def _replaced_launches(self) -> Iterator[None]:
         thread = threading.get_ident()
         launch = JITFunction.run
         other_hook = triton.knobs.runtime.jit_cache_hook
@@ -82,8 +89,7 @@ class KernelCompiler:
         triton.knobs.runtime.jit_cache_hook = before_compiling
         JITFunction.run = run
         try:
-            with torch.inference_mode(), ZeroedMemory():
-                yield
+            yield
         finally:
             JITFunction.run = launch
             triton.knobs.runtime.jit_cache_hook = other_hook
