@@ -462,3 +462,4 @@ class EngineLoop:
         captured = self.stepper.is_captured(count, verify_shape, draft_shape)
         if not captured and not self.stepper.capture(count, verify_shape, draft_shape):
             self.use_graphs = False
+            self.backlog.clear()

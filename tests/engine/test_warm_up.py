@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Hashable
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,35 @@ def test_small_batches_first_and_the_rest_when_idle(monkeypatch: pytest.MonkeyPa
     assert len(set(captures)) < len(captures)  # Prefills of several sizes.
     assert engine.status()["pending_graphs"] == 0
     assert set(engine.status()["startup"]) == {"build", "compile", "capture", "calibrate"}
+    engine.close()
+
+
+@pytest.mark.parametrize("max_batch", [16, 20, 40])
+def test_prefills_of_all_usual_sizes(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
+    """Prefills have other sizes than batches: 20 requests decode in 24 rows, and 32 are read."""
+    engine = small_engine(k=3, max_batch=max_batch)
+    captures = simulate_graphs(monkeypatch, engine)
+    loop = engine.loop
+    engine.warm_up()
+    captured = [requests for requests, verified, _ in captures if verified == NO_DRAFT]
+    usual = loop.stepper.prefill.usual_sizes(max_batch, loop.drafter_shape)
+    assert captured == [size.requests for size in usual]
+    engine.close()
+
+
+def test_a_target_without_graphs_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a mixture of experts that synchronizes with the host."""
+    engine = small_engine()
+    attempts: Captures = []
+
+    def capture(*step: Any) -> bool:
+        attempts.append(step)
+        return False
+
+    monkeypatch.setattr(engine.loop, "use_graphs", True)
+    monkeypatch.setattr(engine.loop.stepper, "capture", capture)
+    engine.warm_up()
+    assert len(attempts) == 1 and engine.status()["pending_graphs"] == 0
     engine.close()
 
 

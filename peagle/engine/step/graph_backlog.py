@@ -10,7 +10,7 @@ drafting are measured with the graphs of a batch size, and extrapolated for larg
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -81,8 +81,12 @@ class GraphBacklog:
     def fill(self, max_batch: int) -> None:
         """Plan the graphs of all batches up to `max_batch`."""
         self._pending.clear()
-        for batch in batch_sizes(max_batch):
-            self._pending += self._batch_work(batch, max_batch)
+        batches = batch_sizes(max_batch)
+        prefills = list(self.stepper.prefill.usual_sizes(max_batch, self.drafter_shape))
+        for batch in batches:
+            # The largest prefills may hold more requests than any batch.
+            sizes = [size for size in prefills if min(size.requests, batches[-1]) == batch]
+            self._pending += self._batch_work(batch, sizes)
 
     def clear(self) -> None:
         self._pending.clear()
@@ -116,14 +120,13 @@ class GraphBacklog:
                 self.adaptive.calibrate(self.stepper.graph_costs(self.shapes, (work.batch,)))
         return True
 
-    def _batch_work(self, batch: int, max_batch: int) -> Iterator[Work]:
+    def _batch_work(self, batch: int, prefills: Iterable[PrefillSize]) -> Iterator[Work]:
         for verify_shape, draft_shape in self._steps(batch):
             yield StepGraph(batch, verify_shape, draft_shape)
         if self.adaptive is not None:
             yield Calibration(batch)
-        for size in self.stepper.prefill.usual_sizes(max_batch, self.drafter_shape):
-            if size.requests == batch:
-                yield PrefillGraph(batch, size)
+        for size in prefills:
+            yield PrefillGraph(batch, size)
 
     def _steps(self, batch: int) -> dict[tuple[DraftShape, DraftShape], None]:
         """The verified and drafted shapes of steps, without repeats."""
