@@ -89,6 +89,8 @@ def build_prompts(
     """The long prompts of every set and context length; an error before anything is decoded."""
     if len(settings.ks) > 1 or len(settings.temperatures) > 1:
         raise UserError("`context` needs one `k` and one `temperature`: leave out the others")
+    if count < 1:
+        raise UserError(f"`limit` is {count}: use 1 or more prompts for each length")
     context = loaded.target.context
     max_tokens = settings.max_tokens
     if too_long := [length for length in lengths if length > context]:
@@ -160,6 +162,7 @@ def decode_point(
         advance(f"{name} {length}")
     result = summarize((step for answer in drafted for step in answer.steps), settings.ks[0])
     speed = decoding_speed(drafted)
+    plain_speed = decoding_speed(plain)  # 0: every answer ended with its first token
     return ContextPoint(
         context=length,
         prompt_tokens=sum(answer.prompt_tokens for answer in drafted) / len(drafted),
@@ -172,7 +175,7 @@ def decode_point(
             seconds=sum(answer.seconds for answer in drafted),
         ),
         tokens_per_second=speed,
-        ratio_to_none=speed / decoding_speed(plain),
+        ratio_to_none=speed / plain_speed if plain_speed else None,
     )
 
 

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from peagle.cli.measurement.lists import parse_lengths
+from peagle.data.bench import Task
+from peagle.evaluate.context_curve import decode_point
+from peagle.evaluate.evaluate import EvaluateSettings
+from peagle.loaded import load
 from tests.support.command_line import run, save_tiny_pair
 
 LENGTHS = "64,128,200"
@@ -47,6 +51,20 @@ def test_record_and_figure(tiny: Path, tmp_path: Path) -> None:
         assert point["acceptance_length"] == round(1 + point["accepted"] / point["drafts"], 4)
 
 
+def test_the_record_tells_that_the_drafter_is_as_in_vllm(tiny: Path) -> None:
+    assert json.loads(command(tiny, "--json", "--as-vllm"))["as_vllm"] is True
+    assert "as_vllm" not in json.loads(command(tiny, "--json"))
+
+
+def test_answers_of_one_token_have_no_speed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = load(str(tiny / "target"), drafter=tiny / "p-eagle", dtype="float32", device="cpu")
+    every_token = frozenset(range(pair.target.vocab_size))
+    monkeypatch.setattr(type(pair.target), "stop_ids", every_token)
+    settings = EvaluateSettings((3,), (0.0,), "p-eagle", 8)
+    point = decode_point(pair, "x", 64, [Task("0", ("w7 w8",))], settings)
+    assert (point.ratio_to_none, point.result.drafts) == (None, 0)
+
+
 def test_table_and_jump(tiny: Path) -> None:
     decoded = command(tiny, "--set", "gsm8k")
     assert "acceptance length by context" in decoded and " x)" in decoded
@@ -84,6 +102,9 @@ MISTAKES = {
     "beyond the context": (["--context", "64,1k"], "exceeds the target's context of 256"),
     "no room": (["--context", "8"], "no room for a prompt and an answer of 8"),
     "too few texts": (["--limit", "71"], "70 tasks, too few for 71 questions"),
+    "no prompts": (["--limit", "0"], "--limit is 0: use 1 or more"),
+    "fewer than no prompts": (["--limit", "-1"], "--limit is -1: use 1 or more"),
+    "a figure as the record": (["--out", "curve.png"], "the figure would replace curve.png"),
     "several K": (["-k", "3,5"], "needs one --k"),
     "no card": (["--card", "{tiny}"], "has no README.md"),
     "a short window": (["--drafter-window", "5"], "--drafter-window is 5: use 64"),

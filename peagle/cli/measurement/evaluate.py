@@ -135,7 +135,7 @@ def evaluate(
     settings = EvaluateSettings(ks, temperatures, chosen, max_tokens, seed, exact, int8, tree)
     lengths = () if context is None else parse_lengths(context)
     refuse_contradictions(jump, exact, int8, out_file)
-    check_card(card, bool(lengths))
+    check_curve_files(card, out_file, bool(lengths))
     tasks = read_sets(split_words(sets), data, None if lengths else limit, warn)
     loaded = load_with_progress(pair, target, drafter, device, dtype, max_model_len, quiet=as_json)
     if method is None:
@@ -149,7 +149,7 @@ def evaluate(
     settings = replace(settings, ks=ks or (loaded.pair.k,), method=chosen)
     if lengths:
         curve = run_context_curve(loaded, tasks, lengths, limit, settings, jump)
-        show_context_curve(curve, as_json, out_file, card)
+        show_context_curve(curve, as_vllm, as_json, out_file, card)
     else:
         show_evaluation(run_evaluation(loaded, tasks, settings, jump), as_vllm, as_json, out_file)
 
@@ -165,7 +165,9 @@ def refuse_contradictions(
         raise UserError(f"{out_file} is a folder: give --out a file")
 
 
-def check_card(card: Path | None, has_lengths: bool) -> None:
+def check_curve_files(card: Path | None, out_file: Path | None, has_lengths: bool) -> None:
+    if has_lengths and out_file is not None and out_file.suffix.lower() == ".png":
+        raise UserError(f"the figure would replace {out_file}: give --out a name like curve.json")
     if card is not None and not has_lengths:
         raise UserError("--card shows the curve of --context: give both")
     if card is not None and not (card.expanduser() / "README.md").is_file():
@@ -231,7 +233,7 @@ def run_context_curve(
     """Measure prompts of these lengths with a progress bar on stderr."""
     from peagle.evaluate.context_curve import DEFAULT_PROMPTS, build_prompts, measure_contexts
 
-    count = limit or DEFAULT_PROMPTS
+    count = DEFAULT_PROMPTS if limit is None else limit
     prompts = build_prompts(loaded, sets, lengths, count, settings)
     with progress_bar() as bar:
         task = bar.add_task("decoding", total=len(prompts) * count)
@@ -243,13 +245,13 @@ def run_context_curve(
 
 
 def show_context_curve(
-    curve: "ContextCurve", as_json: bool, out_file: Path | None, card: Path | None
+    curve: "ContextCurve", as_vllm: bool, as_json: bool, out_file: Path | None, card: Path | None
 ) -> None:
     """Print the table; write the record with a figure beside it, and the section of the card."""
     from peagle.evaluate.context_card import add_to_card, draw_context_curve, print_context_table
 
     warn_untrained(curve.trained, curve.settings.method)
-    content = curve.as_dict()
+    content = curve.as_dict() | ({"as_vllm": True} if as_vllm else {})
     if as_json:
         print(json.dumps(content, ensure_ascii=False))
     else:
