@@ -16,7 +16,7 @@ from peagle.errors import UserError
 from peagle.export.export import ExportFormat, export, same_drafts
 from peagle.reference import reference
 from peagle.reference.decode import decode
-from peagle.reference.proposer import proposer_for
+from peagle.reference.proposer import Verified, proposer_for
 from peagle.target import Target
 from peagle.train.data.attention_mask import build_mask
 from peagle.train.data.chains import full_chains
@@ -35,6 +35,17 @@ K = 4
 def windowed_drafter(target: Target, method: Method, window: int | None = WINDOW) -> Drafter:
     layers = 3 if method == "p-eagle" else 1
     return make_drafter(target, method, layers, sliding_window=window)
+
+
+def attentive_drafter(target: Target, method: Method) -> Drafter:
+    """What a row attends to decides its draft, so that drafts tell windows apart."""
+    drafter = windowed_drafter(target, method)
+    for name, weight in drafter.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data.mul_(30)
+        elif "self_attn" in name:
+            weight.data.mul_(8)
+    return drafter
 
 
 def features(target: Target, ids: Tensor) -> Tensor:
@@ -69,6 +80,48 @@ def test_cached_drafts_equal_the_reference(target: Target, method: Method, promp
     slow = reference.decode(target, drafter, ids, K, 30, GREEDY)
     assert tokens_of(cached) == tokens_of(slow)[:30] == plain(target, ids, 30)
     assert [step.accepted for step in cached] == [step.accepted for step in slow][: len(cached)]
+
+
+def reference_drafts(target: Target, drafter: Drafter, ids: list[int]) -> list[int]:
+    tokens = torch.tensor(ids)
+    return reference.propose(drafter, features(target, tokens[:-1]), tokens, K).tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_of_the_proposers(target: Target, method: Method, prompt) -> None:
+    drafter = attentive_drafter(target, method)
+    target.tap(AUX)
+    proposer = proposer_for(drafter)
+    drafts: list[list[int]] = []
+
+    class Recorder:
+        def propose(self, verified: Verified, k: int) -> Tensor:
+            drafts.append(proposer.propose(verified, k).tolist())
+            return torch.tensor(drafts[-1])
+
+    ids = prompt(100)
+    steps = list(decode(target, Recorder(), ids, K, 30, GREEDY))
+    texts = [ids := [*ids, *step.tokens] for step in steps[:-1]]
+    assert drafts == [reference_drafts(target, drafter, text) for text in texts]
+    windowless = drafter.with_window(None)
+    assert drafts != [reference_drafts(target, windowless, text) for text in texts]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_of_the_engine(target: Target, method: Method, prompt) -> None:
+    drafter = attentive_drafter(target, method)
+    engine = engine_of(pair_of(target, {method: drafter}), method, K, kv_tokens=300)
+    ids = prompt(100)
+    stream = engine.add(ids, max_tokens=30, ignore_eos=True)
+    [state] = engine.loop.states.values()
+    compared = 0
+    while engine.step():
+        ids = ids + tokens_of(piece.step for piece in stream.poll() if piece.step)
+        if len(ids) > 100 and state.slot is not None:
+            drafted = engine.loop.stepper.slots.trees.chain[state.slot, :K].tolist()
+            assert drafted == reference_drafts(target, drafter, ids)
+            compared += 1
+    assert compared > 5
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -163,10 +216,7 @@ def export_drafter(drafter: Drafter, folder: Path, to: ExportFormat) -> None:
 
 
 def test_the_check_of_an_export_notices_a_lost_window(target: Target) -> None:
-    drafter = windowed_drafter(target, "p-eagle")
-    for name, weight in drafter.named_parameters():
-        if "self_attn" in name:
-            weight.data.mul_(8)  # What a row attends to then matters for its draft.
+    drafter = attentive_drafter(target, "p-eagle")
     assert same_drafts(drafter, drafter.with_window(WINDOW), K) == (36, 36)
     equal, total = same_drafts(drafter, drafter.with_window(None), K)
     assert equal < total
