@@ -61,7 +61,7 @@ def regenerate(
         int,
         typer.Option(
             "--long",
-            help="Join prompts to conversations of up to so many tokens, answers included; 0: no.",
+            help="Join prompts to conversations of up to so many tokens (not --max-prompt); 0: no.",
         ),
     ] = 0,
     keep_truncated: Annotated[
