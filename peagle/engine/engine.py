@@ -62,9 +62,7 @@ class Engine:
         self.pair = pair
         self.target = pair.target
         self.method: Method = parse_method(config.method or pair.pair.method)
-        drafter = pair.drafter(self.method) if self.method in DRAFTER_METHODS else None
-        if drafter is not None and config.drafter_window is not None:
-            drafter = drafter.with_window(config.drafter_window or None)
+        drafter = self._drafter()
         self.ngram = uses_ngrams(config, self.method, pair)
         # The largest draft of the drafter, and of any kind.
         self.drafter_shape, self.max_shape = self._draft_shapes(drafter)
@@ -103,6 +101,14 @@ class Engine:
         if config.thread:
             self._thread = threading.Thread(target=self._run, name="peagle-engine", daemon=True)
             self._thread.start()
+
+    def _drafter(self) -> Drafter | None:
+        """The drafter of the method, with the window of the config."""
+        if self.method not in DRAFTER_METHODS:
+            return None
+        drafter = self.pair.drafter(self.method)
+        window = self.config.drafter_window
+        return drafter if window is None else drafter.with_window(window or None)
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ VALUE_OPTIONS = (
     "kv-tokens",
     "context",
     "drafter",
+    "drafter-window",
     "target",
     "max-body-mb",
     "timeout",

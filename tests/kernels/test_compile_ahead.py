@@ -60,6 +60,28 @@ print(json.dumps({"compiled": compiled, "launched": hits[len(compiled):], "zeros
     assert result["zeros"]
 
 
+def test_repeated_launches_cost_little(tmp_path: Path) -> None:
+    """Triton is asked once for launches that need the same kernel."""
+    script = """
+from triton.runtime.jit import JITFunction
+asked = []
+plain = JITFunction.run
+def run(function, *args, **options):
+    asked.append(options)
+    return plain(function, *args, **options)
+JITFunction.run = run
+half = torch.empty(9)[1:]
+with KernelCompiler(2) as compiler, compiler.recording():
+    for _ in range(5):
+        launch(16)
+    launch(1)
+    once = len(asked)
+    argmax._merge_kernel.run(half, out, half, out.long(), 16, grid=(8,), warmup=False, BLOCK=8)
+print(json.dumps({"once": once, "unaligned": len(asked), "kernels": len(compiler.kernels)}))
+"""
+    assert run_script(script, tmp_path) == {"once": 2, "unaligned": 3, "kernels": 3}
+
+
 def test_kernels_in_memory_are_not_launched_either(tmp_path: Path) -> None:
     """The fake driver cannot launch: a launch would raise."""
     script = """

@@ -5,8 +5,8 @@ no request is live; a step that needs its graph earlier captures it itself. Cost
 drafting are measured with the graphs of a batch size, and extrapolated for larger ones until then
 (policy/step_costs.py).
 
-    warm-up    kernels compiled by several threads; batches 1, 2: capture, measure
-    idle       batch 3: capture ... measure; batch 4: ...
+    warm-up    kernels compiled by several threads; batches 1 and 2: capture, measure
+    idle       batch 4: capture ... measure; batch 8: ...
 """
 
 from collections import deque

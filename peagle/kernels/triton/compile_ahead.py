@@ -15,12 +15,13 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 MAX_THREADS = 16
 # One thread records at a time: each restores what it has replaced in Triton.
 RECORDING_LOCK = threading.Lock()
+POINTER_ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are not aligned
 
 
 def compile_ahead(work: Callable[[], object], device: torch.device) -> None:
@@ -56,6 +58,7 @@ class KernelCompiler:
 
     def __init__(self, threads: int) -> None:
         self.kernels: dict[tuple[str, str], Future[None]] = {}  # (function, specialization)
+        self._launches = set[Hashable]()  # What `launch_key` says of those seen.
         self._executor = ThreadPoolExecutor(threads, "peagle-compile")
 
     def __enter__(self) -> "KernelCompiler":
@@ -77,8 +80,13 @@ class KernelCompiler:
         other_hook = triton.knobs.runtime.jit_cache_hook
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            dry = threading.get_ident() == thread
-            return launch(function, *args, grid=grid, warmup=warmup or dry, **options)
+            if threading.get_ident() != thread:
+                return launch(function, *args, grid=grid, warmup=warmup, **options)
+            key = launch_key(function, args, options)
+            if key in self._launches:  # The layers of a model repeat each other's launches.
+                return None
+            self._launches.add(key)
+            return launch(function, *args, grid=grid, warmup=True, **options)
 
         def before_compiling(**details: Any) -> bool:
             if threading.get_ident() == thread:
@@ -108,6 +116,21 @@ class KernelCompiler:
         }
         target = triton.runtime.driver.active.get_current_target()
         self.kernels[key] = self._executor.submit(compile_kernel, source, target, options)
+
+
+def launch_key(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Hashable:
+    """Equal only for launches that need the same kernel; Triton would take longer to find out.
+
+    A kernel depends on the types of tensors and the alignment of their addresses, not on where they
+    are. Numbers and constants are compared by value.
+    """
+    return id(function), *map(_argument_key, (*args, *options.values())), *options
+
+
+def _argument_key(argument: Any) -> Hashable:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % POINTER_ALIGNMENT == 0
+    return type(argument), argument
 
 
 def compile_kernel(source: Any, target: Any, options: dict[str, Any]) -> None:
