@@ -22,7 +22,7 @@ from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import dependent_launch
+from peagle.kernels.triton.launch import dependent_launch
 from peagle.target import Target
 
 BANDWIDTH = 4.3e12

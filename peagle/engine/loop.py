@@ -4,11 +4,14 @@ On a GPU the device always has work while the host runs. On a CPU there is nothi
 each step is read back at once. So is a step with a grammar: the next masks depend on its tokens.
 """
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
+
+import torch
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine.batch import (
@@ -40,6 +43,7 @@ from peagle.engine.step.stepper import Stepper
 from peagle.kernels.cpu.threads import threads_for_kernels
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class EngineLoop:
@@ -447,7 +451,12 @@ class EngineLoop:
         with self._step_lock:
             if not self.use_graphs or self._released:
                 self.backlog.clear()
-            return not self.busy and self.backlog.run_next(self._capture)
+            try:
+                return not self.busy and self.backlog.run_next(self._capture)
+            except torch.OutOfMemoryError:
+                log.warning("no memory is left for the CUDA graphs of larger batches")
+                self.backlog.clear()
+                return False
 
     def _has_graph(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
         """Whether warm-up captures this step: of one shape, the largest, or the next larger one.

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine import Engine, EngineConfig
@@ -85,6 +86,24 @@ def test_small_batches_first_and_the_rest_when_idle(monkeypatch: pytest.MonkeyPa
     assert len(set(captures)) < len(captures)  # Prefills of several sizes.
     assert engine.status()["pending_graphs"] == 0
     assert set(engine.status()["startup"]) == {"build", "compile", "capture", "calibrate"}
+    engine.close()
+
+
+def test_no_memory_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on without their graphs."""
+    engine = small_engine()
+    simulate_graphs(monkeypatch, engine)
+    engine.warm_up(ready_batch=4)
+
+    def capture(*step: Any) -> bool:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine.loop, "_capture", capture)
+    assert not engine.capture_next()
+    assert engine.status()["pending_graphs"] == 0
+    stream = engine.add("abc", max_tokens=4)
+    engine.drain()
+    assert list(stream)
     engine.close()
 
 

@@ -21,7 +21,7 @@ import torch, triton
 from tests.support import fake_gpu
 fake_gpu.set_active()
 from peagle.kernels.triton import argmax
-from peagle.kernels.triton.compile_ahead import KernelCompiler
+from peagle.kernels.triton.launch.compile_ahead import KernelCompiler
 hits = []
 def listen(*, cache_hit, **_):
     hits.append(cache_hit)
@@ -141,7 +141,7 @@ print(json.dumps({"restored": JITFunction.run is plain, "hook": hook}, default=s
 
 def test_an_error_of_a_kernel_is_left_to_its_launch(tmp_path: Path) -> None:
     script = """
-from peagle.kernels.triton.compile_ahead import compile_ahead, compile_kernel
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead, compile_kernel
 compile_kernel(None, None, {})
 def work():
     launch(16)

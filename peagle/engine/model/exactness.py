@@ -21,7 +21,7 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import Verifier, target_kv_shapes
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.compile_ahead import compile_ahead
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 
 # Rows of the probed verify passes: K = 7 and K = 15. Exactness is promised for what is probed.

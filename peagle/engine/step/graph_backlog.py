@@ -5,8 +5,8 @@ no request is live; a step that needs its graph earlier captures it itself. Cost
 drafting are measured with the graphs of a batch size, and extrapolated for larger ones until then
 (policy/step_costs.py).
 
-    warm-up    kernels compiled by several threads; batches 1 and 2: capture, measure
-    idle       batch 4: capture ... measure; batch 8: ...
+    warm-up    kernels compiled by several threads; batches 1, 2, 4, 8: capture, measure
+    idle       batch 16: capture ... measure; batch 24: ...
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from peagle.engine.policy.draft_policy import DraftPolicy
 from peagle.engine.schedule.prefill_layout import PrefillSize
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
-from peagle.kernels.triton.compile_ahead import compile_ahead
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 
 # Batches from which on steps that verify one shape and draft the next larger one have graphs too:
 # drafting the largest shape for so many requests takes longer than the step itself.

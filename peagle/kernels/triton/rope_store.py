@@ -23,13 +23,13 @@ from peagle.kernels.attention_params import AttentionHeads
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.dependent_launch import launch_options
+from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.dependent_launch import launch_next, wait_for_inputs
+    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EXTRA_KV_TOKENS = 1 << 13  # Positions in the KV cache of an extra engine.
 EXTRA_MAX_BATCH = 16  # Requests that an extra engine runs at once.
-READY_BATCH = 2  # A server is ready when the CUDA graphs for this many requests are captured.
+READY_BATCH = 8  # A server is ready when the CUDA graphs for this many requests are captured.
 
 
 class EngineFactory:

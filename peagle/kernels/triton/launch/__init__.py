@@ -1,0 +1,1 @@
+"""How kernels are launched: beside the end of the one in front, and compiled ahead."""
