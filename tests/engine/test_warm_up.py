@@ -90,7 +90,7 @@ def test_small_batches_first_and_the_rest_when_idle(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_memory_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine goes on without their graphs."""
+    """Idle captures end; the engine goes on."""
     engine = small_engine()
     simulate_graphs(monkeypatch, engine)
     engine.warm_up(ready_batch=4)
@@ -101,6 +101,7 @@ def test_no_memory_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.loop, "_capture", capture)
     assert not engine.capture_next()
     assert engine.status()["pending_graphs"] == 0
+    monkeypatch.setattr(engine.loop, "_capture", lambda *step: None)
     stream = engine.add("abc", max_tokens=4)
     engine.drain()
     assert list(stream)

@@ -26,15 +26,15 @@ from torch.nn.functional import linear
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.mxfp4_tiles import TILE_BYTES
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.launch.dependent_launch import launch_options
 from peagle.kernels.triton.experts.route import Routing
+from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
     from peagle.kernels.triton.experts.mxfp4 import multiply_codes, multiply_tiles
+    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
