@@ -13,6 +13,7 @@ import torch
 
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.row_format import INT8
 from peagle.paths import publish_folder
 from peagle.train.card import CardRows, model_card
 from peagle.train.curves import draw_reliability
@@ -39,7 +40,7 @@ def publish(run: TrainRun, commands: list[str], max_int8_loss: float = MAX_INT8_
     reliability = calibrate_drafter(run, passes)
     folder = trainer.out / "published"
     with publish_folder(folder) as staging:
-        compact.save(drafter, staging, target, torch.bfloat16, int8=True)
+        compact.save(drafter, staging, target, torch.bfloat16, rows=INT8)
         stored = checkpoint.load(staging, target, torch.float32)
         int8_length = held_out_length(run, new_passes(run, stored))
         rows = run_rows(run)
