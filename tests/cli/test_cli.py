@@ -139,7 +139,7 @@ def test_export_of_few_bits(tiny: Path, tmp_path: Path) -> None:
     for bits in (8, 4):
         folder = tmp_path / str(bits)
         options = ["--to", "peagle", "--bits", bits, "--json"]
-        options += ["--group", 16, "--eight-bit", "fc"] if bits == 4 else []
+        options += ["--group", 16, "--eight-bit", "layers.0"] if bits == 4 else []
         answer = json.loads(run("export", tiny / "p-eagle", folder, *options))
         assert json.loads((folder / "config.json").read_text())["weights"] == f"int{bits}"
         assert json.loads(run("check", folder, "--target", tiny / "target", "--json"))["ok"]

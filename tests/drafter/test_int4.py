@@ -19,7 +19,7 @@ from tests.support.tiny_models import make_drafter
 
 # Mean squared error of normal weights, relative to their mean square.
 NORMAL_ERROR = {16: 0.006, 32: 0.0075, 64: 0.009, 128: 0.011}
-TINY = RowFormat(4, 16)  # the matrices of the tiny drafter have 32 to 96 columns, one has 48
+TINY = RowFormat(4, 16, ())  # the matrices of the tiny drafter have 32 to 96 columns, one has 48
 SHIPPED = Path(compact.__file__).parents[2] / "drafters" / "smollm2-135m"
 
 
@@ -121,7 +121,7 @@ def test_size(group: int, bits: float) -> None:
 
 
 def test_some_matrices_keep_8_bits(target: Target, tmp_path: Path) -> None:
-    rows = RowFormat(4, 16, (*EIGHT_BIT, "fc", "layers.0.mlp"))
+    rows = RowFormat(4, 16, (*EIGHT_BIT, "layers.0.mlp"))
     drafter = tiny_drafter(target)
     drafter.embed_tokens = drafter.embed_tokens + 0.5
     compact.save(drafter, tmp_path / "d", target, rows=rows)
@@ -226,8 +226,8 @@ def test_unknown_formats_are_refused(
 
 def test_weights_that_are_not_finite_are_not_written(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 1)
-    drafter.fc.weight.data[0, 0] = float("inf")
-    with pytest.raises(UserError, match=r"fc\.weight is not finite"):
+    drafter.layers[0].mlp.gate_proj.weight.data[0, 0] = float("inf")
+    with pytest.raises(UserError, match=r"gate_proj\.weight is not finite"):
         compact.save(drafter, tmp_path / "d", target, rows=INT4)
     assert not (tmp_path / "d").exists()
 

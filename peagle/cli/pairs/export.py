@@ -86,8 +86,8 @@ def export(
         str,
         typer.Option(
             "--eight-bit",
-            help="Matrices that keep 8 bits with --bits 4: fc,layers.0. Embeddings and lm_head"
-            " always do.",
+            help="More matrices that keep 8 bits with --bits 4, such as layers.0,dependency;"
+            " fc, embeddings and lm_head do.",
         ),
     ] = "",
     as_json: Json = False,

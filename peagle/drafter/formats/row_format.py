@@ -7,8 +7,9 @@ from torch import Tensor
 from peagle.errors import UserError
 
 GROUPS = (16, 32, 64, 128)
-# Trained embeddings and output rows are not measured in 4 bits.
-EIGHT_BIT = ("embed_tokens", "lm_head")
+# fc costs the most acceptance in 4 bits (docs/training.md). Trained embeddings and output rows are
+# not measured in 4 bits.
+EIGHT_BIT = ("fc", "embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
