@@ -37,59 +37,65 @@ class Exported:
     target: str  # the name of the target in it
 
 
+Format = Annotated[
+    str,
+    typer.Option(
+        "--to", help="vllm or speculators; peagle: our own format, which needs the target."
+    ),
+]
+StoredDtype = Annotated[
+    str,
+    typer.Option("--dtype", help="Type of the stored tensors: bfloat16, float32 or float16."),
+]
+Verifier = Annotated[
+    str | None,
+    typer.Option(
+        "--verifier",
+        help="Name of the target in a speculators checkpoint. Default: the hub id if the"
+        " target came from there, else its folder.",
+        show_default=False,
+    ),
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(
+        "--bits", help="Bits per weight with --to peagle: 8 (default) or 4.", show_default=False
+    ),
+]
+Group = Annotated[
+    int | None,
+    typer.Option(
+        "--group",
+        help="Inputs that share a scale with --bits 4: 16, 32 (default), 64 or 128.",
+        show_default=False,
+    ),
+]
+EightBit = Annotated[
+    str,
+    typer.Option(
+        "--eight-bit",
+        help="More matrices that keep 8 bits with --bits 4, such as layers.0,dependency;"
+        " fc, embeddings and lm_head do.",
+    ),
+]
+
+
 @app.command()
 def export(
     drafter: Annotated[
         str, typer.Argument(help="Folder of a drafter, or the name of a pair for its drafter.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the new checkpoint.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to", help="vllm or speculators; peagle: our own format, which needs the target."
-        ),
-    ] = "vllm",
+    to: Format = "vllm",
     target: Target = None,
     method: MethodOption = None,
     k: K = None,
     drafter_window: DrafterWindow = None,
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", help="Type of the stored tensors: bfloat16, float32 or float16."),
-    ] = "bfloat16",
-    verifier: Annotated[
-        str | None,
-        typer.Option(
-            "--verifier",
-            help="Name of the target in a speculators checkpoint. Default: the hub id if the"
-            " target came from there, else its folder.",
-            show_default=False,
-        ),
-    ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(
-            "--bits",
-            help="Bits per weight with --to peagle: 8 (default) or 4.",
-            show_default=False,
-        ),
-    ] = None,
-    group: Annotated[
-        int | None,
-        typer.Option(
-            "--group",
-            help="Inputs that share a scale with --bits 4: 16, 32 (default), 64 or 128.",
-            show_default=False,
-        ),
-    ] = None,
-    eight_bit: Annotated[
-        str,
-        typer.Option(
-            "--eight-bit",
-            help="More matrices that keep 8 bits with --bits 4, such as layers.0,dependency;"
-            " fc, embeddings and lm_head do.",
-        ),
-    ] = "",
+    dtype: StoredDtype = "bfloat16",
+    verifier: Verifier = None,
+    bits: Bits = None,
+    group: Group = None,
+    eight_bit: EightBit = "",
     as_json: Json = False,
 ) -> None:
     """Write a complete checkpoint that vLLM serves, and verify that it gives the same drafts.
@@ -104,9 +110,6 @@ def export(
     if export_format and (bits is not None or group is not None or eight_bit):
         raise UserError("--bits, --group and --eight-bit are of our own format: add --to peagle")
     rows = parse_row_format(bits, group, eight_bit)
-    from peagle.drafter.formats.speculators import VerifierConfig
-    from peagle.export.export import export as write
-    from peagle.export.export import vllm_command
     from peagle.target.precision import choose_dtype
 
     checkpoint_folder(folder)  # refuse the folder before anything is loaded
@@ -118,12 +121,30 @@ def export(
     if export_format is None:
         write_compact(model, folder, pair.target, stored_dtype, rows, as_json)
         return
-    k = k or pair.pair.k
     name = verifier or served_name(pair)
-    verifier_config = VerifierConfig(name, architectures(pair))
-    write(model, folder, export_format, k, verifier_config, stored_dtype)
+    exported = write_export(
+        pair, model, folder, export_format, k or pair.pair.k, name, stored_dtype
+    )
+    print_exported(exported, as_json)
+
+
+def write_export(
+    pair: "LoadedPair",
+    model: "Drafter",
+    folder: Path,
+    export_format: "ExportFormat",
+    k: int,
+    name: str,
+    dtype: "torch.dtype",
+) -> Exported:
+    """Write a checkpoint that vLLM serves; `name` is that of the target in it."""
+    from peagle.drafter.formats.speculators import VerifierConfig
+    from peagle.export.export import export as write
+    from peagle.export.export import vllm_command
+
+    write(model, folder, export_format, k, VerifierConfig(name, architectures(pair)), dtype)
     command = vllm_command(folder.resolve(), export_format, model, k, name)
-    print_exported(Exported(folder, to, model.config, k, command, name), as_json)
+    return Exported(folder, export_format, model.config, k, command, name)
 
 
 def parse_export_format(text: str) -> "ExportFormat":
