@@ -28,6 +28,7 @@ from peagle.core import Step
 from peagle.data.bench import read_sets
 from peagle.draft_shape import DraftShape
 from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.row_format import INT8
 from peagle.errors import UserError
 from peagle.evaluate.evaluate import summarize
 from peagle.model_pair import choose_device
@@ -151,7 +152,7 @@ def train(
         trainer = run.trainer
         target = run.target
         drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
-        compact.save(drafter, out / str(rung), target, torch.bfloat16, int8=True)
+        compact.save(drafter, out / str(rung), target, torch.bfloat16, rows=INT8)
     return {
         "name": rung.name,
         "seed": rung.seed,

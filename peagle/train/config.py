@@ -114,6 +114,7 @@ class TrainConfig:
     epochs: float = doc(4.0, "passes over the data")
     steps: int = doc(0, "optimizer steps; 0: as many as the epochs need")
     seed: int = doc(0, "seed of the data order, the chains and the initial weights")
+    bits: int = doc(8, "bits of the published matrices, 8 or 4; more where they cost more than 1 %")
     # Execution.
     dtype: str = doc(
         "auto", "auto (bfloat16 on a GPU), bfloat16 or float32; weights and optimizer stay float32"
@@ -162,6 +163,7 @@ class TrainConfig:
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
             "schedule": (self.schedule in SCHEDULES, "cosine, linear or constant"),
             **{name: (0 <= getattr(self, name) < 1, "in [0, 1)") for name in ("beta1", "beta2")},
+            "bits": (self.bits in (4, 8), "4 or 8"),
             "warmup": (0 <= self.warmup < 1, "in [0, 1)"),
             "dtype": (self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
             "parallel": (self.parallel in ("ddp", "fsdp"), "ddp or fsdp"),

@@ -1,7 +1,7 @@
 """From a finished run to a folder that can be shipped.
 
-The drafter is calibrated and stored as int8 where that costs little; the folder has a model card
-and the curves.
+The drafter is calibrated and stored in 8 or 4 bits where that costs little; the folder has a model
+card and the curves.
 """
 
 import shutil
@@ -13,6 +13,7 @@ import torch
 
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.row_format import INT4, INT8
 from peagle.paths import publish_folder
 from peagle.train.card import CardRows, model_card
 from peagle.train.curves import draw_reliability
@@ -21,7 +22,7 @@ from peagle.train.evaluation.replay import acceptance_length
 from peagle.train.objective.passes import DrafterPasses
 from peagle.train.run import TrainRun
 
-MAX_INT8_LOSS = 0.01  # fraction of the acceptance length that int8 may cost
+MAX_ROUNDING_LOSS = 0.01  # fraction of the acceptance length that 4 or 8 bits may cost
 
 
 class Published(NamedTuple):
@@ -29,32 +30,25 @@ class Published(NamedTuple):
     acceptance_length: float | None  # on held-out answers; None if there are none
 
 
-def publish(run: TrainRun, commands: list[str], max_int8_loss: float = MAX_INT8_LOSS) -> Published:
+def publish(
+    run: TrainRun, commands: list[str], max_rounding_loss: float = MAX_ROUNDING_LOSS
+) -> Published:
     """Write OUT/published; `commands` are the commands of the run, for its card."""
     trainer = run.trainer
-    target = run.target
-    drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
+    drafter = checkpoint.load(trainer.out / "drafter", run.target, torch.float32)
     passes = new_passes(run, drafter)
     length = held_out_length(run, passes)
     reliability = calibrate_drafter(run, passes)
     folder = trainer.out / "published"
     with publish_folder(folder) as staging:
-        compact.save(drafter, staging, target, torch.bfloat16, int8=True)
-        stored = checkpoint.load(staging, target, torch.float32)
-        int8_length = held_out_length(run, new_passes(run, stored))
         rows = run_rows(run)
-        if length is None or int8_length is None:
+        if length is None:
+            compact.save(drafter, staging, run.target, torch.bfloat16)
             rows |= {"stored as": "bfloat16", "held-out answers": "none: nothing was measured"}
-            use_int8 = False
         else:
-            use_int8 = int8_length >= (1 - max_int8_loss) * length
-            kind = "int8 rows" if use_int8 else "bfloat16"
-            lengths = f"held-out: bfloat16 {length:.3f}, int8 {int8_length:.3f}"
-            rows |= {"stored as": f"{kind} ({lengths})"}
-        if use_int8:
-            length = int8_length
-        else:
-            compact.save(drafter, staging, target, torch.bfloat16)
+            length, rows["stored as"] = save_rounded(
+                run, drafter, staging, length, max_rounding_loss
+            )
         rows |= {f"acceptance length, K={run.config.eval_k}": length}
         if reliability is not None:
             rows |= reliability.card_rows()
@@ -64,6 +58,26 @@ def publish(run: TrainRun, commands: list[str], max_int8_loss: float = MAX_INT8_
         if (trainer.out / "curves.png").is_file():
             shutil.copy(trainer.out / "curves.png", staging)
     return Published(folder, length)
+
+
+def save_rounded(
+    run: TrainRun, drafter: Drafter, folder: Path, length: float, max_loss: float
+) -> tuple[float, str]:
+    """Store the drafter in the fewest bits, from `bits` on, that cost at most `max_loss`.
+
+    Returns the acceptance length of what is stored, and a description for the card.
+    """
+    measured = f"held-out: bfloat16 {length:.3f}"
+    for rows in (INT4, INT8) if run.config.bits == 4 else (INT8,):
+        compact.save(drafter, folder, run.target, torch.bfloat16, rows)
+        stored = checkpoint.load(folder, run.target, torch.float32)
+        rounded_length = held_out_length(run, new_passes(run, stored))
+        assert rounded_length is not None
+        measured += f", {rows.weights} {rounded_length:.3f}"
+        if rounded_length >= (1 - max_loss) * length:
+            return rounded_length, f"{rows.weights} rows ({measured})"
+    compact.save(drafter, folder, run.target, torch.bfloat16)
+    return length, f"bfloat16 ({measured})"
 
 
 def held_out_length(run: TrainRun, passes: DrafterPasses) -> float | None:

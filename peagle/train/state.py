@@ -23,7 +23,7 @@ from peagle.train.config import TrainConfig
 from peagle.train.optim.optimizer import Optimizers
 from peagle.train.optim.parallel import World
 
-# Config keys that a resumed run may change, because the result does not depend on them.
+# Config keys that a resumed run may change, because the trained weights do not depend on them.
 CHANGEABLE_KEYS = (
     "out",
     "data",
@@ -36,6 +36,7 @@ CHANGEABLE_KEYS = (
     "eval_k",
     "checkpointing",
     "segments",
+    "bits",
 )
 KEPT_STATES = 2
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False)

@@ -134,6 +134,20 @@ def test_export_and_check(tiny: Path, tmp_path: Path) -> None:
     }
 
 
+def test_export_of_few_bits(tiny: Path, tmp_path: Path) -> None:
+    sizes = {}
+    for bits in (8, 4):
+        folder = tmp_path / str(bits)
+        options = ["--to", "peagle", "--bits", bits, "--json"]
+        options += ["--group", 16, "--eight-bit", "layers.0"] if bits == 4 else []
+        answer = json.loads(run("export", tiny / "p-eagle", folder, *options))
+        assert json.loads((folder / "config.json").read_text())["weights"] == f"int{bits}"
+        assert json.loads(run("check", folder, "--target", tiny / "target", "--json"))["ok"]
+        sizes[bits] = answer["bytes"]
+    assert sizes[4] < sizes[8]
+    assert "8 bits" in run("export", tiny / "p-eagle", tmp_path / "8", "--to", "peagle")
+
+
 def test_check_fails_with_code_2(tiny: Path, tmp_path: Path) -> None:
     run("export", tiny / "p-eagle", tmp_path / "d")
     config = tmp_path / "d" / "config.json"
@@ -226,6 +240,15 @@ MISTAKES = {
     "export to nowhere": (
         ["export", "{root}/p-eagle", "{root}/out", "--to", "gguf"],
         "use --to vllm",
+    ),
+    "bits for vLLM": (["export", "{root}/p-eagle", "{root}/out", "--bits", "4"], "--to peagle"),
+    "bits that do not exist": (
+        ["export", "{root}/p-eagle", "{root}/out", "--to", "peagle", "--bits", "5"],
+        "4 or 8 bits",
+    ),
+    "a group of 8-bit rows": (
+        ["export", "{root}/p-eagle", "{root}/out", "--to", "peagle", "--group", "32"],
+        "add --bits 4",
     ),
     "check of nothing": (["check", "{root}/nothing"], "no such folder"),
     "check against no target": (["check", "{root}/p-eagle", "--target", "nothing"], "unknown pair"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact, int8
+from peagle.drafter.formats.row_format import INT8
 from peagle.drafter.formats.speculators import VerifierConfig
 from peagle.errors import UserError
 from peagle.export.check import check
@@ -42,7 +43,7 @@ def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
 @pytest.fixture
 def folder(target: Target, tmp_path: Path) -> Path:
     compact.save(
-        make_drafter(target, "p-eagle", 2, draft_vocab=40), tmp_path / "d", target, int8=True
+        make_drafter(target, "p-eagle", 2, draft_vocab=40), tmp_path / "d", target, rows=INT8
     )
     return tmp_path / "d"
 
@@ -92,7 +93,7 @@ def test_ids_as_bits(vocab: int) -> None:
 
 
 def test_round_trip(drafter: Drafter, target: Target, tmp_path: Path) -> None:
-    compact.save(drafter, tmp_path / "d", target, torch.bfloat16, int8=True)
+    compact.save(drafter, tmp_path / "d", target, torch.bfloat16, rows=INT8)
     assert json.loads((tmp_path / "d" / "config.json").read_text())["weights"] == "int8"
     assert checkpoint.read(tmp_path / "d").problems() == []
     back = checkpoint.load(tmp_path / "d", target)
@@ -127,7 +128,7 @@ def test_what_is_stored(folder: Path, target: Target) -> None:
 def test_trained_embeddings_are_rows_too(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 1)
     drafter.embed_tokens = drafter.embed_tokens + 0.5
-    compact.save(drafter, tmp_path / "d", target, int8=True)
+    compact.save(drafter, tmp_path / "d", target, rows=INT8)
     assert (
         load_file(tmp_path / "d" / "model.safetensors")["embed_tokens.weight"].dtype == torch.int8
     )
@@ -140,7 +141,7 @@ def test_ids_out_of_order_stay_a_list(target: Target, tmp_path: Path) -> None:
     assert drafter.target_ids is not None
     drafter.target_ids = drafter.target_ids.flip(0)
     drafter.lm_head = drafter.lm_head.flip(0)
-    compact.save(drafter, tmp_path / "d", target, int8=True)
+    compact.save(drafter, tmp_path / "d", target, rows=INT8)
     back = checkpoint.load(tmp_path / "d", target)
     assert back.target_ids is not None and torch.equal(back.target_ids, drafter.target_ids)
 
@@ -181,10 +182,10 @@ def test_broken_files_are_refused(folder: Path, target: Target, edit, words: str
 
 def test_an_unknown_storage_is_refused(folder: Path, target: Target) -> None:
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('"int8"', '"int4"'))
-    with pytest.raises(UserError, match="stored as 'int4', but this peagle reads float and int8"):
+    path.write_text(path.read_text().replace('"int8"', '"int3"'))
+    with pytest.raises(UserError, match="as 'int3', but this peagle reads float, int8, int4"):
         checkpoint.load(folder, target)
-    path.write_text(path.read_text().replace('"weights": "int4",', ""))
+    path.write_text(path.read_text().replace('"weights": "int3",', ""))
     with pytest.raises(UserError, match="scale is unexpected"):
         checkpoint.load(folder, target)
 
@@ -193,7 +194,7 @@ def test_weights_that_are_not_finite_are_not_written(target: Target, tmp_path: P
     drafter = make_drafter(target, "p-eagle", 1)
     drafter.fc.weight.data[0, 0] = float("inf")
     with pytest.raises(UserError, match=r"fc\.weight is not finite"):
-        compact.save(drafter, tmp_path / "d", target, int8=True)
+        compact.save(drafter, tmp_path / "d", target, rows=INT8)
     assert not (tmp_path / "d").exists()
 
 

@@ -122,14 +122,20 @@ def test_errors_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize("cost", [1.0, -1.0], ids=["int8", "bfloat16"])
-def test_what_is_published_is_calibrated(cost: float, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("cost", "bits"), [(1.0, 8), (1.0, 4), (-1.0, 4)], ids=["int8", "int4", "bfloat16"]
+)
+def test_what_is_published_is_calibrated(
+    cost: float, bits: int, tmp_path: Path, monkeypatch
+) -> None:
     pair = trained("p-eagle")
     monkeypatch.setattr("peagle.train.run.load_teacher", lambda config, device: pair.target)
-    config = some_config(pair.data, tmp_path / "run", steps=3, device="cpu", **RUNGS["all"])
+    config = some_config(
+        pair.data, tmp_path / "run", steps=3, device="cpu", bits=bits, **RUNGS["all"]
+    )
     run = TrainRun(config)
     run.train(lambda *_: None, lambda line: None)
-    folder, length = publish(run, ["peagle train"], max_int8_loss=cost)
+    folder, length = publish(run, ["peagle train"], max_rounding_loss=cost)
     drafter = checkpoint.load(folder, pair.target, torch.float32)
     assert len(drafter.config.calibration) == 5 and length is not None
     source = checkpoint.load(tmp_path / "run" / "drafter", pair.target, torch.float32)
@@ -142,6 +148,8 @@ def test_what_is_published_is_calibrated(cost: float, tmp_path: Path, monkeypatc
             for a, b in zip(drafter.parameters(), source.parameters(), strict=True)
         )
     card = (folder / "README.md").read_text()
+    assert ("bfloat16 (held-out" if cost < 0 else f"int{bits} rows (held-out") in card
+    assert ("int4" in card) == (bits == 4)
     assert (
         "Brier score" in card
         and "(calibration.png)" in card

@@ -15,6 +15,7 @@ import torch
 from peagle.core import Sampling
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.row_format import INT8
 from peagle.errors import UserError
 from peagle.reference import reference
 from peagle.reference.decode import decode
@@ -106,7 +107,7 @@ def test_it_begins_as_the_plain_drafter(rung: str, target: Target, prompt) -> No
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_folder_keeps_them(int8: bool, target: Target, tmp_path: Path) -> None:
     drafter = shaken(target, **RUNGS["all"], calibration=(1.0, 0.8, 0.7))
-    compact.save(drafter, tmp_path / "d", target, int8=int8)
+    compact.save(drafter, tmp_path / "d", target, rows=INT8 if int8 else None)
     assert checkpoint.read(tmp_path / "d").problems() == []
     back = checkpoint.load(tmp_path / "d", target)
     assert back.config == drafter.config and back.config.calibration == (1.0, 0.8, 0.7)

@@ -1,5 +1,5 @@
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +15,14 @@ from peagle.errors import UserError
 from peagle.paths import checkpoint_folder
 
 if TYPE_CHECKING:
+    import torch
+
+    from peagle.drafter import Drafter
     from peagle.drafter.config import DrafterConfig
+    from peagle.drafter.formats.row_format import RowFormat
     from peagle.export.export import ExportFormat
     from peagle.loaded import LoadedPair
+    from peagle.target import Target as LoadedTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,41 +37,79 @@ class Exported:
     target: str  # the name of the target in it
 
 
+Format = Annotated[
+    str,
+    typer.Option(
+        "--to", help="vllm or speculators; peagle: our own format, which needs the target."
+    ),
+]
+StoredDtype = Annotated[
+    str,
+    typer.Option("--dtype", help="Type of the stored tensors: bfloat16, float32 or float16."),
+]
+Verifier = Annotated[
+    str | None,
+    typer.Option(
+        "--verifier",
+        help="Name of the target in a speculators checkpoint. Default: the hub id if the"
+        " target came from there, else its folder.",
+        show_default=False,
+    ),
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(
+        "--bits", help="Bits per weight with --to peagle: 8 (default) or 4.", show_default=False
+    ),
+]
+Group = Annotated[
+    int | None,
+    typer.Option(
+        "--group",
+        help="Inputs that share a scale with --bits 4: 16, 32 (default), 64 or 128.",
+        show_default=False,
+    ),
+]
+EightBit = Annotated[
+    str,
+    typer.Option(
+        "--eight-bit",
+        help="More matrices that keep 8 bits with --bits 4, such as layers.0,dependency;"
+        " fc, embeddings and lm_head do.",
+    ),
+]
+
+
 @app.command()
 def export(
     drafter: Annotated[
         str, typer.Argument(help="Folder of a drafter, or the name of a pair for its drafter.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the new checkpoint.")],
-    to: Annotated[str, typer.Option("--to", help="vllm or speculators.")] = "vllm",
+    to: Format = "vllm",
     target: Target = None,
     method: MethodOption = None,
     k: K = None,
     drafter_window: DrafterWindow = None,
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", help="Type of the stored tensors: bfloat16, float32 or float16."),
-    ] = "bfloat16",
-    verifier: Annotated[
-        str | None,
-        typer.Option(
-            "--verifier",
-            help="Name of the target in a speculators checkpoint. Default: the hub id if the"
-            " target came from there, else its folder.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: StoredDtype = "bfloat16",
+    verifier: Verifier = None,
+    bits: Bits = None,
+    group: Group = None,
+    eight_bit: EightBit = "",
     as_json: Json = False,
 ) -> None:
     """Write a complete checkpoint that vLLM serves, and verify that it gives the same drafts.
 
+    With --to peagle, the drafter is stored in our own format with few bits per weight, as trained
+    drafters are.
+
     Example: peagle export smollm2-135m exported/ --to vllm
     """
-    export_format = parse_export_format(to)
     check_k(1 if k is None else k)
-    from peagle.drafter.formats.speculators import VerifierConfig
-    from peagle.export.export import export as write
-    from peagle.export.export import vllm_command
+    export_format = None if to == "peagle" else parse_export_format(to)
+    if export_format and (bits is not None or group is not None or eight_bit):
+        raise UserError("--bits, --group and --eight-bit are of our own format: add --to peagle")
+    rows = parse_row_format(bits, group, eight_bit)
     from peagle.target.precision import choose_dtype
 
     checkpoint_folder(folder)  # refuse the folder before anything is loaded
@@ -75,12 +118,33 @@ def export(
     model = pair.drafter(chosen)
     if drafter_window is not None:
         model = model.with_window(drafter_window or None)
-    k = k or pair.pair.k
+    if export_format is None:
+        write_compact(model, folder, pair.target, stored_dtype, rows, as_json)
+        return
     name = verifier or served_name(pair)
-    verifier_config = VerifierConfig(name, architectures(pair))
-    write(model, folder, export_format, k, verifier_config, stored_dtype)
+    exported = write_export(
+        pair, model, folder, export_format, k or pair.pair.k, name, stored_dtype
+    )
+    print_exported(exported, as_json)
+
+
+def write_export(
+    pair: "LoadedPair",
+    model: "Drafter",
+    folder: Path,
+    export_format: "ExportFormat",
+    k: int,
+    name: str,
+    dtype: "torch.dtype",
+) -> Exported:
+    """Write a checkpoint that vLLM serves; `name` is that of the target in it."""
+    from peagle.drafter.formats.speculators import VerifierConfig
+    from peagle.export.export import export as write
+    from peagle.export.export import vllm_command
+
+    write(model, folder, export_format, k, VerifierConfig(name, architectures(pair)), dtype)
     command = vllm_command(folder.resolve(), export_format, model, k, name)
-    print_exported(Exported(folder, to, model.config, k, command, name), as_json)
+    return Exported(folder, export_format, model.config, k, command, name)
 
 
 def parse_export_format(text: str) -> "ExportFormat":
@@ -88,7 +152,46 @@ def parse_export_format(text: str) -> "ExportFormat":
         return "vllm"
     if text == "speculators":
         return "speculators"
-    raise UserError(f"unknown format {text!r}: use --to vllm or --to speculators")
+    raise UserError(f"unknown format {text!r}: use --to vllm, --to speculators or --to peagle")
+
+
+def parse_row_format(bits: int | None, group: int | None, eight_bit: str) -> "RowFormat":
+    from peagle.drafter.formats.row_format import EIGHT_BIT, INT8, RowFormat
+
+    names = tuple(name.strip() for name in eight_bit.split(",") if name.strip())
+    if bits != 4 and (group is not None or names):
+        raise UserError("--group and --eight-bit are of rows of 4 bits: add --bits 4")
+    rows = INT8 if bits is None else RowFormat(bits)
+    return replace(rows, group=group or rows.group, eight_bit=EIGHT_BIT + names)
+
+
+def write_compact(
+    model: "Drafter",
+    folder: Path,
+    target: "LoadedTarget",
+    dtype: "torch.dtype",
+    rows: "RowFormat",
+    as_json: bool,
+) -> None:
+    """Write our own format and print its size."""
+    from peagle.drafter.formats import compact
+
+    compact.save(model, folder, target, dtype, rows)
+    size = (folder / "model.safetensors").stat().st_size
+    config = model.config
+    if as_json:
+        content = {
+            "folder": str(folder),
+            "format": "peagle",
+            "method": config.method,
+            "trained": config.trained,
+            "bits": rows.bits,
+            "bytes": size,
+        }
+        print(json.dumps(content))
+        return
+    print(f"{folder}: {config.method} drafter in peagle format, {rows.bits} bits, {size:,} bytes")
+    print("`peagle evaluate --drafter` measures what rounding costs")
 
 
 def print_exported(exported: Exported, as_json: bool) -> None:

@@ -2,8 +2,9 @@
 
 config.json has every field of DrafterConfig, model.safetensors the drafter's own tensors. Frozen
 embeddings and lm_head rows are the target's and not stored. A pruned vocabulary is stored as
-`target_ids`, a learned mask embedding as one row. With "weights": "int8" in config.json, matrices
-are stored as int8.py describes; without that key, in floating point.
+`target_ids`, a learned mask embedding as one row. With "weights": "int8" or "int4" in config.json,
+matrices are stored as int8.py or int4.py describes; without that key, in floating point. An older
+peagle refuses a value of "weights" that it does not know.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.formats import int8 as int8_format
+from peagle.drafter.formats import int4, int8
+from peagle.drafter.formats.row_format import RowFormat
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError, did_you_mean
 from peagle.kernels.stored_matrix import Table, dense, select_rows
@@ -24,7 +26,7 @@ from peagle.target import Target
 
 FORMAT = "peagle"
 FORMAT_VERSION = 1
-WEIGHT_FORMATS = ("float", "int8")  # "float" where config.json has no "weights"
+WEIGHT_FORMATS = ("float", "int8", "int4")  # "float" where config.json has no "weights"
 FORMAT_KEYS = ("format", "format_version", "weights")  # keys beside those of DrafterConfig
 
 
@@ -37,23 +39,27 @@ def save(
     folder: Path,
     target: Target,
     dtype: torch.dtype | None = None,
-    int8: bool = False,
+    rows: RowFormat | None = None,
 ) -> None:
     """Write the folder atomically: it appears complete or not at all.
 
-    With `int8`, matrices take one byte per weight (int8.py). `dtype` is the type in which all other
-    floating-point tensors are stored.
+    `rows` says in how many bits matrices are stored; None: in floating point. `dtype` is the type
+    in which all other floating-point tensors are stored.
     """
     tensors = _own_tensors(drafter, target)
-    if int8:
-        tensors = int8_format.pack(tensors, drafter.config.vocab_size)
+    if rows is not None:
+        vocab_size = drafter.config.vocab_size
+        if rows.bits == 4:
+            tensors = int4.pack(tensors, vocab_size, rows)
+        else:
+            tensors = int8.pack(tensors, vocab_size)
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        converts = tensor.is_floating_point() and not name.endswith(int8_format.SCALE)
+        converts = tensor.is_floating_point() and not name.endswith(int8.SCALE)
         stored[name] = tensor.to(dtype if dtype and converts else None, copy=True).contiguous()
     header: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}
-    if int8:
-        header["weights"] = "int8"
+    if rows is not None:
+        header["weights"] = rows.weights
     with publish_folder(checkpoint_folder(folder)) as staging:
         save_tensors(stored, staging / "model.safetensors")
         write_json(staging / "config.json", header | asdict(drafter.config))
@@ -84,7 +90,7 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
     if raw.get("weights", "float") not in WEIGHT_FORMATS:
         raise UserError(
             f"the weights of this drafter are stored as {raw['weights']!r}, but this peagle reads"
-            f" {' and '.join(WEIGHT_FORMATS)}: update peagle"
+            f" {', '.join(WEIGHT_FORMATS)}: update peagle"
         )
     values = {key: value for key, value in raw.items() if key not in FORMAT_KEYS}
     known = [f.name for f in fields(DrafterConfig)]
@@ -105,9 +111,12 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
 def unpack_tensors(
     raw: dict[str, Any], config: DrafterConfig, stored: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The file's tensors by our names, decoded if config.json says that they are int8."""
-    if raw.get("weights") == "int8":
-        return int8_format.unpack(stored, config.vocab_size)
+    """The file's tensors by our names, decoded if config.json says that they are int8 or int4."""
+    weights = raw.get("weights")
+    if weights == "int8":
+        return int8.unpack(stored, config.vocab_size)
+    if weights == "int4":
+        return int4.unpack(stored, config.vocab_size)
     return stored
 
 

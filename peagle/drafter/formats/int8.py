@@ -27,14 +27,18 @@ def pack(tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
         if name == "target_ids" and bool((tensor.diff() > 0).all()):
             stored[BITS] = to_bits(tensor, vocab_size)
         elif tensor.is_floating_point() and tensor.ndim == 2:
-            if not tensor.isfinite().all():
-                raise UserError(
-                    f"tensor {name} is not finite everywhere: store the drafter without `int8`"
-                )
+            require_finite(name, tensor)
             stored[name], stored[name + SCALE] = quantize(tensor)
         else:
             stored[name] = tensor
     return stored
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    if not tensor.isfinite().all():
+        raise UserError(
+            f"tensor {name} is not finite everywhere: store the drafter in floating point"
+        )
 
 
 def unpack(stored: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
