@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.cuda_graphs import replay_seconds
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
 from peagle.kernels.mxfp4_tiles import TILE_BYTES
 from peagle.kernels.triton.experts.expert_gemm import (
@@ -35,7 +36,6 @@ from peagle.kernels.triton.experts.expert_gemm import (
 )
 from peagle.kernels.triton.experts.route import RouterParams, Routing, route
 
-REPEATS = 10
 BEST_COUNT = 4
 
 
@@ -120,14 +120,7 @@ def graph_seconds(run: Callable[[], None]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(REPEATS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000 / REPEATS
+    return replay_seconds(graph)
 
 
 def candidates(case: Case, matrices: ExpertMatrices) -> Iterator[ExpertTiles]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.cuda_graphs import replay_seconds
 from peagle.bench.random_models import parse_experts, random_model, shape_config
 from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.model.fused_llama import FusedLlamaTarget
@@ -28,7 +29,6 @@ from peagle.target import Target
 BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
-REPEATS = 20
 
 
 def build_target(
@@ -85,18 +85,6 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(graph: torch.cuda.CUDAGraph) -> float:
-    for _ in range(3):
-        graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(REPEATS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000 / REPEATS
-
-
 def kernel_times(graph: torch.cuda.CUDAGraph, layers: int) -> list[tuple[str, float, float]]:
     """Name, launches and microseconds per layer of each kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -128,7 +116,7 @@ def measure(
         overlaps = name == "on"
         dependent_launch.supports_dependent_launch = lambda _, value=overlaps: value  # type: ignore
         graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))
-        time = microseconds(graph) / len(target.layers)
+        time = 1e6 * replay_seconds(graph) / len(target.layers)
         floor = floor_us(target)
         words.append(f"{name} {time:.1f} us ({floor / time:.0%})")
         same = torch.equal(outputs[1], outputs[-1])

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.cuda_graphs import replay_seconds
 from peagle.kernels.triton.skinny_gemm import TileSizes, gated_skinny_gemm, skinny_gemm
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 COPIES_BYTES = 400 << 20  # several times the cache of an H200
-REPEATS = 10
 SWEEP_ROWS = 8
 BEST_COUNT = 3
 BLOCK_N = (16, 32, 64)
@@ -55,14 +55,7 @@ class Product:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.run(tiles)
-        graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(REPEATS):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1000 / REPEATS / len(self.weights)
+        return replay_seconds(graph) / len(self.weights)
 
 
 def microseconds(seconds: float) -> float:
