@@ -97,6 +97,24 @@ def test_follows_costs_that_change_for_good(factor: float) -> None:
     assert simulation.run(1000, 16, GOOD) < 1.04
 
 
+def test_corrects_calibration_that_is_flat() -> None:
+    """Random rows touch all experts of a mixture whatever their number; rows of text do not."""
+
+    def saturated(batch: int, shape: DraftShape) -> float:
+        return 10 if shape.k else 8
+
+    def real(batch: int, shape: DraftShape) -> float:
+        return 8 + 0.3 * shape.nodes
+
+    chains = candidate_shapes(11)
+    profile = (*GOOD, 0.0, 0.0, 0.0, 0.0)
+    simulation = Simulation(calibrated(saturated, chains), real, chains)
+    simulation.run(20, 8, profile)
+    assert simulation.last(1) == [chain(11)] and simulation.best(8, profile) == chain(5)
+    simulation.run(30, 8, profile)
+    assert simulation.run(100, 8, profile) < 1.03
+
+
 def test_does_not_flap_and_explores_rarely() -> None:
     simulation = Simulation(calibrated(gpu, CHAINS), gpu, CHAINS, 0.05)
     simulation.run(1000, 64, GOOD)

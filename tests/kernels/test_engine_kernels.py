@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import (
 pytest.importorskip("triton")
 
 from peagle.kernels.attention_params import AttentionHeads
-from peagle.kernels.triton import add_norm, rope_store
+from peagle.kernels.triton import add_norm, rope_store, skinny_gemm
 from tests.support.comparing import some
 from tests.support.expert_kernel_cases import FORMATS, check_independent_rows
 from tests.support.kernel_cases import CASES, rope_rows
@@ -98,3 +98,19 @@ def test_references_are_transformers(dtype: torch.dtype) -> None:
         )
         assert torch.equal(qkv[:, : heads * d].unflatten(1, (heads, d)), q[0])
         assert torch.equal(caches[0][slots], k[0]) and torch.equal(caches[1][slots], v)
+
+
+@not_interpreted
+@pytest.mark.parametrize(
+    ("shape", "splits"),
+    [
+        ((960, 576), 1),  # too few inputs
+        ((6144, 4096), 2),
+        ((5120, 2880), 3),  # 2880 = 45 x 64: no even number of parts
+        ((5120, 2048), 4),
+        ((2880, 4096), 8),
+        ((64, 100), 1),  # not aligned
+    ],
+)
+def test_inputs_are_split_until_a_gpu_is_busy(shape: tuple[int, int], splits: int) -> None:
+    assert skinny_gemm.num_splits(torch.empty(shape, device="meta")) == splits
