@@ -23,7 +23,11 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
+    from peagle.kernels.triton.launch.dependent_launch import (
+        launch_next,
+        launch_next_early,
+        wait_for_inputs,
+    )
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -61,6 +65,7 @@ if triton is not None:
         SPLITS: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
+        launch_next_early(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
         dims = tl.arange(0, BLOCK_D)
         mask = dims < D
@@ -123,6 +128,6 @@ def add_norm(
         RESIDUAL=residual is not None,
         SPLITS=splits,
         num_warps=min(max(block_d // 256, 1), 16),
-        **launch_options(x),
+        **launch_options(x, "add_norm"),
     )
     return normed, total

@@ -43,7 +43,11 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
+    from peagle.kernels.triton.launch.dependent_launch import (
+        launch_next,
+        launch_next_early,
+        wait_for_inputs,
+    )
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -229,6 +233,7 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
+        launch_next_early(DEPENDENT)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         request = tl.program_id(0)
@@ -419,7 +424,7 @@ def _launch(
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
         PAGE_SIZE=rows.page_size,
         **_block_sizes(query, kv_heads, plan),
-        **launch_options(query),
+        **launch_options(query, "attention"),
     )
 
 

@@ -29,7 +29,11 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
+    from peagle.kernels.triton.launch.dependent_launch import (
+        launch_next,
+        launch_next_early,
+        wait_for_inputs,
+    )
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -176,6 +180,7 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
+        launch_next_early(DEPENDENT)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
@@ -311,5 +316,5 @@ def _launch(
         BLOCK_REST=triton.next_power_of_2(max(d - rot, 1)),
         BLOCK_D=triton.next_power_of_2(d),
         num_warps=1,
-        **launch_options(qkv),
+        **launch_options(qkv, "rope_store"),
     )

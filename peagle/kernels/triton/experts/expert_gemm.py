@@ -52,6 +52,7 @@ class ExpertTiles(NamedTuple):
     block_k: int  # elements of a stored row: inputs, or bytes of MXFP4
     num_warps: int
     num_stages: int
+    early: int = 0  # blocks of a program, its last ones, that the second product loads early
 
 
 def reference_gate_up(
@@ -94,8 +95,25 @@ if triton is not None:
     _NO_LIMIT = tl.constexpr(NO_LIMIT)
 
     @triton.jit
-    def _load(ptr, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-        return tl.load(ptr) if EVEN else tl.load(ptr, mask=mask, other=0.0)
+    def _load_weight(  # type: ignore[no-untyped-def]
+        weight_ptr, n, n_mask, k, WIDTH: tl.constexpr, EVEN: tl.constexpr
+    ):
+        """[N, K]: the rows n of a matrix, at the inputs k."""
+        ptr = weight_ptr + n[:, None] * WIDTH + k[None, :]
+        if EVEN:
+            return tl.load(ptr)
+        return tl.load(ptr, mask=n_mask[:, None] & (k < WIDTH)[None, :], other=0.0)
+
+    @triton.jit
+    def _load_rows(  # type: ignore[no-untyped-def]
+        x_ptr, row, row_mask, stride_x_row, k, WIDTH: tl.constexpr
+    ):
+        """[K, rows]: rows of x, at the inputs k."""
+        return tl.load(
+            x_ptr + row[None, :] * stride_x_row + k[:, None],
+            mask=row_mask[None, :] & (k < WIDTH)[:, None],
+            other=0.0,
+        )
 
     @triton.jit
     def _multiply(  # type: ignore[no-untyped-def]
@@ -108,23 +126,26 @@ if triton is not None:
         n_mask,
         first_block,
         end_block,
+        early_weight,
+        EARLY: tl.constexpr,
         WIDTH: tl.constexpr,
         EVEN: tl.constexpr,
         BLOCK_K: tl.constexpr,
     ):
-        """[N, rows]: the products of rows of x with the rows n of a matrix, over some inputs."""
+        """[N, rows]: the products of rows of x with the rows n of a matrix, over some inputs.
+
+        early_weight [N, EARLY * BLOCK_K]: the last blocks of the matrix.
+        """
         total = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        weight_row_ptr = weight_ptr + n[:, None] * WIDTH
-        for block in range(first_block, end_block):
+        for block in range(first_block, end_block - EARLY):
             k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-            mask = n_mask[:, None] & (k < WIDTH)[None, :]
-            weight = _load(weight_row_ptr + k[None, :], mask, EVEN)
-            x = tl.load(
-                x_ptr + row[None, :] * stride_x_row + k[:, None],
-                mask=row_mask[None, :] & (k < WIDTH)[:, None],
-                other=0.0,
-            )
-            total = tl.dot(weight.to(x_ptr.dtype.element_ty), x, total, input_precision="ieee")
+            weight = _load_weight(weight_ptr, n, n_mask, k, WIDTH, EVEN)
+            x = _load_rows(x_ptr, row, row_mask, stride_x_row, k, WIDTH)
+            total = tl.dot(weight.to(x.dtype), x, total, input_precision="ieee")
+        if EARLY > 0:
+            k = (end_block - EARLY) * BLOCK_K + tl.arange(0, EARLY * BLOCK_K)
+            x = _load_rows(x_ptr, row, row_mask, stride_x_row, k, WIDTH)
+            total = tl.dot(early_weight.to(x.dtype), x, total, input_precision="ieee")
         return total
 
     @triton.jit
@@ -159,17 +180,21 @@ if triton is not None:
         MXFP4: tl.constexpr,
         TILED: tl.constexpr,
         EVEN: tl.constexpr,
+        EARLY: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        wait_for_inputs(DEPENDENT)
+        # The second product is launched when the first one has its inputs: the router has ended,
+        # and what it wrote is in the L2 cache, from which these loads read it (.cg).
+        if GATED:
+            wait_for_inputs(DEPENDENT)
         place = tl.program_id(1)
-        if place >= tl.load(counts_ptr + EXPERTS):
+        touched = tl.load(counts_ptr + EXPERTS, cache_modifier=".cg")
+        expert = tl.load(touched_ptr + place, cache_modifier=".cg").to(tl.int64)
+        if place >= touched:
             return
-        expert = tl.load(touched_ptr + place).to(tl.int64)
-        count = tl.load(counts_ptr + expert)
         split = tl.program_id(2)
         first_block = split * split_blocks
         end_block = tl.minimum(first_block + split_blocks, (WIDTH + BLOCK_K - 1) // BLOCK_K)
@@ -181,6 +206,13 @@ if triton is not None:
         weight_ptr += expert * MATRIX_SIZE
         scales_ptr += expert * SCALES_SIZE
         bias_ptr += expert * MATRIX_ROWS
+        early_weight = 0.0
+        if EARLY > 0:
+            k = (end_block - EARLY) * BLOCK_K + tl.arange(0, EARLY * BLOCK_K)
+            early_weight = _load_weight(weight_ptr, n, n_mask, k, WIDTH, EVEN)
+        count = tl.load(counts_ptr + expert, cache_modifier=".cg")
+        if not GATED:
+            wait_for_inputs(DEPENDENT)
         for start in range(0, count, BLOCK_T):
             place_in_block = start + tl.arange(0, BLOCK_T)
             mask = place_in_block < count
@@ -227,6 +259,8 @@ if triton is not None:
                     n_mask,
                     first_block,
                     end_block,
+                    early_weight,
+                    EARLY,
                     WIDTH,
                     EVEN,
                     BLOCK_K,
@@ -335,6 +369,7 @@ def _launch(
         GATED=activation is not None,
         **_format_options(matrices),
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
+        EARLY=early_blocks(tiles, width, splits),
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -342,6 +377,13 @@ def _launch(
         num_stages=tiles.num_stages,
         **launch_options(x),
     )
+
+
+def early_blocks(tiles: ExpertTiles, width: int, splits: int) -> int:
+    """The blocks that every split of the inputs has, at most tiles.early; a power of 2."""
+    blocks = triton.cdiv(width, tiles.block_k)
+    fewest = blocks - (splits - 1) * triton.cdiv(blocks, splits)
+    return 0 if fewest < 1 else min(tiles.early, 1 << fewest.bit_length() - 1)
 
 
 def row_elements(matrices: ExpertMatrices) -> int:
@@ -395,5 +437,6 @@ def tile_sizes(
     if matrices.is_mxfp4:
         return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
     if block_t <= 32:
-        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
+        early = 0 if gated else 2
+        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3, early=early)
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)

@@ -32,6 +32,8 @@ except ImportError:  # without Triton the references run
     triton = None
 
 MIN_CAPABILITY = (9, 0)
+# Kernels that let their successor start before they have their own inputs.
+EARLY_KERNELS = {"add_norm", "rope_store", "attention", "route"}
 
 
 @cache
@@ -39,23 +41,29 @@ def supports_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def launch_options(x: Tensor) -> dict[str, bool]:
+def launch_options(x: Tensor, kernel: str = "") -> dict[str, int]:
     """The arguments of a launch on x's device: the constant DEPENDENT, and Triton's own option."""
     if supports_dependent_launch(x.device):
-        return {"DEPENDENT": True, "launch_pdl": True}
-    return {"DEPENDENT": False}
+        return {"DEPENDENT": 2 if kernel in EARLY_KERNELS else 1, "launch_pdl": True}
+    return {"DEPENDENT": 0}
 
 
 if triton is not None:
 
     @triton.jit
+    def launch_next_early(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Let the next kernel load its weights while this one waits for its own inputs."""
+        if DEPENDENT == 2:
+            gdc_launch_dependents()
+
+    @triton.jit
     def launch_next(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
         """Let the next kernel start as soon as all programs of this one have called this."""
-        if DEPENDENT:
+        if DEPENDENT == 1:
             gdc_launch_dependents()
 
     @triton.jit
     def wait_for_inputs(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
         """Wait until all kernels in front of this one have ended and their results are visible."""
-        if DEPENDENT:
+        if DEPENDENT > 0:
             gdc_wait()
