@@ -1,15 +1,22 @@
 """Time the kernels of a target's layers on a GPU, with random weights.
 
     python -m benchmarks.layer_kernels qwen3-30b-a3b,gpt-oss-20b [--layers 12] [--rows 1x1,8x1,8x6]
-        [--experts mxfp4] [--variants on,off] [--kernels]
+        [--experts mxfp4] [--variants off,on,weights+norm] [--kernels] [--seconds 120]
 
 The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
 each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
-experts those touched, over the bandwidth. Variants: `on` overlaps kernels (dependent_launch.py),
-`off` runs them one after another. `--kernels` lists the mean duration of each kernel in a layer.
+experts those touched, over the bandwidth; and whether they are equal to those of the first variant.
+
+Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
+words, joined by +, switch on one thing each: `weights` of attention, `down` and `gate` of experts
+load before the inputs; `norm`, `attn` and `route` launch their successor at once; `rope` rotates
+inside attention, `rope64` for up to 64 rows; `t64` loads weights early for more than 16 rows too.
+`--kernels` lists the mean duration of each kernel in a layer.
 """
 
 import argparse
+import itertools
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -22,13 +29,58 @@ from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
+from peagle.kernels.expert_matrices import ExpertMatrices
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton import rope_attention, skinny_gemm
+from peagle.kernels.triton.experts import expert_gemm
 from peagle.kernels.triton.launch import dependent_launch
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 
 BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
+SKINNY_TILES = skinny_gemm.tile_sizes
+EXPERT_TILES = expert_gemm.tile_sizes
+SUCCESSORS = {"norm": ["add_norm"], "attn": ["rope_store", "attention"], "route": ["route"]}
+
+
+def switch(variant: str) -> None:
+    """Set the module variables that a variant stands for."""
+    words = set(variant.split("+"))
+    overlaps = "off" not in words
+    dependent_launch.supports_dependent_launch = lambda _: overlaps  # type: ignore[assignment]
+    names = [name for word, names in SUCCESSORS.items() if word in words for name in names]
+    dependent_launch.EARLY_KERNELS = set(names)
+    rope_attention.MAX_ROWS = 64 if "rope64" in words else 16 if "rope" in words else 0
+
+    def skinny_tiles(
+        outputs: int, split_inputs: int, block_t: int, gated: bool
+    ) -> skinny_gemm.TileSizes:
+        tiles = SKINNY_TILES(outputs, split_inputs, block_t, gated)
+        if block_t > 16 and "t64" in words and not gated:
+            return tiles._replace(num_stages=3, early=256)
+        if "weights" not in words:
+            stages = (
+                tiles.num_stages
+                if gated or tiles.block_n == 16
+                else 4
+                if tiles.block_k == 128
+                else 6
+            )
+            return tiles._replace(early=0, num_stages=stages)
+        return tiles
+
+    def expert_tiles(
+        matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
+    ) -> expert_gemm.ExpertTiles:
+        tiles = EXPERT_TILES(matrices, block_t, assignments, gated)
+        is_early = ("gate" if gated else "down") in words and block_t <= 32
+        plain = not matrices.is_mxfp4
+        return tiles._replace(early=2 if is_early and plain else 0)
+
+    skinny_gemm.tile_sizes = skinny_tiles
+    expert_gemm.tile_sizes = expert_tiles
 
 
 def build_target(
@@ -111,20 +163,42 @@ def measure(
 ) -> str:
     x = torch.randn(len(passed.positions), len(target.norm), device="cuda").bfloat16()
     words = []
-    outputs: list[Tensor] = []
+    first: Tensor | None = None
     for name in options.variants.split(","):
-        overlaps = name == "on"
-        dependent_launch.supports_dependent_launch = lambda _, value=overlaps: value  # type: ignore
-        graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))
-        time = 1e6 * replay_seconds(graph) / len(target.layers)
+        switch(name)
+        outputs: list[Tensor] = []
+        graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))  # noqa: B023
+        spent = 1e6 * replay_seconds(graph, 20) / len(target.layers)
         floor = floor_us(target)
-        words.append(f"{name} {time:.1f} us ({floor / time:.0%})")
-        same = torch.equal(outputs[1], outputs[-1])
-        words[-1] += "" if same else f" DIFFERS {(outputs[1] - outputs[-1]).abs().max():.3g}"
+        words.append(f"{name} {spent:.1f} us ({floor / spent:.0%})")
+        first = outputs[-1].clone() if first is None else first
+        if not torch.equal(first, outputs[-1]):
+            words[-1] += f" DIFFERS {(first - outputs[-1]).abs().max():.3g}"
         if options.kernels:
-            for kernel, launches, spent in kernel_times(graph, len(target.layers)):
-                print(f"    {name} {kernel:40} {launches:.1f} x {spent:.2f} us")
+            for kernel, launches, each in kernel_times(graph, len(target.layers)):
+                print(f"    {name} {kernel:40} {launches:.1f} x {each:.2f} us")
     return ", ".join(words) + f"; floor {floor:.1f} us"
+
+
+def run_shape(shape: str, options: argparse.Namespace) -> None:
+    target, kv_shapes = build_target(shape, options.layers, options.experts)
+    cases = []
+    for words in options.rows.split(","):
+        requests, rows = (int(word) for word in words.split("x"))
+        kv_cache = new_cache(kv_shapes, requests, rows)
+        cases.append((words, row_pass(requests, rows, kv_cache), kv_cache))
+
+    def run_all() -> None:
+        for (_, passed, kv_cache), variant in itertools.product(cases, options.variants.split(",")):
+            switch(variant)
+            x = torch.zeros(len(passed.positions), len(target.norm), device="cuda").bfloat16()
+            target.run_layers(x, passed, kv_cache)
+
+    compile_ahead(run_all, torch.device("cuda"))
+    for words, passed, kv_cache in cases:
+        if time.monotonic() < options.end:
+            result = measure(target, passed, kv_cache, options)
+            print(shape, options.experts or "bf16", words, result, flush=True)
 
 
 def main() -> None:
@@ -135,15 +209,11 @@ def main() -> None:
     parser.add_argument("--experts")
     parser.add_argument("--variants", default="off,on")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--seconds", type=float, default=300, help="no more cases after these")
     options = parser.parse_args()
+    options.end = time.monotonic() + options.seconds
     for shape in options.shapes.split(","):
-        target, kv_shapes = build_target(shape, options.layers, options.experts)
-        for words in options.rows.split(","):
-            requests, rows = (int(word) for word in words.split("x"))
-            kv_cache = new_cache(kv_shapes, requests, rows)
-            result = measure(target, row_pass(requests, rows, kv_cache), kv_cache, options)
-            print(shape, options.experts or "bf16", words, result, flush=True)
-        del target
+        run_shape(shape, options)
         torch.cuda.empty_cache()
 
 
