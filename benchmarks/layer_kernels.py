@@ -8,19 +8,21 @@ each. Results are microseconds per layer and the share of the floor: the bytes o
 experts those touched, over the bandwidth; and whether they are equal to those of the first variant.
 
 Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
-words, joined by +, switch on one thing each: `weights` of attention, `down` and `gate` of experts
-load before the inputs; `norm`, `attn` and `route` launch their successor at once; `rope` rotates
-inside attention, `rope64` for up to 64 rows; `t64` loads weights early for more than 16 rows too.
+words, joined by +, switch on one thing each: `weights` of attention load before the inputs; `norm`,
+`attn` and `route` launch their successor at once; `down`: the second product of experts is launched
+with the first and loads weights; `carve`: all kernels divide shared memory and L1 in the same way.
 `--kernels` lists the mean duration of each kernel in a layer.
 """
 
 import argparse
+import ctypes
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
 import torch
+import triton
 from torch import Tensor
 
 from benchmarks.cuda_graphs import replay_seconds
@@ -31,7 +33,7 @@ from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.expert_matrices import ExpertMatrices
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import rope_attention, skinny_gemm
+from peagle.kernels.triton import skinny_gemm
 from peagle.kernels.triton.experts import expert_gemm
 from peagle.kernels.triton.launch import dependent_launch
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
@@ -42,7 +44,43 @@ PAGE_SIZE = 16
 CONTEXT = 256
 SKINNY_TILES = skinny_gemm.tile_sizes
 EXPERT_TILES = expert_gemm.tile_sizes
-SUCCESSORS = {"norm": ["add_norm"], "attn": ["rope_store", "attention"], "route": ["route"]}
+SUCCESSORS = {
+    "norm": ["add_norm"],
+    "attn": ["rope_store", "attention"],
+    "route": ["route"],
+    "down": ["gate_up"],
+}
+SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+
+
+class Carveout:
+    """The preferred division of shared memory and L1 cache, of all kernels that are loaded."""
+
+    def __init__(self) -> None:
+        self.percent = -1  # the driver's choice
+        self.functions: list[int] = []
+        triton.knobs.runtime.kernel_load_end_hook.add(self.loaded)
+
+    def loaded(self, module: object, function: int, *_: object) -> None:
+        self.functions.append(function)
+        if self.percent >= 0:
+            self._set(function)
+
+    def prefer(self, percent: int) -> None:
+        if percent != self.percent:
+            self.percent = percent
+            for function in self.functions:
+                self._set(function)
+
+    def _set(self, function: int) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        status = driver.cuFuncSetAttribute(
+            ctypes.c_void_p(function), SHARED_MEMORY_CARVEOUT, ctypes.c_int(self.percent)
+        )
+        assert status == 0, f"cuFuncSetAttribute: {status}"
+
+
+carveout = Carveout()
 
 
 def switch(variant: str) -> None:
@@ -52,14 +90,12 @@ def switch(variant: str) -> None:
     dependent_launch.supports_dependent_launch = lambda _: overlaps  # type: ignore[assignment]
     names = [name for word, names in SUCCESSORS.items() if word in words for name in names]
     dependent_launch.EARLY_KERNELS = set(names)
-    rope_attention.MAX_ROWS = 64 if "rope64" in words else 16 if "rope" in words else 0
+    carveout.prefer(100 if "carve" in words else -1)
 
     def skinny_tiles(
         outputs: int, split_inputs: int, block_t: int, gated: bool
     ) -> skinny_gemm.TileSizes:
         tiles = SKINNY_TILES(outputs, split_inputs, block_t, gated)
-        if block_t > 16 and "t64" in words and not gated:
-            return tiles._replace(num_stages=3, early=256)
         if "weights" not in words:
             stages = (
                 tiles.num_stages
@@ -75,9 +111,7 @@ def switch(variant: str) -> None:
         matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
     ) -> expert_gemm.ExpertTiles:
         tiles = EXPERT_TILES(matrices, block_t, assignments, gated)
-        is_early = ("gate" if gated else "down") in words and block_t <= 32
-        plain = not matrices.is_mxfp4
-        return tiles._replace(early=2 if is_early and plain else 0)
+        return tiles if "down" in words else tiles._replace(early=0)
 
     skinny_gemm.tile_sizes = skinny_tiles
     expert_gemm.tile_sizes = expert_tiles

@@ -27,7 +27,7 @@ from peagle.kernels.triton import (
 )
 from peagle.row_layout import draft_rows
 from peagle.target.quantized.codes import QuantizedWeight
-from tests.support import expert_kernel_cases, rope_attention_cases, tree_kernel_cases
+from tests.support import expert_kernel_cases, tree_kernel_cases
 from tests.support.comparing import near, same_fields, some
 from tests.support.tree_kernel_cases import no_trees
 
@@ -390,7 +390,6 @@ CASES: dict[str, Case] = {
     "expand, K=5 after no drafts": partial(check_expand_rows, 4, 1, 5, 16),
     "expand, K=1": partial(check_expand_rows, 6, 2, 1, 33),
     "expand, one request": partial(check_expand_rows, 1, 8, 7, 64),
-    **rope_attention_cases.CASES,
     **tree_kernel_cases.CASES,
     **expert_kernel_cases.CASES,
 }

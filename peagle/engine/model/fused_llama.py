@@ -38,7 +38,6 @@ from peagle.kernels.cpu.ops import supports_heads
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
-from peagle.kernels.triton.rope_attention import rope_attention, supports_rope_attention
 from peagle.kernels.triton.rope_store import rope_store
 
 
@@ -78,14 +77,8 @@ class LlamaLayer:
                 lambda: LayerWorkspace.create(rows, rope, cpu_layer.scratch_width, normed.dtype),
             )
             return cpu_layer(normed, residual, workspace, keys, values)
-        qkv = self.qkv.split_k(normed)
-        if supports_rope_attention(qkv, rope, keys):
-            attended = rope_attention(
-                qkv, rows, rope, keys, values, self.heads, self.attention, kv_cache.arrived
-            )
-        else:
-            query = rope_store(qkv, rows, rope, keys, values, self.heads)
-            attended = attend(query, keys, values, rows, self.attention, kv_cache.arrived)
+        query = rope_store(self.qkv.split_k(normed), rows, rope, keys, values, self.heads)
+        attended = attend(query, keys, values, rows, self.attention, kv_cache.arrived)
         normed, residual = add_norm(
             self.out.split_k(attended.flatten(1)), residual, self.post_attention_norm, self.eps
         )

@@ -94,11 +94,6 @@ if triton is not None:
         return x.to(dtype)
 
     @triton.jit
-    def _sum_of_squares(x):  # type: ignore[no-untyped-def]
-        """Over the last dimension, in float64: after rounding to float32, any order is equal."""
-        return tl.sum((x * x).to(tl.float64), 1)
-
-    @triton.jit
     def _scale_by_norm(x, scale, weight_ptr, dims, mask, dtype):  # type: ignore[no-untyped-def]
         weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)[None, :]
         return (weight * (x * scale).to(dtype).to(tl.float32)).to(dtype)
@@ -135,8 +130,8 @@ if triton is not None:
         rest = _load_sum(source + rest_dims[None, :], stride_split, rest_mask, SPLITS, dtype)
         if NORM:
             x, y, z = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
-            square = _sum_of_squares(x) + _sum_of_squares(y) + _sum_of_squares(z)
-            scale = tl.rsqrt(square.to(tl.float32) / D + eps)[:, None]
+            square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+            scale = tl.rsqrt(square / D + eps)[:, None]
             left = _scale_by_norm(x, scale, norm_ptr, dims, dims < HALF, dtype)
             right = _scale_by_norm(y, scale, norm_ptr + HALF, dims, dims < HALF, dtype)
             rest = _scale_by_norm(z, scale, norm_ptr, rest_dims, rest_dims < D, dtype)

@@ -34,16 +34,23 @@ try:
     import triton.language as tl
 
     from peagle.kernels.triton.experts.mxfp4 import multiply_codes, multiply_tiles
-    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
+    from peagle.kernels.triton.launch.dependent_launch import (
+        launch_next,
+        launch_next_early,
+        wait_for_inputs,
+    )
 except ImportError:  # without Triton the reference runs
     triton = None
 
 MIN_BLOCK_ROWS = 8
+# With fewer rows, tensor cores would add the products of 8-bit weights in another order.
+MIN_8BIT_BLOCK_ROWS = 16
 MAX_BLOCK_ROWS = 128
 MAX_TILED_BLOCK_ROWS = 64
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
+FEW_ASSIGNMENTS = 16  # up to which the second product is launched with the first
 NO_LIMIT = 3.0e38
 
 
@@ -195,6 +202,7 @@ if triton is not None:
         expert = tl.load(touched_ptr + place, cache_modifier=".cg").to(tl.int64)
         if place >= touched:
             return
+        launch_next_early(DEPENDENT)
         split = tl.program_id(2)
         first_block = split * split_blocks
         end_block = tl.minimum(first_block + split_blocks, (WIDTH + BLOCK_K - 1) // BLOCK_K)
@@ -375,7 +383,7 @@ def _launch(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **launch_options(x),
+        **launch_options(x, "gate_up" if activation and rows * top_k <= FEW_ASSIGNMENTS else ""),
     )
 
 
@@ -414,7 +422,8 @@ def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
     """Rows of a block: enough for most experts, whose numbers of rows differ."""
     wanted = min(rows, int(1.5 * mean_rows) + 1)
     most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
-    return min(max(MIN_BLOCK_ROWS, triton.next_power_of_2(wanted)), most)
+    least = MIN_BLOCK_ROWS if matrices.scales is None or matrices.is_mxfp4 else MIN_8BIT_BLOCK_ROWS
+    return min(max(least, triton.next_power_of_2(wanted)), most)
 
 
 def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
@@ -437,6 +446,6 @@ def tile_sizes(
     if matrices.is_mxfp4:
         return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
     if block_t <= 32:
-        early = 0 if gated else 2
+        early = 2 if not gated and assignments <= FEW_ASSIGNMENTS else 0
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3, early=early)
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)

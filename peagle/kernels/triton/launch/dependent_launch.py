@@ -33,7 +33,7 @@ except ImportError:  # without Triton the references run
 
 MIN_CAPABILITY = (9, 0)
 # Kernels that let their successor start before they have their own inputs.
-EARLY_KERNELS = {"add_norm", "rope_store", "attention", "route"}
+EARLY_KERNELS = {"add_norm", "rope_store", "attention", "route", "gate_up"}
 
 
 @cache
