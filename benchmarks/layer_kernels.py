@@ -10,7 +10,9 @@ experts those touched, over the bandwidth; and whether they are equal to those o
 Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
 words, joined by +, switch on one thing each: `weights` of attention load before the inputs; `norm`,
 `attn` and `route` launch their successor at once; `down`: the second product of experts is launched
-with the first and loads weights; `carve`: all kernels divide shared memory and L1 in the same way.
+with the first and loads weights; `carve`: all kernels divide shared memory and L1 in the same way;
+`rows16`, `rows32`: blocks of experts have at least so many rows, if the pass has. With `--alike`,
+the rows of a request are alike and choose the same experts, as the rows of a draft mostly do.
 `--kernels` lists the mean duration of each kernel in a layer.
 """
 
@@ -113,6 +115,7 @@ def switch(variant: str) -> None:
         tiles = EXPERT_TILES(matrices, block_t, assignments, gated)
         return tiles if "down" in words else tiles._replace(early=0)
 
+    expert_gemm.ALIKE_ROWS = 32 if "rows32" in words else 16 if "rows16" in words else 1
     skinny_gemm.tile_sizes = skinny_tiles
     expert_gemm.tile_sizes = expert_tiles
 
@@ -196,6 +199,8 @@ def measure(
     target: FusedLlamaTarget, passed: RowPass, kv_cache: KVCache, options: argparse.Namespace
 ) -> str:
     x = torch.randn(len(passed.positions), len(target.norm), device="cuda").bfloat16()
+    if options.alike:
+        x = x[:: passed.max_rows].repeat_interleave(passed.max_rows, 0) + x / 4
     words = []
     first: Tensor | None = None
     for name in options.variants.split(","):
@@ -211,7 +216,9 @@ def measure(
         if options.kernels:
             for kernel, launches, each in kernel_times(graph, len(target.layers)):
                 print(f"    {name} {kernel:40} {launches:.1f} x {each:.2f} us")
-    return ", ".join(words) + f"; floor {floor:.1f} us"
+    counts = target.expert_counts
+    touched = "" if counts is None else f", {counts[:, -1].float().mean():.0f} experts touched"
+    return ", ".join(words) + f"; floor {floor:.1f} us{touched}"
 
 
 def run_shape(shape: str, options: argparse.Namespace) -> None:
@@ -243,6 +250,7 @@ def main() -> None:
     parser.add_argument("--experts")
     parser.add_argument("--variants", default="off,on")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--alike", action="store_true", help="the rows of a request are alike")
     parser.add_argument("--seconds", type=float, default=300, help="no more cases after these")
     options = parser.parse_args()
     options.end = time.monotonic() + options.seconds

@@ -47,6 +47,7 @@ MIN_BLOCK_ROWS = 8
 MIN_8BIT_BLOCK_ROWS = 16
 MAX_BLOCK_ROWS = 128
 MAX_TILED_BLOCK_ROWS = 64
+ALIKE_ROWS = 32  # for which a block has room, if the pass has so many
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
@@ -419,8 +420,12 @@ def _format_options(matrices: ExpertMatrices) -> dict[str, int]:
 
 
 def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
-    """Rows of a block: enough for most experts, whose numbers of rows differ."""
-    wanted = min(rows, int(1.5 * mean_rows) + 1)
+    """Rows of a block: enough for most experts, whose numbers of rows differ.
+
+    The rows of a draft choose much the same experts: with 8 requests of 6 rows, few experts have
+    3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice.
+    """
+    wanted = min(rows, max(int(1.5 * mean_rows) + 1, ALIKE_ROWS))
     most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
     least = MIN_BLOCK_ROWS if matrices.scales is None or matrices.is_mxfp4 else MIN_8BIT_BLOCK_ROWS
     return min(max(least, triton.next_power_of_2(wanted)), most)
