@@ -181,13 +181,14 @@ if triton is not None:
         DEPENDENT: tl.constexpr,
     ):
         launch_next_early(DEPENDENT)
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
         block = tl.program_id(1)
         Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
         position = tl.minimum(tl.load(positions_ptr + row).to(tl.int64), max_positions - 1)
         angles_ptr = rope_table_ptr + position * stride_rope_row
+        slot = tl.load(kv_slots_ptr + row).to(tl.int64)
+        wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT)
         row_ptr = qkv_ptr + row * stride_qkv_row
         if block < Q_BLOCKS:
             head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -209,7 +210,6 @@ if triton is not None:
                 BLOCK_REST,
             )
         else:
-            slot = tl.load(kv_slots_ptr + row).to(tl.int64)
             head = (block - Q_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
             head_mask = (head < KV_HEADS) & (slot >= 0)
             _rotate_heads(
