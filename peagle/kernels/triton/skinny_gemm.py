@@ -8,6 +8,10 @@ no launch of its own. The gated activation of an MLP runs in the launch that com
     x [8, 4096], weight [4096, 4096]: 64 blocks of 64 outputs x 4 splits of 1024 inputs
     ->  partial sums [4, 8, 4096] float32
 
+Weights do not depend on the kernel in front. A program loads its last ones, up to 512 inputs, while
+it waits for its rows (dependent_launch.py); with few rows, all programs of a matrix are on the GPU
+at once, and most of the matrix is there when the rows are.
+
 The order in which a number is summed depends on the matrix alone, not on the number of rows.
 
 A weight in 8 bits (int8 or fp8, with a scale per output) is half as much to read: it is converted
