@@ -423,9 +423,11 @@ def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
     """Rows of a block: enough for most experts, whose numbers of rows differ.
 
     The rows of a draft choose much the same experts: with 8 requests of 6 rows, few experts have
-    3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice.
+    3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice. With
+    MXFP4, whose limit are instructions, wide blocks cost more than that.
     """
-    wanted = min(rows, max(int(1.5 * mean_rows) + 1, ALIKE_ROWS))
+    alike_rows = 1 if matrices.is_mxfp4 else ALIKE_ROWS
+    wanted = min(rows, max(int(1.5 * mean_rows) + 1, alike_rows))
     most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
     least = MIN_BLOCK_ROWS if matrices.scales is None or matrices.is_mxfp4 else MIN_8BIT_BLOCK_ROWS
     return min(max(least, triton.next_power_of_2(wanted)), most)
