@@ -36,7 +36,7 @@ from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.expert_matrices import ExpertMatrices
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
-from peagle.kernels.triton.experts import expert_gemm
+from peagle.kernels.triton.experts import tiles
 from peagle.kernels.triton.launch import dependent_launch
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
@@ -45,7 +45,7 @@ BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
 SKINNY_TILES = skinny_gemm.tile_sizes
-EXPERT_TILES = expert_gemm.tile_sizes
+EXPERT_TILES = tiles.tile_sizes
 SUCCESSORS = {
     "norm": ["add_norm"],
     "attn": ["rope_store", "attention"],
@@ -97,27 +97,22 @@ def switch(variant: str) -> None:
     def skinny_tiles(
         outputs: int, split_inputs: int, block_t: int, gated: bool
     ) -> skinny_gemm.TileSizes:
-        tiles = SKINNY_TILES(outputs, split_inputs, block_t, gated)
+        chosen = SKINNY_TILES(outputs, split_inputs, block_t, gated)
         if "weights" not in words:
-            stages = (
-                tiles.num_stages
-                if gated or tiles.block_n == 16
-                else 4
-                if tiles.block_k == 128
-                else 6
-            )
-            return tiles._replace(early=0, num_stages=stages)
-        return tiles
+            if not gated and chosen.block_n == 64:
+                chosen = chosen._replace(num_stages=4 if chosen.block_k == 128 else 6)
+            return chosen._replace(early=0)
+        return chosen
 
     def expert_tiles(
         matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
-    ) -> expert_gemm.ExpertTiles:
-        tiles = EXPERT_TILES(matrices, block_t, assignments, gated)
-        return tiles if "down" in words else tiles._replace(early=0)
+    ) -> tiles.ExpertTiles:
+        chosen = EXPERT_TILES(matrices, block_t, assignments, gated)
+        return chosen if "down" in words else chosen._replace(early=0)
 
-    expert_gemm.ALIKE_ROWS = 32 if "rows32" in words else 16 if "rows16" in words else 1
+    tiles.ALIKE_ROWS = 32 if "rows32" in words else 16 if "rows16" in words else 1
     skinny_gemm.tile_sizes = skinny_tiles
-    expert_gemm.tile_sizes = expert_tiles
+    tiles.tile_sizes = expert_tiles
 
 
 def build_target(

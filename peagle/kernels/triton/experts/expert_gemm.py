@@ -17,8 +17,6 @@ An 8-bit weight is converted to x's dtype before the product, which is exact, an
 multiplies the sum. MXFP4 weights: mxfp4.py.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -26,7 +24,9 @@ from torch.nn.functional import linear
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.mxfp4_tiles import TILE_BYTES
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.experts import tiles as tiling
 from peagle.kernels.triton.experts.route import Routing
+from peagle.kernels.triton.experts.tiles import FEW_ASSIGNMENTS, ExpertTiles
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
@@ -42,25 +42,8 @@ try:
 except ImportError:  # without Triton the reference runs
     triton = None
 
-MIN_BLOCK_ROWS = 8
-# With fewer rows, tensor cores would add the products of 8-bit weights in another order.
-MIN_8BIT_BLOCK_ROWS = 16
-MAX_BLOCK_ROWS = 128
-MAX_TILED_BLOCK_ROWS = 64
-ALIKE_ROWS = 32  # for which a block has room, if the pass has so many
-BUSY_PROGRAMS = 264  # programs that keep a GPU busy
-MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
-FEW_ASSIGNMENTS = 16  # up to which the second product is launched with the first
 NO_LIMIT = 3.0e38
-
-
-class ExpertTiles(NamedTuple):
-    block_n: int
-    block_k: int  # elements of a stored row: inputs, or bytes of MXFP4
-    num_warps: int
-    num_stages: int
-    early: int = 0  # blocks of a program, its last ones, that the second product loads early
 
 
 def reference_gate_up(
@@ -325,7 +308,7 @@ def expert_down(
     if not uses_triton(hidden):
         return reference_down(hidden, matrices, routing)
     rows, top_k = routing.experts.shape
-    splits = num_splits(matrices, rows * top_k)
+    splits = tiling.num_splits(matrices, rows * top_k)
     out = torch.empty(
         (splits * top_k, rows, matrices.outputs),
         dtype=part_dtype(rows, hidden.dtype),
@@ -349,8 +332,8 @@ def _launch(
     matrix_rows = matrices.outputs
     width = row_elements(matrices)
     shape = activation or GatedActivation()
-    block_t = block_rows(matrices, rows * top_k / matrices.num_experts, rows)
-    tiles = tiles or tile_sizes(matrices, block_t, rows * top_k, activation is not None)
+    block_t = tiling.block_rows(matrices, rows * top_k / matrices.num_experts, rows)
+    tiles = tiles or tiling.tile_sizes(matrices, block_t, rows * top_k, activation is not None)
     split_blocks = triton.cdiv(width, splits * tiles.block_k)
     assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
     assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
@@ -378,7 +361,7 @@ def _launch(
         GATED=activation is not None,
         **_format_options(matrices),
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
-        EARLY=early_blocks(tiles, width, splits),
+        EARLY=tiling.early_blocks(tiles, width, splits),
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -386,13 +369,6 @@ def _launch(
         num_stages=tiles.num_stages,
         **launch_options(x, "gate_up" if activation and rows * top_k <= FEW_ASSIGNMENTS else ""),
     )
-
-
-def early_blocks(tiles: ExpertTiles, width: int, splits: int) -> int:
-    """The blocks that every split of the inputs has, at most tiles.early; a power of 2."""
-    blocks = triton.cdiv(width, tiles.block_k)
-    fewest = blocks - (splits - 1) * triton.cdiv(blocks, splits)
-    return 0 if fewest < 1 else min(tiles.early, 1 << fewest.bit_length() - 1)
 
 
 def row_elements(matrices: ExpertMatrices) -> int:
@@ -417,42 +393,3 @@ def _format_options(matrices: ExpertMatrices) -> dict[str, int]:
         "MXFP4": matrices.is_mxfp4,
         "TILED": matrices.is_tiled,
     }
-
-
-def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
-    """Rows of a block: enough for most experts, whose numbers of rows differ.
-
-    The rows of a draft choose much the same experts: with 8 requests of 6 rows, few experts have
-    3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice. With
-    MXFP4, whose limit are instructions, wide blocks cost more than that.
-    """
-    alike_rows = 1 if matrices.is_mxfp4 else ALIKE_ROWS
-    wanted = min(rows, max(int(1.5 * mean_rows) + 1, alike_rows))
-    most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
-    least = MIN_BLOCK_ROWS if matrices.scales is None or matrices.is_mxfp4 else MIN_8BIT_BLOCK_ROWS
-    return min(max(least, triton.next_power_of_2(wanted)), most)
-
-
-def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
-    """Programs that share the inputs of an output, if the outputs of few experts are too few.
-
-    Decoding MXFP4 takes more instructions, and therefore more programs.
-    """
-    blocks = max(min(assignments, matrices.num_experts) * matrices.outputs // 64, 1)
-    busy = BUSY_PROGRAMS * (4 if matrices.is_mxfp4 else 1)
-    return min(max(busy // blocks, 1), MAX_SPLITS)
-
-
-def tile_sizes(
-    matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
-) -> ExpertTiles:
-    """Sizes measured on an H200."""
-    if matrices.is_tiled:  # With four warps, tensor cores would get codes in pairs, not in fours.
-        block_n = 32 if gated and assignments <= 8 else 64
-        return ExpertTiles(block_n, TILE_BYTES, num_warps=2, num_stages=3)
-    if matrices.is_mxfp4:
-        return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
-    if block_t <= 32:
-        early = 2 if not gated and assignments <= FEW_ASSIGNMENTS else 0
-        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3, early=early)
-    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
