@@ -1,30 +1,26 @@
 """Time the kernels of a target's layers on a GPU, with random weights.
 
     python -m benchmarks.layer_kernels qwen3-30b-a3b,gpt-oss-20b [--layers 12] [--rows 1x1,8x1,8x6]
-        [--experts mxfp4] [--variants off,on,weights+norm] [--kernels] [--seconds 120]
+        [--experts mxfp4] [--variants off,on,on+weights+rows] [--kernels] [--seconds 120]
 
 The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
 each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
 experts those touched, over the bandwidth; and whether they are equal to those of the first variant.
 
 Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
-words, joined by +, switch on one thing each: `weights` of attention load before the inputs; `norm`,
-`attn` and `route` launch their successor at once; `down`: the second product of experts is launched
-with the first and loads weights; `carve`: all kernels divide shared memory and L1 in the same way;
-`rows16`, `rows32`: blocks of experts have at least so many rows, if the pass has. With `--alike`,
-the rows of a request are alike and choose the same experts, as the rows of a draft mostly do.
+words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
+(skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py).
+With `--alike`, the rows of a request are alike and choose the same experts, as those of a draft do.
 `--kernels` lists the mean duration of each kernel in a layer.
 """
 
 import argparse
-import ctypes
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from benchmarks.cuda_graphs import replay_seconds
@@ -33,7 +29,6 @@ from peagle.engine.kv.kv_cache import KVCache, KVShape
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
-from peagle.kernels.expert_matrices import ExpertMatrices
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
 from peagle.kernels.triton.experts import tiles
@@ -45,44 +40,7 @@ BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
 SKINNY_TILES = skinny_gemm.tile_sizes
-EXPERT_TILES = tiles.tile_sizes
-SUCCESSORS = {
-    "norm": ["add_norm"],
-    "attn": ["rope_store", "attention"],
-    "route": ["route"],
-    "down": ["gate_up"],
-}
-SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-
-
-class Carveout:
-    """The preferred division of shared memory and L1 cache, of all kernels that are loaded."""
-
-    def __init__(self) -> None:
-        self.percent = -1  # the driver's choice
-        self.functions: list[int] = []
-        triton.knobs.runtime.kernel_load_end_hook.add(self.loaded)
-
-    def loaded(self, module: object, function: int, *_: object) -> None:
-        self.functions.append(function)
-        if self.percent >= 0:
-            self._set(function)
-
-    def prefer(self, percent: int) -> None:
-        if percent != self.percent:
-            self.percent = percent
-            for function in self.functions:
-                self._set(function)
-
-    def _set(self, function: int) -> None:
-        driver = ctypes.CDLL("libcuda.so.1")
-        status = driver.cuFuncSetAttribute(
-            ctypes.c_void_p(function), SHARED_MEMORY_CARVEOUT, ctypes.c_int(self.percent)
-        )
-        assert status == 0, f"cuFuncSetAttribute: {status}"
-
-
-carveout = Carveout()
+ALIKE_ROWS = tiles.ALIKE_ROWS
 
 
 def switch(variant: str) -> None:
@@ -90,9 +48,6 @@ def switch(variant: str) -> None:
     words = set(variant.split("+"))
     overlaps = "off" not in words
     dependent_launch.supports_dependent_launch = lambda _: overlaps  # type: ignore[assignment]
-    names = [name for word, names in SUCCESSORS.items() if word in words for name in names]
-    dependent_launch.EARLY_KERNELS = set(names)
-    carveout.prefer(100 if "carve" in words else -1)
 
     def skinny_tiles(
         outputs: int, split_inputs: int, block_t: int, gated: bool
@@ -104,15 +59,8 @@ def switch(variant: str) -> None:
             return chosen._replace(early=0)
         return chosen
 
-    def expert_tiles(
-        matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
-    ) -> tiles.ExpertTiles:
-        chosen = EXPERT_TILES(matrices, block_t, assignments, gated)
-        return chosen if "down" in words else chosen._replace(early=0)
-
-    tiles.ALIKE_ROWS = 32 if "rows32" in words else 16 if "rows16" in words else 1
+    tiles.ALIKE_ROWS = ALIKE_ROWS if "rows" in words else 1
     skinny_gemm.tile_sizes = skinny_tiles
-    tiles.tile_sizes = expert_tiles
 
 
 def build_target(
@@ -243,7 +191,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", default="1x1,1x6,8x1,8x6")
     parser.add_argument("--experts")
-    parser.add_argument("--variants", default="off,on")
+    parser.add_argument("--variants", default="off,on,on+weights+rows")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--alike", action="store_true", help="the rows of a request are alike")
     parser.add_argument("--seconds", type=float, default=300, help="no more cases after these")

@@ -43,11 +43,7 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.launch.dependent_launch import (
-        launch_next,
-        launch_next_early,
-        wait_for_inputs,
-    )
+    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -233,7 +229,6 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next_early(DEPENDENT)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         block = tl.program_id(2) // SPLITS
@@ -425,7 +420,7 @@ def _launch(
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
         PAGE_SIZE=rows.page_size,
         **_block_sizes(query, kv_heads, plan),
-        **launch_options(query, "attention"),
+        **launch_options(query),
     )
 
 

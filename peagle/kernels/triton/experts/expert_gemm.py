@@ -26,7 +26,7 @@ from peagle.kernels.mxfp4_tiles import TILE_BYTES
 from peagle.kernels.triton import uses_triton
 from peagle.kernels.triton.experts import tiles as tiling
 from peagle.kernels.triton.experts.route import Routing
-from peagle.kernels.triton.experts.tiles import FEW_ASSIGNMENTS, ExpertTiles
+from peagle.kernels.triton.experts.tiles import ExpertTiles
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
@@ -34,11 +34,7 @@ try:
     import triton.language as tl
 
     from peagle.kernels.triton.experts.mxfp4 import multiply_codes, multiply_tiles
-    from peagle.kernels.triton.launch.dependent_launch import (
-        launch_next,
-        launch_next_early,
-        wait_for_inputs,
-    )
+    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -117,26 +113,17 @@ if triton is not None:
         n_mask,
         first_block,
         end_block,
-        early_weight,
-        EARLY: tl.constexpr,
         WIDTH: tl.constexpr,
         EVEN: tl.constexpr,
         BLOCK_K: tl.constexpr,
     ):
-        """[N, rows]: the products of rows of x with the rows n of a matrix, over some inputs.
-
-        early_weight [N, EARLY * BLOCK_K]: the last blocks of the matrix.
-        """
+        """[N, rows]: the products of rows of x with the rows n of a matrix, over some inputs."""
         total = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        for block in range(first_block, end_block - EARLY):
+        for block in range(first_block, end_block):
             k = block * BLOCK_K + tl.arange(0, BLOCK_K)
             weight = _load_weight(weight_ptr, n, n_mask, k, WIDTH, EVEN)
             x = _load_rows(x_ptr, row, row_mask, stride_x_row, k, WIDTH)
             total = tl.dot(weight.to(x.dtype), x, total, input_precision="ieee")
-        if EARLY > 0:
-            k = (end_block - EARLY) * BLOCK_K + tl.arange(0, EARLY * BLOCK_K)
-            x = _load_rows(x_ptr, row, row_mask, stride_x_row, k, WIDTH)
-            total = tl.dot(early_weight.to(x.dtype), x, total, input_precision="ieee")
         return total
 
     @triton.jit
@@ -171,22 +158,18 @@ if triton is not None:
         MXFP4: tl.constexpr,
         TILED: tl.constexpr,
         EVEN: tl.constexpr,
-        EARLY: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        # The second product is launched when the first one has its inputs: the router has ended,
-        # and what it wrote is in the L2 cache, from which these loads read it (.cg).
-        if GATED:
-            wait_for_inputs(DEPENDENT)
+        wait_for_inputs(DEPENDENT)
         place = tl.program_id(1)
-        touched = tl.load(counts_ptr + EXPERTS, cache_modifier=".cg")
-        expert = tl.load(touched_ptr + place, cache_modifier=".cg").to(tl.int64)
+        touched = tl.load(counts_ptr + EXPERTS)
+        expert = tl.load(touched_ptr + place).to(tl.int64)
         if place >= touched:
             return
-        launch_next_early(DEPENDENT)
+        count = tl.load(counts_ptr + expert)
         split = tl.program_id(2)
         first_block = split * split_blocks
         end_block = tl.minimum(first_block + split_blocks, (WIDTH + BLOCK_K - 1) // BLOCK_K)
@@ -198,13 +181,6 @@ if triton is not None:
         weight_ptr += expert * MATRIX_SIZE
         scales_ptr += expert * SCALES_SIZE
         bias_ptr += expert * MATRIX_ROWS
-        early_weight = 0.0
-        if EARLY > 0:
-            k = (end_block - EARLY) * BLOCK_K + tl.arange(0, EARLY * BLOCK_K)
-            early_weight = _load_weight(weight_ptr, n, n_mask, k, WIDTH, EVEN)
-        count = tl.load(counts_ptr + expert, cache_modifier=".cg")
-        if not GATED:
-            wait_for_inputs(DEPENDENT)
         for start in range(0, count, BLOCK_T):
             place_in_block = start + tl.arange(0, BLOCK_T)
             mask = place_in_block < count
@@ -251,8 +227,6 @@ if triton is not None:
                     n_mask,
                     first_block,
                     end_block,
-                    early_weight,
-                    EARLY,
                     WIDTH,
                     EVEN,
                     BLOCK_K,
@@ -361,13 +335,12 @@ def _launch(
         GATED=activation is not None,
         **_format_options(matrices),
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
-        EARLY=tiling.early_blocks(tiles, width, splits),
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **launch_options(x, "gate_up" if activation and rows * top_k <= FEW_ASSIGNMENTS else ""),
+        **launch_options(x),
     )
 
 

@@ -31,11 +31,7 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.launch.dependent_launch import (
-        launch_next,
-        launch_next_early,
-        wait_for_inputs,
-    )
+    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 
@@ -209,7 +205,6 @@ if triton is not None:
         ALL_EXPERTS: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        launch_next_early(DEPENDENT)
         block = tl.program_id(0)
         part = tl.program_id(1)
         split = tl.program_id(2)
@@ -367,5 +362,5 @@ def _launch(
         ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         num_warps=1 if block_t == 1 else 4,  # One warp chooses without barriers.
         num_stages=3,
-        **launch_options(x, "route"),
+        **launch_options(x),
     )

@@ -15,10 +15,9 @@ MIN_BLOCK_ROWS = 8
 MIN_8BIT_BLOCK_ROWS = 16
 MAX_BLOCK_ROWS = 128
 MAX_TILED_BLOCK_ROWS = 64
-ALIKE_ROWS = 32  # for which a block has room, if the pass has so many
+ALIKE_ROWS = 16  # for which a block has room, if the pass has so many
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
-FEW_ASSIGNMENTS = 16  # up to which the second product is launched with the first
 
 
 class ExpertTiles(NamedTuple):
@@ -26,14 +25,6 @@ class ExpertTiles(NamedTuple):
     block_k: int  # elements of a stored row: inputs, or bytes of MXFP4
     num_warps: int
     num_stages: int
-    early: int = 0  # blocks of a program, its last ones, that the second product loads early
-
-
-def early_blocks(tiles: ExpertTiles, width: int, splits: int) -> int:
-    """The blocks that every split of the inputs has, at most tiles.early; a power of 2."""
-    blocks = triton.cdiv(width, tiles.block_k)
-    fewest = blocks - (splits - 1) * triton.cdiv(blocks, splits)
-    return 0 if fewest < 1 else min(tiles.early, 1 << fewest.bit_length() - 1)
 
 
 def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
@@ -70,6 +61,5 @@ def tile_sizes(
     if matrices.is_mxfp4:
         return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
     if block_t <= 32:
-        early = 2 if not gated and assignments <= FEW_ASSIGNMENTS else 0
-        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3, early=early)
+        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
