@@ -28,13 +28,9 @@ from torch import Tensor
 from benchmarks.cuda_graphs import replay_seconds
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
 from peagle.kernels.mxfp4_tiles import TILE_BYTES
-from peagle.kernels.triton.experts.expert_gemm import (
-    ExpertTiles,
-    block_rows,
-    expert_down,
-    expert_gate_up,
-)
+from peagle.kernels.triton.experts.expert_gemm import expert_down, expert_gate_up
 from peagle.kernels.triton.experts.route import RouterParams, Routing, route
+from peagle.kernels.triton.experts.tiles import ExpertTiles, block_rows
 
 BEST_COUNT = 4
 

@@ -1,15 +1,22 @@
 """Time the kernels of a target's layers on a GPU, with random weights.
 
     python -m benchmarks.layer_kernels qwen3-30b-a3b,gpt-oss-20b [--layers 12] [--rows 1x1,8x1,8x6]
-        [--experts mxfp4] [--variants on,off] [--kernels]
+        [--experts mxfp4] [--variants off,on,on+weights+rows] [--kernels] [--seconds 120]
 
 The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
 each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
-experts those touched, over the bandwidth. Variants: `on` overlaps kernels (dependent_launch.py),
-`off` runs them one after another. `--kernels` lists the mean duration of each kernel in a layer.
+experts those touched, over the bandwidth; and whether they are equal to those of the first variant.
+
+Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
+words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
+(skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py).
+With `--alike`, the rows of a request are alike and choose the same experts, as those of a draft do.
+`--kernels` lists the mean duration of each kernel in a layer.
 """
 
 import argparse
+import itertools
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -23,12 +30,37 @@ from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton import skinny_gemm
+from peagle.kernels.triton.experts import tiles
 from peagle.kernels.triton.launch import dependent_launch
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 
 BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
+SKINNY_TILES = skinny_gemm.tile_sizes
+ALIKE_ROWS = tiles.ALIKE_ROWS
+
+
+def switch(variant: str) -> None:
+    """Set the module variables that a variant stands for."""
+    words = set(variant.split("+"))
+    overlaps = "off" not in words
+    dependent_launch.supports_dependent_launch = lambda _: overlaps  # type: ignore[assignment]
+
+    def skinny_tiles(
+        outputs: int, split_inputs: int, block_t: int, gated: bool
+    ) -> skinny_gemm.TileSizes:
+        chosen = SKINNY_TILES(outputs, split_inputs, block_t, gated)
+        if "weights" not in words:
+            if not gated and chosen.block_n == 64:
+                chosen = chosen._replace(num_stages=4 if chosen.block_k == 128 else 6)
+            return chosen._replace(early=0)
+        return chosen
+
+    tiles.ALIKE_ROWS = ALIKE_ROWS if "rows" in words else 1
+    skinny_gemm.tile_sizes = skinny_tiles
 
 
 def build_target(
@@ -110,21 +142,47 @@ def measure(
     target: FusedLlamaTarget, passed: RowPass, kv_cache: KVCache, options: argparse.Namespace
 ) -> str:
     x = torch.randn(len(passed.positions), len(target.norm), device="cuda").bfloat16()
+    if options.alike:
+        x = x[:: passed.max_rows].repeat_interleave(passed.max_rows, 0) + x / 4
     words = []
-    outputs: list[Tensor] = []
+    first: Tensor | None = None
     for name in options.variants.split(","):
-        overlaps = name == "on"
-        dependent_launch.supports_dependent_launch = lambda _, value=overlaps: value  # type: ignore
-        graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))
-        time = 1e6 * replay_seconds(graph) / len(target.layers)
+        switch(name)
+        outputs: list[Tensor] = []
+        graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))  # noqa: B023
+        spent = 1e6 * replay_seconds(graph, 20) / len(target.layers)
         floor = floor_us(target)
-        words.append(f"{name} {time:.1f} us ({floor / time:.0%})")
-        same = torch.equal(outputs[1], outputs[-1])
-        words[-1] += "" if same else f" DIFFERS {(outputs[1] - outputs[-1]).abs().max():.3g}"
+        words.append(f"{name} {spent:.1f} us ({floor / spent:.0%})")
+        first = outputs[-1].clone() if first is None else first
+        if not torch.equal(first, outputs[-1]):
+            words[-1] += f" DIFFERS {(first - outputs[-1]).abs().max():.3g}"
         if options.kernels:
-            for kernel, launches, spent in kernel_times(graph, len(target.layers)):
-                print(f"    {name} {kernel:40} {launches:.1f} x {spent:.2f} us")
-    return ", ".join(words) + f"; floor {floor:.1f} us"
+            for kernel, launches, each in kernel_times(graph, len(target.layers)):
+                print(f"    {name} {kernel:40} {launches:.1f} x {each:.2f} us")
+    counts = target.expert_counts
+    touched = "" if counts is None else f", {counts[:, -1].float().mean():.0f} experts touched"
+    return ", ".join(words) + f"; floor {floor:.1f} us{touched}"
+
+
+def run_shape(shape: str, options: argparse.Namespace) -> None:
+    target, kv_shapes = build_target(shape, options.layers, options.experts)
+    cases = []
+    for words in options.rows.split(","):
+        requests, rows = (int(word) for word in words.split("x"))
+        kv_cache = new_cache(kv_shapes, requests, rows)
+        cases.append((words, row_pass(requests, rows, kv_cache), kv_cache))
+
+    def run_all() -> None:
+        for (_, passed, kv_cache), variant in itertools.product(cases, options.variants.split(",")):
+            switch(variant)
+            x = torch.zeros(len(passed.positions), len(target.norm), device="cuda").bfloat16()
+            target.run_layers(x, passed, kv_cache)
+
+    compile_ahead(run_all, torch.device("cuda"))
+    for words, passed, kv_cache in cases:
+        if time.monotonic() < options.end:
+            result = measure(target, passed, kv_cache, options)
+            print(shape, options.experts or "bf16", words, result, flush=True)
 
 
 def main() -> None:
@@ -133,17 +191,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", default="1x1,1x6,8x1,8x6")
     parser.add_argument("--experts")
-    parser.add_argument("--variants", default="off,on")
+    parser.add_argument("--variants", default="off,on,on+weights+rows")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--alike", action="store_true", help="the rows of a request are alike")
+    parser.add_argument("--seconds", type=float, default=300, help="no more cases after these")
     options = parser.parse_args()
+    options.end = time.monotonic() + options.seconds
     for shape in options.shapes.split(","):
-        target, kv_shapes = build_target(shape, options.layers, options.experts)
-        for words in options.rows.split(","):
-            requests, rows = (int(word) for word in words.split("x"))
-            kv_cache = new_cache(kv_shapes, requests, rows)
-            result = measure(target, row_pass(requests, rows, kv_cache), kv_cache, options)
-            print(shape, options.experts or "bf16", words, result, flush=True)
-        del target
+        run_shape(shape, options)
         torch.cuda.empty_cache()
 
 

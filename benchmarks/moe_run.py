@@ -21,6 +21,9 @@ from tools.moe_figure import profile_options
 
 BOTH = ["--methods", "none,p-eagle", "-k", "auto", "--concurrency", "1,8,64", "--repeats", "2"]
 
+SHORT = ["--methods", "none,p-eagle", "-k", "5", "--concurrency", "1,8", "--repeats", "1"]
+SHORT += ["--output", "128"]
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -40,7 +43,7 @@ MEASUREMENTS = [
     Measurement("gpt-oss-20b", 240, ["gpt-oss-20b", *BOTH]),
     Measurement("qwen3-30b-a3b", 300, ["qwen3-30b-a3b", *BOTH]),
     Measurement("gpt-oss-20b-mxfp4", 240, ["gpt-oss-20b", "--experts", "mxfp4", *BOTH]),
-    Measurement("gpt-oss-120b-mxfp4", 300, ["gpt-oss-120b", "--experts", "mxfp4", *BOTH]),
+    Measurement("gpt-oss-120b-mxfp4", 300, ["gpt-oss-120b", "--experts", "mxfp4", *SHORT]),
     headline("headline-ends", "1,8,64"),
     headline("headline-between", "2,4,16,32"),
 ]

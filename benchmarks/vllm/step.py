@@ -10,6 +10,7 @@ file exists: several processes can load at once and be measured one after anothe
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -74,6 +75,29 @@ def write_configs(shape: str, method: "Method", root: Path) -> tuple[Path, Path,
     return root / "target", root / "drafter", config.vocab_size
 
 
+def shared_configs(shape: str, method: "Method") -> tuple[Path, Path, int]:
+    """`write_configs` in a folder with a fixed name: the key of vLLM's compile cache contains it.
+
+    So K is no part of the key, and all K of a method share what the first one compiled.
+    """
+    name = "".join(c if c.isalnum() else "-" for c in shape)
+    folder = Path(tempfile.gettempdir()) / f"peagle-vllm-{name}-{method}"
+    root = Path(tempfile.mkdtemp())
+    _, _, vocab_size = write_configs(shape, method, root)
+    with contextlib.suppress(OSError):  # Another process was first, with the same files.
+        root.rename(folder)
+    return folder / "target", folder / "drafter", vocab_size
+
+
+def capture_sizes(max_requests: int, k: int) -> list[int]:
+    """Rows of the CUDA graphs: for up to 8 requests one for each number of them, then coarser.
+
+    vLLM's own list is about twice as long, and takes twice as long to capture.
+    """
+    requests = [*range(1, 9), 10, 12, 14, *range(16, max_requests, 4), max_requests]
+    return [(k + 1) * count for count in requests if count <= max_requests]
+
+
 def load_llm(options: argparse.Namespace, counts: list[int]) -> tuple[Any, int]:
     """The engine, and the size of its vocabulary."""
     from vllm import LLM
@@ -82,32 +106,32 @@ def load_llm(options: argparse.Namespace, counts: list[int]) -> tuple[Any, int]:
     extra: dict[str, Any] = {}
     if options.kv_gib:  # vLLM's own memory profile (GPU_SHARE) fails beside another process.
         extra["kv_cache_memory_bytes"] = int(options.kv_gib * (1 << 30))
-    with tempfile.TemporaryDirectory() as root:
-        method: Method = "p-eagle" if parallel else "eagle3"
-        target, drafter, vocab_size = write_configs(options.shape, method, Path(root))
-        if options.method != "none":
-            rates = [float(word) for word in options.profile.split(",")]
-            extra["speculative_config"] = {
-                "method": "eagle3",
-                "model": str(drafter),
-                "num_speculative_tokens": options.k,
-                "parallel_drafting": parallel,
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_rates": [*rates, *[0.0] * options.k][: options.k],
-            }
-        llm = LLM(
-            model=str(target),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=1024,
-            max_num_seqs=max(counts),
-            gpu_memory_utilization=float(os.environ.get("GPU_SHARE", "0.1")),
-            enable_prefix_caching=False,
-            enforce_eager=options.eager,
-            seed=0,
-            **extra,
-        )
+    method: Method = "p-eagle" if parallel else "eagle3"
+    target, drafter, vocab_size = shared_configs(options.shape, method)
+    if options.method != "none":
+        rates = [float(word) for word in options.profile.split(",")]
+        extra["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(drafter),
+            "num_speculative_tokens": options.k,
+            "parallel_drafting": parallel,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [*rates, *[0.0] * options.k][: options.k],
+        }
+    llm = LLM(
+        model=str(target),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=max(counts),
+        gpu_memory_utilization=float(os.environ.get("GPU_SHARE", "0.1")),
+        enable_prefix_caching=False,
+        enforce_eager=options.eager,
+        compilation_config={"cudagraph_capture_sizes": capture_sizes(max(counts), options.k)},
+        seed=0,
+        **extra,
+    )
     return llm, vocab_size
 
 

@@ -3,12 +3,15 @@
     PYTHONPATH=.:VLLM python benchmarks/vllm/step_group.py OUT SHAPE none:0,p-eagle:3,eagle3:3 1,8
         [--at-once 2] [--seconds 300] [--profile p-eagle=.8,.6 --profile eagle3=.7,.5] [OPTIONS]
 
+A cell may name another shape: gpt-oss-20b/p-eagle:5. All K of a shape share what vLLM compiles, so
+a group of two shapes, and then the next K of both, is faster than two K of one shape at once.
+
 Processes of a group load at the same time; when all of them are ready, they are measured one after
 another. OUT gets a JSON line per cell as soon as it is measured. `--seconds` limits the loading of
 a group, and each measurement. OPTIONS are those of step.py.
 
 Memory: a process takes the weights, `--kv-gib` and about 5 GiB. On a GPU of 139 GiB that is two of
-gpt-oss-20b at a time, or two of qwen3-30b-a3b with `--kv-gib 3`.
+gpt-oss-20b at a time, two of qwen3-30b-a3b with `--kv-gib 3`, or one of each.
 """
 
 import argparse
@@ -28,13 +31,15 @@ class Worker:
     """One process of step.py. Its lines that are JSON are kept, the others are printed."""
 
     def __init__(self, method: str, k: str, go: Path, options: argparse.Namespace) -> None:
-        self.name = f"{options.shape} {method}:{k}"
+        shape, _, method = method.rpartition("/")
+        shape = shape or options.shape
+        self.name = f"{shape} {method}:{k}"
         self.go = go
         self.out: Path = options.out
         self.ready = False
         profiles = dict(word.split("=") for word in options.profile)
         profile = ["--profile", profiles[method]] if method in profiles else []
-        arguments = [options.shape, method, k, options.concurrency, str(go), *profile]
+        arguments = [shape, method, k, options.concurrency, str(go), *profile]
         self.process = subprocess.Popen(
             [sys.executable, str(STEP), *arguments, *options.extra],
             stdout=subprocess.PIPE,
@@ -85,7 +90,8 @@ def run_group(cells: list[str], options: argparse.Namespace, folder: Path) -> No
     try:
         for cell in cells:
             method, k = cell.split(":")
-            workers.append(Worker(method, k, folder / f"go-{method}-{k}", options))
+            go = folder / f"go-{cell.replace('/', '-')}"
+            workers.append(Worker(method, k, go, options))
         end = time.monotonic() + options.seconds
         while time.monotonic() < end and any(x.running and not x.ready for x in workers):
             time.sleep(0.5)

@@ -229,20 +229,22 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         block = tl.program_id(2) // SPLITS
         split = tl.program_id(2) % SPLITS
         row_count = tl.load(row_counts_ptr + request).to(tl.int32)
+        first_row = tl.load(row_starts_ptr + request).to(tl.int64)
+        first = tl.load(first_positions_ptr + request).to(tl.int32)
+        wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT)
         if block * BLOCK_ROWS >= row_count * GROUP:
             return
         query_index = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         dims = tl.arange(0, BLOCK_D)
         local_row = query_index // GROUP
         head = kv_head * GROUP + query_index % GROUP
-        row = tl.load(row_starts_ptr + request).to(tl.int64) + local_row
+        row = first_row + local_row
         row_mask = local_row < row_count
         query_mask = row_mask[:, None] & (dims < D)[None, :]
         q = tl.load(
@@ -251,7 +253,6 @@ if triton is not None:
             other=0.0,
         )
 
-        first = tl.load(first_positions_ptr + request).to(tl.int32)
         position = first + local_row
         last = position
         tree_bits = position

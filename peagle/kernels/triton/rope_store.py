@@ -7,7 +7,7 @@ each product, then the sum.
 
     d=4, rot=2, head (x0 x1 x2 x3)  ->  (x0 cos - x1 sin, x1 cos + x0 sin, x2, x3)
 
-A program computes a few heads of one row. Query heads and key/value heads belong to different
+A program computes a few heads of one row. The heads of queries, keys and values belong to different
 programs. A thread stores the two elements that it has loaded, so no program reads rotated values.
 
 Shapes: qkv [T, (H + 2 Hkv) d] with the heads of q, k, v in this order; rows.positions [T] and
@@ -90,9 +90,8 @@ if triton is not None:
         return x.to(dtype)
 
     @triton.jit
-    def _scale_by_norm(x, scale, weight_ptr, dims, mask, dtype):  # type: ignore[no-untyped-def]
-        weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)[None, :]
-        return (weight * (x * scale).to(dtype).to(tl.float32)).to(dtype)
+    def _scale_by_norm(x, scale, weight, dtype):  # type: ignore[no-untyped-def]
+        return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
 
     @triton.jit
     def _rotate_heads(  # type: ignore[no-untyped-def]
@@ -111,8 +110,12 @@ if triton is not None:
         SPLITS: tl.constexpr,
         BLOCK_HALF: tl.constexpr,
         BLOCK_REST: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):
-        """Rotate heads [BLOCK_HEADS] of one row; the heads of the source are contiguous."""
+        """Rotate heads [BLOCK_HEADS] of one row; the heads of the source are contiguous.
+
+        The source is read after `wait_for_inputs`, everything else before.
+        """
         HALF: tl.constexpr = ROT // 2
         dims = tl.arange(0, BLOCK_HALF)
         rest_dims = ROT + tl.arange(0, BLOCK_REST)
@@ -121,6 +124,14 @@ if triton is not None:
         source = source_ptr + head[:, None] * D
         target = target_ptr + head[:, None].to(tl.int64) * stride_target_head
         dtype = target_ptr.dtype.element_ty
+        cos = tl.load(angles_ptr + dims, mask=dims < HALF, other=0.0)
+        sin = tl.load(angles_ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        if NORM:
+            left_norm = tl.load(norm_ptr + dims, mask=dims < HALF, other=0.0)
+            right_norm = tl.load(norm_ptr + HALF + dims, mask=dims < HALF, other=0.0)
+            rest_norm = tl.load(norm_ptr + rest_dims, mask=rest_dims < D, other=0.0)
+        wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT)
         left = _load_sum(source + dims[None, :], stride_split, half_mask, SPLITS, dtype)
         right = _load_sum(source + HALF + dims[None, :], stride_split, half_mask, SPLITS, dtype)
         rest = _load_sum(source + rest_dims[None, :], stride_split, rest_mask, SPLITS, dtype)
@@ -128,12 +139,10 @@ if triton is not None:
             x, y, z = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
             square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
             scale = tl.rsqrt(square / D + eps)[:, None]
-            left = _scale_by_norm(x, scale, norm_ptr, dims, dims < HALF, dtype)
-            right = _scale_by_norm(y, scale, norm_ptr + HALF, dims, dims < HALF, dtype)
-            rest = _scale_by_norm(z, scale, norm_ptr, rest_dims, rest_dims < D, dtype)
-        cos = tl.load(angles_ptr + dims, mask=dims < HALF, other=0.0)
+            left = _scale_by_norm(x, scale, left_norm, dtype)
+            right = _scale_by_norm(y, scale, right_norm, dtype)
+            rest = _scale_by_norm(z, scale, rest_norm, dtype)
         cos = cos.to(dtype).to(tl.float32)[None, :]
-        sin = tl.load(angles_ptr + HALF + dims, mask=dims < HALF, other=0.0)
         sin = sin.to(dtype).to(tl.float32)[None, :]
         x, y = left.to(tl.float32), right.to(tl.float32)
         new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
@@ -176,11 +185,10 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
         row = tl.program_id(0).to(tl.int64)
         block = tl.program_id(1)
         Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+        KV_BLOCKS: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
         position = tl.minimum(tl.load(positions_ptr + row).to(tl.int64), max_positions - 1)
         angles_ptr = rope_table_ptr + position * stride_rope_row
         row_ptr = qkv_ptr + row * stride_qkv_row
@@ -202,11 +210,13 @@ if triton is not None:
                 SPLITS,
                 BLOCK_HALF,
                 BLOCK_REST,
+                DEPENDENT,
             )
-        else:
-            slot = tl.load(kv_slots_ptr + row).to(tl.int64)
-            head = (block - Q_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-            head_mask = (head < KV_HEADS) & (slot >= 0)
+            return
+        slot = tl.load(kv_slots_ptr + row).to(tl.int64)
+        head = (block - Q_BLOCKS) % KV_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        head_mask = (head < KV_HEADS) & (slot >= 0)
+        if block < Q_BLOCKS + KV_BLOCKS:
             _rotate_heads(
                 row_ptr + HEADS * D,
                 stride_qkv_split,
@@ -223,7 +233,11 @@ if triton is not None:
                 SPLITS,
                 BLOCK_HALF,
                 BLOCK_REST,
+                DEPENDENT,
             )
+        else:
+            wait_for_inputs(DEPENDENT)
+            launch_next(DEPENDENT)
             dims = tl.arange(0, BLOCK_D)[None, :]
             mask = head_mask[:, None] & (dims < D)
             source = row_ptr + (HEADS + KV_HEADS) * D + head[:, None] * D + dims
@@ -281,7 +295,7 @@ def _launch(
     rot = rope_table.shape[1]
     q_blocks = triton.cdiv(heads.num_heads, HEADS_PER_PROGRAM)
     kv_blocks = triton.cdiv(heads.num_kv_heads, HEADS_PER_PROGRAM)
-    _rope_store_kernel[(qkv.shape[-2], q_blocks + kv_blocks)](
+    _rope_store_kernel[(qkv.shape[-2], q_blocks + 2 * kv_blocks)](
         qkv,
         query,
         rows.positions,

@@ -8,6 +8,10 @@ no launch of its own. The gated activation of an MLP runs in the launch that com
     x [8, 4096], weight [4096, 4096]: 64 blocks of 64 outputs x 4 splits of 1024 inputs
     ->  partial sums [4, 8, 4096] float32
 
+Weights do not depend on the kernel in front. A program loads its last ones, up to 512 inputs, while
+it waits for its rows (dependent_launch.py); with few rows, all programs of a matrix are on the GPU
+at once, and most of the matrix is there when the rows are.
+
 The order in which a number is summed depends on the matrix alone, not on the number of rows.
 
 A weight in 8 bits (int8 or fp8, with a scale per output) is half as much to read: it is converted
@@ -48,6 +52,7 @@ class TileSizes(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    early: int = 0  # inputs of a program, its last ones, whose weights are loaded before it waits
 
 
 def reference(
@@ -122,6 +127,8 @@ if triton is not None:
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
+        EARLY: tl.constexpr,
+        LATE: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -130,19 +137,41 @@ if triton is not None:
         k = split * split_inputs + tl.arange(0, BLOCK_K)
         row_mask = (t < rows)[None, :]
         weight_tile_ptr = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row + k[None, :]
-        up_tile_ptr = weight_tile_ptr + inner.to(tl.int64) * stride_weight_row
+        late_inputs = split_inputs - EARLY
+        up_offset = inner.to(tl.int64) * stride_weight_row
+        if EARLY > 0:
+            # In two halves, so that both find room in shared memory for their part of x.
+            HALF: tl.constexpr = EARLY // 2
+            early_k = split * split_inputs + late_inputs + tl.arange(0, HALF)
+            early_ptr = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row + early_k[None, :]
+            early_x_ptr = x_ptr + t[None, :] * stride_x_row + early_k[:, None]
+            weight_0 = tl.load(early_ptr)
+            weight_1 = tl.load(early_ptr + HALF)
+            if GATED:
+                up_weight_0 = tl.load(early_ptr + up_offset)
+                up_weight_1 = tl.load(early_ptr + HALF + up_offset)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         x_tile_ptr = x_ptr + t[None, :] * stride_x_row + k[:, None]
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        for start in range(0, split_inputs, BLOCK_K):
-            x = tl.load(x_tile_ptr + start, mask=row_mask, other=0.0)
-            weight = tl.load(weight_tile_ptr + start).to(x.dtype)
-            total = tl.dot(weight, x, total, input_precision="ieee")
+        if LATE:
+            for start in range(0, late_inputs, BLOCK_K):
+                x = tl.load(x_tile_ptr + start, mask=row_mask, other=0.0)
+                weight = tl.load(weight_tile_ptr + start).to(x.dtype)
+                total = tl.dot(weight, x, total, input_precision="ieee")
+                if GATED:
+                    up_weight = tl.load(weight_tile_ptr + start + up_offset).to(x.dtype)
+                    up = tl.dot(up_weight, x, up, input_precision="ieee")
+        if EARLY > 0:  # They come last, so that the order of a sum does not depend on EARLY.
+            x = tl.load(early_x_ptr, mask=row_mask, other=0.0)
+            total = tl.dot(weight_0.to(x.dtype), x, total, input_precision="ieee")
             if GATED:
-                up_weight = tl.load(up_tile_ptr + start).to(x.dtype)
-                up = tl.dot(up_weight, x, up, input_precision="ieee")
+                up = tl.dot(up_weight_0.to(x.dtype), x, up, input_precision="ieee")
+            x = tl.load(early_x_ptr + HALF, mask=row_mask, other=0.0)
+            total = tl.dot(weight_1.to(x.dtype), x, total, input_precision="ieee")
+            if GATED:
+                up = tl.dot(up_weight_1.to(x.dtype), x, up, input_precision="ieee")
         if SCALED:
             total *= tl.load(scales_ptr + n)[:, None]
             if GATED:
@@ -221,6 +250,8 @@ def _launch(
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        EARLY=tiles.early,
+        LATE=tiles.early < split_inputs,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **launch_options(x),
@@ -233,7 +264,18 @@ def tile_sizes(outputs: int, split_inputs: int, block_t: int, gated: bool) -> Ti
     Small matrices get narrow tiles, many of which are loaded at once.
     """
     if outputs // 64 < 96:
-        return TileSizes(block_n=16, block_k=64, num_warps=2, num_stages=8)
-    if split_inputs % 128 == 0 and block_t <= 16:
-        return TileSizes(block_n=64, block_k=128, num_warps=4, num_stages=3 if gated else 4)
-    return TileSizes(block_n=64, block_k=64, num_warps=4, num_stages=3 if gated else 6)
+        return TileSizes(16, 64, 2, 8, early_inputs(256 if gated else 512, split_inputs))
+    wide = split_inputs % 128 == 0 and block_t <= 16
+    block_k = 128 if wide else 64
+    if gated:
+        return TileSizes(64, block_k, num_warps=4, num_stages=3)
+    if block_t > 16:
+        return TileSizes(64, block_k, num_warps=4, num_stages=6)
+    if split_inputs < 1024:
+        return TileSizes(64, block_k, 4, 3, early_inputs(512, split_inputs))
+    return TileSizes(64, block_k, 4, 4 if wide else 6, early=256)
+
+
+def early_inputs(wanted: int, split_inputs: int) -> int:
+    """A power of 2 that is at most the number of inputs of a program."""
+    return min(wanted, 1 << split_inputs.bit_length() - 1)

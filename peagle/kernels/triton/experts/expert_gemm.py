@@ -17,8 +17,6 @@ An 8-bit weight is converted to x's dtype before the product, which is exact, an
 multiplies the sum. MXFP4 weights: mxfp4.py.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -26,7 +24,9 @@ from torch.nn.functional import linear
 from peagle.kernels.expert_matrices import MXFP4_BLOCK, ExpertMatrices, GatedActivation
 from peagle.kernels.mxfp4_tiles import TILE_BYTES
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.experts import tiles as tiling
 from peagle.kernels.triton.experts.route import Routing
+from peagle.kernels.triton.experts.tiles import ExpertTiles
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
@@ -38,20 +38,8 @@ try:
 except ImportError:  # without Triton the reference runs
     triton = None
 
-MIN_BLOCK_ROWS = 8
-MAX_BLOCK_ROWS = 128
-MAX_TILED_BLOCK_ROWS = 64
-BUSY_PROGRAMS = 264  # programs that keep a GPU busy
-MAX_SPLITS = 4
 WIDE_PART_ROWS = 1024  # with more rows, parts are in x's dtype instead of float32
 NO_LIMIT = 3.0e38
-
-
-class ExpertTiles(NamedTuple):
-    block_n: int
-    block_k: int  # elements of a stored row: inputs, or bytes of MXFP4
-    num_warps: int
-    num_stages: int
 
 
 def reference_gate_up(
@@ -94,8 +82,25 @@ if triton is not None:
     _NO_LIMIT = tl.constexpr(NO_LIMIT)
 
     @triton.jit
-    def _load(ptr, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-        return tl.load(ptr) if EVEN else tl.load(ptr, mask=mask, other=0.0)
+    def _load_weight(  # type: ignore[no-untyped-def]
+        weight_ptr, n, n_mask, k, WIDTH: tl.constexpr, EVEN: tl.constexpr
+    ):
+        """[N, K]: the rows n of a matrix, at the inputs k."""
+        ptr = weight_ptr + n[:, None] * WIDTH + k[None, :]
+        if EVEN:
+            return tl.load(ptr)
+        return tl.load(ptr, mask=n_mask[:, None] & (k < WIDTH)[None, :], other=0.0)
+
+    @triton.jit
+    def _load_rows(  # type: ignore[no-untyped-def]
+        x_ptr, row, row_mask, stride_x_row, k, WIDTH: tl.constexpr
+    ):
+        """[K, rows]: rows of x, at the inputs k."""
+        return tl.load(
+            x_ptr + row[None, :] * stride_x_row + k[:, None],
+            mask=row_mask[None, :] & (k < WIDTH)[:, None],
+            other=0.0,
+        )
 
     @triton.jit
     def _multiply(  # type: ignore[no-untyped-def]
@@ -114,17 +119,11 @@ if triton is not None:
     ):
         """[N, rows]: the products of rows of x with the rows n of a matrix, over some inputs."""
         total = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        weight_row_ptr = weight_ptr + n[:, None] * WIDTH
         for block in range(first_block, end_block):
             k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-            mask = n_mask[:, None] & (k < WIDTH)[None, :]
-            weight = _load(weight_row_ptr + k[None, :], mask, EVEN)
-            x = tl.load(
-                x_ptr + row[None, :] * stride_x_row + k[:, None],
-                mask=row_mask[None, :] & (k < WIDTH)[:, None],
-                other=0.0,
-            )
-            total = tl.dot(weight.to(x_ptr.dtype.element_ty), x, total, input_precision="ieee")
+            weight = _load_weight(weight_ptr, n, n_mask, k, WIDTH, EVEN)
+            x = _load_rows(x_ptr, row, row_mask, stride_x_row, k, WIDTH)
+            total = tl.dot(weight.to(x.dtype), x, total, input_precision="ieee")
         return total
 
     @triton.jit
@@ -166,9 +165,10 @@ if triton is not None:
     ):
         wait_for_inputs(DEPENDENT)
         place = tl.program_id(1)
-        if place >= tl.load(counts_ptr + EXPERTS):
-            return
+        touched = tl.load(counts_ptr + EXPERTS)
         expert = tl.load(touched_ptr + place).to(tl.int64)
+        if place >= touched:
+            return
         count = tl.load(counts_ptr + expert)
         split = tl.program_id(2)
         first_block = split * split_blocks
@@ -282,7 +282,7 @@ def expert_down(
     if not uses_triton(hidden):
         return reference_down(hidden, matrices, routing)
     rows, top_k = routing.experts.shape
-    splits = num_splits(matrices, rows * top_k)
+    splits = tiling.num_splits(matrices, rows * top_k)
     out = torch.empty(
         (splits * top_k, rows, matrices.outputs),
         dtype=part_dtype(rows, hidden.dtype),
@@ -306,8 +306,8 @@ def _launch(
     matrix_rows = matrices.outputs
     width = row_elements(matrices)
     shape = activation or GatedActivation()
-    block_t = block_rows(matrices, rows * top_k / matrices.num_experts, rows)
-    tiles = tiles or tile_sizes(matrices, block_t, rows * top_k, activation is not None)
+    block_t = tiling.block_rows(matrices, rows * top_k / matrices.num_experts, rows)
+    tiles = tiles or tiling.tile_sizes(matrices, block_t, rows * top_k, activation is not None)
     split_blocks = triton.cdiv(width, splits * tiles.block_k)
     assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
     assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
@@ -366,34 +366,3 @@ def _format_options(matrices: ExpertMatrices) -> dict[str, int]:
         "MXFP4": matrices.is_mxfp4,
         "TILED": matrices.is_tiled,
     }
-
-
-def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
-    """Rows of a block: enough for most experts, whose numbers of rows differ."""
-    wanted = min(rows, int(1.5 * mean_rows) + 1)
-    most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
-    return min(max(MIN_BLOCK_ROWS, triton.next_power_of_2(wanted)), most)
-
-
-def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
-    """Programs that share the inputs of an output, if the outputs of few experts are too few.
-
-    Decoding MXFP4 takes more instructions, and therefore more programs.
-    """
-    blocks = max(min(assignments, matrices.num_experts) * matrices.outputs // 64, 1)
-    busy = BUSY_PROGRAMS * (4 if matrices.is_mxfp4 else 1)
-    return min(max(busy // blocks, 1), MAX_SPLITS)
-
-
-def tile_sizes(
-    matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
-) -> ExpertTiles:
-    """Sizes measured on an H200."""
-    if matrices.is_tiled:  # With four warps, tensor cores would get codes in pairs, not in fours.
-        block_n = 32 if gated and assignments <= 8 else 64
-        return ExpertTiles(block_n, TILE_BYTES, num_warps=2, num_stages=3)
-    if matrices.is_mxfp4:
-        return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
-    if block_t <= 32:
-        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
-    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)

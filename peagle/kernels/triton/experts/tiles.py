@@ -1,0 +1,65 @@
+"""The sizes of blocks and tiles of the experts' products (expert_gemm.py), measured on an H200."""
+
+from typing import NamedTuple
+
+from peagle.kernels.expert_matrices import ExpertMatrices
+from peagle.kernels.mxfp4_tiles import TILE_BYTES
+
+try:
+    import triton
+except ImportError:  # without Triton the references run
+    triton = None
+
+MIN_BLOCK_ROWS = 8
+# With fewer rows, tensor cores would add the products of 8-bit weights in another order.
+MIN_8BIT_BLOCK_ROWS = 16
+MAX_BLOCK_ROWS = 128
+MAX_TILED_BLOCK_ROWS = 64
+ALIKE_ROWS = 16  # for which a block has room, if the pass has so many
+BUSY_PROGRAMS = 264  # programs that keep a GPU busy
+MAX_SPLITS = 4
+
+
+class ExpertTiles(NamedTuple):
+    block_n: int
+    block_k: int  # elements of a stored row: inputs, or bytes of MXFP4
+    num_warps: int
+    num_stages: int
+
+
+def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
+    """Rows of a block: enough for most experts, whose numbers of rows differ.
+
+    The rows of a draft choose much the same experts: with 8 requests of 6 rows, few experts have
+    3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice. With
+    MXFP4, whose limit are instructions, wide blocks cost more than that.
+    """
+    alike_rows = 1 if matrices.is_mxfp4 else ALIKE_ROWS
+    wanted = min(rows, max(int(1.5 * mean_rows) + 1, alike_rows))
+    most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
+    least = MIN_BLOCK_ROWS if matrices.scales is None or matrices.is_mxfp4 else MIN_8BIT_BLOCK_ROWS
+    return min(max(least, triton.next_power_of_2(wanted)), most)
+
+
+def num_splits(matrices: ExpertMatrices, assignments: int) -> int:
+    """Programs that share the inputs of an output, if the outputs of few experts are too few.
+
+    Decoding MXFP4 takes more instructions, and therefore more programs.
+    """
+    blocks = max(min(assignments, matrices.num_experts) * matrices.outputs // 64, 1)
+    busy = BUSY_PROGRAMS * (4 if matrices.is_mxfp4 else 1)
+    return min(max(busy // blocks, 1), MAX_SPLITS)
+
+
+def tile_sizes(
+    matrices: ExpertMatrices, block_t: int, assignments: int, gated: bool
+) -> ExpertTiles:
+    """Sizes measured on an H200."""
+    if matrices.is_tiled:  # With four warps, tensor cores would get codes in pairs, not in fours.
+        block_n = 32 if gated and assignments <= 8 else 64
+        return ExpertTiles(block_n, TILE_BYTES, num_warps=2, num_stages=3)
+    if matrices.is_mxfp4:
+        return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
+    if block_t <= 32:
+        return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
+    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
