@@ -18,8 +18,13 @@ def load_with_progress(
     context: int | None,
     quiet: bool,
 ) -> "LoadedPair":
-    from peagle.loaded import load
+    import torch  # noqa: F401  # Before transformers, which is imported without some of its parts.
+
     from peagle.progress import progress_bars
+    from peagle.target.transformers_import import quick_imports
+
+    with quick_imports():
+        from peagle.loaded import load
 
     with progress_bars(err, quiet=quiet) as progress:
         return load(

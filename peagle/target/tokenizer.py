@@ -11,6 +11,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from peagle.target.transformers_import import quick_imports
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _import_lock = Lock()
 
@@ -44,7 +46,8 @@ def import_without_torch() -> None:
     with _import_lock:
         if "torch" not in sys.modules and "transformers" not in sys.modules:
             _import_hiding_torch()
-        from transformers import AutoTokenizer  # noqa: F401
+        with quick_imports():
+            from transformers import AutoTokenizer  # noqa: F401
 
 
 def _import_hiding_torch() -> None:
@@ -53,7 +56,8 @@ def _import_hiding_torch() -> None:
     logger.disabled = True
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python: it cannot be imported.
     try:
-        from transformers.utils import is_torch_available
+        with quick_imports():
+            from transformers.utils import is_torch_available
 
         is_torch_available()  # Cached from now on.
     finally:
