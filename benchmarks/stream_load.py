@@ -30,6 +30,8 @@ class LoadResult:
     start: float = 0.0  # By the monotonic clock, which all processes of a machine share.
     end: float = 0.0
     first_token_seconds: list[float] = field(default_factory=list)
+    answer_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0  # Of the client processes.
     errors: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -37,8 +39,15 @@ class LoadResult:
         return self.tokens / max(self.end - self.start, 1e-9)
 
     def first_token_ms(self, fraction: float) -> float:
-        times = sorted(self.first_token_seconds) or [0.0]
-        return 1000 * times[min(len(times) - 1, int(fraction * len(times)))]
+        return percentile_ms(self.first_token_seconds, fraction)
+
+    def answer_ms(self, fraction: float) -> float:
+        return percentile_ms(self.answer_seconds, fraction)
+
+
+def percentile_ms(seconds: list[float], fraction: float) -> float:
+    times = sorted(seconds) or [0.0]
+    return 1000 * times[min(len(times) - 1, int(fraction * len(times)))]
 
 
 def request_body(prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
@@ -76,6 +85,7 @@ class StreamLoad:
         self.result.start = time.monotonic()
         await asyncio.gather(*(self._stream() for _ in range(streams)))
         self.result.end = time.monotonic()
+        self.result.cpu_seconds = time.process_time()
         return self.result
 
     async def _stream(self) -> None:
@@ -97,6 +107,7 @@ class StreamLoad:
         self.result.answers += 1
         self.result.tokens += usage["completion_tokens"]
         self.result.first_token_seconds.append(first - started)
+        self.result.answer_seconds.append(time.monotonic() - started)
 
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[float, dict[str, int]]:
@@ -148,6 +159,8 @@ def merge(total: LoadResult, part: dict[str, Any]) -> None:
     total.start = min(total.start, part["start"])
     total.end = max(total.end, part["end"])
     total.first_token_seconds += part["first_token_seconds"]
+    total.answer_seconds += part["answer_seconds"]
+    total.cpu_seconds += part["cpu_seconds"]
     total.errors.update(part["errors"])
 
 

@@ -28,9 +28,11 @@ EXIT_SECONDS = 8.0
 
 
 class FrontSet:
-    def __init__(self, settings: ServerSettings, listener: socket.socket) -> None:
+    def __init__(
+        self, settings: ServerSettings, engines: EngineSet, listener: socket.socket
+    ) -> None:
         self.settings = settings
-        self.engines = EngineSet(settings)
+        self.engines = engines
         self.failure: str | None = None
         self._listener = listener
         self._stop = asyncio.Event()

@@ -134,8 +134,10 @@ def _argument_key(argument: Any) -> Hashable:
 
 
 def compile_kernel(source: Any, target: Any, options: dict[str, Any]) -> None:
+    """Compile a kernel, and the function in C that launches it where Triton has one for each."""
     try:
-        triton.compile(source, target=target, options=options)
+        kernel = triton.compile(source, target=target, options=options)
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     except Exception:
         log.debug("a kernel was not compiled ahead", exc_info=True)
 
