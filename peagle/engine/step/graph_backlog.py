@@ -72,35 +72,50 @@ class GraphBacklog:
         self.shapes: Collection[DraftShape] = {max_shape, chain}
         if self.adaptive is not None:
             self.shapes = self.adaptive.candidates
-        self._pending: deque[Work] = deque()  # By batch size, ascending.
+        self._pending: deque[Work] = deque()
 
     def __len__(self) -> int:
         """The number of captures and measurements that are left."""
         return len(self._pending)
 
-    def fill(self, max_batch: int) -> None:
-        """Plan the graphs of all batches up to `max_batch`."""
+    def fill(self, max_batch: int, ready_batch: int | None = None) -> None:
+        """Plan the graphs of all batches up to `max_batch`: first those of `ready_batches`."""
         self._pending.clear()
-        batches = batch_sizes(max_batch)
+        first = ready_batches(ready_batch, max_batch)
+        batches = sorted(batch_sizes(max_batch), key=lambda batch: (batch not in first, batch))
         prefills = list(self.stepper.prefill.usual_sizes(max_batch, self.drafter_shape))
         for batch in batches:
             # The largest prefills may hold more requests than any batch.
-            sizes = [size for size in prefills if min(size.requests, batches[-1]) == batch]
+            sizes = [size for size in prefills if min(size.requests, max(batches)) == batch]
             self._pending += self._batch_work(batch, sizes)
 
     def clear(self) -> None:
         self._pending.clear()
 
-    def run(self, max_batch: int | None, capture: CaptureStep) -> None:
-        """Compile the kernels of all planned graphs; capture those of batches up to `max_batch`.
+    def run(self, ready_batch: int | None, capture: CaptureStep) -> None:
+        """Compile the kernels of all planned graphs; capture those of `ready_batches`.
 
-        None: capture all of them.
+        `ready_batch` None: capture all of them.
         """
-        if self._pending:
-            with self.times.measure("compile"):
-                compile_ahead(self._launch_all, self.stepper.slots.device)
-        while self._pending and (max_batch is None or self._pending[0].batch <= max_batch):
+        if not self._pending:
+            return
+        with self.times.measure("compile"):
+            compile_ahead(self._launch_all, self.stepper.slots.device, self.describe())
+        first = ready_batches(ready_batch, max(work.batch for work in self._pending))
+        while self._pending and (ready_batch is None or self._pending[0].batch in first):
             self.run_next(capture)
+
+    def describe(self) -> str:
+        """What the kernels of the planned graphs depend on."""
+        target = self.stepper.target
+        return "\n".join(
+            (
+                str(target.config.to_dict()),
+                f"{target.dtype} {target.format} {self.stepper.weights} {self.drafter_shape}",
+                str(self.stepper.drafter_config),
+                *map(str, self._pending),
+            )
+        )
 
     def run_next(self, capture: CaptureStep) -> bool:
         """Capture or measure one graph more; no request may be live. False if none is left.
@@ -147,6 +162,16 @@ class GraphBacklog:
         for size in self.stepper.prefill.usual_sizes(max(batches), self.drafter_shape):
             if size.requests in COMPILED_PREFILLS:
                 self.stepper.prefill.launch_padding(size, self.drafter_shape)
+
+
+def ready_batches(ready_batch: int | None, max_batch: int) -> tuple[int, ...]:
+    """The batch sizes whose graphs are captured first: a single request, and `ready_batch`.
+
+    Numbers of requests in between run with the graphs of `ready_batch` until they have their own.
+    """
+    if not ready_batch:
+        return ()
+    return 1, batch_sizes(min(ready_batch, max_batch))[-1]
 
 
 def batch_sizes(max_batch: int) -> list[int]:

@@ -61,9 +61,7 @@ class EngineSet:
 
     def _create(self, names: list[str], devices: list[dict[str, str]]) -> None:
         self.engines = [
-            EngineSupervisor(
-                self.settings, name, device, self.folder, self.module, self._changed
-            )
+            EngineSupervisor(self.settings, name, device, self.folder, self.module, self._changed)
             for name, device in zip(names, devices, strict=True)
         ]
 
