@@ -6,7 +6,6 @@ The engine process takes longest to start. It is started before web frameworks a
 import asyncio
 import socket
 
-from peagle.errors import UserError
 from peagle.server.engine_process.engine_set import EngineSet
 from peagle.server.http.logs import set_up_logging
 from peagle.server.listener import open_listener

@@ -1,4 +1,4 @@
-"""Which CUDA graphs are captured before an engine is ready, and which graphs steps use meanwhile."""
+"""Which CUDA graphs are captured before an engine is ready, and which ones steps use meanwhile."""
 
 from types import SimpleNamespace
 from typing import Any
