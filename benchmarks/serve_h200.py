@@ -72,6 +72,7 @@ SHAPE_BYTES = 24 << 30  # Disk space of the pair in the shape of an 8B model.
 SHAPE_PROMPT_TOKENS = 128
 PROMPT_COUNT = 64
 REQUESTS = {1: 24, 8: 128, 64: 512}  # By streams.
+WARM_UP_TOKENS = 32  # Of the requests before each level, twice as many as streams.
 SHAPE_REQUESTS = {1: 4, 8: 16, 64: 128}
 REQUESTS_PER_STREAM = 4
 
@@ -244,9 +245,10 @@ def serve_levels(
     levels: list[tuple[int, int]],
     options: argparse.Namespace,
 ) -> Iterator[tuple[int, ServedLevel]]:
-    drive(server.url, make_bodies(prompts, 8, 16), 4, 1)
     roles = process_roles(server.pid)
     for streams, count in levels:
+        # The first requests of a level capture graphs of prefills that no level had before.
+        drive(server.url, make_bodies(prompts, 2 * streams, WARM_UP_TOKENS), streams, 1)
         bodies = make_bodies(prompts, count, options.tokens)
         before = {pid: cpu_seconds(pid) for pid in roles}
         result = drive(server.url, bodies, streams, options.clients)
@@ -312,6 +314,7 @@ def engine_speeds(
     levels: list[tuple[int, int]],
 ) -> dict[int, dict[str, float]]:
     job = {"settings": pair.settings, "prompts": prompts, "tokens": options.tokens}
+    job["warm_up_tokens"] = WARM_UP_TOKENS
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.engine_load"],
         input=json.dumps({**job, "levels": levels}).encode(),

@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Body = Mapping[str, Any]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+LAST_CHUNK = b"0\r\n"  # Of a chunked body; an empty line follows.
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
 
@@ -68,7 +70,7 @@ def encode_request(url: str, body: Body) -> bytes:
     data = json.dumps(body).encode()
     path = CHAT_PATH if "messages" in body else TEXT_PATH
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data
@@ -89,21 +91,28 @@ class StreamLoad:
         return self.result
 
     async def _stream(self) -> None:
+        """Send request after request on one connection, as clients with a pool do."""
+        connection: Connection | None = None
         while self.waiting:
             request = self.waiting.pop()
             try:
-                await self._ask(request)
+                connection = connection or await asyncio.open_connection(
+                    *self.address, limit=1 << 20
+                )
+                await self._ask(request, connection)
             except (OSError, ValueError, EOFError) as error:
                 self.result.errors[f"{type(error).__name__}: {error}"[:120]] += 1
+                if connection is not None:
+                    connection[1].close()
+                connection = None
+        if connection is not None:
+            connection[1].close()
 
-    async def _ask(self, request: bytes) -> None:
+    async def _ask(self, request: bytes, connection: Connection) -> None:
+        reader, writer = connection
         started = time.monotonic()
-        reader, writer = await asyncio.open_connection(*self.address, limit=1 << 20)
-        try:
-            writer.write(request)
-            first, usage = await read_answer(reader)
-        finally:
-            writer.close()
+        writer.write(request)
+        first, usage = await read_answer(reader)
         self.result.answers += 1
         self.result.tokens += usage["completion_tokens"]
         self.result.first_token_seconds.append(first - started)
@@ -117,6 +126,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[float, dict[str, in
         raise ValueError(f"HTTP {status}")
     first = 0.0
     last = b""
+    usage: dict[str, int] = {}
     async for line in reader:
         if line.startswith(b'data: {"error"'):
             raise ValueError(line.decode()[:100])
@@ -124,7 +134,10 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[float, dict[str, in
             first = first or time.monotonic()
             last = line
         elif line.startswith(b"data: [DONE]"):
-            return first, json.loads(last.removeprefix(b"data: "))["usage"]
+            usage = json.loads(last.removeprefix(b"data: "))["usage"]
+        elif line == LAST_CHUNK:
+            await reader.readline()
+            return first, usage
     raise EOFError("the stream broke off")
 
 

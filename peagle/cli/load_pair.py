@@ -18,10 +18,12 @@ def load_with_progress(
     context: int | None,
     quiet: bool,
 ) -> "LoadedPair":
-    import torch  # noqa: F401  # Before transformers, which is imported without some of its parts.
-
     from peagle.progress import progress_bars
+    from peagle.target.preload import preload
     from peagle.target.transformers_import import quick_imports
+
+    preload(device)
+    import torch  # noqa: F401  # Before transformers, which is imported without some of its parts.
 
     with quick_imports():
         from peagle.loaded import load

@@ -43,7 +43,8 @@ def quick_imports() -> Iterator[None]:
     if "transformers" in sys.modules:
         yield
         return
-    with _lock, _replaced_lookups(), _replaced_modules():
+    with _lock, _replaced_lookups(), without_command_lines():
+        _replace_dynamo()
         finder = _ImportUtilsFinder()
         sys.meta_path.insert(0, finder)
         try:
@@ -69,12 +70,16 @@ def _replaced_lookups() -> Iterator[None]:
         Path.rglob = rglob  # type: ignore[method-assign]
 
 
-@contextmanager
-def _replaced_modules() -> Iterator[None]:
+def _replace_dynamo() -> None:
     """The stand-ins for torch's compiler stay: creating a model asks for its decorators too."""
     if DYNAMO not in sys.modules:
         sys.modules[DYNAMO] = DynamoDecorators(DYNAMO)
         sys.modules[DYNAMO_TRACING] = DynamoDecorators(DYNAMO_TRACING)
+
+
+@contextmanager
+def without_command_lines() -> Iterator[None]:
+    """Import httpx without its command line inside this block."""
     if COMMAND_LINE in sys.modules:
         yield
         return

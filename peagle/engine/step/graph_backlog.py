@@ -73,21 +73,35 @@ class GraphBacklog:
         if self.adaptive is not None:
             self.shapes = self.adaptive.candidates
         self._pending: deque[Work] = deque()
+        self._ready = 0  # The first ones, without which an engine is not ready.
 
     def __len__(self) -> int:
         """The number of captures and measurements that are left."""
         return len(self._pending)
 
     def fill(self, max_batch: int, ready_batch: int | None = None) -> None:
-        """Plan the graphs of all batches up to `max_batch`: first those of `ready_batches`."""
+        """Plan the graphs of all batches up to `max_batch`: first those of `ready_batches`.
+
+        Steps that change the shape come later: a batch does so rarely, and may wait for the graph.
+        """
         self._pending.clear()
-        first = ready_batches(ready_batch, max_batch)
-        batches = sorted(batch_sizes(max_batch), key=lambda batch: (batch not in first, batch))
+        batches = batch_sizes(max_batch)
         prefills = list(self.stepper.prefill.usual_sizes(max_batch, self.drafter_shape))
+        # The largest prefills may hold more requests than any batch.
+        sizes = {
+            batch: [size for size in prefills if min(size.requests, batches[-1]) == batch]
+            for batch in batches
+        }
+        first = ready_batches(ready_batch, max_batch)
+        for batch in first:
+            self._pending += self._batch_work(batch, sizes[batch])
+        self._ready = len(self._pending)
+        for batch in first:
+            self._pending += self._switching_steps(batch)
         for batch in batches:
-            # The largest prefills may hold more requests than any batch.
-            sizes = [size for size in prefills if min(size.requests, max(batches)) == batch]
-            self._pending += self._batch_work(batch, sizes)
+            if batch not in first:
+                self._pending += self._batch_work(batch, sizes[batch])
+                self._pending += self._switching_steps(batch)
 
     def clear(self) -> None:
         self._pending.clear()
@@ -101,8 +115,7 @@ class GraphBacklog:
             return
         with self.times.measure("compile"):
             compile_ahead(self._launch_all, self.stepper.slots.device, self.describe())
-        first = ready_batches(ready_batch, max(work.batch for work in self._pending))
-        while self._pending and (ready_batch is None or self._pending[0].batch in first):
+        for _ in range(len(self) if ready_batch is None else self._ready):
             self.run_next(capture)
 
     def describe(self) -> str:
@@ -136,12 +149,17 @@ class GraphBacklog:
         return True
 
     def _batch_work(self, batch: int, prefills: Iterable[PrefillSize]) -> Iterator[Work]:
-        for verify_shape, draft_shape in self._steps(batch):
-            yield StepGraph(batch, verify_shape, draft_shape)
+        for shape in self.shapes:
+            yield StepGraph(batch, shape, shape)
         if self.adaptive is not None:
             yield Calibration(batch)
         for size in prefills:
             yield PrefillGraph(batch, size)
+
+    def _switching_steps(self, batch: int) -> Iterator[Work]:
+        for verify_shape, draft_shape in self._steps(batch):
+            if verify_shape != draft_shape:
+                yield StepGraph(batch, verify_shape, draft_shape)
 
     def _steps(self, batch: int) -> dict[tuple[DraftShape, DraftShape], None]:
         """The verified and drafted shapes of steps, without repeats."""
@@ -171,7 +189,7 @@ def ready_batches(ready_batch: int | None, max_batch: int) -> tuple[int, ...]:
     """
     if not ready_batch:
         return ()
-    return 1, batch_sizes(min(ready_batch, max_batch))[-1]
+    return tuple(dict.fromkeys((1, batch_sizes(min(ready_batch, max_batch))[-1])))
 
 
 def batch_sizes(max_batch: int) -> list[int]:

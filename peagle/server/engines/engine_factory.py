@@ -11,6 +11,7 @@ from peagle.errors import UserError
 from peagle.server.engines.method_choice import choose_method
 from peagle.server.messages import EngineKey
 from peagle.server.settings import ServerSettings
+from peagle.target.preload import preload
 from peagle.target.transformers_import import quick_imports
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class EngineFactory:
 
     def load(self) -> None:
         started = time.perf_counter()
-        import_models()
+        import_models(self.settings.device)
         imported = time.perf_counter()
         self.pair = pair = self._loader()
         self._phases = {"import": imported - started, "load": time.perf_counter() - imported}
@@ -92,8 +93,9 @@ class EngineFactory:
         return key.method if key.k in (0, self.settings.k) else f"{key.method} k={key.k}"
 
 
-def import_models() -> None:
+def import_models(device: str) -> None:
     """Import torch, and what loads models."""
+    preload(device)
     import_module("torch")
     with quick_imports():
         import_module("peagle.loaded")

@@ -2,8 +2,8 @@
 
 import logging
 import re
+import secrets
 import time
-import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -75,4 +75,4 @@ class RequestLog:
 def choose_request_id(scope: Scope) -> str:
     """Return the client's X-Request-Id where it is acceptable, else a new id."""
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
