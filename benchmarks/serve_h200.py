@@ -73,7 +73,7 @@ SHAPE_PROMPT_TOKENS = 128
 PROMPT_COUNT = 64
 REQUESTS = {1: 24, 8: 128, 64: 512}  # By streams.
 WARM_UP_TOKENS = 32  # Of the requests before each level, twice as many as streams.
-SHAPE_REQUESTS = {1: 4, 8: 16, 64: 128}
+SHAPE_REQUESTS = {1: 8, 8: 48, 64: 256}
 REQUESTS_PER_STREAM = 4
 
 
@@ -217,7 +217,12 @@ def measure_speed(part: str, options: argparse.Namespace) -> Iterator[Row]:
             bar = SHAPE_READY_BAR if part == "shape" else READY_BARS["warm"]
             yield at_most(part, "ready", server.ready_seconds, bar)
             yield from startup_rows(part, server)
+            imports = None
+            if part == "pair" and not options.smoke:  # While the server is busy with graphs.
+                imports = subprocess.Popen([sys.executable, "-m", "benchmarks.import_times"])
             yield Row(part, "all graphs after", round(server.wait_for_graphs(), 1))
+            if imports is not None:
+                imports.wait()
             served = {}
             for streams, level in serve_levels(server, prompts, levels, options):
                 served[streams] = level

@@ -6,6 +6,7 @@ if torch were not installed. The code that tokenizes is the same.
 """
 
 import logging
+import os
 import sys
 from pathlib import Path
 from threading import Lock
@@ -43,6 +44,8 @@ def load_tokenizer_without_torch(folder: Path) -> Any:
 
 def import_without_torch() -> None:
     """Import transformers' tokenizers as if torch were not installed, unless torch is loaded."""
+    # Texts come one at a time: passing each to a thread of tokenizers only takes time.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _import_lock:
         if "torch" not in sys.modules and "transformers" not in sys.modules:
             _import_hiding_torch()

@@ -61,7 +61,7 @@ def _replaced_lookups() -> Iterator[None]:
     def search(folder: Path, pattern: str, **options: Any) -> Iterator[Path]:
         return iter(()) if pattern == ALIASED_FILES else rglob(folder, pattern, **options)
 
-    importlib.metadata.packages_distributions = PackageDistributions  # type: ignore[assignment]
+    importlib.metadata.packages_distributions = PackageDistributions
     Path.rglob = search  # type: ignore[method-assign, assignment]
     try:
         yield
