@@ -10,11 +10,11 @@ from typing import Any
 
 import peagle.server.http_workers.front_process
 import peagle.server.run  # noqa: F401  Both processes must start without torch.
-from peagle.server.front.early_tokenizer import EarlyTokenizer
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.front.target_text import TargetText
 from peagle.server.messages import EngineInfo, EngineKey, TargetInfo
 from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
 
 SENTENCE = "w6 w9 the quick brown fox, über café 東京"
 MAX_TOKENS = 4096

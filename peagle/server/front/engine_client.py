@@ -19,7 +19,6 @@ from peagle.server.engines.engine_slot import RequestTiming
 from peagle.server.engines.method_choice import choose_engine
 from peagle.server.front.add_message import add_message
 from peagle.server.front.connection_pool import ConnectionPool
-from peagle.server.front.early_tokenizer import EarlyTokenizer
 from peagle.server.front.front_request import FrontRequest, token_logprob
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.front.grammar_queue import GrammarQueue
@@ -30,6 +29,7 @@ from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
 from peagle.server.messages import Call, EngineKey, TargetInfo
 from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
 from peagle.server.tokenization.tokenizer_threads import TokenizerThreads
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from typing import Any, Self
 
 from peagle.engine.detokenizer import Detokenizer, token_decoder
 from peagle.errors import UserError
-from peagle.server.front.early_tokenizer import EarlyTokenizer
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.front.probed_grammars import ProbedGrammars
 from peagle.server.messages import TargetInfo
+from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
 from peagle.server.tokenization.prompt_tokenizer import PromptTokenizer
 from peagle.server.tokenization.token_text import TokenTexts
 
