@@ -104,8 +104,8 @@ def process_roles(server_pid: int) -> dict[int, str]:
         if "process_guard" in text:
             continue
         roles[pid] = "engine" if "worker.main" in text else "front"
-        if pid == server_pid and "--http-workers" in command:
-            roles[pid] = "supervisor"
+        if "front_process" in text:
+            roles[server_pid] = "supervisor"
     return roles
 
 
