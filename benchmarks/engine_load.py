@@ -23,20 +23,35 @@ Prompt = list[int]
 def run_level(engine: Engine, prompts: list[Prompt], tokens: int, streams: int) -> dict[str, Any]:
     """Keep `streams` requests in the engine until all prompts are answered."""
     waiting = list(reversed(prompts))
-    live: list[Stream] = []
+    live: dict[Stream, float] = {}  # With the time at which each was added.
+    first_ms: list[float] = []
+    has_tokens = set[str]()
     generated = 0
     started = time.perf_counter()
+    cpu = time.process_time()
     while waiting or live:
         while waiting and len(live) < streams:
-            live.append(engine.add(waiting.pop(), max_tokens=tokens, ignore_eos=True))
+            stream = engine.add(waiting.pop(), max_tokens=tokens, ignore_eos=True, detokenize=False)
+            live[stream] = time.perf_counter()
         engine.step()
         for stream in list(live):
-            pieces = stream.poll()
-            generated += sum(len(piece.step.tokens) for piece in pieces if piece.step)
+            for piece in stream.poll():
+                generated += len(piece.step.tokens) if piece.step else 0
+                if piece.step and stream.id not in has_tokens:
+                    has_tokens.add(stream.id)
+                    first_ms.append(1000 * (time.perf_counter() - live[stream]))
             if stream.ended:
-                live.remove(stream)
+                del live[stream]
     seconds = time.perf_counter() - started
-    return {"streams": streams, "tokens_per_second": round(generated / seconds, 1)}
+    first_ms.sort()
+    return {
+        "streams": streams,
+        "tokens_per_second": round(generated / seconds, 1),
+        "seconds": round(seconds, 3),
+        "cpu_seconds": round(time.process_time() - cpu, 3),
+        "ttft_p50_ms": round(first_ms[len(first_ms) // 2], 1),
+        "ttft_p99_ms": round(first_ms[int(0.99 * len(first_ms))], 1),
+    }
 
 
 def main() -> None:
@@ -47,11 +62,14 @@ def main() -> None:
     engine = factory.build_main()
     while engine.capture_next():
         pass
-    print(json.dumps({"ready_seconds": round(time.perf_counter() - started, 1)}), flush=True)
+    ready = {"ready_seconds": round(time.perf_counter() - started, 1)}
+    print(json.dumps(ready | {"startup": engine.startup.as_dict()}), flush=True)
     assert factory.pair is not None
     prompts = [encode(factory.pair, prompt) for prompt in job["prompts"]]
-    run_level(engine, prompts[:8], 16, 4)  # The first steps are slower.
     for streams, count in job["levels"]:
+        # As serve_h200 does: the first requests of a level capture graphs.
+        warm_up = [prompts[i % len(prompts)] for i in range(2 * streams)]
+        run_level(engine, warm_up, job["warm_up_tokens"], streams)
         repeated = [prompts[i % len(prompts)] for i in range(count)]
         print(json.dumps(run_level(engine, repeated, job["tokens"], streams)), flush=True)
     engine.close()

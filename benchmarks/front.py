@@ -107,9 +107,10 @@ class FixedSource:
 def run_front(address: str, port: int) -> None:
     from peagle.server.front.engine_client import EngineClient
     from peagle.server.http.logs import set_up_logging
+    from peagle.server.listener import listen
     from peagle.server.routes import create_engine_backend
     from peagle.server.settings import ServerSettings
-    from peagle.server.web_server import Server, listen
+    from peagle.server.web_server import Server
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # One line per request.
     set_up_logging()

@@ -49,7 +49,7 @@ from pathlib import Path
 from shutil import disk_usage, rmtree
 from typing import Any
 
-from benchmarks.server_process import ROOT, ServerProcess, serving
+from benchmarks.server_process import ROOT, ServerProcess, cpu_seconds, process_roles, serving
 from benchmarks.soak import PROMPTS, TINY_OPTIONS
 from benchmarks.stream_load import Body, LoadResult, drive, request_body
 from benchmarks.vllm.server import VllmLaunch, serving_vllm
@@ -70,8 +70,11 @@ SOAK_RESERVE_SECONDS = 100.0  # What other parts leave to the soak.
 SOAK_START_SECONDS = 45.0  # Of the soak's own processes, before and after the load.
 SHAPE_BYTES = 24 << 30  # Disk space of the pair in the shape of an 8B model.
 SHAPE_PROMPT_TOKENS = 128
-MIN_REQUESTS = 64
-REQUESTS_PER_STREAM = 3
+PROMPT_COUNT = 64
+REQUESTS = {1: 24, 8: 128, 64: 512}  # By streams.
+WARM_UP_TOKENS = 32  # Of the requests before each level, twice as many as streams.
+SHAPE_REQUESTS = {1: 8, 8: 48, 64: 256}
+REQUESTS_PER_STREAM = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +152,11 @@ def read_prompts(data: Path | None) -> list[str]:
     if data is None:
         return list(PROMPTS)
     lines = (data / "humaneval.jsonl").read_text().splitlines()
-    return [str(json.loads(line)["prompt"]) for line in lines[:MIN_REQUESTS]]
+    return [str(json.loads(line)["prompt"]) for line in lines[:PROMPT_COUNT]]
 
 
 def id_prompts() -> list[list[int]]:
-    return [[5 + (7 * i + j) % 80 for j in range(SHAPE_PROMPT_TOKENS)] for i in range(MIN_REQUESTS)]
+    return [[5 + (7 * i + j) % 80 for j in range(SHAPE_PROMPT_TOKENS)] for i in range(PROMPT_COUNT)]
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -200,7 +203,11 @@ def serving_part(
 def measure_speed(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """The engine in process, then the server, at every number of streams."""
     bars = PAIR_BARS if part == "pair" else SHAPE_BARS
-    levels = [(1, 4), (4, 12)] if options.smoke else level_sizes(list(bars))
+    levels = level_sizes(list(bars))
+    if part == "shape":
+        levels = list(SHAPE_REQUESTS.items())
+    if options.smoke:
+        levels = [(1, 4), (4, 12)]
     prompts: Sequence[str | list[int]] = read_prompts(options.data)
     if part == "shape":
         prompts = id_prompts()
@@ -210,11 +217,31 @@ def measure_speed(part: str, options: argparse.Namespace) -> Iterator[Row]:
             bar = SHAPE_READY_BAR if part == "shape" else READY_BARS["warm"]
             yield at_most(part, "ready", server.ready_seconds, bar)
             yield from startup_rows(part, server)
+            imports = None
+            if part == "pair" and not options.smoke:  # While the server is busy with graphs.
+                imports = subprocess.Popen([sys.executable, "-m", "benchmarks.import_times"])
             yield Row(part, "all graphs after", round(server.wait_for_graphs(), 1))
-            served = dict(serve_levels(server, prompts, levels, options))
+            if imports is not None:
+                imports.wait()
+            served = {}
+            for streams, level in serve_levels(server, prompts, levels, options):
+                served[streams] = level
+                yield from level_rows(part, streams, level)
         engine = engine_speeds(pair, prompts, options, levels)
-    for streams, result in served.items():
-        yield from speed_rows(part, streams, engine[streams], result, bars.get(streams, 0.0))
+    for streams, level in served.items():
+        yield from speed_rows(part, streams, engine[streams], level, bars.get(streams, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLevel:
+    """The load of one number of streams, and what the server's processes spent on it."""
+
+    result: LoadResult
+    cpu: dict[str, list[float]]  # CPU seconds by the part of a process in the server
+
+    @property
+    def seconds(self) -> float:
+        return self.result.end - self.result.start
 
 
 def serve_levels(
@@ -222,35 +249,63 @@ def serve_levels(
     prompts: Sequence[str | list[int]],
     levels: list[tuple[int, int]],
     options: argparse.Namespace,
-) -> Iterator[tuple[int, LoadResult]]:
-    drive(server.url, make_bodies(prompts, 8, 16), 4, 1)
+) -> Iterator[tuple[int, ServedLevel]]:
+    roles = process_roles(server.pid)
     for streams, count in levels:
+        # The first requests of a level capture graphs of prefills that no level had before.
+        drive(server.url, make_bodies(prompts, 2 * streams, WARM_UP_TOKENS), streams, 1)
         bodies = make_bodies(prompts, count, options.tokens)
+        before = {pid: cpu_seconds(pid) for pid in roles}
         result = drive(server.url, bodies, streams, options.clients)
-        print(f"{streams} streams: {result.tokens_per_second:.0f} tokens/s", flush=True)
-        yield streams, result
+        cpu: dict[str, list[float]] = {}
+        for pid, role in roles.items():
+            cpu.setdefault(role, []).append(cpu_seconds(pid) - before[pid])
+        yield streams, ServedLevel(result, cpu)
 
 
-def speed_rows(part: str, streams: int, engine: float, result: Any, bar: float) -> list[Row]:
+def level_rows(part: str, streams: int, level: ServedLevel) -> Iterator[Row]:
+    """Where the time of a level went: its requests, and the load of processes in cores."""
     name = f"{streams} streams"
-    speed = result.tokens_per_second
+    result = level.result
+    yield Row(part, f"{name}: server tokens/s", round(result.tokens_per_second, 1))
+    yield Row(part, f"{name}: seconds", round(level.seconds, 2))
+    yield Row(part, f"{name}: TTFT p50 ms", round(result.first_token_ms(0.5), 1))
+    yield Row(part, f"{name}: answer p50 ms", round(result.answer_ms(0.5), 1))
+    for role, seconds in sorted(level.cpu.items()):
+        loads = sorted((second / level.seconds for second in seconds), reverse=True)
+        text = " ".join(f"{load:.2f}" for load in loads)
+        yield Row(part, f"{name}: {role} cores", round(sum(loads), 2), text)
+    clients = result.cpu_seconds / level.seconds
+    yield Row(part, f"{name}: client cores", round(clients, 2))
+    us_per_token = 1e6 * sum(level.cpu.get("front", [])) / max(result.tokens, 1)
+    yield Row(part, f"{name}: front us/token", round(us_per_token, 2))
+    for error, count in result.errors.items():
+        print(f"{name}: {count} x {error}", flush=True)
+
+
+def speed_rows(
+    part: str, streams: int, engine: dict[str, float], level: ServedLevel, bar: float
+) -> list[Row]:
+    name = f"{streams} streams"
+    result = level.result
+    speed = engine["tokens_per_second"]
     p99 = result.first_token_ms(0.99)
     ttft = Row(part, f"{name}: TTFT p99 ms", round(p99, 1))
     if part == "pair" and streams == 64:
         ttft = at_most(part, ttft.name, p99, TTFT_BAR_MS)
-    errors = sum(result.errors.values())
     return [
-        Row(part, f"{name}: engine tokens/s", engine),
-        Row(part, f"{name}: server tokens/s", round(speed, 1)),
-        at_least(part, f"{name}: server / engine", speed / engine, bar),
+        Row(part, f"{name}: engine tokens/s", speed),
+        Row(part, f"{name}: engine TTFT p50 ms", engine["ttft_p50_ms"]),
+        Row(part, f"{name}: engine TTFT p99 ms", engine["ttft_p99_ms"]),
+        at_least(part, f"{name}: server / engine", result.tokens_per_second / speed, bar),
         ttft,
-        at_most(part, f"{name}: errors", errors, 0),
+        at_most(part, f"{name}: errors", sum(result.errors.values()), 0),
     ]
 
 
 def level_sizes(streams: list[int]) -> list[tuple[int, int]]:
-    """With the number of requests at each: a single stream needs fewer."""
-    return [(n, 16 if n == 1 else max(MIN_REQUESTS, REQUESTS_PER_STREAM * n)) for n in streams]
+    """With the number of requests at each: about two seconds of an H200 with the default pair."""
+    return [(n, REQUESTS.get(n, REQUESTS_PER_STREAM * n)) for n in streams]
 
 
 def make_bodies(prompts: Sequence[str | list[int]], count: int, tokens: int) -> list[Body]:
@@ -262,8 +317,9 @@ def engine_speeds(
     prompts: Sequence[str | list[int]],
     options: argparse.Namespace,
     levels: list[tuple[int, int]],
-) -> dict[int, float]:
+) -> dict[int, dict[str, float]]:
     job = {"settings": pair.settings, "prompts": prompts, "tokens": options.tokens}
+    job["warm_up_tokens"] = WARM_UP_TOKENS
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.engine_load"],
         input=json.dumps({**job, "levels": levels}).encode(),
@@ -273,7 +329,8 @@ def engine_speeds(
         env={**os.environ, "TRITON_CACHE_DIR": str(triton_cache())},
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {line["streams"]: line["tokens_per_second"] for line in lines if "streams" in line}
+    print(json.dumps(lines[0]), flush=True)
+    return {line["streams"]: line for line in lines if "streams" in line}
 
 
 def measure_soak(options: argparse.Namespace) -> Iterator[Row]:

@@ -85,6 +85,30 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def process_roles(server_pid: int) -> dict[int, str]:
+    """The processes of a server by their part in it: front, engine, supervisor (without guards)."""
+    roles: dict[int, str] = {}
+    pending = [server_pid]
+    while pending:
+        pid = pending.pop()
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            threads = [task.name for task in Path(f"/proc/{pid}/task").iterdir()]
+            for thread in threads:
+                children += Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+        except OSError:
+            continue
+        pending += [int(child) for child in children if int(child) not in roles]
+        text = " ".join(command)
+        if "process_guard" in text:
+            continue
+        roles[pid] = "engine" if "worker.main" in text else "front"
+        if "front_process" in text:
+            roles[server_pid] = "supervisor"
+    return roles
+
+
 @contextmanager
 def serving(
     arguments: Sequence[str],

@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Body = Mapping[str, Any]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+LAST_CHUNK = b"0\r\n"  # Of a chunked body; an empty line follows.
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
 
@@ -30,6 +32,8 @@ class LoadResult:
     start: float = 0.0  # By the monotonic clock, which all processes of a machine share.
     end: float = 0.0
     first_token_seconds: list[float] = field(default_factory=list)
+    answer_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0  # Of the client processes.
     errors: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -37,8 +41,15 @@ class LoadResult:
         return self.tokens / max(self.end - self.start, 1e-9)
 
     def first_token_ms(self, fraction: float) -> float:
-        times = sorted(self.first_token_seconds) or [0.0]
-        return 1000 * times[min(len(times) - 1, int(fraction * len(times)))]
+        return percentile_ms(self.first_token_seconds, fraction)
+
+    def answer_ms(self, fraction: float) -> float:
+        return percentile_ms(self.answer_seconds, fraction)
+
+
+def percentile_ms(seconds: list[float], fraction: float) -> float:
+    times = sorted(seconds) or [0.0]
+    return 1000 * times[min(len(times) - 1, int(fraction * len(times)))]
 
 
 def request_body(prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
@@ -59,7 +70,7 @@ def encode_request(url: str, body: Body) -> bytes:
     data = json.dumps(body).encode()
     path = CHAT_PATH if "messages" in body else TEXT_PATH
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data
@@ -76,27 +87,36 @@ class StreamLoad:
         self.result.start = time.monotonic()
         await asyncio.gather(*(self._stream() for _ in range(streams)))
         self.result.end = time.monotonic()
+        self.result.cpu_seconds = time.process_time()
         return self.result
 
     async def _stream(self) -> None:
+        """Send request after request on one connection, as clients with a pool do."""
+        connection: Connection | None = None
         while self.waiting:
             request = self.waiting.pop()
             try:
-                await self._ask(request)
+                connection = connection or await asyncio.open_connection(
+                    *self.address, limit=1 << 20
+                )
+                await self._ask(request, connection)
             except (OSError, ValueError, EOFError) as error:
                 self.result.errors[f"{type(error).__name__}: {error}"[:120]] += 1
+                if connection is not None:
+                    connection[1].close()
+                connection = None
+        if connection is not None:
+            connection[1].close()
 
-    async def _ask(self, request: bytes) -> None:
+    async def _ask(self, request: bytes, connection: Connection) -> None:
+        reader, writer = connection
         started = time.monotonic()
-        reader, writer = await asyncio.open_connection(*self.address, limit=1 << 20)
-        try:
-            writer.write(request)
-            first, usage = await read_answer(reader)
-        finally:
-            writer.close()
+        writer.write(request)
+        first, usage = await read_answer(reader)
         self.result.answers += 1
         self.result.tokens += usage["completion_tokens"]
         self.result.first_token_seconds.append(first - started)
+        self.result.answer_seconds.append(time.monotonic() - started)
 
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[float, dict[str, int]]:
@@ -106,6 +126,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[float, dict[str, in
         raise ValueError(f"HTTP {status}")
     first = 0.0
     last = b""
+    usage: dict[str, int] = {}
     async for line in reader:
         if line.startswith(b'data: {"error"'):
             raise ValueError(line.decode()[:100])
@@ -113,7 +134,10 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[float, dict[str, in
             first = first or time.monotonic()
             last = line
         elif line.startswith(b"data: [DONE]"):
-            return first, json.loads(last.removeprefix(b"data: "))["usage"]
+            usage = json.loads(last.removeprefix(b"data: "))["usage"]
+        elif line == LAST_CHUNK:
+            await reader.readline()
+            return first, usage
     raise EOFError("the stream broke off")
 
 
@@ -148,6 +172,8 @@ def merge(total: LoadResult, part: dict[str, Any]) -> None:
     total.start = min(total.start, part["start"])
     total.end = max(total.end, part["end"])
     total.first_token_seconds += part["first_token_seconds"]
+    total.answer_seconds += part["answer_seconds"]
+    total.cpu_seconds += part["cpu_seconds"]
     total.errors.update(part["errors"])
 
 

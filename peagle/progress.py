@@ -5,18 +5,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as ProgressBar
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
 
 POLL_SECONDS = 0.2
 
@@ -31,11 +24,20 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def progress_bars(console: Console, quiet: bool = False) -> Iterator[Progress]:
+def progress_bars(console: "Console", quiet: bool = False) -> Iterator[Progress]:
     """Yield a Progress that draws one bar, in bytes, for each name it is called with."""
     if quiet:
         yield silent
         return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as ProgressBar
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -18,8 +18,15 @@ def load_with_progress(
     context: int | None,
     quiet: bool,
 ) -> "LoadedPair":
-    from peagle.loaded import load
     from peagle.progress import progress_bars
+    from peagle.target.preload import preload
+    from peagle.target.transformers_import import quick_imports
+
+    preload(device)
+    import torch  # noqa: F401  # Before transformers, which is imported without some of its parts.
+
+    with quick_imports():
+        from peagle.loaded import load
 
     with progress_bars(err, quiet=quiet) as progress:
         return load(

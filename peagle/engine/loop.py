@@ -39,7 +39,7 @@ from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graph_backlog import GraphBacklog
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_output import StepRecord
-from peagle.engine.step.stepper import Stepper
+from peagle.engine.step.stepper import Stepper, batch_bucket
 from peagle.kernels.cpu.threads import threads_for_kernels
 
 T = TypeVar("T")
@@ -283,8 +283,8 @@ class EngineLoop:
         if self.use_graphs and not self._has_graph(len(entries), shape, draft_shape):
             draft_shape = self.drafter_shape
         started = time.perf_counter()
-        if self.use_graphs:
-            self._capture(len(entries), shape, draft_shape)
+        if self.use_graphs and not self.stepper.is_captured(len(entries), shape, draft_shape):
+            self._capture(batch_bucket(len(entries)), shape, draft_shape)
         sampling = BatchSampling(self._sampler(entries), masks, max_logprobs(entries))
         slots = [entry.slot for entry in entries]
         ngram_step = self._start_ngram_step(entries)
@@ -441,7 +441,7 @@ class EngineLoop:
         max_batch = self.scheduler.config.max_batch
         with self._step_lock:
             if self.use_graphs and not self._released:
-                self.backlog.fill(max_batch)
+                self.backlog.fill(max_batch, ready_batch)
                 self.backlog.run(ready_batch, self._capture)
         with self.lock:
             self.lock.notify_all()  # A thread of the engine goes on with the rest.
@@ -467,8 +467,8 @@ class EngineLoop:
             count, verify_shape, draft_shape
         )
 
-    def _capture(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> None:
-        captured = self.stepper.is_captured(count, verify_shape, draft_shape)
-        if not captured and not self.stepper.capture(count, verify_shape, draft_shape):
+    def _capture(self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape) -> None:
+        captured = self.stepper.has_graph(batch, verify_shape, draft_shape)
+        if not captured and not self.stepper.capture(batch, verify_shape, draft_shape):
             self.use_graphs = False
             self.backlog.clear()

@@ -1,4 +1,4 @@
-"""The web server: listening socket, uvicorn, and signals that start a drain."""
+"""The web server: uvicorn, and signals that start a drain."""
 
 import asyncio
 import socket
@@ -12,30 +12,13 @@ from peagle.server.http.backend import Backend
 from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
 from peagle.server.http.header_limit import server_protocol
 from peagle.server.http.logs import log_event
+from peagle.server.listener import LISTEN_BACKLOG
 
-LISTEN_BACKLOG = 2048  # connections
 KEEP_ALIVE_SECONDS = 30
 SWEEP_TICKS = 5  # of a tenth of a second, between two checks of all connections
 # Connections that one of several web servers accepts at a time: the others get their share.
 SHARED_ACCEPTS = 1
 SHUTDOWN_SECONDS = 3  # for connections that are open after the drain
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a TCP socket. It accepts connections at once; they wait until the server runs."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}): use another `port` or `host`"
-        ) from error
-    listener.listen(LISTEN_BACKLOG)
-    listener.set_inheritable(True)
-    return listener
 
 
 class Server(uvicorn.Server):
@@ -92,3 +75,11 @@ class Server(uvicorn.Server):
         """Exit because the model can never be served. This may be called from any thread."""
         self.failure = reason
         self.should_exit = True
+
+
+def run_server(backend: Backend, listener: socket.socket) -> None:
+    """Run until a signal stops it. UserError: the model cannot be served."""
+    server = Server(backend)
+    server.run(sockets=[listener])
+    if server.failure is not None:
+        raise UserError(server.failure)

@@ -27,6 +27,7 @@ from peagle.target.gguf.header import GGUFHeader, read_header
 from peagle.target.gguf.model import load_model, stored_format
 from peagle.target.gguf.pre_tokenizer import warn_of_splitting
 from peagle.target.loading_error import loading_reason
+from peagle.target.meta_initialization import no_meta_initialization
 from peagle.target.precision import SpeedChoice
 from peagle.target.quantized.codes import QuantizedWeight
 from peagle.target.quantized.model import load_quantized
@@ -296,7 +297,8 @@ def load_folder(folder: Path, dtype: torch.dtype, device: str, context: int | No
     }
     if quantization is None:
         auto_class: Any = AutoModelForCausalLM
-        model, info = auto_class.from_pretrained(folder, trust_remote_code=False, **options)
+        with no_meta_initialization():
+            model, info = auto_class.from_pretrained(folder, trust_remote_code=False, **options)
     else:
         target_format = format_name(quantization)  # raises for unsupported layouts
         model, info, weights = load_quantized(folder, options)

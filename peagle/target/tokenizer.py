@@ -6,10 +6,13 @@ if torch were not installed. The code that tokenizes is the same.
 """
 
 import logging
+import os
 import sys
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from peagle.target.transformers_import import quick_imports
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _import_lock = Lock()
@@ -41,10 +44,13 @@ def load_tokenizer_without_torch(folder: Path) -> Any:
 
 def import_without_torch() -> None:
     """Import transformers' tokenizers as if torch were not installed, unless torch is loaded."""
+    # Texts come one at a time: passing each to a thread of tokenizers only takes time.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _import_lock:
         if "torch" not in sys.modules and "transformers" not in sys.modules:
             _import_hiding_torch()
-        from transformers import AutoTokenizer  # noqa: F401
+        with quick_imports():
+            from transformers import AutoTokenizer  # noqa: F401
 
 
 def _import_hiding_torch() -> None:
@@ -53,7 +59,8 @@ def _import_hiding_torch() -> None:
     logger.disabled = True
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python: it cannot be imported.
     try:
-        from transformers.utils import is_torch_available
+        with quick_imports():
+            from transformers.utils import is_torch_available
 
         is_torch_available()  # Cached from now on.
     finally:

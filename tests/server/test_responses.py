@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peagle.server.responses.response_store import ResponseStore, StoredResponse
+from peagle.server.responses.shared_response_store import PATH_VARIABLE, SharedResponseStore
 from tests.support.api_events import event_types, response_events
 from tests.support.junk import mostly
 from tests.support.serving import WORDS, make_backend, running, slowed
@@ -261,22 +262,37 @@ def test_previous_responses(url: str) -> None:
     assert client.responses.retrieve(salted_id, extra_query={"cache_salt": "mine"}).id == salted_id
 
 
-def test_several_web_servers_store_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_several_web_servers_share_responses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    with running(make_backend(http_workers=2)) as (_, url):
+    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "responses"))
+    with (
+        running(make_backend(http_workers=2)) as (_, url),
+        running(make_backend(http_workers=2)) as (_, other),
+    ):
         first = post(url, **TEXT)
-        assert first.status_code == 200 and first.json()["store"] is False
-        continued = post(url, **TEXT, previous_response_id=first.json()["id"])
-        assert continued.status_code == 400 and "--http-workers" in continued.text
-        assert httpx.get(f"{url}{PATH}/{first.json()['id']}").status_code == 404
+        assert first.status_code == 200 and first.json()["store"] is True
+        continued = post(other, **TEXT, previous_response_id=first.json()["id"])
+        assert continued.status_code == 200
+        path = f"{PATH}/{first.json()['id']}"
+        assert httpx.get(f"{other}{path}").json() == first.json()
+        assert httpx.delete(f"{other}{path}").status_code == 200
+        assert httpx.get(f"{url}{path}").status_code == 404
+    assert (tmp_path / "responses").stat().st_mode & 0o077 == 0
 
 
 def stored(size: int, key: bytes = b"") -> StoredResponse:
     return StoredResponse(key, key.decode(), b"x" * size, b"")
 
 
-def test_the_store_is_bounded() -> None:
-    store = ResponseStore(keys=1, max_responses=3, max_bytes=100)
+def create_store(folder: Path, shared: bool, **limits: int) -> ResponseStore | SharedResponseStore:
+    return SharedResponseStore(folder / "file", **limits) if shared else ResponseStore(**limits)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_store_is_bounded(tmp_path: Path, shared: bool) -> None:
+    store = create_store(tmp_path, shared, keys=1, max_responses=3, max_bytes=100)
     for i in range(4):
         store.put(str(i), stored(10))
     assert len(store) == 3 and store.get("0", "") is None and store.get("1", "")
@@ -288,8 +304,9 @@ def test_the_store_is_bounded() -> None:
     assert len(store) == 0 and store.size == 0
 
 
-def test_a_key_does_not_displace_the_responses_of_others() -> None:
-    store = ResponseStore(keys=2, max_responses=8, max_bytes=400)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_key_does_not_displace_the_responses_of_others(tmp_path: Path, shared: bool) -> None:
+    store = create_store(tmp_path, shared, keys=2, max_responses=8, max_bytes=400)
     store.put("mine", stored(10, b"a"))
     for i in range(50):
         store.put(f"b{i}", stored(60, b"b"))

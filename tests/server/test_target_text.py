@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from transformers import CTRLTokenizer
 
+from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
 from tests.support.byte_level import byte_level_tokenizer
 from tests.support.front_text import SENTENCE, front_text
-from tests.support.serving import word_tokenizer
+from tests.support.serving import tiny_folder, word_tokenizer
 
 # A program that loads a tokenizer, which fails while transformers does not find torch.
 NEEDS_TORCH = """
@@ -70,3 +72,18 @@ def test_the_same_text_without_torch(folders: list[Path]) -> None:
 
 def test_a_tokenizer_that_needs_torch(folders: list[Path]) -> None:
     assert run("-c", NEEDS_TORCH, str(folders[0])) == "[6, 9] True\n"
+
+
+def test_an_early_tokenizer_is_that_of_the_engine(tmp_path: Path) -> None:
+    """The engine process may have loaded another folder than the front expected."""
+    for name in ("expected", "other"):
+        tiny_folder(tmp_path / name)
+    expected = tmp_path / "expected" / "target"
+    early = EarlyTokenizer(ServerSettings(pair=str(expected)))
+    early.start()
+    assert early.load(expected.resolve()) is early.load(expected.resolve())
+    other = early.load(tmp_path / "other" / "target")
+    assert other is not early.load(expected.resolve())
+    missing = EarlyTokenizer(ServerSettings(pair=str(tmp_path / "missing")))
+    missing.start()
+    assert missing.load(tmp_path / "missing") is None

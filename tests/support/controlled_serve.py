@@ -4,7 +4,6 @@ from functools import partial
 
 from peagle.server import run
 from peagle.server.engine_process.engine_set import EngineSet
-from peagle.server.http_workers import front_set
 
 controlled = partial(EngineSet, module="tests.support.controlled_process")
 
@@ -12,5 +11,4 @@ if __name__ == "__main__":
     from peagle.cli import app
 
     run.EngineSet = controlled  # type: ignore[assignment,misc]
-    front_set.EngineSet = controlled  # type: ignore[assignment,misc]
     app()

@@ -13,6 +13,8 @@ import peagle.server.run  # noqa: F401  Both processes must start without torch.
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.front.target_text import TargetText
 from peagle.server.messages import EngineInfo, EngineKey, TargetInfo
+from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
 
 SENTENCE = "w6 w9 the quick brown fox, über café 東京"
 MAX_TOKENS = 4096
@@ -23,7 +25,9 @@ def front_text(folder: Path) -> dict[str, Any]:
     engine = EngineInfo("p-eagle", MAX_TOKENS, 4096)
     key = EngineKey("p-eagle", 2)
     target = TargetInfo("tiny", str(folder), [1], engine, key, ["p-eagle"])
-    text = TargetText.load(target)
+    early = EarlyTokenizer(ServerSettings(pair=str(folder)))
+    early.start()
+    text = TargetText.load(target, early)
     ids = text.tokenizer.encode(SENTENCE, MAX_TOKENS)
     messages = [{"role": "user", "content": SENTENCE}]
     detokenizer = text.detokenizer(GenerationParams(max_tokens=MAX_TOKENS), MAX_TOKENS)

@@ -24,9 +24,10 @@ from peagle.server.engines.engine_pool import MAX_EXTRA_ENGINES
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.app import build_app
 from peagle.server.http.backend import Backend
+from peagle.server.listener import listen
 from peagle.server.routes import create_engine_backend
 from peagle.server.settings import ServerSettings
-from peagle.server.web_server import Server, listen
+from peagle.server.web_server import Server
 from tests.support.thread_engines import ThreadEngines
 from tests.support.tiny_models import MASK, make_drafter, make_target
 

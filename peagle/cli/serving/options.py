@@ -157,10 +157,12 @@ Replicas = Annotated[
     ),
 ]
 HttpWorkers = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--http-workers",
-        help="Number of web server processes that share the engines, for many streams at once.",
+        help="Number of web server processes that share the engines, for many streams at once."
+        " Default: 1; beside a GPU one per 4 CPU cores, up to 4.",
+        show_default=False,
     ),
 ]
 

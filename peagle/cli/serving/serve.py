@@ -14,7 +14,7 @@ def serve(
     port: options.Port = 8000,
     engine: options.Engine = "native",
     replicas: options.Replicas = None,
-    http_workers: options.HttpWorkers = 1,
+    http_workers: options.HttpWorkers = None,
     method: Method = None,
     k: options.K = "auto",
     tree: options.TreeNodes = None,

@@ -7,6 +7,7 @@ from typing import Any
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import Method, check_k, parse_method
 from peagle.errors import UserError, did_you_mean
+from peagle.server.http_workers.worker_count import default_http_workers
 from peagle.server.settings import ENGINES, EngineKind, ServerSettings
 from peagle.server.speculative import SpeculativeConfig, parse_speculative_config
 
@@ -32,6 +33,8 @@ def build_settings(options: Mapping[str, Any]) -> ServerSettings:
         # The environment may set it for vLLM; the native engine does not use it.
         "vllm_python": options["vllm_python"] if for_vllm else None,
     }
+    if settings["http_workers"] is None:
+        settings["http_workers"] = default_http_workers(options["device"], engine)
     check_parsers(options)
     return ServerSettings(**settings)
 

@@ -72,35 +72,63 @@ class GraphBacklog:
         self.shapes: Collection[DraftShape] = {max_shape, chain}
         if self.adaptive is not None:
             self.shapes = self.adaptive.candidates
-        self._pending: deque[Work] = deque()  # By batch size, ascending.
+        self._pending: deque[Work] = deque()
+        self._ready = 0  # The first ones, without which an engine is not ready.
 
     def __len__(self) -> int:
         """The number of captures and measurements that are left."""
         return len(self._pending)
 
-    def fill(self, max_batch: int) -> None:
-        """Plan the graphs of all batches up to `max_batch`."""
+    def fill(self, max_batch: int, ready_batch: int | None = None) -> None:
+        """Plan the graphs of all batches up to `max_batch`: first those of `ready_batches`.
+
+        Steps that change the shape come later: a batch does so rarely, and may wait for the graph.
+        """
         self._pending.clear()
         batches = batch_sizes(max_batch)
         prefills = list(self.stepper.prefill.usual_sizes(max_batch, self.drafter_shape))
+        # The largest prefills may hold more requests than any batch.
+        sizes = {
+            batch: [size for size in prefills if min(size.requests, batches[-1]) == batch]
+            for batch in batches
+        }
+        first = ready_batches(ready_batch, max_batch)
+        for batch in first:
+            self._pending += self._batch_work(batch, sizes[batch])
+        self._ready = len(self._pending)
+        for batch in first:
+            self._pending += self._switching_steps(batch)
         for batch in batches:
-            # The largest prefills may hold more requests than any batch.
-            sizes = [size for size in prefills if min(size.requests, batches[-1]) == batch]
-            self._pending += self._batch_work(batch, sizes)
+            if batch not in first:
+                self._pending += self._batch_work(batch, sizes[batch])
+                self._pending += self._switching_steps(batch)
 
     def clear(self) -> None:
         self._pending.clear()
 
-    def run(self, max_batch: int | None, capture: CaptureStep) -> None:
-        """Compile the kernels of all planned graphs; capture those of batches up to `max_batch`.
+    def run(self, ready_batch: int | None, capture: CaptureStep) -> None:
+        """Compile the kernels of all planned graphs; capture those of `ready_batches`.
 
-        None: capture all of them.
+        `ready_batch` None: capture all of them.
         """
-        if self._pending:
-            with self.times.measure("compile"):
-                compile_ahead(self._launch_all, self.stepper.slots.device)
-        while self._pending and (max_batch is None or self._pending[0].batch <= max_batch):
+        if not self._pending:
+            return
+        with self.times.measure("compile"):
+            compile_ahead(self._launch_all, self.stepper.slots.device, self.describe())
+        for _ in range(len(self) if ready_batch is None else self._ready):
             self.run_next(capture)
+
+    def describe(self) -> str:
+        """What the kernels of the planned graphs depend on."""
+        target = self.stepper.target
+        return "\n".join(
+            (
+                str(target.config.to_dict()),
+                f"{target.dtype} {target.format} {self.stepper.weights} {self.drafter_shape}",
+                str(self.stepper.drafter_config),
+                *map(str, self._pending),
+            )
+        )
 
     def run_next(self, capture: CaptureStep) -> bool:
         """Capture or measure one graph more; no request may be live. False if none is left.
@@ -121,12 +149,17 @@ class GraphBacklog:
         return True
 
     def _batch_work(self, batch: int, prefills: Iterable[PrefillSize]) -> Iterator[Work]:
-        for verify_shape, draft_shape in self._steps(batch):
-            yield StepGraph(batch, verify_shape, draft_shape)
+        for shape in self.shapes:
+            yield StepGraph(batch, shape, shape)
         if self.adaptive is not None:
             yield Calibration(batch)
         for size in prefills:
             yield PrefillGraph(batch, size)
+
+    def _switching_steps(self, batch: int) -> Iterator[Work]:
+        for verify_shape, draft_shape in self._steps(batch):
+            if verify_shape != draft_shape:
+                yield StepGraph(batch, verify_shape, draft_shape)
 
     def _steps(self, batch: int) -> dict[tuple[DraftShape, DraftShape], None]:
         """The verified and drafted shapes of steps, without repeats."""
@@ -147,6 +180,16 @@ class GraphBacklog:
         for size in self.stepper.prefill.usual_sizes(max(batches), self.drafter_shape):
             if size.requests in COMPILED_PREFILLS:
                 self.stepper.prefill.launch_padding(size, self.drafter_shape)
+
+
+def ready_batches(ready_batch: int | None, max_batch: int) -> tuple[int, ...]:
+    """The batch sizes whose graphs are captured first: a single request, and `ready_batch`.
+
+    Numbers of requests in between run with the graphs of `ready_batch` until they have their own.
+    """
+    if not ready_batch:
+        return ()
+    return tuple(dict.fromkeys((1, batch_sizes(min(ready_batch, max_batch))[-1])))
 
 
 def batch_sizes(max_batch: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-WARM_UP_RUNS = 2  # Before a capture, to compile kernels and to allocate workspaces.
+WARM_UP_RUNS = 1  # Before a capture, to load kernels and to allocate workspaces.
 # Engines capture one after the other: PyTorch has one stream for all captures of a process.
 CAPTURE_LOCK = threading.Lock()
 

@@ -45,6 +45,8 @@ from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.gguf.modules import StoredLinear
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Batches up to this size, or 1.5 times the requests, may run requests that have no graphs yet.
+MAX_PADDED_BATCH = 8
 
 
 class Stepper:
@@ -67,6 +69,7 @@ class Stepper:
         if size.ngram:
             self.slots.keep_tokens(DEFAULT_MIN_MATCH if drafter is not None else 0)
         self.drafter: DraftRunner | None = None
+        self.drafter_config = drafter.config if drafter is not None else None
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
             self.drafter = DraftRunner(drafter, num_layers, max_length, page_size, self.kv_cache)
@@ -152,7 +155,7 @@ class Stepper:
         On a CPU only: graphs do not read it.
         """
         count = len(slots)
-        batch = batch_bucket(count) if self.on_gpu else count
+        batch = self._graph_batch(count, verify_shape, draft_shape) if self.on_gpu else count
         index = self._slot_index(slots, batch)
         # Grammar masks need the drafts on the host, before the pass overwrites them.
         drafts: list[list[int]] = []
@@ -360,7 +363,26 @@ class Stepper:
     # --- CUDA graphs ------------------------------------------------------------------------------
 
     def is_captured(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
-        return graph_keys(batch_bucket(count), verify_shape, draft_shape)[1] in self.graphs
+        """Whether there are graphs for this many requests, of their batch size or a larger one."""
+        batch = self._graph_batch(count, verify_shape, draft_shape)
+        return self.has_graph(batch, verify_shape, draft_shape)
+
+    def has_graph(self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
+        return graph_keys(batch, verify_shape, draft_shape)[1] in self.graphs
+
+    def _graph_batch(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> int:
+        """The smallest batch size with graphs that holds this many requests, if it is not too big.
+
+        A step that is padded more takes a little longer; capturing its graphs takes 100 steps.
+        """
+        own = batch_bucket(count)
+        if self.has_graph(own, verify_shape, draft_shape):
+            return own
+        limit = max(MAX_PADDED_BATCH, own * 3 // 2)
+        for batch in BATCH_BUCKETS:
+            if own < batch <= limit and self.has_graph(batch, verify_shape, draft_shape):
+                return batch
+        return own
 
     @torch.inference_mode()
     def capture(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
@@ -378,7 +400,8 @@ class Stepper:
         def accept_and_draft(verified: VerifyOutput) -> AcceptOutput:
             return self.accept_and_draft(index, verified, verify_shape, draft_shape)
 
-        self.graphs.warm_up(lambda: accept_and_draft(verify()))
+        # With another drafted shape, there is a graph of the verification already.
+        self.graphs.warm_up(lambda: accept_and_draft(self.graphs.run(verify_key, verify)))
         return self.graphs.capture(verify_key, verify) and self.graphs.capture(
             accept_key, lambda: accept_and_draft(self.graphs.outputs[verify_key])
         )

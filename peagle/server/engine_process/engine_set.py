@@ -23,6 +23,12 @@ class EngineSet:
         self._on_state: Callable[[ServerState], None] = lambda state: None
         self._tasks: list[asyncio.Task[None]] = []
 
+    def start_early(self) -> None:
+        """Start a single engine process before there is an event loop."""
+        if self.settings.replicas is None:
+            self._create(["engine"], [{}])
+            self.engines[0].start_early()
+
     def start(
         self, on_state: Callable[[ServerState], None], on_failure: Callable[[str], None]
     ) -> None:
@@ -35,6 +41,9 @@ class EngineSet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def state(self) -> ServerState:
@@ -42,18 +51,19 @@ class EngineSet:
 
     async def _start(self, on_failure: Callable[[str], None]) -> None:
         settings = self.settings
-        gpus: list[str] = []
         if settings.replicas is not None:
             gpus = await run_detached(lambda: visible_gpus(settings.device))
-        devices = device_environments(settings, gpus)
-        names = ["engine"]
-        if settings.replicas is not None:
             names = [f"replica-{i}" for i in range(settings.replicas)]
+            self._create(names, device_environments(settings, gpus))
+        elif not self.engines:
+            self._create(["engine"], [{}])
+        self._tasks += [start_task(engine.run(), on_failure) for engine in self.engines]
+
+    def _create(self, names: list[str], devices: list[dict[str, str]]) -> None:
         self.engines = [
-            EngineSupervisor(settings, name, device, self.folder, self.module, self._changed)
+            EngineSupervisor(self.settings, name, device, self.folder, self.module, self._changed)
             for name, device in zip(names, devices, strict=True)
         ]
-        self._tasks += [start_task(engine.run(), on_failure) for engine in self.engines]
 
     def _changed(self) -> None:
         self._on_state(self.state())

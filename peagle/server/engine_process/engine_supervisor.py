@@ -15,6 +15,7 @@ from peagle.server.engine_process.engine_link import EngineLink
 from peagle.server.engines.status_counts import StatusCounts
 from peagle.server.messages import EngineState, WorkerBatch, WorkerStatus
 from peagle.server.settings import ServerSettings
+from peagle.server.supervisor.child_process import ChildProcess
 from peagle.server.supervisor.launch_spec import LaunchSpec, inherited_environment
 from peagle.server.supervisor.process_supervisor import ProcessSupervisor
 
@@ -48,6 +49,7 @@ class EngineSupervisor(ProcessSupervisor):
         self._module = module
         self._on_change = on_change
         self._link: EngineLink | None = None
+        self._early: ChildProcess | None = None  # Started before `run`.
         self._number = 0
         self._status = WorkerStatus()
         self._counts = StatusCounts()  # Of processes that have ended.
@@ -64,14 +66,23 @@ class EngineSupervisor(ProcessSupervisor):
         """The engine's own process, once it has reported; its guard is the parent."""
         return self._status.pid or super().pid
 
+    def start_early(self) -> None:
+        """Start the first process, before there is an event loop."""
+        self._early = ChildProcess(self.launch_spec())
+
+    def start_process(self) -> ChildProcess:
+        process = self._early or ChildProcess(self.launch_spec())
+        self._early = None
+        self._link = EngineLink(self.address, self._receive)
+        self._on_change()
+        return process
+
     def launch_spec(self) -> LaunchSpec:
         socket = self._folder / f"{self.name}.{self._number}"
         self._number += 1
         self.address = f"{ADDRESS_SCHEME}{socket}"
         self._status = WorkerStatus()
         self._silence = 0.0
-        self._link = EngineLink(self.address, self._receive)
-        self._on_change()
         return LaunchSpec(
             self.name,
             command=(sys.executable, "-m", self._module, self.address, self._settings_json),

@@ -11,6 +11,8 @@ from peagle.errors import UserError
 from peagle.server.engines.method_choice import choose_method
 from peagle.server.messages import EngineKey
 from peagle.server.settings import ServerSettings
+from peagle.target.preload import preload
+from peagle.target.transformers_import import quick_imports
 
 if TYPE_CHECKING:
     from peagle.engine import Engine
@@ -34,7 +36,7 @@ class EngineFactory:
 
     def load(self) -> None:
         started = time.perf_counter()
-        import_module("peagle.loaded")  # torch and transformers
+        import_models(self.settings.device)
         imported = time.perf_counter()
         self.pair = pair = self._loader()
         self._phases = {"import": imported - started, "load": time.perf_counter() - imported}
@@ -89,6 +91,14 @@ class EngineFactory:
     def engine_name(self, key: EngineKey) -> str:
         """Such as "p-eagle", or "p-eagle k=3" where K is not the server's own."""
         return key.method if key.k in (0, self.settings.k) else f"{key.method} k={key.k}"
+
+
+def import_models(device: str) -> None:
+    """Import torch, and what loads models."""
+    preload(device)
+    import_module("torch")
+    with quick_imports():
+        import_module("peagle.loaded")
 
 
 def load_pair(settings: ServerSettings) -> "LoadedPair":

@@ -9,7 +9,6 @@ and the queue of grammars; sampling, masks and metrics are in the processes (wor
 import asyncio
 import itertools
 import os
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -30,8 +29,8 @@ from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
 from peagle.server.messages import Call, EngineKey, TargetInfo
 from peagle.server.settings import ServerSettings
+from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
 from peagle.server.tokenization.tokenizer_threads import TokenizerThreads
-from peagle.target.tokenizer import import_without_torch
 
 if TYPE_CHECKING:
     from peagle.engine.stream import Stream, TokenLogprob
@@ -59,6 +58,7 @@ class EngineClient:
         max_requests = settings.share_of_front(settings.max_batch + settings.max_queue)
         self.tokenizer_threads = TokenizerThreads(max_requests)
         self.grammar_queue = GrammarQueue(max_requests)
+        self._early_tokenizer = EarlyTokenizer(settings)
         self._ids = itertools.count(1)
         self._ended: Literal["failed", "closed"] | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -66,8 +66,8 @@ class EngineClient:
     # --- the processes ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        # The front needs transformers when the engines are ready, and has time until then.
-        threading.Thread(target=import_without_torch, daemon=True).start()
+        # The front needs the tokenizer when the engines are ready, and has time until then.
+        self._early_tokenizer.start()
         self.source.start(self.pool.update, self.fail)
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class EngineClient:
 
     def load_text(self, target: TargetInfo) -> TargetText:
         """Load the tokenizer; on a thread."""
-        return TargetText.load(target)
+        return TargetText.load(target, self._early_tokenizer)
 
     # --- state ------------------------------------------------------------------------------------
 

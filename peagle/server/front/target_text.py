@@ -8,9 +8,9 @@ from peagle.errors import UserError
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.front.probed_grammars import ProbedGrammars
 from peagle.server.messages import TargetInfo
+from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
 from peagle.server.tokenization.prompt_tokenizer import PromptTokenizer
 from peagle.server.tokenization.token_text import TokenTexts
-from peagle.target.tokenizer import load_tokenizer_without_torch
 
 
 class TargetText:
@@ -26,8 +26,8 @@ class TargetText:
         self._special_decoder = token_decoder(tokenizer, skip_special_tokens=False)
 
     @classmethod
-    def load(cls, target: TargetInfo) -> Self:
-        tokenizer = load_tokenizer_without_torch(Path(target.folder))
+    def load(cls, target: TargetInfo, early: EarlyTokenizer) -> Self:
+        tokenizer = early.load(Path(target.folder))
         if tokenizer is None:
             raise UserError(f"target {target.name!r} has no tokenizer in {target.folder}")
         return cls(target, tokenizer)

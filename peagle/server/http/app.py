@@ -18,9 +18,9 @@ from peagle.server.http.auth import Auth
 from peagle.server.http.backend import Backend, RouteHandler, get_backend
 from peagle.server.http.errors import ApiError, on_api_error, on_error, on_http_error
 from peagle.server.http.limits import MAX_LARGE_BODIES, MIN_BODY_BUDGET, BodyBudget, read_object
-from peagle.server.http.logs import RequestLog
 from peagle.server.http.openapi import ERROR_RESPONSES, add_body_schemas, describe_body
 from peagle.server.http.origins import Origins
+from peagle.server.http.request_log import RequestLog
 from peagle.server.http.schema import (
     MAX_NAME_CHARS,
     ChatRequest,

@@ -4,12 +4,12 @@ The layout is OpenAI's; on the paths of Anthropic's API it is Anthropic's.
 """
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
+if TYPE_CHECKING:  # Engine processes know errors too, and start faster without web frameworks.
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from pydantic import ValidationError
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -69,8 +69,10 @@ class ApiError(Exception):
         error_type = ANTHROPIC_ERROR_TYPES.get(self.status, default)
         return {"type": "error", "error": {"type": error_type, "message": self.message}}
 
-    def response(self, path: str = "") -> JSONResponse:
+    def response(self, path: str = "") -> "JSONResponse":
         """The response to a request; `path` decides on the layout."""
+        from fastapi.responses import JSONResponse
+
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -87,7 +89,7 @@ def engine_stopped() -> ApiError:
     return ApiError(503, "the engine stopped during the answer: try again", retry_after=2)
 
 
-def from_validation(error: ValidationError) -> ApiError:
+def from_validation(error: "ValidationError") -> ApiError:
     """Convert pydantic's deepest error: in a union, that is the branch that matched best.
 
     A list of the wrong length has matched its branch, although its error is not deep.
@@ -111,18 +113,20 @@ def is_field(part: int | str) -> bool:
     return part.isidentifier() and not is_class
 
 
-async def on_api_error(request: Request, error: Exception) -> JSONResponse:
+async def on_api_error(request: "Request", error: Exception) -> "JSONResponse":
     assert isinstance(error, ApiError)
     return error.response(request.url.path)
 
 
-async def on_error(request: Request, _: Exception) -> JSONResponse:
+async def on_error(request: "Request", _: Exception) -> "JSONResponse":
     """Hide the details of an unexpected error; they are in the log."""
     return ApiError(500, INTERNAL_ERROR).response(request.url.path)
 
 
-async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+async def on_http_error(request: "Request", error: Exception) -> "JSONResponse":
     """Convert Starlette's own errors: unknown paths and methods."""
+    from starlette.exceptions import HTTPException
+
     assert isinstance(error, HTTPException)
     route = f"{request.method} {request.url.path}"
     messages = {404: f"there is no {route}", 405: f"{route}: this method is not allowed"}

@@ -54,13 +54,18 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         limit: float,
         encode_error: Callable[[ApiError], bytes] = encode_error,
+        ends_with_done: bool = False,
     ) -> None:
-        """`limit` is the time limit of the answer in seconds; 0 means no limit."""
+        """`limit` is the time limit of the answer in seconds; 0 means no limit.
+
+        `ends_with_done`: nothing follows DONE_EVENT, which is sent together with the end.
+        """
         super().__init__(headers=STREAM_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self.events = events
         self.close = close
         self.encode_error = encode_error
+        self.ends_with_done = ends_with_done
         self.limit = limit + READ_GRACE_SECONDS if limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,9 +97,13 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_events(self, scope: Scope, send: Send) -> bytes:
-        """Send all events; return what remains to be sent: an error, or nothing."""
+        """Send all events; return what remains to be sent: the last event, an error, or nothing."""
+        last = b""
         try:
             async for data in self.events:
+                if self.ends_with_done and data.endswith(DONE_EVENT):
+                    last = data
+                    continue
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             request_log_fields(scope)["error"] = error.message
@@ -106,7 +115,7 @@ class EventStream(Response):
                 "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]
             )
             return self.encode_error(ApiError(500, INTERNAL_ERROR))
-        return b""
+        return last
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

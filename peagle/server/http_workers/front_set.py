@@ -19,6 +19,7 @@ from peagle.server.http_workers.front_process import FrontSpec
 from peagle.server.http_workers.front_supervisor import FrontSupervisor
 from peagle.server.http_workers.metrics_files import FOLDER_VARIABLE
 from peagle.server.http_workers.state_channel import StatePublisher
+from peagle.server.responses.shared_response_store import PATH_VARIABLE
 from peagle.server.settings import ServerSettings
 from peagle.server.supervisor.launch_spec import inherited_environment
 from peagle.server.supervisor.process_supervisor import start_task
@@ -28,9 +29,11 @@ EXIT_SECONDS = 8.0
 
 
 class FrontSet:
-    def __init__(self, settings: ServerSettings, listener: socket.socket) -> None:
+    def __init__(
+        self, settings: ServerSettings, engines: EngineSet, listener: socket.socket
+    ) -> None:
         self.settings = settings
-        self.engines = EngineSet(settings)
+        self.engines = engines
         self.failure: str | None = None
         self._listener = listener
         self._stop = asyncio.Event()
@@ -67,6 +70,7 @@ class FrontSet:
         environment = inherited_environment() | {
             FOLDER_VARIABLE: str(metrics),
             SECRET_VARIABLE: secrets.token_hex(32),
+            PATH_VARIABLE: str(folder / "responses"),
         }
         spec = FrontSpec(self.settings, self._listener.fileno(), address)
         count = self.settings.http_workers

@@ -82,6 +82,11 @@ class Answer:
             self.backend.request_metrics.observe_chunk(self.slot.name, seconds, first=not previous)
         return choice, piece
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all choices have finished, and `next` has returned all pieces."""
+        return not self._unfinished
+
     async def wait(self) -> None:
         """Wait until all choices have finished. Nothing is streamed, so nothing is paced."""
         while await self.next(single=True) is not None:

@@ -1,7 +1,7 @@
 """Reply: the response to a chat or completion request, whole or streamed."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,7 +57,9 @@ class Reply:
         if self.body.stream:
             chunks = ChunkStream(self.body, self.answer, self.layout, header)
             timeout = self.backend.settings.timeout
-            return EventStream(chunks.encode(), lambda: self._close(request), timeout)
+            return EventStream(
+                chunks.encode(), lambda: self._close(request), timeout, ends_with_done=True
+            )
         try:
             await self.answer.wait()
             return JSONResponse(header | self._whole())
@@ -97,33 +99,40 @@ class ChunkStream:
         self._unfinished = len(answer.choices)
 
     async def encode(self) -> AsyncIterator[bytes]:
-        """The chunks as server-sent events."""
-        async for chunk in self.chunks():
-            yield encode_event(chunk)
-        yield DONE_EVENT
+        """The chunks as server-sent events; those that come at once are sent at once."""
+        async for chunks in self.groups():
+            data = b"".join(map(encode_event, chunks))
+            yield data + DONE_EVENT if self.answer.is_finished else data
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def groups(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """Chunks between which nothing is waited for; none of the groups but the last is empty."""
         # Nothing is sent before the first token: clients take the first chunk for it.
         arrived = await self.answer.next(single=self.trace)
-        for choice in self.answer.choices:
-            if (opening := self.layout.opening(choice)) is not None:
-                yield self._chunk(opening)
-        for choice in self.answer.choices:
-            if choice.stream is None:
-                yield self._ending(choice)
+        openings = [self.layout.opening(choice) for choice in self.answer.choices]
+        group = [self._chunk(opening) for opening in openings if opening is not None]
+        group += [self._ending(choice) for choice in self.answer.choices if choice.stream is None]
         while arrived is not None:
-            choice, piece = arrived
-            pieces = self.layout.pieces(choice, piece)
-            if self.trace and piece.step is not None:
-                pieces = pieces or [self.layout.empty(choice)]
-                yield self._chunk(pieces.pop(0)) | self._trace(piece)
-            for chunk in pieces:
-                yield self._chunk(chunk)
-            if piece.reason is not None:
-                yield self._ending(choice)
+            group += self._chunks_of(*arrived)
+            if self.answer.is_finished:
+                break
+            if group:
+                yield group
             arrived = await self.answer.next(single=self.trace)
+            group = []
         if self.include_usage:
-            yield self._chunk() | {"usage": token_usage(self.answer.choices)} | self._metrics()
+            usage = {"usage": token_usage(self.answer.choices)}
+            group.append(self._chunk() | usage | self._metrics())
+        yield group
+
+    def _chunks_of(self, choice: Choice, piece: "StreamPiece") -> Iterator[dict[str, Any]]:
+        pieces = self.layout.pieces(choice, piece)
+        if self.trace and piece.step is not None:
+            pieces = pieces or [self.layout.empty(choice)]
+            yield self._chunk(pieces.pop(0)) | self._trace(piece)
+        for chunk in pieces:
+            yield self._chunk(chunk)
+        if piece.reason is not None:
+            yield self._ending(choice)
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         chunk = self.header | {"object": self.layout.chunk_type, "choices": list(choices)}

@@ -23,20 +23,20 @@ from peagle.server.responses.response_store import (
     encode_messages,
     encode_response,
 )
+from peagle.server.responses.shared_response_store import SharedResponseStore, shared_store_path
 from peagle.server.settings import ServerSettings
 from peagle.server.translation.answer_blocks import AnswerBlock
 from peagle.server.translation.conversation import ChatMessage, Conversation
 
 
 class ResponsesApi:
-    """The handlers. `store` is None with several web server processes.
-
-    Requests of one client reach any of them, and each would know other responses.
-    """
+    """The handlers, and the responses that they store."""
 
     def __init__(self, settings: ServerSettings) -> None:
         keys = len(settings.api_keys)
-        self.store = ResponseStore(keys) if settings.http_workers == 1 else None
+        self.store: ResponseStore | SharedResponseStore = ResponseStore(keys)
+        if settings.http_workers > 1:
+            self.store = SharedResponseStore(shared_store_path(), keys)
 
     async def create(self, request: Request, body: dict[str, Any]) -> Response:
         backend = engine_backend_of(request)
@@ -62,7 +62,6 @@ class ResponsesApi:
     async def delete(self, request: Request, _: dict[str, Any]) -> Response:
         salt = request_salt(request)
         self._find(request, salt)
-        assert self.store is not None
         response_id = request.path_params["response_id"]
         self.store.delete(response_id, salt)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
@@ -76,11 +75,11 @@ class ResponsesApi:
         chat_request: AgentChatRequest,
     ) -> Response:
         chat_answer = await start_chat(request, backend, chat_request)
-        is_stored = self.store is not None and parsed.store is not False
+        is_stored = parsed.store is not False
         response = ResponseObject(parsed, parsed.model or backend.model_name, is_stored)
 
         def on_finished(body: dict[str, Any], blocks: list[AnswerBlock]) -> None:
-            if self.store is not None and is_stored:
+            if is_stored:
                 salt = derive_salt(request.scope, parsed.cache_salt)
                 key_digest = request.scope.get(API_KEY_DIGEST, b"")
                 stored = store_response(key_digest, salt, body, messages, blocks)
@@ -93,13 +92,6 @@ class ResponsesApi:
         response_id = parsed.previous_response_id
         if not response_id:
             return None
-        if self.store is None:
-            raise ApiError(
-                400,
-                "previous_response_id is not supported with several --http-workers, which do not"
-                " share responses: send the whole conversation as input, or serve with one",
-                "previous_response_id",
-            )
         salt = derive_salt(request.scope, parsed.cache_salt)
         stored = self.store.get(response_id, salt)
         if stored is None:
@@ -108,7 +100,7 @@ class ResponsesApi:
 
     def _find(self, request: Request, salt: str) -> StoredResponse:
         response_id = request.path_params["response_id"]
-        stored = self.store.get(response_id, salt) if self.store is not None else None
+        stored = self.store.get(response_id, salt)
         if stored is None:
             raise unknown_response(response_id)
         return stored
@@ -118,8 +110,8 @@ def unknown_response(response_id: str, param: str | None = None) -> ApiError:
     return ApiError(
         404,
         f"there is no response {response_id[:MAX_NAME_CHARS]!r} for this API key and cache_salt:"
-        " responses are lost with store: false, with several --http-workers, with a restart, and"
-        " when they make room for newer ones; send the whole conversation as input",
+        " responses are lost with store: false, with a restart, and when they make room for newer"
+        " ones; send the whole conversation as input",
         param,
     )
 

@@ -52,6 +52,9 @@ class ProcessSupervisor:
         """Return how the next process is started."""
         raise NotImplementedError
 
+    def start_process(self) -> ChildProcess:
+        return ChildProcess(self.launch_spec())
+
     async def monitor(self) -> None:
         """Watch a process until this is canceled."""
 
@@ -122,7 +125,7 @@ class ProcessSupervisor:
         """Run one process until it ends or must be replaced."""
         self.state = "starting"
         self.ready_at = 0.0
-        process = self.process = ChildProcess(self.launch_spec())
+        process = self.process = self.start_process()
         monitor = asyncio.create_task(self.monitor())
         reason = None
         try:

@@ -37,8 +37,12 @@ class Front:
 
     @property
     def cannot_wait(self) -> bool:
-        """Whether the next message is due now, and not after the next step."""
-        return bool(self.batch.refusals or self.batch.results or self.batch.status)
+        """Whether the next message is due now, and not after the next step.
+
+        A front prepares its response to an accepted request while the engine reads the prompt.
+        """
+        batch = self.batch
+        return bool(batch.accepted or batch.refusals or batch.results or batch.status)
 
     @property
     def has_work(self) -> bool:

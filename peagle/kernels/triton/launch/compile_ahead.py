@@ -8,6 +8,9 @@ cache on disk. Compiling releases the interpreter lock for most of its time.
     threads             compile a | compile b | ...
     the real passes     read a and b from the cache
 
+A later start reads them from the cache at once. So that it need not run passes dry to find that
+out, a file in the cache says for what kernels were compiled (compiled_marker.py).
+
 While a pass runs dry, its tensors hold zeros instead of results, which are valid as indices too.
 """
 
@@ -24,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from peagle.kernels.triton.launch.compiled_marker import CompiledMarker
+
 try:
     import triton
     from triton.compiler import ASTSource
@@ -38,19 +43,31 @@ RECORDING_LOCK = threading.Lock()
 POINTER_ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are not aligned
 
 
-def compile_ahead(work: Callable[[], object], device: torch.device) -> None:
+def compile_ahead(
+    work: Callable[[], object], device: torch.device, description: str | None = None
+) -> None:
     """Compile the kernels that `work` launches on a GPU. Nothing is launched; elsewhere a no-op.
 
-    What fails here is done again, and fails, when the kernels are launched.
+    `description`: what the kernels depend on, besides their code and the device. If the cache holds
+    kernels for it, nothing is done. What fails here is done again, and fails, when the kernels are
+    launched.
     """
     if triton is None or device.type != "cuda":
         return
+    marker = None
+    if description is not None:
+        marker = CompiledMarker(f"{torch.cuda.get_device_name(device)}\n{description}")
+        if marker.exists():
+            return
     with KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS)) as compiler:
         try:
             with compiler.recording():
                 work()
         except Exception:
             log.warning("not all kernels could be compiled ahead", exc_info=True)
+            return
+    if marker is not None:
+        marker.write()
 
 
 class KernelCompiler:
@@ -134,8 +151,10 @@ def _argument_key(argument: Any) -> Hashable:
 
 
 def compile_kernel(source: Any, target: Any, options: dict[str, Any]) -> None:
+    """Compile a kernel, and the function in C that launches it where Triton has one for each."""
     try:
-        triton.compile(source, target=target, options=options)
+        kernel = triton.compile(source, target=target, options=options)
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     except Exception:
         log.debug("a kernel was not compiled ahead", exc_info=True)
 

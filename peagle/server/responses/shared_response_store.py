@@ -1,0 +1,94 @@
+"""SharedResponseStore: the responses that the web server processes of one server share.
+
+Requests of one client reach any of them. The responses are in a SQLite file in the folder of the
+server's sockets, which no other user can read, and which is removed when the server ends. Limits
+and access are those of ResponseStore.
+"""
+
+import os
+import sqlite3
+from pathlib import Path
+
+from peagle.server.responses.response_store import (
+    KEY_SHARE,
+    MAX_BYTES,
+    MAX_RESPONSES,
+    StoredResponse,
+)
+
+PATH_VARIABLE = "PEAGLE_RESPONSES"  # The file, in the environment of web server processes.
+LOCK_SECONDS = 5.0  # For another process to finish its change.
+TABLE = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, key_digest BLOB, salt TEXT, response BLOB, messages BLOB, size INTEGER
+)
+"""
+# Older responses than those that fit, newest first.
+SURPLUS = """
+DELETE FROM responses WHERE id IN (
+    SELECT id FROM (
+        SELECT id, ROW_NUMBER() OVER newest AS number, SUM(size) OVER newest AS bytes
+        FROM responses WHERE {condition} WINDOW newest AS (ORDER BY rowid DESC)
+    ) WHERE number > ? OR bytes > ?
+)
+"""
+
+
+class SharedResponseStore:
+    def __init__(
+        self,
+        path: Path,
+        keys: int = 1,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`keys`: number of API keys."""
+        share = KEY_SHARE if keys > 1 else 1
+        self._limits = (max_responses, max_bytes)
+        self._key_limits = (max_responses // share, max_bytes // share)
+        path.touch(mode=0o600)
+        # Created where the routes are, used by the event loop only.
+        self._database = sqlite3.connect(
+            path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        self._database.execute("PRAGMA synchronous = OFF")  # It does not outlive the server.
+        self._database.execute(TABLE)
+
+    def __len__(self) -> int:
+        return int(self._database.execute("SELECT COUNT(*) FROM responses").fetchone()[0])
+
+    @property
+    def size(self) -> int:
+        query = "SELECT COALESCE(SUM(size), 0) FROM responses"
+        return int(self._database.execute(query).fetchone()[0])
+
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        """Keep a response, unless it is larger than all that its key may store."""
+        if stored.size > self._key_limits[1]:
+            return
+        row = (stored.key_digest, stored.salt, stored.response, stored.messages)
+        with self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.execute(
+                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
+                (response_id, *row, stored.size),
+            )
+            own = SURPLUS.format(condition="key_digest = ?")
+            self._database.execute(own, (stored.key_digest, *self._key_limits))
+            self._database.execute(SURPLUS.format(condition="TRUE"), self._limits)
+
+    def get(self, response_id: str, salt: str) -> StoredResponse | None:
+        query = (
+            "SELECT key_digest, salt, response, messages FROM responses WHERE id = ? AND salt = ?"
+        )
+        row = self._database.execute(query, (response_id, salt)).fetchone()
+        return StoredResponse(*row) if row is not None else None
+
+    def delete(self, response_id: str, salt: str) -> bool:
+        """Return whether there was one."""
+        query = "DELETE FROM responses WHERE id = ? AND salt = ?"
+        return self._database.execute(query, (response_id, salt)).rowcount > 0
+
+
+def shared_store_path() -> Path:
+    return Path(os.environ[PATH_VARIABLE])

@@ -1,0 +1,84 @@
+"""Which CUDA graphs are captured before an engine is ready, and which ones steps use meanwhile."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.draft_shape import DraftShape
+from peagle.engine.policy.draft_policy import FixedPolicy
+from peagle.engine.step.graph_backlog import GraphBacklog, ready_batches
+from peagle.engine.step.startup_times import StartupTimes
+from peagle.engine.step.stepper import Stepper, graph_keys
+
+CHAIN = DraftShape(3, 3)
+
+
+def fake_stepper() -> Any:
+    prefill = SimpleNamespace(usual_sizes=lambda max_batch, shape: ())
+    config = SimpleNamespace(to_dict=dict)
+    target = SimpleNamespace(config=config, dtype=torch.float32, format=None)
+    return SimpleNamespace(
+        prefill=prefill,
+        slots=SimpleNamespace(device=torch.device("cpu")),
+        target=target,
+        weights="float32",
+        drafter_config=None,
+    )
+
+
+def captured_batches(ready_batch: int | None, max_batch: int) -> tuple[list[int], list[int]]:
+    """The batches captured before an engine is ready, and those captured later."""
+    backlog = GraphBacklog(fake_stepper(), FixedPolicy(CHAIN), CHAIN, CHAIN, StartupTimes())
+    captured: list[int] = []
+    backlog.fill(max_batch, ready_batch)
+    backlog.run(ready_batch, lambda batch, verify, draft: captured.append(batch))
+    before = list(captured)
+    while backlog.run_next(lambda batch, verify, draft: captured.append(batch)):
+        pass
+    return before, captured[len(before) :]
+
+
+@pytest.mark.parametrize(
+    ("ready_batch", "max_batch", "before", "later"),
+    [
+        (8, 32, [1, 8], [2, 4, 16, 24, 32]),
+        (8, 8, [1, 8], [2, 4]),
+        (8, 2, [1, 2], []),
+        (8, 1, [1], []),
+        (0, 4, [], [1, 2, 4]),
+        (None, 4, [1, 2, 4], []),
+    ],
+)
+def test_graphs_before_ready(
+    ready_batch: int | None, max_batch: int, before: list[int], later: list[int]
+) -> None:
+    assert captured_batches(ready_batch, max_batch) == (before, later)
+
+
+def test_ready_batches_are_sizes_with_graphs() -> None:
+    assert ready_batches(6, 64) == (1, 8)
+    assert ready_batches(0, 64) == ()
+
+
+@pytest.mark.parametrize(
+    ("captured", "count", "expected"),
+    [
+        ((1, 8), 1, 1),
+        ((1, 8), 2, 8),  # The graph of eight holds two.
+        ((1, 2, 8), 2, 2),
+        ((1, 8), 9, None),  # Must be captured.
+        ((32,), 20, 32),  # 24 x 1.5 = 36.
+        ((64,), 20, None),
+    ],
+)
+def test_steps_use_the_next_larger_graph(
+    captured: tuple[int, ...], count: int, expected: int | None
+) -> None:
+    stepper = Stepper.__new__(Stepper)
+    keys = [graph_keys(batch, CHAIN, CHAIN)[1] for batch in captured]
+    stepper.graphs = dict.fromkeys(keys)  # type: ignore[assignment]
+    assert stepper.is_captured(count, CHAIN, CHAIN) == (expected is not None)
+    if expected is not None:
+        assert stepper._graph_batch(count, CHAIN, CHAIN) == expected

@@ -1,0 +1,78 @@
+"""transformers is imported without the parts that inference never uses, and all stays reachable.
+
+The scripts run in processes of their own: here everything is imported already.
+"""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from peagle.target.transformers_import import PackageDistributions
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("sympy", "torch.distributed.tensor", "torch._inductor", "pygments", "httpx._main")
+
+
+def run_script(script: str) -> Any:
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_models_load_and_run_without_heavy_modules(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    script = f"""
+import json, sys
+from pathlib import Path
+from peagle.server.engines.engine_factory import import_models
+import_models("cpu")
+import torch
+from peagle.target import load_target
+target = load_target(Path({str(tmp_path)!r}), torch.float32, "cpu")
+logits = target.forward(torch.arange(6)).logits[-1].tolist()
+print(json.dumps([logits, [name for name in {HEAVY!r} if name in sys.modules]]))
+"""
+    logits, heavy = run_script(script)
+    with torch.inference_mode():
+        expected = model(torch.arange(6)[None]).logits[0, -1]
+    assert heavy == []
+    torch.testing.assert_close(torch.tensor(logits), expected)
+
+
+def test_other_models_and_the_compiler_stay_reachable() -> None:
+    script = """
+import json
+import torch
+from peagle.target.transformers_import import quick_imports
+with quick_imports():
+    import transformers
+    from transformers.models.llama import modeling_llama
+names = [transformers.MixtralConfig.__name__, transformers.models.gpt2.__name__]
+try:
+    transformers.NoSuchModel
+except AttributeError:
+    names.append("unknown")
+add = torch.compile(lambda x: x + 1, backend="eager")
+import torch._dynamo.config
+print(json.dumps([names, add(torch.ones(2)).tolist(), len(transformers.__all__) > 4000]))
+"""
+    names = ["MixtralConfig", "transformers.models.gpt2", "unknown"]
+    assert run_script(script) == [names, [2.0, 2.0], True]
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "jinja2", "yaml", "no_such_package"])
+def test_distributions_of_packages(package: str) -> None:
+    known = importlib.metadata.packages_distributions().get(package)
+    found = PackageDistributions().get(package)
+    assert [name.lower() for name in found or []] == [name.lower() for name in known or []][:1]
