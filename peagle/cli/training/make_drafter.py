@@ -6,6 +6,7 @@ import typer
 
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
+from peagle.cli.training.regenerate import Validation
 from peagle.core import DRAFTER_METHODS, parse_method
 from peagle.errors import UserError
 
@@ -39,6 +40,7 @@ def make_drafter(
             "--long", help="Join prompts to conversations of up to so many tokens; 0: no."
         ),
     ] = 0,
+    validation: Validation = 0,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the answers.")] = 6.0,
     changes: Annotated[
         list[str] | None,
@@ -78,6 +80,7 @@ def make_drafter(
         limit=limit,
         invent=invent,
         long=long,
+        validation=validation,
         keep_truncated=True,
         context=config.context or None,
         device=device,
@@ -89,6 +92,7 @@ def make_drafter(
     err.print("[bold]3. measuring[/]")
     options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
     options += [f"--long {long}"] * (long > 0)
+    options += [f"--validation {validation}"] * (validation > 0)
     options += [f"--set {change}" for change in changes or []]
     choices = f"--method {parsed_method} --epochs {epochs:g}"
     command = f"peagle make-drafter {target} --prompts PROMPTS {choices}"

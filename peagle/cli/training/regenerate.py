@@ -1,4 +1,5 @@
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from peagle.regenerate.answers import Counts
     from peagle.regenerate.prompts import Prompt
     from peagle.target import Target
+
+Validation = Annotated[
+    int,
+    typer.Option(
+        "--validation",
+        help="Number of prompts that are held out, by a hash of their text, and never answered:"
+        " OUT/validation.jsonl is a set for `peagle evaluate`.",
+    ),
+]
 
 
 @app.command()
@@ -64,6 +74,7 @@ def regenerate(
             help="Join prompts to conversations of up to so many tokens (not --max-prompt); 0: no.",
         ),
     ] = 0,
+    validation: Validation = 0,
     keep_truncated: Annotated[
         bool,
         typer.Option(
@@ -79,6 +90,10 @@ def regenerate(
         typer.Option(
             "--seed", help="Seed of the order of prompts and of sampling.", show_default=False
         ),
+    ] = None,
+    stop_after: Annotated[
+        float | None,
+        typer.Option("--stop-after", help="Minutes; run again to resume.", show_default=False),
     ] = None,
     context: Context = None,
     device: Device = "auto",
@@ -100,6 +115,8 @@ def regenerate(
         raise UserError(f"--limit is {limit}: ask for at least one prompt")
     temperatures = parse_temperatures(temperature)
     read = read_prompts(prompts, temperatures, limit, seed, warn) if prompts else []
+    if validation:
+        read = hold_out(read, validation, out)
     settings = job.RegenerateSettings(
         max_tokens=max_tokens,
         max_prompt=max(long - max_tokens, 1) if long else max_prompt,
@@ -109,18 +126,34 @@ def regenerate(
         keep_truncated=keep_truncated,
         prompts=digest(prompts) if prompts else "",
         long=long,
+        validation=validation,
         endpoint=endpoint,
         model=model,
     )
     loaded = load(target, device=device, dtype=dtype, context=context, stored=False).target
+    long_settings = LongSettings(long, max_tokens, seed or 0)
+    if long:
+        long_settings.check(loaded)
     if invent > 0:
         read += invent_prompts(loaded, invent, out, settings, as_json)
     if long:
-        read = long_conversations(read, loaded, LongSettings(long, max_tokens, seed or 0))
+        read = long_conversations(read, loaded, long_settings)
     with progress_bar("answers", as_json) as progress:
-        counts = job.regenerate(loaded, read, out, settings, progress)
+        seconds = math.inf if stop_after is None else 60 * stop_after
+        counts = job.regenerate(loaded, read, out, settings, progress, seconds)
     record = {"out": str(out)} | counts.as_dict()
     print(json.dumps(record) if as_json else summary(counts, out))
+
+
+def hold_out(prompts: "list[Prompt]", count: int, out: Path) -> "list[Prompt]":
+    """Write the validation prompts to OUT/validation.jsonl; returns the others."""
+    from peagle.regenerate.prompts import split_validation, write_prompts
+
+    if count < 0:
+        raise UserError(f"--validation is {count}: use 1 or more, or leave it out")
+    training, validation = split_validation(prompts, count)
+    write_prompts(validation, out.expanduser() / "validation.jsonl")
+    return training
 
 
 def parse_slots(word: str) -> int | None:
