@@ -57,7 +57,7 @@ PAIR = "smollm2-135m"
 SHIPPED = Path(__file__).resolve().parent.parent / "peagle" / "drafters" / PAIR
 VALIDATION = 200  # prompts
 # Of the prompts of a source (the part before the colon) these many are used; the others whole.
-SOURCE_LIMITS = {"t0": 7000, "clinc": 800, "banking77": 600, "bbh": 1200}
+SOURCE_LIMITS = {"t0": 4000, "clinc": 800, "banking77": 600, "bbh": 1200}
 MAX_CHARACTERS = 1800  # of a prompt
 LONG = 8192  # tokens of the longest conversation
 LONG_PROMPTS = 16000
