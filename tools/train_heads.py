@@ -15,6 +15,7 @@ The seconds of each stage are options. In one run: the defaults. In two, for lon
 """
 
 import argparse
+import gc
 import json
 import math
 import pickle
@@ -305,6 +306,9 @@ def train_heads(job: Job) -> TrainRun | None:
             begun = time.perf_counter()
             run = train_head(job, "p-eagle", job.p_eagle_seconds / 60, 0, None)
             overhead = 0.8 * (time.perf_counter() - begun - run.trainer.seconds) + 25
+        gc.collect()
+        # Forget the recorded shapes: EAGLE-3 has its own. Compiled code stays.
+        torch._dynamo.reset_code_state()
     if "eagle3" in job.stages and not (job.files / "eagle3.tar").is_file():
         with stage("EAGLE-3"):
             left = job.left - overhead - (MEASURE_SECONDS if "measure" in job.stages else 0)
