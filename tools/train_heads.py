@@ -5,7 +5,8 @@
 
 `prepare` holds out 200 validation prompts and chooses those to train on. `run` does what is left to
 do of its stages within `--seconds` and puts what it made into OUT/files; run it again to resume.
-EAGLE-3 is trained on the same documents, and for as many steps as P-EAGLE if there is time.
+EAGLE-3 is trained on the same documents, and for as many steps as P-EAGLE if there is time. In the
+second half of a training the head is stored every 20 seconds, in 8 bits, until it is published.
 
 The seconds of each stage are options. In one run: the defaults. In two, for longer training:
 
@@ -18,66 +19,48 @@ import argparse
 import gc
 import json
 import math
-import pickle
-import random
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from peagle.core import Method
-from peagle.data.bench import Task, read_sets
-from peagle.data.long_prompts import long_prompts
 from peagle.data.records import ignore
 from peagle.draft_shape import DraftShape
-from peagle.drafter.formats import checkpoint
+from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.row_format import INT8
 from peagle.errors import UserError
 from peagle.evaluate.evaluate import summarize
 from peagle.loaded import load
 from peagle.paths import write_bytes, write_json
-from peagle.regenerate.invent import invent
-from peagle.regenerate.job import RegenerateSettings, regenerate
-from peagle.regenerate.long_conversations import LongSettings, long_conversations
-from peagle.regenerate.prompts import Prompt, read_prompts, split_validation, write_prompts
-from peagle.target import Target
-from peagle.train.config import TrainConfig
+from peagle.train.config import TrainConfig, read_config
 from peagle.train.data.documents import Documents
-from peagle.train.evaluation.benchmark_answers import answer_tasks
+from peagle.train.evaluation.acceptance import DraftReplay
 from peagle.train.objective.passes import DrafterPasses
 from peagle.train.publish import publish
 from peagle.train.records import StepRecord
 from peagle.train.run import TrainRun
+from tools.heads_data import SMALL, Job, Size, bench_answers, prepare, stage, write_answers
 
 PAIR = "smollm2-135m"
 SHIPPED = Path(__file__).resolve().parent.parent / "peagle" / "drafters" / PAIR
-VALIDATION = 200  # prompts
-# Of the prompts of a source (the part before the colon) these many are used; the others whole.
-SOURCE_LIMITS = {"t0": 4000, "clinc": 800, "banking77": 600, "bbh": 1200}
-MAX_CHARACTERS = 1800  # of a prompt
-LONG = 8192  # tokens of the longest conversation
-LONG_PROMPTS = 16000
-CONTEXTS = (500, 1150, 2150, 4150, 7150)  # tokens of a prompt and its answer
-CONTEXT_ANSWER = 150  # tokens
-CONTEXT_PROMPTS = 16  # for each length
-BENCH_LIMIT = 200  # tasks of a set
 TREE_ANSWERS = 60  # of a set
 K = 7
 STAGES = ("answers", "p-eagle", "eagle3", "measure")
 MEASURE_SECONDS = 45.0  # left for the last stage
+OVERHEAD_SECONDS = 75.0  # for reading, compiling and publishing
 MIN_TRAINING_SECONDS = 20.0
+SNAPSHOT_SECONDS = 20.0
 
 RECIPE: dict[str, Any] = {
     "target": PAIR,
     "aux_layer_ids": (2, 15, 27),
     "mask_token_id": 16,
     "draft_vocab": 24576,
-    "max_length": LONG,
     "pack_tokens": 16384,
     "max_anchors": 6144,
     "keep": 0.75,
@@ -93,235 +76,92 @@ RECIPE: dict[str, Any] = {
     "save_every": 1500,
     "eval_every": 0,
 }
+SMALL_CHANGES = {"pack_tokens": 512, "max_anchors": 128, "held_out": 3, "log_every": 1, "epochs": 1}
 METHODS: dict[Method, dict[str, Any]] = {
     "p-eagle": {"k": 11, "dependency": 64, "layers": 4},
     "eagle3": {"k": 7, "layers": 1},
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    out: Path
-    prompts: Path  # folder of `prepare`
-    bench: Path
-    seconds: float  # of this run
-    answer_seconds: dict[str, float]  # by folder of answers
-    p_eagle_seconds: float
-    stages: tuple[str, ...]
-    small: bool  # for a trial on a CPU
-    start: float
-
-    @property
-    def files(self) -> Path:
-        """The folder of what is taken home."""
-        return self.out / "files"
-
-    @property
-    def left(self) -> float:
-        return self.start + self.seconds - time.perf_counter()
-
-
-@contextmanager
-def stage(name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    print(f"== {name}", flush=True)
-    yield
-    print(f"== {name}: {time.perf_counter() - started:.1f} s", flush=True)
-
-
-def prepare(prompts: Path, out: Path) -> None:
-    """Write prompts.jsonl.gz, shuffled, and validation.jsonl."""
-    import gzip
-
-    training, validation = split_validation(read_prompts(prompts), VALIDATION)
-    random.Random(1).shuffle(training)
-    kept: list[Prompt] = []
-    counts: dict[str, int] = {}
-    for prompt in (p for p in training if sum(map(len, p.turns)) <= MAX_CHARACTERS):
-        source = prompt.source.split(":")[0]
-        counts[source] = counts.get(source, 0) + 1
-        if counts[source] <= SOURCE_LIMITS.get(source, len(training)):
-            kept.append(prompt)
-    write_prompts(validation, out / "validation.jsonl")
-    write_prompts(kept, out / "prompts.jsonl")
-    packed = gzip.compress((out / "prompts.jsonl").read_bytes(), 9)
-    write_bytes(out / "prompts.jsonl.gz", packed)
-    (out / "prompts.jsonl").unlink()
-    print(f"{len(kept)} prompts to train on, {len(validation)} held out, {len(packed):,} bytes")
-
-
-def write_answers(job: Job, target: Target) -> None:
-    """The three folders of answers: sampled, greedy to invented prompts, long conversations."""
-    prompts = job.prompts / "prompts.jsonl.gz"
-    slots = None if job.small else 4096
-    size = 12 if job.small else None
-    settings = RegenerateSettings(
-        max_tokens=384,
-        max_prompt=512,
-        temperatures=(0.7,),
-        seed=11,
-        slots=slots,
-        keep_truncated=True,
-        prompts=prompts.name,
-    )
-    if job.small:
-        settings = replace(settings, max_tokens=24, max_prompt=200)
-    with stage("short answers"):
-        read = read_prompts(prompts, settings.temperatures, size)
-        _answer(job, target, read, "short", settings)
-    with stage("answers to invented prompts"):
-        greedy = replace(settings, temperatures=(0.0,), seed=12)
-        count = 4 if job.small else 14000
-        path = invent(target, count, job.out / "invented", greedy.seed, slots)
-        _answer(job, target, read_prompts(path, prefix="invented:"), "invented", greedy)
-    with stage("long conversations"):
-        answer = 24 if job.small else 160
-        length = 700 if job.small else LONG
-        long = replace(
-            greedy, max_tokens=answer, max_prompt=length - answer, slots=None, long=length
-        )
-        read = read_prompts(prompts, (0.0,), 10 if job.small else LONG_PROMPTS, seed=13)
-        read = long_conversations(read, target, LongSettings(length, answer, 13))
-        _answer(job, target, read, "long", long)
-
-
-def _answer(
-    job: Job, target: Target, prompts: list[Prompt], name: str, settings: RegenerateSettings
-) -> None:
-    record = job.files / f"answers-{name}.json"
-    if record.is_file():
-        return
-    counts = regenerate(
-        target, prompts, job.out / name, settings, stop_after=job.answer_seconds[name]
-    )
-    write_json(record, counts.as_dict())
-    print(name, json.dumps(counts.as_dict()), flush=True)
-
-
-def bench_answers(job: Job, target: Target) -> dict[str, Documents]:
-    """The target's greedy answers by set, and to long prompts by their length."""
-    file = job.out / "bench-answers.pkl"
-    if file.is_file():
-        stored: dict[str, Documents] = pickle.loads(file.read_bytes())
-        return stored
-    limit = 2 if job.small else BENCH_LIMIT
-    sets = read_sets(["humaneval", "mt_bench", "gsm8k"], job.bench, None)
-    contexts = CONTEXTS[:2] if job.small else CONTEXTS
-    curve = {
-        f"context-{length}": long_prompts(
-            target,
-            sets["humaneval"],
-            length - CONTEXT_ANSWER,
-            1 if job.small else CONTEXT_PROMPTS,
-        )
-        for length in contexts
-    }
-    sets |= read_sets([str(job.prompts / "validation.jsonl")])
-    short = {name: tasks[:limit] for name, tasks in sets.items()}
-    max_tokens = 24 if job.small else 256
-    answers = _answer_sets(target, short, max_tokens)
-    answers |= _answer_sets(target, curve, 24 if job.small else CONTEXT_ANSWER)
-    write_bytes(file, pickle.dumps(answers))
-    return answers
-
-
-def _answer_sets(
-    target: Target, sets: dict[str, list[Task]], max_tokens: int
-) -> dict[str, Documents]:
-    """All sets in one batch: each batch has its own start-up cost."""
-    tasks = [replace(t, id=f"{name}/{t.id}") for name, own in sets.items() for t in own]
-    documents, _ = answer_tasks(target, tasks, max_tokens)
-    names = [key.split("/")[0] for key in documents.keys]
-    return {
-        name: documents.subset(torch.tensor([n == name for n in names]).nonzero()[:, 0].numpy())
-        for name in sets
-    }
-
-
 def training_config(job: Job, method: Method, minutes: float, steps: int) -> TrainConfig:
-    data = ",".join(str(job.out / name) for name in ("short", "invented", "long"))
-    settings = RECIPE | METHODS[method]
-    if job.small:
-        settings |= {"max_length": 512, "pack_tokens": 512, "max_anchors": 128, "held_out": 3}
-        settings |= {"log_every": 1, "epochs": 1.0}
-    return TrainConfig(
-        **settings,
-        method=method,
-        data=data,
-        out=str(job.out / method),
-        init=str(SHIPPED / method),
-        minutes=minutes,
-        steps=steps,
-    )
+    folders = [job.out / name for name, seconds in job.answer_seconds.items() if seconds]
+    settings = RECIPE | METHODS[method] | (SMALL_CHANGES if job.size is SMALL else {})
+    settings |= {"method": method, "data": ",".join(map(str, folders))}
+    settings |= {"out": str(job.out / method), "init": str(SHIPPED / method)}
+    settings |= {"max_length": job.size.long, "minutes": minutes, "steps": steps}
+    return read_config(None, settings | job.changes)
+
+
+class TrainingLog:
+    """Prints some steps; in the second half of the time it stores the head now and then."""
+
+    def __init__(self, job: Job, run: TrainRun) -> None:
+        self.job = job
+        self.run = run
+        self.next_snapshot = math.inf
+
+    def __call__(self, step: int, total: int, record: StepRecord) -> None:
+        config = self.run.config
+        now = time.perf_counter()
+        if self.next_snapshot == math.inf:
+            self.next_snapshot = now + 60 * config.minutes / 2
+        if now >= self.next_snapshot:
+            store_snapshot(self.job, self.run)
+            self.next_snapshot = now + SNAPSHOT_SECONDS
+        if step % 500 < config.log_every:
+            print(
+                f"{config.method} step {step}: loss {record.loss:.4f}, lr {record.lr:.2e},"
+                f" {record.seconds_per_step * 1000:.1f} ms, {record.seconds:.0f} s,"
+                f" match {record.match[:K]}",
+                flush=True,
+            )
 
 
 def train_head(
     job: Job, method: Method, minutes: float, steps: int, shared: TrainRun | None
 ) -> TrainRun:
     """Train and publish a head; its folder goes to the files."""
-    compiled: list[float] = []
-    started = time.perf_counter()
-
-    def progress(step: int, total: int, record: StepRecord) -> None:
-        if not compiled:
-            compiled.append(time.perf_counter() - started)
-        if step % 500 < RECIPE["log_every"]:
-            print(
-                f"{method} step {step}: loss {record.loss:.4f}, lr {record.lr:.2e},"
-                f" {record.seconds_per_step * 1000:.1f} ms, {record.seconds:.0f} s,"
-                f" match {record.match[:K]}",
-                flush=True,
-            )
-
     run = TrainRun(training_config(job, method, minutes, steps), ignore, shared)
+    trainer = run.trainer
+    documents = run.data.documents
     print(
-        f"{method}: {len(run.data.documents):,} documents, {len(run.data.documents.ids):,} tokens,"
-        f" {run.data.documents.answer_tokens:,} answer tokens, vocabulary {run.data.coverage:.2%},"
-        f" {type(run.trainer.features).__name__}, {time.perf_counter() - started:.1f} s to start",
+        f"{method}: {len(documents):,} documents, {len(documents.ids):,} tokens,"
+        f" {documents.answer_tokens:,} answer tokens, vocabulary {run.data.coverage:.2%},"
+        f" {type(trainer.features).__name__}",
         flush=True,
     )
-    run.train(progress, print)
-    trainer = run.trainer
+    run.train(TrainingLog(job, run), print)
     print(f"{method}: {trainer.step} steps, {trainer.tokens:,} tokens, {trainer.seconds:.1f} s")
+    write_record(job, method, run)
     published = publish(run, ["python -m tools.train_heads run"])
     print(f"{method}: held-out acceptance length {published.acceptance_length}", flush=True)
-    write_log(job, method, run)
     pack_folder(published.folder, job.files / f"{method}.tar")
+    (job.files / f"{method}-snapshot.tar").unlink(missing_ok=True)
     return run
+
+
+def store_snapshot(job: Job, run: TrainRun) -> None:
+    """The head as it is now, in 8 bits: what is left if the job is cut off."""
+    trainer = run.trainer
+    drafter = checkpoint.load(trainer.save_drafter(), run.target, torch.float32)
+    folder = trainer.out / "snapshot"
+    compact.save(drafter, folder, run.target, torch.bfloat16, INT8)
+    pack_folder(folder, job.files / f"{run.config.method}-snapshot.tar")
 
 
 def pack_folder(folder: Path, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(file, "w") as archive:
+    """Write a tar file beside `file` and rename it."""
+    partial = file.with_name(f".{file.name}")
+    with tarfile.open(partial, "w") as archive:
         for path in sorted(folder.iterdir()):
             archive.add(path, path.name)
+    partial.replace(file)
 
 
-def train_heads(job: Job) -> TrainRun | None:
-    """Both heads, on the same documents; EAGLE-3 for as many steps as P-EAGLE, if time allows."""
-    run = None
-    overhead = 75.0  # seconds for reading, compiling and publishing
-    if "p-eagle" in job.stages and not (job.files / "p-eagle.tar").is_file():
-        with stage("P-EAGLE"):
-            begun = time.perf_counter()
-            run = train_head(job, "p-eagle", job.p_eagle_seconds / 60, 0, None)
-            overhead = 0.8 * (time.perf_counter() - begun - run.trainer.seconds) + 25
-        gc.collect()
-        # Forget the recorded shapes: EAGLE-3 has its own. Compiled code stays.
-        torch._dynamo.reset_code_state()
-    if "eagle3" in job.stages and not (job.files / "eagle3.tar").is_file():
-        with stage("EAGLE-3"):
-            left = job.left - overhead - (MEASURE_SECONDS if "measure" in job.stages else 0)
-            steps = json.loads((job.files / "training-p-eagle.json").read_text())["steps"]
-            run = train_head(job, "eagle3", max(MIN_TRAINING_SECONDS, left) / 60, steps, run)
-    return run
-
-
-def write_log(job: Job, method: Method, run: TrainRun) -> None:
-    """The figures of a run, for its card."""
+def write_record(job: Job, method: Method, run: TrainRun) -> None:
+    """The figures of a run and its log, for the card."""
     documents = run.data.documents
-    lengths = sorted(documents.lengths.tolist())
-    quantiles = {q: lengths[round(q / 100 * (len(lengths) - 1))] for q in (1, 10, 50, 90, 99)}
+    lengths = documents.lengths
     record = {
         "steps": run.trainer.step,
         "target_tokens": run.trainer.tokens,
@@ -329,14 +169,38 @@ def write_log(job: Job, method: Method, run: TrainRun) -> None:
         "documents": len(documents),
         "tokens": len(documents.ids),
         "answer_tokens": documents.answer_tokens,
-        "length_quantiles": quantiles,
-        "tokens_in_documents_over_1024": int(sum(n for n in lengths if n > 1024)),
+        "length_quantiles": {q: int(np.percentile(lengths, q)) for q in (1, 10, 50, 90, 99)},
+        "tokens_in_documents_over_1024": int(lengths[lengths > 1024].sum()),
         "coverage": run.data.coverage,
+        "answers": {
+            name: json.loads((job.out / f"answers-{name}.json").read_text())
+            for name, seconds in job.answer_seconds.items()
+            if seconds
+        },
     }
+    write_json(job.out / f"training-{method}.json", record)
     write_json(job.files / f"training-{method}.json", record)
-    log = run.trainer.out / "log.jsonl"
-    if log.is_file():
-        write_bytes(job.files / f"log-{method}.jsonl", log.read_bytes())
+    write_bytes(job.files / f"log-{method}.jsonl", (run.trainer.out / "log.jsonl").read_bytes())
+
+
+def train_heads(job: Job) -> TrainRun | None:
+    """Both heads, on the same documents; EAGLE-3 for as many steps as P-EAGLE, if time allows."""
+    run = None
+    overhead = OVERHEAD_SECONDS
+    if "p-eagle" in job.stages and not (job.out / "p-eagle" / "published").is_dir():
+        with stage("P-EAGLE"):
+            begun = time.perf_counter()
+            run = train_head(job, "p-eagle", job.p_eagle_seconds / 60, 0, None)
+            overhead = 0.8 * (time.perf_counter() - begun - run.trainer.seconds) + 25
+        gc.collect()
+        # Forget the recorded shapes: EAGLE-3 has its own. Compiled code stays.
+        torch._dynamo.reset_code_state()
+    if "eagle3" in job.stages and not (job.out / "eagle3" / "published").is_dir():
+        with stage("EAGLE-3"):
+            left = job.left - overhead - (MEASURE_SECONDS if "measure" in job.stages else 0)
+            steps = json.loads((job.out / "training-p-eagle.json").read_text())["steps"]
+            run = train_head(job, "eagle3", max(MIN_TRAINING_SECONDS, left) / 60, steps, run)
+    return run
 
 
 def measure(job: Job, run: TrainRun, answers: dict[str, Documents]) -> None:
@@ -351,40 +215,40 @@ def measure(job: Job, run: TrainRun, answers: dict[str, Documents]) -> None:
             drafter = checkpoint.load(folder, run.target, torch.float32)
             replay = run.trainer.replay(DrafterPasses(drafter, run.trainer.passes.dtype))
             for key, documents in answers.items():
-                records.setdefault(name, {}).setdefault(key, {}).update(
-                    measure_trees(replay, documents) if tree else measure_chain(replay, documents)
-                )
+                record = records.setdefault(name, {}).setdefault(key, {})
+                record |= measure_set(replay, documents, tree)
             write_json(job.files / "measured.json", records)
-            summary = {key: list(r.values())[-1] for key, r in records[name].items()}
-            print(name, "tree" if tree else "chain", json.dumps(summary), flush=True)
+            print(name, json.dumps(records[name]), flush=True)
 
 
-def measure_chain(replay: Any, documents: Documents) -> dict[str, float | int]:
-    result = summarize(replay.chain_steps(documents, [K])[K], K)
-    return {"answers": len(documents), f"K={K}": round(result.acceptance_length, 4)}
-
-
-def measure_trees(replay: Any, documents: Documents) -> dict[str, float]:
-    step = max(1, math.ceil(len(documents) / TREE_ANSWERS))
-    chosen = documents.subset(torch.arange(0, len(documents), step).numpy())
+def measure_set(replay: DraftReplay, documents: Documents, tree: bool) -> dict[str, float | int]:
+    """The acceptance length of chains, or of trees of 31 nodes on some of the answers."""
+    if not tree:
+        result = summarize(replay.chain_steps(documents, [K])[K], K)
+        return {"answers": len(documents), f"K={K}": round(result.acceptance_length, 4)}
+    chosen = documents.subset(
+        np.arange(0, len(documents), math.ceil(len(documents) / TREE_ANSWERS))
+    )
     shape = DraftShape(K, 31)
     result = summarize(replay.tree_steps(chosen, [shape])[shape], K)
-    return {"tree 31": round(result.acceptance_length, 4)}
+    return {"tree answers": len(chosen), "tree 31": round(result.acceptance_length, 4)}
 
 
 def run_job(job: Job) -> None:
     job.files.mkdir(parents=True, exist_ok=True)
+    job.out.mkdir(parents=True, exist_ok=True)
+    answers = {}
     with stage("loading"):
         target = load(PAIR, stored=False).target
-    with stage("answers to benchmark sets"):
-        answers = bench_answers(job, target)
+    if "measure" in job.stages:
+        with stage("answers to benchmark sets"):
+            answers = bench_answers(job, target)
     if "answers" in job.stages:
         write_answers(job, target)
     run = train_heads(job)
     if "measure" in job.stages:
         with stage("measuring"):
-            config = training_config(job, "p-eagle", 0, 1)
-            measure(job, run or TrainRun(config), answers)
+            measure(job, run or TrainRun(training_config(job, "p-eagle", 0, 1)), answers)
     print(f"done, {job.left:.0f} s left", flush=True)
 
 
@@ -393,6 +257,7 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
     if unknown := set(stages) - set(STAGES):
         raise UserError(f"unknown stage {unknown.pop()}: use some of {', '.join(STAGES)}")
     seconds = [float(word) for word in options.answers.split(",")]
+    changes = [word.partition("=") for word in options.set]
     return Job(
         options.out,
         options.prompts,
@@ -401,7 +266,9 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
         dict(zip(("short", "invented", "long"), seconds, strict=True)),
         options.p_eagle,
         stages,
-        options.small,
+        {key: value for key, _, value in changes},
+        options.files or options.out / "files",
+        SMALL if options.small else Size(),
         start,
     )
 
@@ -416,12 +283,14 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     running.add_argument("--prompts", type=Path, required=True, help="folder of `prepare`")
     running.add_argument("--bench", type=Path, required=True, help="folder of the sets")
     running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--files", type=Path, help="what is taken home; OUT/files by default")
     running.add_argument("--seconds", type=float, default=580.0, help="of the whole run")
     running.add_argument(
         "--answers", default="70,22,34", help="seconds for short, invented and long answers"
     )
-    running.add_argument("--p-eagle", type=float, default=95.0, help="seconds of its training")
+    running.add_argument("--p-eagle", type=float, default=85.0, help="seconds of its training")
     running.add_argument("--stages", default=",".join(STAGES))
+    running.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     running.add_argument("--small", action="store_true", help="a trial with a few prompts")
     return parser.parse_args(words)
 
