@@ -22,6 +22,7 @@ import math
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,19 @@ import torch
 from peagle.core import Method
 from peagle.data.records import ignore
 from peagle.draft_shape import DraftShape
+from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
 from peagle.drafter.formats.row_format import INT8
 from peagle.errors import UserError
 from peagle.evaluate.evaluate import summarize
+from peagle.evaluate.offline_acceptance import new_extractor
 from peagle.loaded import load
 from peagle.paths import write_bytes, write_json
+from peagle.target import Target
 from peagle.train.config import TrainConfig, read_config
 from peagle.train.data.documents import Documents
 from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.features.features import FeatureSource
 from peagle.train.objective.passes import DrafterPasses
 from peagle.train.publish import publish
 from peagle.train.records import StepRecord
@@ -85,7 +90,7 @@ METHODS: dict[Method, dict[str, Any]] = {
 
 def training_config(job: Job, method: Method, minutes: float, steps: int) -> TrainConfig:
     folders = [job.out / name for name, seconds in job.answer_seconds.items() if seconds]
-    settings = RECIPE | METHODS[method] | (SMALL_CHANGES if job.size is SMALL else {})
+    settings = RECIPE | METHODS[method] | (SMALL_CHANGES if job.size.long == SMALL.long else {})
     settings |= {"method": method, "data": ",".join(map(str, folders))}
     settings |= {"out": str(job.out / method), "init": str(SHIPPED / method)}
     settings |= {"max_length": job.size.long, "minutes": minutes, "steps": steps}
@@ -203,22 +208,32 @@ def train_heads(job: Job) -> TrainRun | None:
     return run
 
 
-def measure(job: Job, run: TrainRun, answers: dict[str, Documents]) -> None:
+def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, Documents]) -> None:
     """The acceptance of the new and of the earlier heads; chains first, then trees."""
     records: dict[str, Any] = {}
+    features = None if run is None else run.trainer.features.uncached()
     folders = {f"new {m}": job.out / m / "published" for m in METHODS}
     folders |= {f"shipped {m}": SHIPPED / m for m in METHODS}
     for tree in (False, True):
         for name, folder in folders.items():
             if job.left < 3 or (tree and "p-eagle" not in name) or not folder.is_dir():
                 continue
-            drafter = checkpoint.load(folder, run.target, torch.float32)
-            replay = run.trainer.replay(DrafterPasses(drafter, run.trainer.passes.dtype))
+            drafter = checkpoint.load(folder, target, torch.float32)
+            features = features or new_extractor(drafter, target)
+            replay = new_replay(drafter, features)
             for key, documents in answers.items():
                 record = records.setdefault(name, {}).setdefault(key, {})
                 record |= measure_set(replay, documents, tree)
             write_json(job.files / "measured.json", records)
             print(name, json.dumps(records[name]), flush=True)
+
+
+def new_replay(drafter: Drafter, features: FeatureSource) -> DraftReplay:
+    """Not compiled: that takes longer than what is measured here."""
+    target = features.target
+    cuda = target.device.type == "cuda"
+    dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
+    return DraftReplay(DrafterPasses(drafter, dtype), features, 16384 if cuda else 2048, cuda)
 
 
 def measure_set(replay: DraftReplay, documents: Documents, tree: bool) -> dict[str, float | int]:
@@ -248,7 +263,7 @@ def run_job(job: Job) -> None:
     run = train_heads(job)
     if "measure" in job.stages:
         with stage("measuring"):
-            measure(job, run or TrainRun(training_config(job, "p-eagle", 0, 1)), answers)
+            measure(job, target, run, answers)
     print(f"done, {job.left:.0f} s left", flush=True)
 
 
@@ -258,6 +273,9 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
         raise UserError(f"unknown stage {unknown.pop()}: use some of {', '.join(STAGES)}")
     seconds = [float(word) for word in options.answers.split(",")]
     changes = [word.partition("=") for word in options.set]
+    size = SMALL if options.small else Size()
+    tasks = options.tasks or size.tasks
+    prompts = options.context_prompts or size.context_prompts
     return Job(
         options.out,
         options.prompts,
@@ -268,7 +286,7 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
         stages,
         {key: value for key, _, value in changes},
         options.files or options.out / "files",
-        SMALL if options.small else Size(),
+        replace(size, tasks=tasks, context_prompts=prompts),
         start,
     )
 
@@ -292,6 +310,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     running.add_argument("--stages", default=",".join(STAGES))
     running.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     running.add_argument("--small", action="store_true", help="a trial with a few prompts")
+    running.add_argument("--tasks", type=int, help="of each set that is measured")
+    running.add_argument("--context-prompts", type=int, help="of each context length")
     return parser.parse_args(words)
 
 

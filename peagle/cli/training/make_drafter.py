@@ -6,7 +6,7 @@ import typer
 
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
-from peagle.cli.training.regenerate import Validation
+from peagle.cli.training.options import Invent, Long, PromptFile, PromptLimit, Validation
 from peagle.core import DRAFTER_METHODS, parse_method
 from peagle.errors import UserError
 
@@ -18,28 +18,14 @@ if TYPE_CHECKING:
 @app.command("make-drafter")
 def make_drafter(
     target: Annotated[str, typer.Argument(help="A pair's name, a folder or a hub id.")],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts", help="JSONL: `turns` or `prompt`.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    prompts: PromptFile = None,
     out: Annotated[
         Path, typer.Option("--out", help="Folder of all files; run again to resume.")
     ] = Path("drafter"),
     method: Annotated[str, typer.Option("--method", help="p-eagle or eagle3.")] = "p-eagle",
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Number of prompts to use.", show_default=False)
-    ] = None,
-    invent: Annotated[
-        int, typer.Option("--invent", help="Number of prompts that the target writes itself.")
-    ] = 0,
-    long: Annotated[
-        int,
-        typer.Option(
-            "--long", help="Join prompts to conversations of up to so many tokens; 0: no."
-        ),
-    ] = 0,
+    limit: PromptLimit = None,
+    invent: Invent = 0,
+    long: Long = 0,
     validation: Validation = 0,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the answers.")] = 6.0,
     changes: Annotated[

@@ -11,6 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Context, Device, Dtype, Json, MaxTokens
+from peagle.cli.training.options import (
+    Invent,
+    Long,
+    PromptFile,
+    PromptLimit,
+    StopAfter,
+    Validation,
+)
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,15 +27,6 @@ if TYPE_CHECKING:
     from peagle.regenerate.prompts import Prompt
     from peagle.target import Target
 
-Validation = Annotated[
-    int,
-    typer.Option(
-        "--validation",
-        help="Number of prompts that are held out, by a hash of their text, and never answered:"
-        " OUT/validation.jsonl is a set for `peagle evaluate`.",
-    ),
-]
-
 
 @app.command()
 def regenerate(
@@ -35,12 +34,7 @@ def regenerate(
         Path,
         typer.Option("--out", help="Folder of the answers; run again to resume.", metavar="DIR"),
     ],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts", help="JSONL: `turns` or `prompt`.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    prompts: PromptFile = None,
     target: Annotated[
         str, typer.Option("--target", help="A target: a pair's name or a folder.")
     ] = DEFAULT_PAIR,
@@ -61,19 +55,9 @@ def regenerate(
     max_prompt: Annotated[
         int, typer.Option("--max-prompt", help="Tokens of the longest prompt, history included.")
     ] = 1024,
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Number of prompts.", show_default=False)
-    ] = None,
-    invent: Annotated[
-        int, typer.Option("--invent", help="Number of prompts that the target writes.")
-    ] = 0,
-    long: Annotated[
-        int,
-        typer.Option(
-            "--long",
-            help="Join prompts to conversations of up to so many tokens (not --max-prompt); 0: no.",
-        ),
-    ] = 0,
+    limit: PromptLimit = None,
+    invent: Invent = 0,
+    long: Long = 0,
     validation: Validation = 0,
     keep_truncated: Annotated[
         bool,
@@ -91,10 +75,7 @@ def regenerate(
             "--seed", help="Seed of the order of prompts and of sampling.", show_default=False
         ),
     ] = None,
-    stop_after: Annotated[
-        float | None,
-        typer.Option("--stop-after", help="Minutes; run again to resume.", show_default=False),
-    ] = None,
+    stop_after: StopAfter = None,
     context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
