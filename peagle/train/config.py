@@ -19,7 +19,7 @@ def doc(default: Any, text: str) -> Any:
     return field(default=default, metadata={"doc": text})
 
 
-LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length")
+LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace")
 SCHEDULES = ("cosine", "linear", "constant")
 # Keys of what a plain drafter does not have; only p-eagle drafters do.
 P_EAGLE_KEYS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
@@ -103,12 +103,12 @@ class TrainConfig:
     loss: str = doc(
         "mix",
         "kl (to the target's distribution), ce (its most likely token), mix, tv (total variation),"
-        " tvmix, lk (kl where drafts are refused, tv where they are accepted), length",
+        " tvmix, lk (kl where drafts are refused, tv where they are accepted), length, dpace",
     )
     mix: float = doc(
         0.5,
         "fraction of kl in mix, of tv in tvmix, of lk, of the acceptance length in length; the rest"
-        " is ce",
+        " is ce; the smoothing of dpace",
     )
     depth_weight: float = doc(1.0, "w: the loss of depth k has the weight w^k")
     optimizer: str = doc("muon", "muon (for matrices, adamw for the rest), or adamw")

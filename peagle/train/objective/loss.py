@@ -63,10 +63,12 @@ class Loss:
         self.k = k
         self.softcap = softcap
         self.chunk_rows = chunk_rows
-        self.mix = {"kl": 1.0, "tv": 1.0, "ce": 0.0, "length": 0.0}.get(kind, mix)
+        self.mix = {"kl": 1.0, "tv": 1.0, "ce": 0.0, "length": 0.0, "dpace": 0.0}.get(kind, mix)
         distances: dict[str, Distance] = {"tv": "tv", "tvmix": "tv", "lk": "lk"}
         self.distance: Distance = distances.get(kind, "kl")
-        self.length_share = mix if kind == "length" else 0.0  # length_objective.py
+        # See length_objective.py for these two.
+        self.length_share = {"length": mix, "dpace": 1.0}.get(kind, 0.0)
+        self.smoothing = mix if kind == "dpace" else 0.0
         self.depth_weights = depth_weight ** torch.arange(
             k, device=lm_head.device, dtype=torch.float32
         )
