@@ -119,11 +119,11 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
             before = json.loads(path.read_text())
         except ValueError as error:
             raise UserError(f"{path} is broken: use another `out`") from error
-        for name in settings:
-            if before.get(name) != settings[name]:
+        for name in before | settings:
+            if before.get(name) != settings.get(name):
                 raise UserError(
                     f"{out} was started with {name} {before.get(name)!r}, and now it is"
-                    f" {settings[name]!r}: use the former, or another `out`"
+                    f" {settings.get(name)!r}: use the former, or another `out`"
                 )
         return
     if (out / ANSWERS).is_file() and (out / ANSWERS).stat().st_size:

@@ -1,5 +1,6 @@
 """The job: the target answers every prompt; answers are written as they finish, and runs resume."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ class RegenerateSettings:
     keep_truncated: bool = False  # keep answers cut at max_tokens, unless they repeat themselves
     prompts: str = ""  # digest of the file of prompts
     long: int = 0  # tokens of the longest conversation that prompts are joined to; 0: none is
+    validation: int = 0  # prompts that are held out (prompts.py)
     endpoint: str | None = None
     model: str | None = None  # the endpoint's name for the target
 
@@ -60,7 +62,11 @@ class RegenerateSettings:
             "temperatures": list(self.temperatures),
             "seed": self.seed,
             "keep_truncated": self.keep_truncated,
-        } | ({"long": self.long} if self.long else {})
+        } | {
+            name: value
+            for name, value in (("long", self.long), ("validation", self.validation))
+            if value
+        }
 
     def longest_prompt(self, target: Target) -> int:
         if self.max_tokens >= target.context:
@@ -77,8 +83,12 @@ def regenerate(
     out: Path,
     settings: RegenerateSettings,
     progress: Progress = silent,
+    stop_after: float = math.inf,
 ) -> Counts:
     """Write the answers to all `prompts` to out/answers.jsonl; call it again after an interruption.
+
+    After `stop_after` seconds it ends: an answer that is not finished is not written, but the
+    answers to earlier turns of its conversation are.
 
     A line: {"key", "source", "temperature", "messages", "ids", "spans"}; see answers.py and
     conversation.py.
@@ -92,7 +102,7 @@ def regenerate(
 
             ask_all(target, open_prompts, answers, settings, progress)
         elif open_prompts:
-            answer_all(target, open_prompts, answers, settings, progress)
+            answer_all(target, open_prompts, answers, settings, progress, start + stop_after)
         answers.counts.seconds = time.perf_counter() - start
         return answers.counts
 
@@ -103,8 +113,9 @@ def answer_all(
     answers: AnswerFile,
     settings: RegenerateSettings,
     progress: Progress,
+    deadline: float = math.inf,
 ) -> None:
-    """Answer on this machine, in batches."""
+    """Answer on this machine, in batches, until `deadline` (of time.perf_counter)."""
     max_prompt = settings.longest_prompt(target)
     capacity = max_prompt + settings.max_tokens
     capacity = min(target.context, -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE)
@@ -123,6 +134,9 @@ def answer_all(
             turns.write(conversation)
         else:
             turns.waiting.append(conversation)
+        if time.perf_counter() > deadline:
+            turns.cut()
+            break
     on_step(generator.finished_tokens)
     del generator
     free_memory()
@@ -145,6 +159,7 @@ class Turns:
         self.settings = settings
         self.prompts = iter(prompts)
         self.waiting: deque[Conversation] = deque()
+        self.open: dict[str, Conversation] = {}  # by key: begun and not written
 
     def __iter__(self) -> Iterator[BatchRequest]:
         return self
@@ -161,12 +176,23 @@ class Turns:
 
     def _start(self) -> Conversation:
         settings = self.settings
-        return Conversation(next(self.prompts), settings.keep_truncated, bool(settings.long))
+        conversation = Conversation(
+            next(self.prompts), settings.keep_truncated, bool(settings.long)
+        )
+        self.open[conversation.prompt.key] = conversation
+        return conversation
 
     def write(self, conversation: Conversation) -> None:
         """Write the conversation, answered or dropped."""
+        del self.open[conversation.prompt.key]
         if lines := conversation.lines():
             self.answers.keep(lines)
         else:
             assert conversation.ended is not None
             self.answers.drop(conversation.prompt.key, conversation.ended)
+
+    def cut(self) -> None:
+        """Time is up: write the open conversations that have an answer, up to their last one."""
+        for conversation in [c for c in self.open.values() if c.documents]:
+            conversation.ended = "time"
+            self.write(conversation)

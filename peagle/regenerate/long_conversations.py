@@ -11,6 +11,8 @@ The target answers every turn (job.py). An answer that is dropped ends its conve
 truncated and kept does not.
 """
 
+import hashlib
+import json
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -74,8 +76,14 @@ def _join_prompts(
         turns = _take_texts(texts, target, length, settings.answer_tokens, num_turns)
         if num_turns:
             turns = join_texts(turns, num_turns)
-        yield Prompt(f"{SOURCE}:{number}@{temperature:g}", SOURCE, turns, temperature)
+        yield Prompt(conversation_key(number, turns, temperature), SOURCE, turns, temperature)
         number += 1
+
+
+def conversation_key(number: int, turns: list[str], temperature: float) -> str:
+    """The key names the texts, too: with more prompts, the last conversation becomes another."""
+    digest = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:8]
+    return f"{SOURCE}:{number}-{digest}@{temperature:g}"
 
 
 def draw_length(rng: random.Random, settings: LongSettings) -> int:

@@ -1,6 +1,7 @@
 """Prompts to answer: JSON lines with `turns` (or one `prompt`), each at every temperature."""
 
 import hashlib
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from peagle.core import Sampling
 from peagle.data.records import MAX_BROKEN, Report, ignore, read_records, require_turns
 from peagle.errors import UserError
+from peagle.paths import write_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,35 @@ def read_prompts(
         for line, source, turns in records[:limit]
         for temperature in temperatures
     ]
+
+
+def split_validation(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Hold out the `count` texts with the smallest SHA-256: (the other prompts, those held out).
+
+    The choice depends on the texts alone: everybody who reads the same file holds out the same.
+    """
+    digests = [text_digest(prompt) for prompt in prompts]
+    held_out = set(sorted(set(digests))[:count])
+    if len(held_out) == len(set(digests)) and count:
+        raise UserError(
+            f"`validation` {count} leaves none of {len(held_out)} prompts to train on: lower it"
+        )
+    training = [p for p, digest in zip(prompts, digests, strict=True) if digest not in held_out]
+    validation = [p for p, digest in zip(prompts, digests, strict=True) if digest in held_out]
+    return training, validation
+
+
+def write_prompts(prompts: Sequence[Prompt], path: Path) -> None:
+    """Write the prompts, each text once, as JSON lines that `read_prompts` reads."""
+    lines = {text_digest(p): {"source": p.source, "turns": p.turns} for p in prompts}
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, text.encode())
+
+
+def text_digest(prompt: Prompt) -> str:
+    """The SHA-256 of the user turns as a JSON list."""
+    return hashlib.sha256(json.dumps(prompt.turns).encode()).hexdigest()
 
 
 def parse_temperatures(words: str) -> tuple[float, ...]:

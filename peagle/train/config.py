@@ -19,7 +19,7 @@ def doc(default: Any, text: str) -> Any:
     return field(default=default, metadata={"doc": text})
 
 
-LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "length")
+LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace")
 SCHEDULES = ("cosine", "linear", "constant")
 # Keys of what a plain drafter does not have; only p-eagle drafters do.
 P_EAGLE_KEYS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
@@ -29,6 +29,7 @@ NON_NEGATIVE_KEYS = (
     "max_anchors",
     "held_out",
     "steps",
+    "minutes",
     "seed",
     "clip",
     "final_lr",
@@ -65,7 +66,9 @@ class TrainConfig:
         "target (copy the target's last blocks), random, or the folder of a drafter to continue",
     )
     sliding_window: int = doc(
-        0, "positions that a row of the drafter attends to, its own included; 0: all"
+        0,
+        "positions that a row of the drafter attends to, its own included; 0: as the drafter in"
+        " init, else all; -1: all",
     )
     # Extensions of the plain drafter (p-eagle only).
     inject: bool = doc(False, "add the fused taps to the input of every layer, not only the first")
@@ -90,16 +93,22 @@ class TrainConfig:
     segments: int = doc(
         1, "segments in which the chains of a pack run: less memory, the same gradients"
     )
+    joined: float = doc(
+        0.0,
+        "fraction of the documents that are joined, one behind the other, to documents of up to"
+        " max_length tokens: long contexts without longer answers",
+    )
     held_out: int = doc(200, "prompts held out for evaluation, at most a fifth")
     # Objective and optimizer.
     loss: str = doc(
         "mix",
         "kl (to the target's distribution), ce (its most likely token), mix, tv (total variation),"
-        " tvmix, length",
+        " tvmix, lk (kl where drafts are refused, tv where they are accepted), length, dpace",
     )
     mix: float = doc(
         0.5,
-        "fraction of kl in mix, of tv in tvmix, of the acceptance length in length; the rest is ce",
+        "fraction of kl in mix, of tv in tvmix, of lk, of the acceptance length in length; the rest"
+        " is ce; the smoothing of dpace",
     )
     depth_weight: float = doc(1.0, "w: the loss of depth k has the weight w^k")
     optimizer: str = doc("muon", "muon (for matrices, adamw for the rest), or adamw")
@@ -113,6 +122,11 @@ class TrainConfig:
     clip: float = doc(1.0, "largest norm of the gradient; 0: no limit")
     epochs: float = doc(4.0, "passes over the data")
     steps: int = doc(0, "optimizer steps; 0: as many as the epochs need")
+    minutes: float = doc(
+        0.0,
+        "the run ends after so many minutes, its learning rate with it, even if steps are left;"
+        " compilation (the first step) is not counted; 0: no limit",
+    )
     seed: int = doc(0, "seed of the data order, the chains and the initial weights")
     bits: int = doc(8, "bits of the published matrices, 8 or 4; more where they cost more than 1 %")
     # Execution.
@@ -152,12 +166,13 @@ class TrainConfig:
             },
             "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
             "sliding_window": (
-                self.sliding_window == 0 or self.sliding_window >= MIN_WINDOW,
-                f"{MIN_WINDOW} or more, or 0 for none",
+                self.sliding_window in (0, -1) or self.sliding_window >= MIN_WINDOW,
+                f"{MIN_WINDOW} or more, 0 for that of the drafter in init, or -1 for none",
             ),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in LOSSES, "one of " + ", ".join(LOSSES)),
             "dependency": (0 <= self.dependency <= 256, "in 0..256"),
+            "joined": (0 <= self.joined <= 1, "in [0, 1]"),
             "dependency_drop": (0 <= self.dependency_drop <= 1, "in [0, 1]"),
             "mix": (0 <= self.mix <= 1, "in [0, 1]"),
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
@@ -199,6 +214,11 @@ class TrainConfig:
     @property
     def num_layers(self) -> int:
         return self.layers or (4 if self.method == "p-eagle" else 1)
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window of the drafter; None: it attends to all positions."""
+        return self.sliding_window if self.sliding_window > 0 else None
 
 
 def read_config(path: Path | None, overrides: dict[str, Any] | None = None) -> TrainConfig:

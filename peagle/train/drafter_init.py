@@ -44,7 +44,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         fc_norm=config.fc_norm,
         inject=config.inject,
         bidirectional=config.bidirectional,
-        sliding_window=config.sliding_window or None,
+        sliding_window=config.window,
         dependency=config.dependency,
         confidence=config.confidence,
         k_trained=config.k,
@@ -65,6 +65,14 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
     for part in filter(None, (drafter.dependency, drafter.confidence)):
         part.requires_grad_(True)
     return drafter
+
+
+def inherit_window(config: TrainConfig) -> TrainConfig:
+    """The config with the sliding window of the drafter that it continues, unless it has one."""
+    if config.sliding_window or config.init in ("target", "random"):
+        return config
+    window = checkpoint.read(Path(config.init).expanduser()).config.sliding_window
+    return replace(config, sliding_window=window or 0)
 
 
 def choose_mask_token_id(config: TrainConfig, target: Target) -> int | None:

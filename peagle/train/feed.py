@@ -33,7 +33,7 @@ class StepDataset(Dataset[list[FlatBatch]]):
             level_sizes=level_sizes(config),
             flex=device.startswith("cuda"),
             bidirectional=config.bidirectional,
-            window=config.sliding_window or None,
+            window=config.window,
         )
         self.first_step = 0
         self.packs: list[list[np.ndarray]] = []  # the document indices of the packs of each step

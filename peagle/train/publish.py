@@ -102,10 +102,8 @@ def calibrate_drafter(run: TrainRun, passes: DrafterPasses) -> Reliability | Non
 
 
 def new_passes(run: TrainRun, drafter: Drafter) -> DrafterPasses:
-    passes = DrafterPasses(drafter, run.trainer.passes.dtype)
-    if run.trainer.flex:
-        passes.compile()
-    return passes
+    """Not compiled: that takes longer than what is measured here."""
+    return DrafterPasses(drafter, run.trainer.passes.dtype)
 
 
 def run_rows(run: TrainRun) -> CardRows:

@@ -16,7 +16,7 @@ from peagle.model_pair import choose_device
 from peagle.target import Target
 from peagle.target.precision import choose_dtype
 from peagle.train.config import TrainConfig, to_yaml
-from peagle.train.drafter_init import new_drafter
+from peagle.train.drafter_init import inherit_window, new_drafter
 from peagle.train.features.stored import StoredFeatures, StoredTarget
 from peagle.train.journal import Journal
 from peagle.train.optim.parallel import join_processes
@@ -37,7 +37,7 @@ class TrainRun:
         self, config: TrainConfig, report: Report = ignore, shared: "TrainRun | None" = None
     ) -> None:
         """`shared` is a run over the same data, whose target, documents and features are reused."""
-        self.config = config = apply_capture(config)
+        self.config = config = inherit_window(apply_capture(config))
         self.target: Target
         self.data: TrainingData
         self.trainer: Trainer
@@ -109,7 +109,7 @@ def load_teacher(config: TrainConfig, device: str) -> Target:
 
 def dry_run(config: TrainConfig) -> Path:
     """Write an untrained checkpoint of the run's sizes; a whole vocabulary needs no data."""
-    config = apply_capture(config)
+    config = inherit_window(apply_capture(config))
     target = load_teacher(config, choose_device(config.device))
     ids = None
     if config.draft_vocab and config.data:

@@ -10,7 +10,7 @@ from peagle.data.records import Report, ignore
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.config import TrainConfig
-from peagle.train.data.documents import Documents, read_documents, split_held_out
+from peagle.train.data.documents import Documents, join_some, read_documents, split_held_out
 from peagle.train.data.vocabulary import choose_draft_vocabulary
 from peagle.train.features.shards import CAPTURE_FILE, read_capture_record, read_target_record
 from peagle.train.features.stored import StoredTarget
@@ -34,11 +34,15 @@ def load_training_data(
         )
     length = min(config.max_length, target.context)
     if isinstance(target, StoredTarget):
+        if config.joined:
+            raise UserError("a capture holds the features of its documents: leave out joined")
         documents = target.shards.documents(length)
     else:
         paths = [Path(part.strip()) for part in config.data.split(",")]
         documents = read_documents(paths, target, length, report)
     train, held_out = split_held_out(documents, config.held_out, config.seed)
+    if config.joined:
+        train = join_some(train, config.joined, length, config.seed)
     vocabulary = choose_draft_vocabulary(
         train, target.vocab_size, config.draft_vocab, target.stop_ids
     )

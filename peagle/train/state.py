@@ -37,6 +37,7 @@ CHANGEABLE_KEYS = (
     "checkpointing",
     "segments",
     "bits",
+    "minutes",  # A run may get more time; its learning rate follows the clock anyway.
 )
 KEPT_STATES = 2
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False)

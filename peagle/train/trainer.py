@@ -94,6 +94,8 @@ class Trainer:
             self.passes.compile()
             self.loss.compile()
         self.stopping = False  # Set it to save after the current step and return.
+        self.clock_start = math.inf  # when the first step of this process was done
+        self.seconds_before = 0.0  # of training, before this process
         self.step = 0
         self.seconds = 0.0  # of training, over all resumed parts
         self.tokens = 0  # of documents, seen by the target
@@ -127,7 +129,7 @@ class Trainer:
         if state is None:
             return False
         self.step = state.step
-        self.seconds = state.seconds
+        self.seconds = self.seconds_before = state.seconds
         self.tokens = state.tokens
         return True
 
@@ -137,18 +139,19 @@ class Trainer:
     def train(self, journal: Journal, progress: Progress, stop_after: float = math.inf) -> bool:
         """Train to the last step, for `stop_after` seconds, or until `stopping`.
 
-        Returns whether the last step is done.
+        Returns whether the run is over: its last step is done, or its `minutes` have passed.
         """
         started = time.perf_counter()
         interval = LogInterval(started, self._zero_sums())
-        for batches in self.dataset.load(self.step, self.total_steps):
+        for batches in [] if self._is_over() else self.dataset.load(self.step, self.total_steps):
             sums = self._train_step(batches)
             interval.sums += sums
             # A gradient that is not finite counts as a loss that is not.
             interval.losses.append(sums.loss.sum() + 0 * self.grad_norm)
             self.step += 1
+            self.clock_start = min(self.clock_start, time.perf_counter())
             late = self._is_late(started + stop_after)
-            last = self.step == self.total_steps
+            last = self._is_over()
             save = last or late or self._is_due(self.config.save_every)
             if save or self._is_due(self.config.log_every):
                 self._check_finite(interval.losses)
@@ -163,10 +166,26 @@ class Trainer:
             if last or self._is_due(self.config.eval_every):
                 self.evaluate(journal)
                 interval.started = time.perf_counter()
-            if late and not last:
+            if last:
+                break
+            if late:
                 return False
         self.save_drafter()
         return True
+
+    def _is_over(self) -> bool:
+        return self._schedule_step() >= self.total_steps
+
+    def _schedule_step(self) -> float:
+        """The step that decides the learning rate; with `minutes`, time passes as steps do.
+
+        Time is that of training without the first step, which compiles. All processes agree on it.
+        """
+        if not self.config.minutes:
+            return self.step
+        own = self.seconds_before + max(0.0, time.perf_counter() - self.clock_start)
+        spent = self.world.sum_number(own, self.target.device) / self.world.size
+        return max(self.step, spent / (60 * self.config.minutes) * self.total_steps)
 
     def _is_late(self, deadline: float) -> bool:
         """Whether any process is late: all of them must stop together, or the others would hang."""
@@ -190,7 +209,7 @@ class Trainer:
             sums += pack_gradients(self.passes, batch, features, self.loss, scale, self.flex)
         self.gradient_sync.average()
         self.grad_norm = self.gradient_sync.clip(self.config.clip)
-        self.lr_fraction = self.optimizers.step(self.step)
+        self.lr_fraction = self.optimizers.step(self._schedule_step())
         tokens = float(sum(sum(batch.lengths) for batch in batches))
         self.tokens += int(self.world.sum_number(tokens, device))
         return sums
@@ -233,7 +252,8 @@ class Trainer:
         if not len(self.data.held_out) or not self.world.is_main or self.gradient_sync.sharded:
             return
         self.drafter.eval()
-        steps = self.held_out_steps(self.passes)
+        # Not compiled: compiling for the shapes of evaluation takes longer than evaluating.
+        steps = self.held_out_steps(DrafterPasses(self.drafter, self.passes.dtype))
         self.drafter.train()
         journal.log_evaluation(self.step, self.config.eval_k, acceptance_length(steps), steps)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,32 @@ def test_every_prompt_is_used_once_in_its_order(chat: Target) -> None:
     assert all("\n\n" not in turn for turn in long[0].turns) and len(long[0].turns) > 3
     assert len(long[1].turns) <= 3 and "\n\n" in long[1].turns[0]
     assert long == long_conversations(prompts, chat, SETTINGS)  # as a resumed run needs it
+
+
+def test_keys_name_the_texts(chat: Target) -> None:
+    """With more prompts the last conversation is another one, and is answered again."""
+    few, many = (long_conversations(some(count), chat, SETTINGS) for count in (40, 60))
+    shared = {c.key for c in few} & {c.key for c in many}
+    assert shared == {c.key for c in few[:-1]}
+    texts = {c.key: c.turns for c in many}
+    assert all(texts[c.key] == c.turns for c in few[:-1])
+
+
+def test_a_job_that_runs_out_of_time_keeps_the_turns_it_has(
+    chat: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = long_conversations(some(200), chat, SETTINGS)
+    settings = RegenerateSettings(
+        max_tokens=30, max_prompt=170, slots=3, keep_truncated=True, long=200
+    )
+    looks = count()
+    monkeypatch.setattr("peagle.regenerate.job.time.perf_counter", lambda: float(next(looks)))
+    regenerate(chat, long, tmp_path, settings, stop_after=8)
+    records = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
+    cut = [record for record in records if record.get("cut") == "time"]
+    assert 1 <= len(cut) <= 3 and all(record["spans"] for record in cut)
+    assert len(records) < len(long)
+    assert regenerate(chat, long, tmp_path, settings).resumed == len(records)
 
 
 def test_temperatures_do_not_mix(chat: Target) -> None:

@@ -15,7 +15,12 @@ from peagle.errors import UserError
 from peagle.regenerate import endpoint, invent
 from peagle.regenerate.answers import ANSWERS, Counts
 from peagle.regenerate.job import RegenerateSettings, regenerate
-from peagle.regenerate.prompts import Prompt, parse_temperatures, read_prompts
+from peagle.regenerate.prompts import (
+    Prompt,
+    parse_temperatures,
+    read_prompts,
+    split_validation,
+)
 from peagle.target import Target
 from tests.support.chat_targets import TEMPLATE, make_chat_target, plain
 from tests.support.tiny_models import make_target
@@ -200,6 +205,19 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         read_prompts(path)
 
 
+def test_validation_prompts_depend_on_the_texts_alone() -> None:
+    prompts = [*some(count=30), Prompt("31@0", "again", some(count=30)[4].turns, 0.0)]
+    training, validation = split_validation(prompts, 10)
+    texts = {tuple(prompt.turns) for prompt in validation}
+    assert len(texts) == 10 and len(training) + len(validation) == 31
+    assert not texts & {tuple(prompt.turns) for prompt in training}
+    assert {tuple(p.turns) for p in split_validation(prompts[::-1], 10)[1]} == texts
+    fewer = {tuple(p.turns) for p in split_validation(prompts, 4)[1]}
+    assert len(fewer) == 4 and fewer < texts
+    with pytest.raises(UserError, match="leaves none of 30 prompts"):
+        split_validation(prompts, 30)
+
+
 def test_temperatures() -> None:
     assert parse_temperatures("0,0.8") == (0.0, 0.8)
     for wrong in ("hot", "0,0", "-1", ""):
@@ -343,5 +361,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert "was started with temperatures" in run(
         "--prompts", prompts, "--temperature", "0,1", code=2
     )
+    assert "was started with validation" in run("--prompts", prompts, "--validation", 3, code=2)
+    assert "--long 100000 exceeds" in run("--invent", 500_000, "--long", 100_000, code=2)
+    other = tmp_path / "other"
+    run("--prompts", prompts, "--validation", 3, "--out", other)
+    held_out = read_prompts(other / "validation.jsonl")
+    answered = {line["messages"][0]["content"] for line in lines(other) if "messages" in line}
+    assert len(held_out) == 3 and len(lines(other)) == 17
+    assert not answered & {prompt.turns[0] for prompt in held_out}
+    assert "was started with validation 3" in run("--prompts", prompts, "--out", other, code=2)
     assert "nothing to answer" in run(code=2)
     assert "--slots" in run("--prompts", prompts, "--slots", "many", code=2)

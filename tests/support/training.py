@@ -182,8 +182,10 @@ def row_losses(
     kl = kl_div(log_q, teacher_logits.softmax(-1), reduction="none").sum(-1)
     ce = cross_entropy(normed @ head.T, teacher_logits.argmax(-1), reduction="none")
     tv = (log_q.exp() - teacher_logits.softmax(-1)).abs().sum(-1) / 2
+    kl_share = (3 * (tv - 1)).exp().detach()
+    distances = {"tv": tv, "tvmix": tv, "lk": kl_share * kl + (1 - kl_share) * tv}
     share = {"kl": 1.0, "ce": 0.0, "tv": 1.0}.get(kind, mix)
-    return share * (tv if kind.startswith("tv") else kl) + (1 - share) * ce
+    return share * distances.get(kind, kl) + (1 - share) * ce
 
 
 QUICK = {"pack_tokens": 128, "k": 3, "steps": 8, "eval_k": 2, "held_out": 2, "save_every": 3}

@@ -12,8 +12,8 @@ LONG_COMMANDS = {
     ("cli/measurement/evaluate.py", "evaluate"): 57,
     ("cli/serving/serve.py", "serve"): 64,
     ("cli/training/capture.py", "capture"): 64,
-    ("cli/training/make_drafter.py", "make_drafter"): 79,
-    ("cli/training/regenerate.py", "regenerate"): 101,
+    ("cli/training/make_drafter.py", "make_drafter"): 68,
+    ("cli/training/regenerate.py", "regenerate"): 95,
 }
 
 

@@ -19,6 +19,7 @@ from peagle.train.data.documents import (
     epoch_packs,
     iterate_steps,
     join_documents,
+    join_some,
     pack_documents,
     read_documents,
     split_held_out,
@@ -179,6 +180,19 @@ def test_the_split_does_not_depend_on_the_order():
 def test_at_most_a_fifth_is_held_out(held_out: int, expected: int):
     train, held_docs = split_held_out(documents_of([str(i) for i in range(20)]), held_out, seed=0)
     assert len(held_docs) == expected and len(train) == 20 - expected
+
+
+def test_some_documents_are_joined():
+    documents = documents_of([f"{i}@0" for i in range(100)])
+    joined = join_some(documents, 0.5, 200, seed=1)
+    assert joined.answer_tokens == documents.answer_tokens
+    assert sorted(joined.ids.tolist()) == sorted(documents.ids.tolist())
+    assert 60 < len(joined) < 90 and documents.lengths.max() < joined.lengths.max() <= 200
+    first = joined[50]  # The documents that stay as they are come first, in their order.
+    original = documents[documents.keys.index(first.key)]
+    assert first.ids[: len(original.ids)].tolist() == original.ids.tolist()
+    assert joined.digest == join_some(documents, 0.5, 200, seed=1).digest
+    assert len(join_some(documents, 0.0, 200, seed=1)) == 100
 
 
 @given(st.integers(1, 60), st.integers(20, 200), st.integers(0, 5))

@@ -38,7 +38,8 @@ def losses(
     return [record.loss for record in journal.records if isinstance(record, StepRecord)], trainer
 
 
-WAYS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}]
+LONG = {"sliding_window": 64, "joined": 1.0, "loss": "lk"}
+WAYS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}, LONG]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ OPTIONS = {
     "tvmix": ("tvmix", 0.9, 1.0, 0.0),
     "length": ("length", 0.7, 1.0, 0.0),
     "length alone": ("length", 1.0, 1.0, 0.0),
+    "dpace": ("dpace", 0.4, 1.0, 0.0),
+    "lk": ("lk", 0.9, 1.0, 0.0),
 }
 
 Gradients = dict[str, Tensor]
@@ -115,6 +117,11 @@ def reference(
     if kind == "length":
         ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
         objective = (1 - mix) * ce.sum() - mix * expected_lengths(anchor, depth, (-ce).exp())
+    elif kind == "dpace":
+        ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
+        log_q = (mix + (1 - mix) * (-ce.detach()).exp()).log().requires_grad_()
+        [weights] = torch.autograd.grad(expected_lengths(anchor, depth, log_q.exp()), log_q)
+        objective = (weights * ce).sum()
     else:
         losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
         objective = (losses * weight ** torch.from_numpy(depth)).sum()

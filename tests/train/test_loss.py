@@ -19,6 +19,8 @@ KINDS = [
     ("mix", 0.0),
     ("tv", 0.5),
     ("tvmix", 0.9),
+    ("lk", 1.0),
+    ("lk", 0.9),
 ]
 
 
@@ -66,7 +68,7 @@ def test_a_captured_teacher_that_knows_every_token_is_the_whole_one(kind: str, m
     torch.testing.assert_close(same.sums.loss, whole.sums.loss, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv", "tvmix"])
+@pytest.mark.parametrize("kind", ["kl", "tv", "tvmix", "lk"])
 def test_a_captured_teacher_equals_autograd(kind: str):
     normed, teacher, depth, head = make()
     logits, ids = (teacher @ head.T).topk(4)
@@ -78,7 +80,9 @@ def test_a_captured_teacher_equals_autograd(kind: str):
     p, log_q = known.softmax(-1).nan_to_num(), (leaf @ head.T).log_softmax(-1)
     tv, kl = (log_q.exp() - p).abs().sum(-1) / 2, kl_div(log_q, p, reduction="none").sum(-1)
     ce = cross_entropy(leaf @ head.T, known.argmax(-1), reduction="none")
-    rows = {"kl": kl, "tv": tv, "tvmix": 0.9 * tv + 0.1 * ce}[kind]
+    share = (3 * (tv - 1)).exp().detach()
+    lk = share * kl + (1 - share) * tv
+    rows = {"kl": kl, "tv": tv, "tvmix": 0.9 * tv + 0.1 * ce, "lk": 0.9 * lk + 0.1 * ce}[kind]
     rows[torch.arange(ROWS) != 5].sum().backward()
     torch.testing.assert_close(output.gradient, leaf.grad, rtol=1e-4, atol=1e-5)
 

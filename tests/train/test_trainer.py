@@ -15,6 +15,7 @@ from torch import Tensor
 from peagle.core import Method
 from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
+from peagle.train.drafter_init import inherit_window
 from peagle.train.features.teacher import PackFeatures
 from peagle.train.journal import Journal
 from peagle.train.state import list_states
@@ -222,6 +223,40 @@ def test_going_on_from_a_drafter(tmp_path):
         start(config_in(tmp_path / "other", init=str(folder), layers=2))
 
 
+def test_a_run_of_minutes_ends_with_its_learning_rate(tmp_path, monkeypatch):
+    """A step takes a second, the first one, which compiles, a minute; there are steps for hours."""
+    trainer = start(config_in(tmp_path, steps=10_000, minutes=0.5, final_lr=0.0, log_every=1))
+    spent = [0.0]
+    plain = trainer._train_step
+
+    def step(batches: Any) -> Any:
+        sums = plain(batches)
+        spent[0] += 60 if trainer.step == 0 else 1
+        return sums
+
+    monkeypatch.setattr(trainer, "_train_step", step)
+    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: spent[0])
+    entries = [entry for entry in train(trainer, curves=False) if "lr" in entry]
+    assert trainer.step == 31
+    assert entries[-1]["lr"] < 0.02 * trainer.config.lr < entries[15]["lr"]
+    assert (trainer.out / "drafter").is_dir()
+    again = start(config_in(tmp_path, steps=10_000, minutes=0.5, final_lr=0.0))
+    assert again.resume() and again.train(Journal(again.out, again.step), print)
+    assert again.step == 31, "its time is over"
+
+
+def test_a_drafter_that_is_continued_keeps_its_window(tmp_path):
+    first = start(config_in(tmp_path, sliding_window=64, steps=1))
+    train(first, curves=False)
+    folder = shutil.copytree(first.out / "drafter", tmp_path / "first")
+    for window, expected in ((0, 64), (-1, -1), (80, 80)):
+        config = config_in(tmp_path / "more", init=str(folder), sliding_window=window)
+        assert inherit_window(config).sliding_window == expected
+    assert inherit_window(config_in(tmp_path)).window is None
+    run = start(inherit_window(config_in(tmp_path / "more", init=str(folder))))
+    assert run.drafter.config.sliding_window == run.dataset.layout.window == 64
+
+
 @pytest.mark.parametrize(
     "more", [{"max_anchors": 30}, {"max_anchors": 30, "method": "eagle3"}, {"k": 1, "eval_k": 1}]
 )
@@ -232,7 +267,7 @@ def test_other_ways_to_run(more: dict, tmp_path):
     assert losses(entries)[-1] < losses(entries)[0] and trainer.step == 8
 
 
-@pytest.mark.parametrize("loss", ["tv", "tvmix", "length"])
+@pytest.mark.parametrize("loss", ["tv", "tvmix", "lk", "length", "dpace"])
 def test_other_losses_learn(loss: str, tmp_path):
     """The acceptance length rises whichever is minimized, also where only some anchors have
     chains.

@@ -6,6 +6,7 @@ import typer
 
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
+from peagle.cli.training.options import Invent, Long, PromptFile, PromptLimit, Validation
 from peagle.core import DRAFTER_METHODS, parse_method
 from peagle.errors import UserError
 
@@ -17,28 +18,15 @@ if TYPE_CHECKING:
 @app.command("make-drafter")
 def make_drafter(
     target: Annotated[str, typer.Argument(help="A pair's name, a folder or a hub id.")],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts", help="JSONL: `turns` or `prompt`.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    prompts: PromptFile = None,
     out: Annotated[
         Path, typer.Option("--out", help="Folder of all files; run again to resume.")
     ] = Path("drafter"),
     method: Annotated[str, typer.Option("--method", help="p-eagle or eagle3.")] = "p-eagle",
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Number of prompts to use.", show_default=False)
-    ] = None,
-    invent: Annotated[
-        int, typer.Option("--invent", help="Number of prompts that the target writes itself.")
-    ] = 0,
-    long: Annotated[
-        int,
-        typer.Option(
-            "--long", help="Join prompts to conversations of up to so many tokens; 0: no."
-        ),
-    ] = 0,
+    limit: PromptLimit = None,
+    invent: Invent = 0,
+    long: Long = 0,
+    validation: Validation = 0,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the answers.")] = 6.0,
     changes: Annotated[
         list[str] | None,
@@ -78,6 +66,7 @@ def make_drafter(
         limit=limit,
         invent=invent,
         long=long,
+        validation=validation,
         keep_truncated=True,
         context=config.context or None,
         device=device,
@@ -89,6 +78,7 @@ def make_drafter(
     err.print("[bold]3. measuring[/]")
     options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
     options += [f"--long {long}"] * (long > 0)
+    options += [f"--validation {validation}"] * (validation > 0)
     options += [f"--set {change}" for change in changes or []]
     choices = f"--method {parsed_method} --epochs {epochs:g}"
     command = f"peagle make-drafter {target} --prompts PROMPTS {choices}"

@@ -1,4 +1,5 @@
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peagle.catalog import DEFAULT_PAIR
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Context, Device, Dtype, Json, MaxTokens
+from peagle.cli.training.options import (
+    Invent,
+    Long,
+    PromptFile,
+    PromptLimit,
+    StopAfter,
+    Validation,
+)
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,12 +34,7 @@ def regenerate(
         Path,
         typer.Option("--out", help="Folder of the answers; run again to resume.", metavar="DIR"),
     ],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts", help="JSONL: `turns` or `prompt`.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    prompts: PromptFile = None,
     target: Annotated[
         str, typer.Option("--target", help="A target: a pair's name or a folder.")
     ] = DEFAULT_PAIR,
@@ -51,19 +55,10 @@ def regenerate(
     max_prompt: Annotated[
         int, typer.Option("--max-prompt", help="Tokens of the longest prompt, history included.")
     ] = 1024,
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Number of prompts.", show_default=False)
-    ] = None,
-    invent: Annotated[
-        int, typer.Option("--invent", help="Number of prompts that the target writes.")
-    ] = 0,
-    long: Annotated[
-        int,
-        typer.Option(
-            "--long",
-            help="Join prompts to conversations of up to so many tokens (not --max-prompt); 0: no.",
-        ),
-    ] = 0,
+    limit: PromptLimit = None,
+    invent: Invent = 0,
+    long: Long = 0,
+    validation: Validation = 0,
     keep_truncated: Annotated[
         bool,
         typer.Option(
@@ -80,6 +75,7 @@ def regenerate(
             "--seed", help="Seed of the order of prompts and of sampling.", show_default=False
         ),
     ] = None,
+    stop_after: StopAfter = None,
     context: Context = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -100,6 +96,8 @@ def regenerate(
         raise UserError(f"--limit is {limit}: ask for at least one prompt")
     temperatures = parse_temperatures(temperature)
     read = read_prompts(prompts, temperatures, limit, seed, warn) if prompts else []
+    if validation:
+        read = hold_out(read, validation, out)
     settings = job.RegenerateSettings(
         max_tokens=max_tokens,
         max_prompt=max(long - max_tokens, 1) if long else max_prompt,
@@ -109,18 +107,34 @@ def regenerate(
         keep_truncated=keep_truncated,
         prompts=digest(prompts) if prompts else "",
         long=long,
+        validation=validation,
         endpoint=endpoint,
         model=model,
     )
     loaded = load(target, device=device, dtype=dtype, context=context, stored=False).target
+    long_settings = LongSettings(long, max_tokens, seed or 0)
+    if long:
+        long_settings.check(loaded)
     if invent > 0:
         read += invent_prompts(loaded, invent, out, settings, as_json)
     if long:
-        read = long_conversations(read, loaded, LongSettings(long, max_tokens, seed or 0))
+        read = long_conversations(read, loaded, long_settings)
     with progress_bar("answers", as_json) as progress:
-        counts = job.regenerate(loaded, read, out, settings, progress)
+        seconds = math.inf if stop_after is None else 60 * stop_after
+        counts = job.regenerate(loaded, read, out, settings, progress, seconds)
     record = {"out": str(out)} | counts.as_dict()
     print(json.dumps(record) if as_json else summary(counts, out))
+
+
+def hold_out(prompts: "list[Prompt]", count: int, out: Path) -> "list[Prompt]":
+    """Write the validation prompts to OUT/validation.jsonl; returns the others."""
+    from peagle.regenerate.prompts import split_validation, write_prompts
+
+    if count < 0:
+        raise UserError(f"--validation is {count}: use 1 or more, or leave it out")
+    training, validation = split_validation(prompts, count)
+    write_prompts(validation, out.expanduser() / "validation.jsonl")
+    return training
 
 
 def parse_slots(word: str) -> int | None:

@@ -6,6 +6,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from peagle.cli.application import app, err, warn
+from peagle.cli.training.options import StopAfter
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,10 +32,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write an untrained checkpoint, and stop.")
     ] = False,
-    stop_after: Annotated[
-        float | None,
-        typer.Option("--stop-after", help="Minutes; run again to resume.", show_default=False),
-    ] = None,
+    stop_after: StopAfter = None,
 ) -> None:
     """Train a drafter: P-EAGLE or EAGLE-3, by `method`. A stopped run resumes where it was.
 

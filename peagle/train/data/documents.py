@@ -165,6 +165,35 @@ def split_held_out(documents: Documents, held_out: int, seed: int) -> tuple[Docu
     )
 
 
+def join_some(documents: Documents, fraction: float, max_length: int, seed: int) -> Documents:
+    """Join a random fraction of the documents, one behind the other, to longer ones.
+
+    Lengths are spread up to `max_length` as those of `peagle regenerate --long` are: evenly on a
+    log scale, from the length of one document on.
+    """
+    rng = np.random.default_rng([seed, len(documents)])
+    order = rng.permutation(len(documents))
+    count = round(fraction * len(documents))
+    groups: list[list[Document]] = []
+    total = limit = 0
+    for i in order[:count].tolist():
+        document = documents[i]
+        total += len(document.ids)
+        if not groups or total > limit:
+            groups.append([])
+            total = len(document.ids)
+            limit = int(total * (max_length / total) ** rng.random())
+        groups[-1].append(document)
+    kept = [documents[i] for i in sorted(order[count:].tolist())]
+    return join_documents(kept + [merge_documents(group) for group in groups], documents.skipped)
+
+
+def merge_documents(documents: Sequence[Document]) -> Document:
+    """One document of several, under the key of the first."""
+    ids, masks, keys = zip(*documents, strict=True)
+    return Document(np.concatenate(ids), np.concatenate(masks), keys[0])
+
+
 def epoch_packs(documents: Documents, pack_tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
     """The document indices of every pack of an epoch, shuffled."""
     order = np.random.default_rng([seed, epoch]).permutation(len(documents))

@@ -6,10 +6,13 @@ distribution q:
     kl    w * KL(p || q)             gradient with respect to q's logits  w * (q - p)
     ce    w * -log q[y], y = argmax p                                     w * (q - onehot(y))
     tv    w * sum |q - p| / 2                    w * q * (s - sum q s), s = sign(q - p) / 2
+    lk    w * (l * kl + (1 - l) * tv), l = exp(-3 * (1 - tv)), a constant for the gradient
     mix   m * kl + (1 - m) * ce      tvmix   m * tv + (1 - m) * ce        the same mix of gradients
+    lk    m * lk + (1 - m) * ce
 
-Total variation is the probability that a draft sampled from q is rejected. `length` is ce with
-weights of its own (length_objective.py).
+Total variation is the probability that a draft sampled from q is rejected. Its gradient vanishes
+where q hardly overlaps with p, so lk (arXiv 2602.23881) is nearly kl there, and nearly tv where
+most drafts are accepted. `length` is ce with weights of its own (length_objective.py).
 
 A captured teacher (`TopKLogits`) holds only its most likely tokens: p is then the softmax over
 those of them that lie in the draft vocabulary; a row that has none there has no loss.
@@ -18,13 +21,17 @@ lm_head is frozen, so the gradient of a chunk ends at the normed hidden state of
 computed in the forward pass and given to autograd as it is.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
 from peagle.train.features.teacher import Teacher, TopKLogits, soft_cap
+
+Distance = Literal["kl", "tv", "lk"]  # between the distributions of teacher and draft
+
+LK_DECAY = 3.0  # how fast lk turns from kl to tv as the acceptance of a row grows
 
 
 class ChunkLoss(NamedTuple):
@@ -43,7 +50,7 @@ def hidden_state_loss(
     lm_head: Tensor,
     mix: float,
     softcap: float,
-    tv: bool = False,
+    kind: Distance = "kl",
 ) -> ChunkLoss:
     """The loss of normed [C, d] by last hidden states [C, d]; weight [C], lm_head [V, d]."""
     teacher_logits = soft_cap(linear(teacher, lm_head).float(), softcap)
@@ -52,12 +59,13 @@ def hidden_state_loss(
     q, p = log_q.exp(), log_p.exp()
     best = log_p.argmax(-1)
     ce = -log_q.gather(-1, best[:, None])[:, 0]
-    if tv:
-        distance = (q - p).abs().sum(-1) / 2
-        grad_logits = total_variation_gradient(q, (q - p).sign() / 2)
-    else:
-        distance = (p * (log_p - log_q)).sum(-1)
-        grad_logits = q - p
+    distance, grad_logits = (p * (log_p - log_q)).sum(-1), q - p
+    if kind != "kl":
+        tv = (q - p).abs().sum(-1) / 2
+        tv_gradient = total_variation_gradient(q, (q - p).sign() / 2)
+        share = kl_share(tv, kind)
+        distance = share * distance + (1 - share) * tv
+        grad_logits = share[:, None] * grad_logits + (1 - share[:, None]) * tv_gradient
     if mix != 1:
         grad_logits = mix * grad_logits + (1 - mix) * (q - one_hot(best, p.shape[-1]))
     loss = weight * (mix * distance + (1 - mix) * ce)
@@ -72,7 +80,7 @@ def top_k_loss(
     weight: Tensor,
     lm_head: Tensor,
     mix: float,
-    tv: bool = False,
+    kind: Distance = "kl",
 ) -> ChunkLoss:
     """The same for a teacher that holds only its most likely tokens, k for each row."""
     known, ids, best = teacher.known()
@@ -83,14 +91,15 @@ def top_k_loss(
     q, p = log_q.exp(), log_p.exp() * known
     log_q_known = log_q.gather(-1, ids)  # [C, k]
     ce = -log_q.gather(-1, best)[:, 0]
-    if tv:
+    distance, grad_logits = (p * (log_p - log_q_known)).sum(-1), q.scatter_add(-1, ids, -p)
+    if kind != "kl":
         excess = log_q_known.exp() - p  # p is 0 for all other tokens
-        distance = (1 + ((excess.abs() - log_q_known.exp()) * known).sum(-1)) / 2
+        tv = (1 + ((excess.abs() - log_q_known.exp()) * known).sum(-1)) / 2
         side = torch.full_like(q, 0.5).scatter_add(-1, ids, (excess.sign() - 1) / 2 * known)
-        grad_logits = total_variation_gradient(q, side)
-    else:
-        distance = (p * (log_p - log_q_known)).sum(-1)
-        grad_logits = q.scatter_add(-1, ids, -p)
+        share = kl_share(tv, kind)
+        distance = share * distance + (1 - share) * tv
+        tv_gradient = total_variation_gradient(q, side)
+        grad_logits = share[:, None] * grad_logits + (1 - share[:, None]) * tv_gradient
     ce_gradient = q.scatter_add(-1, best, -torch.ones_like(p[:, :1]))
     grad_logits = mix * grad_logits + (1 - mix) * ce_gradient
     loss = weight * (mix * distance + (1 - mix) * ce)
@@ -105,6 +114,11 @@ def total_variation_gradient(q: Tensor, side: Tensor) -> Tensor:
     return q * (side - (q * side).sum(-1, keepdim=True))
 
 
+def kl_share(tv: Tensor, kind: Distance) -> Tensor:
+    """The share of kl in the loss of rows with this total variation, [C]; the rest is tv."""
+    return torch.exp(LK_DECAY * (tv - 1)) if kind == "lk" else torch.zeros_like(tv)
+
+
 def chunk_loss(
     normed: Tensor,
     teacher: Teacher,
@@ -112,12 +126,12 @@ def chunk_loss(
     lm_head: Tensor,
     mix: float,
     softcap: float,
-    tv: bool = False,
+    kind: Distance = "kl",
 ) -> ChunkLoss:
     """The loss by the teacher's type; captured logits are soft-capped already."""
     if isinstance(teacher, TopKLogits):
-        return top_k_loss(normed, teacher, weight, lm_head, mix, tv)
-    return hidden_state_loss(normed, teacher, weight, lm_head, mix, softcap, tv)
+        return top_k_loss(normed, teacher, weight, lm_head, mix, kind)
+    return hidden_state_loss(normed, teacher, weight, lm_head, mix, softcap, kind)
 
 
 def teacher_token_prob(normed: Tensor, teacher: Teacher, lm_head: Tensor) -> Tensor:

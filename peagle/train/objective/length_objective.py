@@ -9,6 +9,9 @@ so `length` is cross-entropy in which each row is weighted by (1 - m) + m * that
 of (1 - m) * ce - m * E. While drafts are still bad the sums are small and plain cross-entropy
 remains. A chain is as long as it was sampled (chains.py); an anchor without a chain has its depth 0
 alone.
+
+`dpace` (arXiv 2605.18810) is cross-entropy weighted by the same sum of smoothed probabilities,
+(1 - m) q_i + m: deeper rows keep some weight where the first drafts are bad.
 """
 
 import torch
@@ -23,12 +26,13 @@ class LengthObjective:
 
     def __init__(self, loss: Loss, tokens: int, device: torch.device) -> None:
         self.loss = loss
-        # [T, K] q by anchor and depth; 0 where there is no such row
+        # [T, K] q, smoothed for dpace, by anchor and depth; 0 where there is no such row
         self.q = torch.zeros(tokens, loss.k, device=device) if loss.length_share else None
 
     def add_rows(self, normed: Tensor, teacher: Teacher, anchor: Tensor, depth: Tensor) -> None:
         if self.q is not None:
-            self.q[anchor, depth] = self.loss.teacher_token_probs(normed, teacher)
+            q = self.loss.teacher_token_probs(normed, teacher)
+            self.q[anchor, depth] = torch.lerp(q, torch.ones_like(q), self.loss.smoothing)
 
     def weights(self, anchor: Tensor, depth: Tensor) -> Tensor | float:
         """The weights of these rows, [R]. All rows of their chains must have been added."""

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from peagle.train.features.teacher import Teacher, pad_rows, pad_teacher
-from peagle.train.objective.chunk_loss import ChunkLoss, chunk_loss, teacher_token_prob
+from peagle.train.objective.chunk_loss import (
+    ChunkLoss,
+    Distance,
+    chunk_loss,
+    teacher_token_prob,
+)
 
 CHUNK_ROWS = 4096
 
@@ -58,9 +63,12 @@ class Loss:
         self.k = k
         self.softcap = softcap
         self.chunk_rows = chunk_rows
-        self.mix = {"kl": 1.0, "ce": 0.0, "mix": mix, "tv": 1.0, "tvmix": mix, "length": 0.0}[kind]
-        self.tv = kind in ("tv", "tvmix")
-        self.length_share = mix if kind == "length" else 0.0  # length_objective.py
+        self.mix = {"kl": 1.0, "tv": 1.0, "ce": 0.0, "length": 0.0, "dpace": 0.0}.get(kind, mix)
+        distances: dict[str, Distance] = {"tv": "tv", "tvmix": "tv", "lk": "lk"}
+        self.distance: Distance = distances.get(kind, "kl")
+        # See length_objective.py for these two.
+        self.length_share = {"length": mix, "dpace": 1.0}.get(kind, 0.0)
+        self.smoothing = mix if kind == "dpace" else 0.0
         self.depth_weights = depth_weight ** torch.arange(
             k, device=lm_head.device, dtype=torch.float32
         )
@@ -89,7 +97,7 @@ class Loss:
                 self.lm_head,
                 self.mix,
                 self.softcap,
-                self.tv,
+                self.distance,
             )
             count = chunk.stop - chunk.start
             losses[chunk] = part.loss[:count]

@@ -31,7 +31,7 @@ class Optimizers:
         if matrices:  # Muon's updates are scaled to AdamW's size: one learning rate serves both.
             self.parts.append(Muon(matrices, config.lr, weight_decay=decay))
 
-    def step(self, step: int) -> float:
+    def step(self, step: float) -> float:
         """Update the weights with the gradients of `step` (from 0) and clear the gradients.
 
         Returns the fraction of the peak learning rate.
@@ -44,13 +44,13 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
         return fraction
 
-    def lr_fraction(self, step: int) -> float:
+    def lr_fraction(self, step: float) -> float:
         """The fraction of the peak learning rate: linear warm-up, then the schedule to final_lr."""
         config = self.config
         warmup_steps = max(1, round(config.warmup * self.total_steps))
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        done = (step - warmup_steps) / max(1, self.total_steps - warmup_steps)
+        done = min(1.0, (step - warmup_steps) / max(1, self.total_steps - warmup_steps))
         schedules = {
             "cosine": (1 + math.cos(math.pi * done)) / 2,
             "linear": 1 - done,

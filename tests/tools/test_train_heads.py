@@ -1,0 +1,120 @@
+"""The job that trains the shipped heads: prompts, answers, both heads, measurement; resumed."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from peagle.core import Method
+from peagle.drafter.formats import checkpoint
+from peagle.regenerate.prompts import read_prompts
+from tests.support.benching import tiny_folder, write_set
+from tests.support.tiny_models import MASK
+from tools import heads_data, train_heads
+from tools.heads_data import Size
+
+TINY = Size(
+    prompts=24,
+    max_prompt=60,
+    max_tokens=16,
+    invented=0,
+    long_prompts=60,
+    long=120,
+    long_answer=12,
+    tasks=2,
+    task_answer=12,
+    contexts=(40, 60),
+    context_prompts=1,
+    context_answer=12,
+)
+METHODS = ("p-eagle", "eagle3")
+RECIPE = {
+    "aux_layer_ids": (1, 3, 6),
+    "mask_token_id": MASK,
+    "pack_tokens": 128,
+    "max_anchors": 60,
+    "held_out": 3,
+    "joined": 0.3,
+    "loss": "lk",
+    "epochs": 1.0,
+    "log_every": 1,
+    "eval_k": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tiny_folder(tmp_path_factory.mktemp("heads"))
+    (root / "bench").mkdir()
+    for name in heads_data.SETS:
+        write_set(root / "bench" / f"{name}.jsonl", 30)
+    write_set(root / "all.jsonl", 70)
+    return root
+
+
+@pytest.fixture
+def tiny(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job on a tiny pair."""
+    shapes: dict[Method, dict] = {
+        method: {"k": 4, "layers": checkpoint.read(place / method).config.num_layers}
+        for method in ("p-eagle", "eagle3")
+    }
+    monkeypatch.setattr(heads_data, "VALIDATION", 4)
+    monkeypatch.setattr(train_heads, "Size", lambda: TINY)
+    monkeypatch.setattr(train_heads, "PAIR", str(place / "target"))
+    monkeypatch.setattr(train_heads, "SHIPPED", place)
+    monkeypatch.setattr(train_heads, "RECIPE", RECIPE | {"target": str(place / "target")})
+    monkeypatch.setattr(train_heads, "METHODS", shapes)
+    monkeypatch.setattr(train_heads, "SNAPSHOT_SECONDS", 0.0)
+
+
+def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
+    prompts, out = place / "prompts", tmp_path / "out"
+    assert train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)]) == 0
+    held_out = {p.turns[0] for p in read_prompts(prompts / heads_data.VALIDATION_FILE)}
+    training = {p.turns[0] for p in read_prompts(prompts / heads_data.PROMPTS_FILE)}
+    assert len(held_out) == 4 and len(training) == 66 and not held_out & training
+
+    def run(stages: str, *more: str) -> int:
+        folders = ["--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+        return train_heads.main(["run", *folders, "--stages", stages, "--answers", "9,0,9", *more])
+
+    assert run("answers,p-eagle", "--set", "lr=0.001") == 0
+    assert not (out / "files" / "eagle3.tar").exists()
+    assert run("answers,p-eagle,eagle3,measure", "--set", "lr=0.001") == 0
+    for method in ("p-eagle", "eagle3"):
+        with tarfile.open(out / "files" / f"{method}.tar") as archive:
+            assert {"config.json", "model.safetensors", "README.md"} <= set(archive.getnames())
+        assert checkpoint.read(out / method / "published").config.trained
+    steps = [json.loads((out / f"training-{m}.json").read_text())["steps"] for m in METHODS]
+    assert steps[0] == steps[1] > 1
+    measured = json.loads((out / "files" / "measured.json").read_text())
+    assert set(measured) == {f"{when} {m}" for when in ("new", "shipped") for m in METHODS}
+    sets = [*heads_data.SETS, "context-40", "context-60", "validation"]
+    assert sorted(measured["new p-eagle"]) == sorted(sets)
+    assert all(record["tree 31"] >= 1 for record in measured["shipped p-eagle"].values())
+
+
+def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> None:
+    """What is left of a job that was cut off in the second half of its training."""
+    prompts, out = place / "prompts-2", tmp_path / "out"
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    words += ["--stages", "answers,p-eagle", "--answers", "9,0,9"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_heads, "write_record", interrupt)
+        train_heads.main([*words, "--p-eagle", "0.0001", "--set", "epochs=50"])
+    with tarfile.open(out / "files" / "p-eagle-snapshot.tar") as archive:
+        archive.extractall(tmp_path / "snapshot", filter="data")
+    assert checkpoint.read(tmp_path / "snapshot").config.trained
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_bad_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--prompts", "p", "--bench", "b", "--out", str(tmp_path), "--stages", "sleep"]
+    assert train_heads.main(words) == 2
+    assert "unknown stage sleep" in capsys.readouterr().err

@@ -1,0 +1,333 @@
+"""Train the shipped heads of SmolLM2-135M again: answers, P-EAGLE, EAGLE-3, measurement.
+
+    python -m tools.train_heads prepare PROMPTS --out prompts/
+    python -m tools.train_heads run --prompts prompts/ --bench bench/ --out OUT --seconds 580
+
+`prepare` holds out 200 validation prompts and chooses those to train on. `run` does what is left to
+do of its stages within `--seconds` and puts what it made into OUT/files; run it again to resume.
+EAGLE-3 is trained on the same documents, and for as many steps as P-EAGLE if there is time. In the
+second half of a training the head is stored every 20 seconds, in 8 bits, until it is published.
+
+The seconds of each stage are options. In one run: the defaults. In two, for longer training:
+
+    python -m tools.train_heads run ... --seconds 560 --stages answers,p-eagle \\
+        --answers 110,35,45 --p-eagle 215
+    python -m tools.train_heads run ... --seconds 500 --stages eagle3,measure
+"""
+
+import argparse
+import gc
+import json
+import math
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peagle.core import Method
+from peagle.data.records import ignore
+from peagle.draft_shape import DraftShape
+from peagle.drafter import Drafter
+from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.row_format import INT8
+from peagle.errors import UserError
+from peagle.evaluate.evaluate import summarize
+from peagle.evaluate.offline_acceptance import new_extractor
+from peagle.loaded import load
+from peagle.paths import write_bytes, write_json
+from peagle.target import Target
+from peagle.train.config import TrainConfig, read_config
+from peagle.train.data.documents import Documents
+from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.features.features import FeatureSource
+from peagle.train.objective.passes import DrafterPasses
+from peagle.train.publish import publish
+from peagle.train.records import StepRecord
+from peagle.train.run import TrainRun
+from tools.heads_data import SMALL, Job, Size, bench_answers, prepare, stage, write_answers
+
+PAIR = "smollm2-135m"
+SHIPPED = Path(__file__).resolve().parent.parent / "peagle" / "drafters" / PAIR
+TREE_ANSWERS = 60  # of a set
+K = 7
+STAGES = ("answers", "p-eagle", "eagle3", "measure")
+MEASURE_SECONDS = 45.0  # left for the last stage
+OVERHEAD_SECONDS = 75.0  # for reading, compiling and publishing
+MIN_TRAINING_SECONDS = 20.0
+SNAPSHOT_SECONDS = 20.0
+
+RECIPE: dict[str, Any] = {
+    "target": PAIR,
+    "aux_layer_ids": (2, 15, 27),
+    "mask_token_id": 16,
+    "draft_vocab": 24576,
+    "pack_tokens": 16384,
+    "max_anchors": 6144,
+    "keep": 0.75,
+    "joined": 0.2,
+    "held_out": 200,
+    "loss": "lk",
+    "mix": 0.95,
+    "lr": 1.5e-3,
+    "warmup": 0.02,
+    "final_lr": 0.0,
+    "epochs": 8.0,
+    "log_every": 50,
+    "save_every": 1500,
+    "eval_every": 0,
+}
+SMALL_CHANGES = {"pack_tokens": 512, "max_anchors": 128, "held_out": 3, "log_every": 1, "epochs": 1}
+METHODS: dict[Method, dict[str, Any]] = {
+    "p-eagle": {"k": 11, "dependency": 64, "layers": 4},
+    "eagle3": {"k": 7, "layers": 1},
+}
+
+
+def training_config(job: Job, method: Method, minutes: float, steps: int) -> TrainConfig:
+    folders = [job.out / name for name, seconds in job.answer_seconds.items() if seconds]
+    settings = RECIPE | METHODS[method] | (SMALL_CHANGES if job.size.long == SMALL.long else {})
+    settings |= {"method": method, "data": ",".join(map(str, folders))}
+    settings |= {"out": str(job.out / method), "init": str(SHIPPED / method)}
+    settings |= {"max_length": job.size.long, "minutes": minutes, "steps": steps}
+    return read_config(None, settings | job.changes)
+
+
+class TrainingLog:
+    """Prints some steps; in the second half of the time it stores the head now and then."""
+
+    def __init__(self, job: Job, run: TrainRun) -> None:
+        self.job = job
+        self.run = run
+        self.next_snapshot = math.inf
+
+    def __call__(self, step: int, total: int, record: StepRecord) -> None:
+        config = self.run.config
+        now = time.perf_counter()
+        if self.next_snapshot == math.inf:
+            self.next_snapshot = now + 60 * config.minutes / 2
+        if now >= self.next_snapshot:
+            store_snapshot(self.job, self.run)
+            self.next_snapshot = now + SNAPSHOT_SECONDS
+        if step % 500 < config.log_every:
+            print(
+                f"{config.method} step {step}: loss {record.loss:.4f}, lr {record.lr:.2e},"
+                f" {record.seconds_per_step * 1000:.1f} ms, {record.seconds:.0f} s,"
+                f" match {record.match[:K]}",
+                flush=True,
+            )
+
+
+def train_head(
+    job: Job, method: Method, minutes: float, steps: int, shared: TrainRun | None
+) -> TrainRun:
+    """Train and publish a head; its folder goes to the files."""
+    run = TrainRun(training_config(job, method, minutes, steps), ignore, shared)
+    trainer = run.trainer
+    documents = run.data.documents
+    print(
+        f"{method}: {len(documents):,} documents, {len(documents.ids):,} tokens,"
+        f" {documents.answer_tokens:,} answer tokens, vocabulary {run.data.coverage:.2%},"
+        f" {type(trainer.features).__name__}",
+        flush=True,
+    )
+    run.train(TrainingLog(job, run), print)
+    print(f"{method}: {trainer.step} steps, {trainer.tokens:,} tokens, {trainer.seconds:.1f} s")
+    write_record(job, method, run)
+    published = publish(run, ["python -m tools.train_heads run"])
+    print(f"{method}: held-out acceptance length {published.acceptance_length}", flush=True)
+    pack_folder(published.folder, job.files / f"{method}.tar")
+    (job.files / f"{method}-snapshot.tar").unlink(missing_ok=True)
+    return run
+
+
+def store_snapshot(job: Job, run: TrainRun) -> None:
+    """The head as it is now, in 8 bits: what is left if the job is cut off."""
+    trainer = run.trainer
+    drafter = checkpoint.load(trainer.save_drafter(), run.target, torch.float32)
+    folder = trainer.out / "snapshot"
+    compact.save(drafter, folder, run.target, torch.bfloat16, INT8)
+    pack_folder(folder, job.files / f"{run.config.method}-snapshot.tar")
+
+
+def pack_folder(folder: Path, file: Path) -> None:
+    """Write a tar file beside `file` and rename it."""
+    partial = file.with_name(f".{file.name}")
+    with tarfile.open(partial, "w") as archive:
+        for path in sorted(folder.iterdir()):
+            archive.add(path, path.name)
+    partial.replace(file)
+
+
+def write_record(job: Job, method: Method, run: TrainRun) -> None:
+    """The figures of a run and its log, for the card."""
+    documents = run.data.documents
+    lengths = documents.lengths
+    record = {
+        "steps": run.trainer.step,
+        "target_tokens": run.trainer.tokens,
+        "seconds": round(run.trainer.seconds, 1),
+        "documents": len(documents),
+        "tokens": len(documents.ids),
+        "answer_tokens": documents.answer_tokens,
+        "length_quantiles": {q: int(np.percentile(lengths, q)) for q in (1, 10, 50, 90, 99)},
+        "tokens_in_documents_over_1024": int(lengths[lengths > 1024].sum()),
+        "coverage": run.data.coverage,
+        "answers": {
+            name: json.loads((job.out / f"answers-{name}.json").read_text())
+            for name, seconds in job.answer_seconds.items()
+            if seconds
+        },
+    }
+    write_json(job.out / f"training-{method}.json", record)
+    write_json(job.files / f"training-{method}.json", record)
+    write_bytes(job.files / f"log-{method}.jsonl", (run.trainer.out / "log.jsonl").read_bytes())
+
+
+def train_heads(job: Job) -> TrainRun | None:
+    """Both heads, on the same documents; EAGLE-3 for as many steps as P-EAGLE, if time allows."""
+    run = None
+    overhead = OVERHEAD_SECONDS
+    if "p-eagle" in job.stages and not (job.out / "p-eagle" / "published").is_dir():
+        with stage("P-EAGLE"):
+            begun = time.perf_counter()
+            run = train_head(job, "p-eagle", job.p_eagle_seconds / 60, 0, None)
+            overhead = 0.8 * (time.perf_counter() - begun - run.trainer.seconds) + 25
+        gc.collect()
+        # Forget the recorded shapes: EAGLE-3 has its own. Compiled code stays.
+        torch._dynamo.reset_code_state()
+    if "eagle3" in job.stages and not (job.out / "eagle3" / "published").is_dir():
+        with stage("EAGLE-3"):
+            left = job.left - overhead - (MEASURE_SECONDS if "measure" in job.stages else 0)
+            steps = json.loads((job.out / "training-p-eagle.json").read_text())["steps"]
+            run = train_head(job, "eagle3", max(MIN_TRAINING_SECONDS, left) / 60, steps, run)
+    return run
+
+
+def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, Documents]) -> None:
+    """The acceptance of the new and of the earlier heads; chains first, then trees."""
+    records: dict[str, Any] = {}
+    features = None if run is None else run.trainer.features.uncached()
+    folders = {f"new {m}": job.out / m / "published" for m in METHODS}
+    folders |= {f"shipped {m}": SHIPPED / m for m in METHODS}
+    for tree in (False, True):
+        for name, folder in folders.items():
+            if job.left < 3 or (tree and "p-eagle" not in name) or not folder.is_dir():
+                continue
+            drafter = checkpoint.load(folder, target, torch.float32)
+            features = features or new_extractor(drafter, target)
+            replay = new_replay(drafter, features)
+            for key, documents in answers.items():
+                record = records.setdefault(name, {}).setdefault(key, {})
+                record |= measure_set(replay, documents, tree)
+            write_json(job.files / "measured.json", records)
+            print(name, json.dumps(records[name]), flush=True)
+
+
+def new_replay(drafter: Drafter, features: FeatureSource) -> DraftReplay:
+    """Not compiled: that takes longer than what is measured here."""
+    target = features.target
+    cuda = target.device.type == "cuda"
+    dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
+    return DraftReplay(DrafterPasses(drafter, dtype), features, 16384 if cuda else 2048, cuda)
+
+
+def measure_set(replay: DraftReplay, documents: Documents, tree: bool) -> dict[str, float | int]:
+    """The acceptance length of chains, or of trees of 31 nodes on some of the answers."""
+    if not tree:
+        result = summarize(replay.chain_steps(documents, [K])[K], K)
+        return {"answers": len(documents), f"K={K}": round(result.acceptance_length, 4)}
+    chosen = documents.subset(
+        np.arange(0, len(documents), math.ceil(len(documents) / TREE_ANSWERS))
+    )
+    shape = DraftShape(K, 31)
+    result = summarize(replay.tree_steps(chosen, [shape])[shape], K)
+    return {"tree answers": len(chosen), "tree 31": round(result.acceptance_length, 4)}
+
+
+def run_job(job: Job) -> None:
+    job.files.mkdir(parents=True, exist_ok=True)
+    job.out.mkdir(parents=True, exist_ok=True)
+    answers = {}
+    with stage("loading"):
+        target = load(PAIR, stored=False).target
+    if "measure" in job.stages:
+        with stage("answers to benchmark sets"):
+            answers = bench_answers(job, target)
+    if "answers" in job.stages:
+        write_answers(job, target)
+    run = train_heads(job)
+    if "measure" in job.stages:
+        with stage("measuring"):
+            measure(job, target, run, answers)
+    print(f"done, {job.left:.0f} s left", flush=True)
+
+
+def new_job(options: argparse.Namespace, start: float) -> Job:
+    stages = tuple(options.stages.split(","))
+    if unknown := set(stages) - set(STAGES):
+        raise UserError(f"unknown stage {unknown.pop()}: use some of {', '.join(STAGES)}")
+    seconds = [float(word) for word in options.answers.split(",")]
+    changes = [word.partition("=") for word in options.set]
+    size = SMALL if options.small else Size()
+    tasks = options.tasks or size.tasks
+    prompts = options.context_prompts or size.context_prompts
+    return Job(
+        options.out,
+        options.prompts,
+        options.bench,
+        options.seconds,
+        dict(zip(("short", "invented", "long"), seconds, strict=True)),
+        options.p_eagle,
+        stages,
+        {key: value for key, _, value in changes},
+        options.files or options.out / "files",
+        replace(size, tasks=tasks, context_prompts=prompts),
+        start,
+    )
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    preparing = commands.add_parser("prepare")
+    preparing.add_argument("prompts", type=Path)
+    preparing.add_argument("--out", type=Path, required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--prompts", type=Path, required=True, help="folder of `prepare`")
+    running.add_argument("--bench", type=Path, required=True, help="folder of the sets")
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--files", type=Path, help="what is taken home; OUT/files by default")
+    running.add_argument("--seconds", type=float, default=580.0, help="of the whole run")
+    running.add_argument(
+        "--answers", default="70,22,34", help="seconds for short, invented and long answers"
+    )
+    running.add_argument("--p-eagle", type=float, default=85.0, help="seconds of its training")
+    running.add_argument("--stages", default=",".join(STAGES))
+    running.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    running.add_argument("--small", action="store_true", help="a trial with a few prompts")
+    running.add_argument("--tasks", type=int, help="of each set that is measured")
+    running.add_argument("--context-prompts", type=int, help="of each context length")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    start = time.perf_counter()
+    options = parse_arguments(words)
+    try:
+        if options.command == "prepare":
+            prepare(options.prompts, options.out)
+        else:
+            run_job(new_job(options, start))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
