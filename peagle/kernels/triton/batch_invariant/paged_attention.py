@@ -313,7 +313,9 @@ def invariant_attention(
     heads, d = query.shape[1:]
     kv_heads = key_cache.shape[1]
     is_tree = rows.tree_masks is not None
-    plan = plan or plan_attention(batch * kv_heads, rows.max_rows, heads // kv_heads, query, is_tree)
+    plan = plan or plan_attention(
+        batch * kv_heads, rows.max_rows, heads // kv_heads, query, is_tree
+    )
     blocks = triton.cdiv(rows.max_rows, plan.block_rows)
     counters = new_split_counters(query.device) if split_counters is None else split_counters
     assert not plan.parallel or batch * kv_heads * blocks <= len(counters)
