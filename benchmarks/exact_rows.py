@@ -22,9 +22,8 @@ from torch import Tensor
 
 from benchmarks.cuda_graphs import replay_seconds
 from peagle.engine.model.weight import Weight
-from peagle.kernels.attention_params import AttentionHeads, AttentionParams
+from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.batch_invariant import gemm
 from peagle.kernels.triton.batch_invariant.paged_attention import (
     AttentionPlan,
@@ -33,13 +32,9 @@ from peagle.kernels.triton.batch_invariant.paged_attention import (
 )
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.kernels.triton.paged_attention import new_split_counters, paged_attention
-from peagle.kernels.triton.rope_store import rope_store
 from peagle.kernels.triton.skinny_gemm import (
     TileSizes,
-    gated_skinny_gemm,
-    num_splits,
     skinny_gemm,
-    supports_skinny_gemm,
 )
 
 MATRICES = {
@@ -56,6 +51,17 @@ MATRICES = {
 }
 ROW_COUNTS = (1, 2, 7, 8, 16, 64, 65, 128, 512, 2048)
 TIMED_ROWS = (1, 8, 64, 128, 512, 1024, 2048)
+VENDOR_ROWS = (65, 72, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1000, 1024, 1536, 2048)
+CHAIN_TILES = (
+    TileSizes(16, 64, 2, 8),
+    TileSizes(16, 128, 2, 6),
+    TileSizes(16, 128, 4, 6),
+    TileSizes(32, 64, 2, 8),
+    TileSizes(32, 128, 2, 6),
+    TileSizes(32, 128, 4, 4),
+    TileSizes(64, 128, 4, 4),
+    TileSizes(64, 64, 4, 6),
+)
 HEADS = {"smollm2": (9, 3, 64), "8b": (32, 8, 128), "gpt-oss": (64, 8, 64)}
 PAGE_SIZE = 64
 DEVICE = "cuda"
@@ -97,6 +103,7 @@ def compare(jobs: dict[str, Callable[[], Tensor]], expected: Callable[[], Tensor
             job()
 
     compile_ahead(run_all, device)
+    clear_cached()
     right = expected()
     differing = []
     for name, job in jobs.items():
@@ -111,44 +118,45 @@ def compare(jobs: dict[str, Callable[[], Tensor]], expected: Callable[[], Tensor
     return differing
 
 
-def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """As add_norm adds partial sums."""
-    if parts.dim() == 2:
-        return parts
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
+CACHES: list[dict[Any, Any]] = []  # of passes: a dry run leaves zeros there
+
+
+def clear_cached() -> None:
+    for cache in CACHES:
+        cache.clear()
 
 
 def product_jobs(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
 ) -> dict[str, Callable[[], Tensor]]:
-    dtype = x.dtype
     jobs: dict[str, Callable[[], Tensor]] = {}
     for count in [count for count in ROW_COUNTS if count <= len(x)]:
-        few = x[:count]
-        jobs[f"{count} rows"] = lambda few=few: summed(
-            gemm.split_k_product(few, weight, bias, scales), dtype
-        )
-        jobs[f"{count} rows, whole"] = lambda few=few: gemm.product(few, weight, bias, scales)
+        jobs[f"{count} rows"] = lambda c=count: gemm.invariant_gemm(x[:c], weight, bias, scales)
     for tiles in (gemm.FEW_ROWS_TILES, *gemm.TILES):
-        name = "x".join(str(size) for size in tiles)
-        for sums in (True, False):
-            jobs[f"tiles {name}, {'summed' if sums else 'parts'}"] = lambda t=tiles, s=sums: summed(
-                gemm.invariant_gemm(x, weight, bias, scales, t, s), dtype
-            )
+        jobs[f"tiles {tile_name(tiles)}"] = lambda t=tiles: gemm.invariant_gemm(
+            x, weight, bias, scales, t
+        )
+    for tiles in chain_choices(*weight.shape):
+        jobs[f"chain {tuple(tiles)}"] = lambda t=tiles: skinny_gemm(
+            x[:64], weight, bias, scales, t, splits=1
+        )
     return jobs
+
+
+def chain_choices(outputs: int, inputs: int) -> list[TileSizes]:
+    if outputs % 64:
+        return []
+    return [tiles for tiles in CHAIN_TILES if inputs % tiles.block_k == 0]
 
 
 def gated_jobs(x: Tensor, weight: Tensor, scales: Tensor | None) -> dict[str, Callable[[], Tensor]]:
     jobs: dict[str, Callable[[], Tensor]] = {}
     for count in [count for count in ROW_COUNTS if count <= len(x)]:
-        few = x[:count]
-        jobs[f"{count} rows"] = lambda few=few: gemm.gated_product(few, weight, scales)
+        jobs[f"{count} rows"] = lambda c=count: gemm.gated_invariant_gemm(x[:c], weight, scales)
     for tiles in (gemm.FEW_ROWS_TILES, *gemm.GATED_TILES):
-        name = "x".join(str(size) for size in tiles)
-        jobs[f"tiles {name}"] = lambda t=tiles: gemm.gated_invariant_gemm(x, weight, scales, t)
+        jobs[f"tiles {tile_name(tiles)}"] = lambda t=tiles: gemm.gated_invariant_gemm(
+            x, weight, scales, t
+        )
     return jobs
 
 
@@ -170,9 +178,8 @@ def check_products(report: Report, rows: int) -> None:
             report.add(bits=name, differing=compare(jobs, lambda: whole(x, weight)))
             continue
         jobs = product_jobs(x, weight, None, None)
-        expected = jobs.pop(next(job for job in reversed(jobs) if "rows, whole" in job))
-        report.add(bits=name, splits=num_splits(weight), differing=compare(jobs, expected))
-        del x, weight, jobs, expected
+        expected = jobs.pop(f"{rows} rows")
+        report.add(bits=name, differing=compare(jobs, expected))
         torch.cuda.empty_cache()
 
 
@@ -197,65 +204,28 @@ def check_variants(report: Report, rows: int) -> None:
         else:
             bias = torch.randn(n, device=DEVICE).bfloat16() if n != 1000 else None
             jobs = product_jobs(x, weight, bias, scales)
-            expected = jobs.pop(next(job for job in reversed(jobs) if "rows, whole" in job))
+            expected = jobs.pop(f"{rows} rows")
         report.add(bits=name, differing=compare(jobs, expected))
 
 
-def check_instructions(report: Report) -> None:
-    """Tiles of skinny_gemm that use mma.sync (2 warps) and wgmma (4 warps, 64 outputs)."""
-    for name in ("smollm2 down", "8b qkv"):
-        x, weight = random_matrix(*MATRICES[name], 16)
-        tiles = {
-            "mma.sync 16": TileSizes(16, 64, 2, 4),
-            "mma.sync 64": TileSizes(64, 64, 2, 4),
-            "wgmma 64": TileSizes(64, 64, 4, 4),
-            "wgmma 64, K 128": TileSizes(64, 128, 4, 3),
-        }
-        jobs = {
-            key: lambda t=value: summed(skinny_gemm(x, weight, tiles=t), x.dtype)
-            for key, value in tiles.items()
-        }
-        jobs["cuBLAS"] = lambda: torch.nn.functional.linear(x, weight)
-        report.add(bits=f"instructions, {name}", differing=compare(jobs, jobs["mma.sync 16"]))
-
-
-def check_readers(report: Report) -> None:
-    """Readers of partial sums give the bits that they give for the rounded sum."""
-    for d, splits in ((576, 3), (4096, 4), (2048, 2), (2880, 5)):
-        parts = torch.randn(splits, 33, d, device=DEVICE)
-        residual = torch.randn(33, d, device=DEVICE).bfloat16()
-        weight = torch.randn(d, device=DEVICE).bfloat16()
-        whole = summed(parts, torch.bfloat16)
-        jobs = {
-            "normed": lambda: add_norm(parts, residual, weight, 1e-5)[0],
-            "row alone": lambda: add_norm(whole[:1], residual[:1], weight, 1e-5)[0],
-        }
-        differing = compare(jobs, lambda: add_norm(whole, residual, weight, 1e-5)[0])
-        report.add(bits=f"add_norm {d}, {splits} splits", differing=differing)
-    for heads, kv_heads, d, normed in ((9, 3, 64, False), (32, 8, 128, False), (32, 8, 128, True)):
-        width = (heads + 2 * kv_heads) * d
-        parts = torch.randn(2, 17, width, device=DEVICE)
-        whole = summed(parts, torch.bfloat16)
-        norm = torch.randn(d, device=DEVICE).bfloat16() if normed else None
-        layer_heads = AttentionHeads(heads, kv_heads, norm, norm)
-        rows = chain_rows([17], [5])
-        angles = torch.randn(64, d, device=DEVICE)
-
-        def run(
-            qkv: Tensor,
-            shape: tuple[int, int] = (kv_heads, d),
-            heads: AttentionHeads = layer_heads,
-            rows: RowPass = rows,
-            angles: Tensor = angles,
-        ) -> Tensor:
-            caches = torch.zeros(2, 128, *shape, device=DEVICE, dtype=torch.bfloat16)
-            query = rope_store(qkv.clone(), rows, angles, caches[0], caches[1], heads)
-            return torch.cat([query.flatten(), caches.flatten()])[None]
-
-        report.add(
-            bits=f"rope_store {heads} {kv_heads} {d} norm {normed}",
-            differing=compare({"parts": lambda p=parts: run(p)}, lambda w=whole: run(w)),
-        )
+def check_vendor(report: Report) -> None:
+    """For which numbers of rows the vendor's library gives the same bits."""
+    allows = torch.backends.cuda.matmul
+    for name, (n, k) in MATRICES.items():
+        x, weight = random_matrix(n, k, max(VENDOR_ROWS))
+        expected = gemm.invariant_gemm(x, weight)
+        for splits in (True, False):
+            try:
+                allows.allow_bf16_reduced_precision_reduction = (False, splits)
+            except Exception as error:
+                report.add(vendor=name, failed=repr(error)[:200])
+            differing = [
+                rows
+                for rows in VENDOR_ROWS
+                if not torch.equal(torch.nn.functional.linear(x[:rows], weight), expected[:rows])
+            ]
+            report.add(vendor=name, allow_splitk=splits, differing_rows=differing)
+    allows.allow_bf16_reduced_precision_reduction = True
 
 
 # --- attention --------------------------------------------------------------------------------
@@ -300,6 +270,8 @@ def tree_rows(batch: int, nodes: int, depth: int, firsts: list[int]) -> RowPass:
     rows.tree_masks = torch.tensor(masks, device=DEVICE)
     first = torch.tensor(firsts).repeat_interleave(nodes).to(DEVICE)
     rows.positions = first + torch.tensor(depths, device=DEVICE)
+    rows.tree_depth = depth
+    CACHES.append(rows._cache)
     return rows
 
 
@@ -321,13 +293,14 @@ def attend(
     return invariant_attention(query, *caches, rows, params, torch.empty_like(query), plan=plan)
 
 
-def plans(group: int) -> list[AttentionPlan]:
+def plans(group: int, is_tree: bool) -> list[AttentionPlan]:
     smallest = max(16, 1 << (group - 1).bit_length())
-    pairs = [(1, smallest), *((q // group, q) for q in (16, 32, 64) if q >= smallest)]
+    sizes = [(16, 8), (16, 4), (32, 8), (32, 4), (64, 4), (64, 8)]
     return [
-        AttentionPlan(rows, queries, parallel)
-        for rows, queries in pairs
-        for parallel in (False, True)
+        AttentionPlan(queries // group, queries, parallel, warps)
+        for queries, warps in sizes
+        for parallel in ((True,) if is_tree else (False, True))
+        if queries >= smallest
     ]
 
 
@@ -344,7 +317,7 @@ def check_chains(report: Report) -> None:
         params = AttentionParams(d**-0.5, 128 if is_oss else None, sinks=sinks)
         jobs = {
             str(tuple(plan)): lambda p=plan: attend(query, caches, rows, params, p)
-            for plan in plans(heads // kv_heads)
+            for plan in plans(heads // kv_heads, False)
         }
 
         def alone() -> Tensor:
@@ -381,7 +354,7 @@ def check_trees(report: Report) -> None:
         params = AttentionParams(d**-0.5)
         jobs = {
             str(tuple(plan)): lambda p=plan: attend(query, caches, rows, params, p)
-            for plan in plans(heads // kv_heads)
+            for plan in plans(heads // kv_heads, True)
         }
         result = lambda: chains_of_trees(query, caches, rows, params, firsts, nodes)  # noqa: E731
         report.add(bits=f"attention, trees, {name}", differing=compare(jobs, result))
@@ -440,78 +413,53 @@ def time_products(report: Report, names: list[str]) -> None:
         x, weight = random_matrix(n, k, max(TIMED_ROWS))
         weights = [weight.clone() for _ in range(copies)]
         wrapped = [Weight(w) for w in weights]
-        is_gated = name.endswith("gate_up")
-        is_head = name.endswith("lm_head")
-        compile_ahead(lambda: time_launches(x, weights, is_gated, is_head), torch.device(DEVICE))
         for rows in TIMED_ROWS:
-            if is_head and rows > 1024:
+            if name.endswith("lm_head") and rows > 1024:
                 continue
             few = x[:rows]
-            times: dict[str, float] = {}
-            fast = [
-                (lambda w=w: w.gated(few))
-                if is_gated
-                else ((lambda w=w: w(few)) if is_head else (lambda w=w: w.split_k(few)))
-                for w in wrapped
-            ]
-            times["fast"] = microseconds(fast)
-            times["exact"] = microseconds(
-                [lambda w=w: exact_product(few, w, is_gated, is_head) for w in weights]
+            variants = product_variants(name, rows)
+            compile_ahead(
+                lambda: [run(few, weight) for run in variants.values()],  # noqa: B023
+                torch.device(DEVICE),
             )
-            if rows > 64:
-                for tiles in gemm.GATED_TILES if is_gated else gemm.TILES:
-                    times[tile_name(tiles)] = tile_time(few, weights, is_gated, is_head, tiles)
+            times = {"fast": microseconds([fast_product(name, few, w) for w in wrapped])}
+            for key, run in variants.items():
+                try:
+                    times[key] = microseconds([lambda w=w, r=run: r(few, w) for w in weights])
+                except Exception as error:
+                    print(name, key, repr(error)[:200], flush=True)
             report.add(us=name, rows=rows, **times)
-        del weights, wrapped, weight
         torch.cuda.empty_cache()
+
+
+def fast_product(name: str, x: Tensor, weight: Weight) -> Callable[[], Tensor]:
+    if name.endswith("gate_up"):
+        return lambda: weight.gated(x)
+    return lambda: weight(x) if name.endswith("lm_head") else weight.split_k(x)
+
+
+def product_variants(name: str, rows: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    variants: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    is_gated = name.endswith("gate_up")
+    if is_gated:
+        variants["exact"] = gemm.gated_invariant_gemm
+        choices = gemm.GATED_TILES if rows > 64 else ()
+        for tiles in choices:
+            variants[tile_name(tiles)] = lambda x, w, t=tiles: gemm.gated_invariant_gemm(
+                x, w, None, t
+            )
+        return variants
+    variants["exact"] = gemm.invariant_gemm
+    for tiles in gemm.TILES if rows > 64 else ():
+        variants[tile_name(tiles)] = lambda x, w, t=tiles: gemm.invariant_gemm(x, w, tiles=t)
+    if rows <= 64 and not name.endswith("lm_head"):
+        for tiles in chain_choices(*MATRICES[name]):
+            variants[str(tuple(tiles))] = lambda x, w, t=tiles: skinny_gemm(x, w, None, None, t, 1)
+    return variants
 
 
 def tile_name(tiles: gemm.GemmTiles) -> str:
     return f"{tiles.block_n}x{tiles.block_t}x{tiles.block_k}w{tiles.num_warps}s{tiles.num_stages}"
-
-
-def tile_time(
-    x: Tensor, weights: list[Tensor], is_gated: bool, is_head: bool, tiles: gemm.GemmTiles
-) -> float:
-    try:
-        if is_gated:
-            return microseconds(
-                [lambda w=w: gemm.gated_invariant_gemm(x, w, None, tiles) for w in weights]
-            )
-        sums = True if is_head else None
-        return microseconds(
-            [
-                lambda w=w: gemm.invariant_gemm(x, w, tiles=tiles, sums_segments=sums)
-                for w in weights
-            ]
-        )
-    except Exception as error:
-        print(tiles, repr(error)[:200], flush=True)
-        return -1.0
-
-
-def exact_product(x: Tensor, weight: Tensor, is_gated: bool, is_head: bool) -> Tensor:
-    if is_gated:
-        return gemm.gated_product(x, weight)
-    return gemm.product(x, weight) if is_head else gemm.split_k_product(x, weight)
-
-
-def time_launches(x: Tensor, weights: list[Tensor], is_gated: bool, is_head: bool) -> None:
-    """All launches of `time_products`, for compiling ahead."""
-    weight = weights[0]
-    for rows in TIMED_ROWS:
-        few = x[:rows]
-        exact_product(few, weight, is_gated, is_head)
-        if supports_skinny_gemm(few, weight, is_gated):
-            gated_skinny_gemm(few, weight) if is_gated else skinny_gemm(few, weight)
-        for tiles in gemm.GATED_TILES if is_gated else gemm.TILES:
-            if rows <= 64:
-                continue
-            if is_gated:
-                gemm.gated_invariant_gemm(few, weight, None, tiles)
-            else:
-                sums = True if is_head else None
-                gemm.invariant_gemm(few, weight, tiles=tiles, sums_segments=sums)
 
 
 def time_attention(report: Report) -> None:
@@ -546,10 +494,7 @@ def time_attention(report: Report) -> None:
             counters = new_split_counters(query.device)
             chosen = plan_attention(batch * kv_heads, count, heads // kv_heads, query, tree)
             variants: dict[str, AttentionPlan | None] = {"exact": None}
-            for plan in plans(heads // kv_heads):
-                programs = batch * kv_heads * -(-count // plan.block_rows)
-                if plan.parallel and programs > 2000:
-                    continue
+            for plan in plans(heads // kv_heads, tree):
                 if plan.block_queries <= max(16, 2 * count * heads // kv_heads):
                     variants[str(tuple(plan))] = plan
 
@@ -574,6 +519,7 @@ def time_attention(report: Report) -> None:
                 lambda: [run_variant(plan)[0]() for plan in variants.values()] + [fast[0]()],  # noqa: B023
                 torch.device(DEVICE),
             )
+            clear_cached()
             times = {"fast": microseconds(fast)}
             for key, plan in variants.items():
                 try:
@@ -596,12 +542,11 @@ def main() -> None:
     smollm2 = [name for name in MATRICES if name.startswith("smollm2")]
     eight_b = [name for name in MATRICES if name.startswith("8b")]
     parts: dict[str, Callable[[], None]] = {
-        "instructions": lambda: check_instructions(report),
-        "products": lambda: check_products(report, rows),
-        "readers": lambda: check_readers(report),
         "chains": lambda: check_chains(report),
         "trees": lambda: check_trees(report),
         "attention times": lambda: time_attention(report),
+        "vendor": lambda: check_vendor(report),
+        "products": lambda: check_products(report, rows),
         "8b times": lambda: time_products(report, eight_b),
         "smollm2 times": lambda: time_products(report, smollm2),
         "variants": lambda: check_variants(report, 512),
@@ -619,6 +564,8 @@ def print_summary(report: Report) -> None:
             print(f"{record['bits']:40} {'; '.join(record['differing']) or 'all equal'}"[:400])
     print("\n== microseconds")
     for record in report.records:
+        if "vendor" in record:
+            print(record)
         if "us" in record:
             rest = {k: v for k, v in record.items() if k != "us"}
             print(f"{record['us']:28} {rest}")

@@ -167,9 +167,10 @@ def skinny_gemm(
     bias: Tensor | None = None,
     scales: Tensor | None = None,
     tiles: TileSizes | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """[T, N], or partial sums [S, T, N]. See `supports_skinny_gemm`."""
-    splits = num_splits(weight)
+    splits = splits or num_splits(weight)
     n = len(weight)
     if splits == 1:
         out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)

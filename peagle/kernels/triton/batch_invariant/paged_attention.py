@@ -9,8 +9,8 @@ are merged in their order:
 
 Blocks without a visible key change nothing: their weights are exactly 0, and what came before is
 scaled by exactly 1. So neither the other rows of a block of queries nor their number matters. The
-total weight of a row is a product with a column of ones, because a tensor core adds in an order
-that does not depend on the shape of the block.
+weights of a block are added as integers, because the order of a sum over the keys depends on the
+number of queries.
 
 With few blocks of queries, every split has its own program, and the last one to finish merges
 their results. With many, a program runs over all splits.
@@ -41,7 +41,6 @@ from peagle.kernels.triton.batch_invariant.tree_paths import tree_paths
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 from peagle.kernels.triton.paged_attention import (
     LOG2_E,
-    SPLIT_COUNTERS,
     UNSEEN_SCORE,
     new_split_counters,
 )
@@ -59,28 +58,203 @@ MIN_BLOCK_QUERIES = 16
 # With 64 queries, Triton uses another tensor-core instruction (wgmma) than with fewer.
 MAX_BLOCK_QUERIES = 64
 MAX_BLOCK_QUERIES_FLOAT32 = 32
-BUSY_PROGRAMS = 264  # programs that keep a GPU busy
-TOTAL_COLUMNS = 16  # columns of ones: the fewest that tensor cores take
+SMALL_PROGRAMS = 80  # blocks of queries that leave room for a program per split
+WEIGHT_UNIT = float(1 << 24)  # of the fixed-point sum of up to 64 weights, none above 1
+TAIL_LANES = 128  # keys of tree rows that are gathered at once
 
 
 class AttentionPlan(NamedTuple):
     block_rows: int  # rows of a request in a block
     block_queries: int  # rows x heads of a group, padded
     parallel: bool  # a program for each split
+    num_warps: int = 8
 
 
 if triton is not None:
     _LOG2_E = tl.constexpr(LOG2_E)
     _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
+    _WEIGHT_UNIT = tl.constexpr(WEIGHT_UNIT)
 
     @triton.jit
-    def _merge_split(acc, max_score, total, split_acc, split_max, split_total):  # type: ignore[no-untyped-def]
+    def _merge_split(  # type: ignore[no-untyped-def]
+        acc, max_score, total, split_acc, split_max, split_total
+    ):
         """Add a split to those before it."""
         new_max = tl.maximum(max_score, split_max)
         rescale = tl.exp2(max_score - new_max)
         weight = tl.exp2(split_max - new_max)
         total = total * rescale + split_total * weight
         acc = acc * rescale[:, None] + split_acc * weight[:, None]
+        return acc, new_max, total
+
+    @triton.jit
+    def _fixed_sum(weights):  # type: ignore[no-untyped-def]
+        """The sum of weights in fixed point: integers have the same sum in any order."""
+        return tl.sum((weights.to(tl.float32) * _WEIGHT_UNIT).to(tl.int32), 1)
+
+    @triton.jit
+    def _load_keys(  # type: ignore[no-untyped-def]
+        head_ptr, stride_slot, table_ptr, kv_position, in_range, dims, D, PAGE_SIZE: tl.constexpr
+    ):
+        """[keys, d]: keys or values of one head at these positions."""
+        page = tl.load(table_ptr + kv_position // PAGE_SIZE, mask=in_range, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + kv_position % PAGE_SIZE
+        return tl.load(
+            head_ptr + slot[:, None] * stride_slot + dims[None, :],
+            mask=in_range[:, None] & (dims < D)[None, :],
+            other=0.0,
+        )
+
+    @triton.jit
+    def _visible_scores(q, k, scale, visible):  # type: ignore[no-untyped-def]
+        """[queries, keys], as powers of 2."""
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        return tl.where(visible, scores, _UNSEEN_SCORE)
+
+    @triton.jit
+    def _attend_block(  # type: ignore[no-untyped-def]
+        q,
+        keys_ptr,
+        values_ptr,
+        stride_k_slot,
+        stride_v_slot,
+        table_ptr,
+        start,
+        high,
+        position,
+        window,
+        scale,
+        acc,
+        max_score,
+        total,
+        D: tl.constexpr,
+        PAGE_SIZE: tl.constexpr,
+        BLOCK_KEYS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """The online softmax over the keys from `start` on."""
+        dims = tl.arange(0, BLOCK_D)
+        key_position = start + tl.arange(0, BLOCK_KEYS)
+        in_range = key_position < high
+        k = _load_keys(
+            keys_ptr, stride_k_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+        )
+        visible = key_position[None, :] > position[:, None] - window
+        visible = visible & (key_position[None, :] <= position[:, None]) & in_range[None, :]
+        scores = _visible_scores(q, k, scale, visible)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(max_score - new_max)
+        v = _load_keys(
+            values_ptr, stride_v_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+        )
+        weights = weights.to(v.dtype)
+        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
+        total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
+        return acc, new_max, total
+
+    @triton.jit
+    def _attend_tail(  # type: ignore[no-untyped-def]
+        q,
+        keys_ptr,
+        values_ptr,
+        stride_k_slot,
+        stride_v_slot,
+        table_ptr,
+        positions_ptr,
+        masks_ptr,
+        paths_ptr,
+        row_start,
+        row_count,
+        first_row,
+        end_row,
+        local_row,
+        row_mask,
+        first,
+        block,
+        table_end,
+        position,
+        window,
+        scale,
+        acc,
+        max_score,
+        total,
+        D: tl.constexpr,
+        PAGE_SIZE: tl.constexpr,
+        BLOCK_KEYS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        DEPTH: tl.constexpr,
+        MAX_ROWS: tl.constexpr,
+        BLOCK_NODES: tl.constexpr,
+        BLOCK_LANES: tl.constexpr,
+    ):
+        """The online softmax over a block of keys that holds positions of the tree."""
+        dims = tl.arange(0, BLOCK_D)
+        oldest = position - window  # the last position that is too old
+        # Committed keys, for all rows at once.
+        key_position = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        in_range = key_position < tl.minimum(first, table_end)
+        k = _load_keys(
+            keys_ptr, stride_k_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+        )
+        visible = (key_position[None, :] > oldest[:, None]) & in_range[None, :]
+        scores = _visible_scores(q, k, scale, visible)
+        # Scores with all nodes, of which only the largest matters here.
+        node = tl.arange(0, BLOCK_NODES)
+        is_node = (node < row_count) & (first + node < table_end)
+        node_position = tl.load(positions_ptr + row_start + node, mask=is_node, other=0)
+        node_position = node_position.to(tl.int32)
+        node_keys = _load_keys(
+            keys_ptr, stride_k_slot, table_ptr, first + node, is_node, dims, D, PAGE_SIZE
+        )
+        bits = tl.load(masks_ptr + row_start + local_row, mask=row_mask, other=0)
+        in_block = is_node & (node_position // BLOCK_KEYS == block)
+        is_ancestor = ((bits[:, None] >> node.to(tl.int64)[None, :]) & 1) == 1
+        is_ancestor = is_ancestor & in_block[None, :] & (node_position[None, :] > oldest[:, None])
+        node_scores = _visible_scores(q, node_keys, scale, is_ancestor)
+        new_max = tl.maximum(tl.max(scores, 1), tl.max(node_scores, 1))
+        new_max = tl.maximum(max_score, new_max)
+        rescale = tl.exp2(max_score - new_max)
+
+        # A tensor core adds 16 keys at a time: those before the first with a node are shared.
+        first_lane = first // 16 * 16
+        v = _load_keys(
+            values_ptr, stride_v_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+        )
+        scores = tl.where((key_position < first_lane)[None, :], scores, _UNSEEN_SCORE)
+        weights = tl.exp2(scores - new_max[:, None]).to(v.dtype)
+        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
+        units = _fixed_sum(weights)
+        # The others, a few rows at a time: each row has `lanes` keys of its own.
+        lanes = (first - first_lane + DEPTH + 16) // 16 * 16
+        chunk_rows = BLOCK_LANES // lanes
+        index = tl.arange(0, BLOCK_LANES)
+        lane_row = index // lanes
+        lane_position = first_lane + index % lanes
+        depth = lane_position - first
+        in_tail = (lane_row < chunk_rows) & (lane_position // BLOCK_KEYS == block)
+        for chunk_start in range(first_row, end_row, chunk_rows):
+            tail_row = chunk_start + lane_row
+            is_lane = in_tail & (tail_row < end_row)
+            in_tree = is_lane & (depth >= 0) & (depth < MAX_ROWS)
+            path_ptr = paths_ptr + (row_start + tail_row) * MAX_ROWS + depth
+            ancestor = tl.load(path_ptr, mask=in_tree, other=0)
+            kv_position = tl.where(in_tree, first + ancestor, lane_position)
+            is_lane = is_lane & (kv_position < table_end)
+            lane_keys = _load_keys(
+                keys_ptr, stride_k_slot, table_ptr, kv_position, is_lane, dims, D, PAGE_SIZE
+            )
+            lane_values = _load_keys(
+                values_ptr, stride_v_slot, table_ptr, kv_position, is_lane, dims, D, PAGE_SIZE
+            )
+            is_own = (tail_row[None, :] == local_row[:, None]) & is_lane[None, :]
+            is_own = is_own & (lane_position[None, :] <= position[:, None])
+            is_own = is_own & (lane_position[None, :] > oldest[:, None])
+            lane_scores = _visible_scores(q, lane_keys, scale, is_own)
+            lane_weights = tl.exp2(lane_scores - new_max[:, None]).to(v.dtype)
+            acc = tl.dot(lane_weights, lane_values, acc, input_precision="ieee")
+            units += _fixed_sum(lane_weights)
+        total = total * rescale + units.to(tl.float32) / _WEIGHT_UNIT
         return acc, new_max, total
 
     @triton.jit
@@ -94,6 +268,7 @@ if triton is not None:
         first_positions_ptr,
         sinks_ptr,
         positions_ptr,
+        masks_ptr,
         paths_ptr,
         out_ptr,
         part_ptr,
@@ -110,7 +285,6 @@ if triton is not None:
         stride_v_slot,
         stride_v_head,
         stride_table_row,
-        stride_path_row,
         stride_o_row,
         stride_o_head,
         HEADS: tl.constexpr,
@@ -121,24 +295,27 @@ if triton is not None:
         PARALLEL: tl.constexpr,
         SINKS: tl.constexpr,
         TREE: tl.constexpr,
+        DEPTH: tl.constexpr,
+        MAX_ROWS: tl.constexpr,
+        BLOCK_NODES: tl.constexpr,
+        BLOCK_LANES: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_QUERIES: tl.constexpr,
         BLOCK_KEYS: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        TOTAL_COLUMNS: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
-        block = tl.program_id(2)
+        query_block = tl.program_id(2)
         split = 0
         if PARALLEL:
-            split = block % SPLITS
-            block = block // SPLITS
+            split = query_block % SPLITS
+            query_block = query_block // SPLITS
         row_count = tl.load(row_counts_ptr + request).to(tl.int32)
-        first_row = block * BLOCK_ROWS
+        first_row = query_block * BLOCK_ROWS
         if first_row >= row_count:
             return
         end_row = tl.minimum(first_row + BLOCK_ROWS, row_count)
@@ -157,7 +334,7 @@ if triton is not None:
         )
 
         # Blocks low_block .. low_block + blocks - 1 hold the keys that some row sees; low_block
-        # belongs to split 0. The last ones are the tail of a tree.
+        # belongs to split 0. Those from shared_blocks on are the tail of a tree.
         first = tl.load(first_positions_ptr + request).to(tl.int32)
         position = first + local_row
         low = tl.maximum(first + first_row - window + 1, 0)
@@ -171,97 +348,95 @@ if triton is not None:
         low_block = low // BLOCK_KEYS // SPLITS * SPLITS
         blocks = (high + BLOCK_KEYS - 1) // BLOCK_KEYS - low_block
         shared_blocks = blocks
-        tail_rows = 0
         if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
-            tail_rows = end_row - first_row
         used_splits = tl.minimum(blocks, SPLITS)
         if PARALLEL:
             if split >= used_splits:
                 return
-        iterations = shared_blocks + (blocks - shared_blocks) * tail_rows
-        shared_count = (shared_blocks - split + SPLITS - 1) // SPLITS  # blocks of this split
-        if PARALLEL:
-            has_tail = split + shared_count * SPLITS < blocks
-            iterations = shared_count + tl.where(has_tail, tail_rows, 0)
 
-        empty_max = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
-        sink = empty_max
+        max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
+        total = tl.zeros([BLOCK_QUERIES], tl.float32)
         if SINKS:  # Split 0 counts the sink.
             sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
-        sink_total = tl.where(sink > _UNSEEN_SCORE, 1.0, 0.0)
-        max_score = tl.where(split == 0, sink, empty_max)
-        total = tl.zeros([BLOCK_QUERIES, TOTAL_COLUMNS], tl.float32)
-        total += tl.where(split == 0, sink_total, 0.0)[:, None]
+            max_score = tl.where(split == 0, sink, max_score)
+            total = tl.where(split == 0, 1.0, total)
         acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-        merged_max = empty_max
+        merged_max = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
         merged_total = tl.zeros([BLOCK_QUERIES], tl.float32)
         merged = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-        ones = tl.full([BLOCK_KEYS, TOTAL_COLUMNS], 1.0, value_cache_ptr.dtype.element_ty)
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
-        keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
-        values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
-        index = 0  # of the iteration within its split
-        for _ in range(iterations):
-            if not PARALLEL:
-                if index == 0 and split > 0:
-                    merged, merged_max, merged_total = _merge_split(
-                        merged, merged_max, merged_total, acc, max_score, tl.max(total, 1)
-                    )
-                    max_score = empty_max
-                    total = tl.zeros([BLOCK_QUERIES, TOTAL_COLUMNS], tl.float32)
-                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-            start = (low_block + split + tl.minimum(index, shared_count) * SPLITS) * BLOCK_KEYS
-            key_position = start + tl.arange(0, BLOCK_KEYS)
-            in_range = key_position < high
-            kv_position = key_position
-            sees_block = row_mask
-            if TREE:
-                tail_row = first_row + index - shared_count
-                is_tail = index >= shared_count
-                depth = key_position - first
-                in_tree = is_tail & (depth >= 0) & in_range
-                path_ptr = paths_ptr + (row_start + tail_row) * stride_path_row
-                ancestor = tl.load(path_ptr + depth, mask=in_tree, other=0)
-                kv_position = tl.where(in_tree, first + ancestor, key_position)
-                in_range = in_range & (kv_position < table_end)
-                sees_block = (local_row == tail_row) | (index < shared_count)
-            page = tl.load(table_ptr + kv_position // PAGE_SIZE, mask=in_range, other=0)
-            slot = (page.to(tl.int64) * PAGE_SIZE + kv_position % PAGE_SIZE)[:, None]
-            key_mask = in_range[:, None] & (dims < D)[None, :]
-            k = tl.load(keys_ptr + slot * stride_k_slot, mask=key_mask, other=0.0)  # [keys, d]
-            # [queries, keys], as powers of 2
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            visible = key_position[None, :] > position[:, None] - window
-            visible = visible & (key_position[None, :] <= position[:, None]) & in_range[None, :]
-            if TREE:
-                visible = visible & sees_block[:, None]
-            scores = tl.where(visible, scores, _UNSEEN_SCORE)
-            new_max = tl.maximum(max_score, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_max[:, None])
-            rescale = tl.exp2(max_score - new_max)[:, None]
-            v = tl.load(values_ptr + slot * stride_v_slot, mask=key_mask, other=0.0)
-            weights = weights.to(v.dtype)
-            acc = tl.dot(weights, v, acc * rescale, input_precision="ieee")
-            total = tl.dot(weights, ones, total * rescale, input_precision="ieee")
-            max_score = new_max
-            index += 1
-            if not PARALLEL:
-                has_tail = split + shared_count * SPLITS < blocks
-                is_last = index == shared_count + tl.where(has_tail, tail_rows, 0)
-                split = tl.where(is_last, split + 1, split)
-                index = tl.where(is_last, 0, index)
-                shared_count = (shared_blocks - split + SPLITS - 1) // SPLITS
-
-        split_total = tl.max(total, 1)
+        keys_ptr = key_cache_ptr + kv_head * stride_k_head
+        values_ptr = value_cache_ptr + kv_head * stride_v_head
         if PARALLEL:
+            low_key = (low_block + split) * BLOCK_KEYS
+            end_key = (low_block + shared_blocks) * BLOCK_KEYS
+            for start in range(low_key, end_key, SPLITS * BLOCK_KEYS):
+                acc, max_score, total = _attend_block(
+                    q,
+                    keys_ptr,
+                    values_ptr,
+                    stride_k_slot,
+                    stride_v_slot,
+                    table_ptr,
+                    start,
+                    high,
+                    position,
+                    window,
+                    scale,
+                    acc,
+                    max_score,
+                    total,
+                    D,
+                    PAGE_SIZE,
+                    BLOCK_KEYS,
+                    BLOCK_D,
+                )
+            if TREE:
+                # The first block of this split behind the shared ones.
+                block = shared_blocks + (split - shared_blocks % SPLITS + SPLITS) % SPLITS
+                if block < blocks:
+                    acc, max_score, total = _attend_tail(
+                        q,
+                        keys_ptr,
+                        values_ptr,
+                        stride_k_slot,
+                        stride_v_slot,
+                        table_ptr,
+                        positions_ptr,
+                        masks_ptr,
+                        paths_ptr,
+                        row_start,
+                        row_count,
+                        first_row,
+                        end_row,
+                        local_row,
+                        row_mask,
+                        first,
+                        low_block + block,
+                        table_end,
+                        position,
+                        window,
+                        scale,
+                        acc,
+                        max_score,
+                        total,
+                        D,
+                        PAGE_SIZE,
+                        BLOCK_KEYS,
+                        BLOCK_D,
+                        DEPTH,
+                        MAX_ROWS,
+                        BLOCK_NODES,
+                        BLOCK_LANES,
+                    )
             part = (row * HEADS + head) * SPLITS
             tl.store(max_ptr + part + split, max_score, mask=row_mask)
-            tl.store(sum_ptr + part + split, split_total, mask=row_mask)
+            tl.store(sum_ptr + part + split, total, mask=row_mask)
             tl.store(part_ptr + (part + split)[:, None] * D + dims[None, :], acc, mask=query_mask)
             tl.debug_barrier()  # Every thread has stored.
             query_blocks = tl.num_programs(2) // SPLITS
-            counter = (request * tl.num_programs(1) + tl.program_id(1)) * query_blocks + block
+            counter = (request * tl.num_programs(1) + tl.program_id(1)) * query_blocks + query_block
             if tl.atomic_add(counters_ptr + counter, 1) < used_splits - 1:
                 return
             tl.store(counters_ptr + counter, 0)  # for the next launch
@@ -282,8 +457,40 @@ if triton is not None:
                     merged, merged_max, merged_total, split_acc, split_max, split_sum
                 )
         else:
+            # One loop over all blocks, split after split, so that loads run ahead.
+            block = 0
+            for _ in range(blocks):
+                if block < SPLITS and block > 0:  # the first block of its split
+                    merged, merged_max, merged_total = _merge_split(
+                        merged, merged_max, merged_total, acc, max_score, total
+                    )
+                    max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
+                    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
+                acc, max_score, total = _attend_block(
+                    q,
+                    keys_ptr,
+                    values_ptr,
+                    stride_k_slot,
+                    stride_v_slot,
+                    table_ptr,
+                    (low_block + block) * BLOCK_KEYS,
+                    high,
+                    position,
+                    window,
+                    scale,
+                    acc,
+                    max_score,
+                    total,
+                    D,
+                    PAGE_SIZE,
+                    BLOCK_KEYS,
+                    BLOCK_D,
+                )
+                following = block + SPLITS
+                block = tl.where(following < blocks, following, block % SPLITS + 1)
             merged, merged_max, merged_total = _merge_split(
-                merged, merged_max, merged_total, acc, max_score, split_total
+                merged, merged_max, merged_total, acc, max_score, total
             )
         result = merged / tl.maximum(merged_total, 1e-9)[:, None]
         tl.store(
@@ -313,14 +520,12 @@ def invariant_attention(
     heads, d = query.shape[1:]
     kv_heads = key_cache.shape[1]
     is_tree = rows.tree_masks is not None
-    plan = plan or plan_attention(
-        batch * kv_heads, rows.max_rows, heads // kv_heads, query, is_tree
-    )
+    if plan is None:
+        plan = plan_attention(batch * kv_heads, rows.max_rows, heads // kv_heads, query, is_tree)
     blocks = triton.cdiv(rows.max_rows, plan.block_rows)
     counters = new_split_counters(query.device) if split_counters is None else split_counters
+    assert plan.parallel or not is_tree, "every split of a tree has its own program"
     assert not plan.parallel or batch * kv_heads * blocks <= len(counters)
-    paths = tree_paths(rows) if is_tree else rows.row_starts[:, None]
-    block_d = max(16, triton.next_power_of_2(d))
     grid = (batch, kv_heads, blocks * (KEY_SPLITS if plan.parallel else 1))
     _invariant_attention_kernel[grid](
         query,
@@ -332,7 +537,8 @@ def invariant_attention(
         rows.first_positions,
         query if params.sinks is None else params.sinks,
         rows.positions,
-        paths,
+        rows.tree_masks,
+        tree_paths(rows) if is_tree else None,
         out,
         *_split_buffers(out, plan.parallel),
         counters,
@@ -343,7 +549,6 @@ def invariant_attention(
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],
         rows.page_tables.stride(0),
-        paths.stride(0),
         *out.stride()[:2],
         HEADS=heads,
         GROUP=heads // kv_heads,
@@ -352,18 +557,30 @@ def invariant_attention(
         SPLITS=KEY_SPLITS,
         PARALLEL=plan.parallel,
         SINKS=params.sinks is not None,
-        TREE=is_tree,
+        **_tree_sizes(rows, d),
         BLOCK_ROWS=plan.block_rows,
         BLOCK_QUERIES=plan.block_queries,
-        BLOCK_KEYS=64 if block_d <= 128 else 32,
-        BLOCK_D=block_d,
-        TOTAL_COLUMNS=TOTAL_COLUMNS,
-        num_warps=4 if plan.block_queries == 64 and block_d <= 128 else 8,
-        num_stages=3 if plan.block_queries == 64 else 2,
+        BLOCK_KEYS=64 if d <= 128 else 32,
+        BLOCK_D=max(16, triton.next_power_of_2(d)),
+        num_warps=plan.num_warps,
+        num_stages=3 if plan.block_queries == 64 and not is_tree else 2,
         enable_fp_fusion=False,  # The merges of both kinds of programs must round alike.
         **launch_options(query),
     )
     return out
+
+
+def _tree_sizes(rows: RowPass, d: int) -> dict[str, int | bool]:
+    if rows.tree_masks is None:
+        sizes = {"DEPTH": 0, "MAX_ROWS": 1, "BLOCK_NODES": 16, "BLOCK_LANES": 16}
+        return {"TREE": False, **sizes}
+    return {
+        "TREE": True,
+        "DEPTH": rows.tree_depth or rows.max_rows - 1,
+        "MAX_ROWS": rows.max_rows,
+        "BLOCK_NODES": max(16, triton.next_power_of_2(rows.max_rows)),
+        "BLOCK_LANES": TAIL_LANES,
+    }
 
 
 def plan_attention(
@@ -371,23 +588,17 @@ def plan_attention(
 ) -> AttentionPlan:
     """How many rows a block has, and whether splits have their own programs. No bit depends on it.
 
-    A small batch is spread over the GPU. Rows of a tree prefer blocks of few rows, because their
-    tails are processed one after another.
+    Small blocks and parallel splits spread a small batch over the GPU.
     """
     most = MAX_BLOCK_QUERIES if query.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
     smallest = max(MIN_BLOCK_QUERIES, triton.next_power_of_2(group))
-    choices = [smallest]
-    while choices[-1] < min(most, triton.next_power_of_2(max_rows * group)):
-        choices.append(2 * choices[-1])
-    row_choices = [(queries // group, queries) for queries in choices]
-    if is_tree and smallest // group > 1:
-        row_choices.insert(0, (1, smallest))
-    for block_rows, block_queries in row_choices:
-        programs = heads_in_batch * triton.cdiv(max_rows, block_rows)
-        if programs <= BUSY_PROGRAMS:
-            break
-    parallel = programs <= BUSY_PROGRAMS and programs <= SPLIT_COUNTERS
-    return AttentionPlan(block_rows, block_queries, parallel)
+    programs = heads_in_batch * triton.cdiv(max_rows, smallest // group)
+    if programs <= SMALL_PROGRAMS:
+        return AttentionPlan(smallest // group, smallest, True, 8)
+    most = max(most, smallest)
+    programs = heads_in_batch * triton.cdiv(max_rows, most // group)
+    parallel = is_tree or programs <= SMALL_PROGRAMS
+    return AttentionPlan(most // group, most, parallel, 4 if most <= 64 else 8)
 
 
 def _split_buffers(out: Tensor, parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
