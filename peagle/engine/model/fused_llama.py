@@ -221,6 +221,26 @@ class FusedLlamaTarget:
         self.cpu_layers = fuse_layers(self.layers)
         return sum(uses_codes) / len(uses_codes)
 
+    def use_batch_invariant(self, enabled: bool = True) -> str | None:
+        """Compute every row in an order that neither the batch nor the draft decides, from now on.
+
+        Returns None, or the reason why no kernels do that here. The C kernels always do.
+        """
+        if self.cpu_layers is not None and self.lm_head.matrix is not None:
+            return None
+        if self.expert_counts is not None:
+            return "the sums of its experts depend on the number of rows"
+        weights = [self.lm_head, *(w for layer in self.layers for w in layer.weights)]
+        if not all(weight.use_batch_invariant(enabled) for weight in weights):
+            for weight in weights:
+                weight.use_batch_invariant(False)
+            return "some of its matrices have no kernel whose sums do not depend on the batch"
+        self.layers = [
+            replace(layer, attention=replace(layer.attention, batch_invariant=enabled))
+            for layer in self.layers
+        ]
+        return None
+
     @property
     def is_stored(self) -> bool:
         """Whether the layers multiply with the weights of a GGUF file as stored."""

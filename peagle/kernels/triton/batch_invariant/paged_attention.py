@@ -351,9 +351,8 @@ if triton is not None:
         if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
         used_splits = tl.minimum(blocks, SPLITS)
-        if PARALLEL:
-            if split >= used_splits:
-                return
+        if PARALLEL and split >= used_splits:
+            return
 
         max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
