@@ -88,9 +88,7 @@ def check_tree_support(method: str | None) -> None:
         )
 
 
-def check_tree_nodes(
-    nodes: int, ks: Iterable[int | str] = (), method: str | None = None
-) -> int:
+def check_tree_nodes(nodes: int, ks: Iterable[int | str] = (), method: str | None = None) -> int:
     """Check the number of tree nodes (0: chains) before any model is loaded, and return it.
 
     `ks`: every K that will be drafted; "auto" and no K at all count as the default limit of
