@@ -38,6 +38,7 @@ from peagle.kernels.cpu.ops import supports_heads
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
+from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.kernels.triton.rope_store import rope_store
 
 
@@ -239,7 +240,18 @@ class FusedLlamaTarget:
             replace(layer, attention=replace(layer.attention, batch_invariant=enabled))
             for layer in self.layers
         ]
+        if enabled and self.norm.is_cuda:
+            self._prove_vendor_rows(weights)
         return None
+
+    def _prove_vendor_rows(self, weights: list[Weight]) -> None:
+        """Leave products to the vendor's library where it gives the same bits."""
+        gated = {id(layer.mlp.gate_up) for layer in self.layers if isinstance(layer.mlp, DenseMLP)}
+        vendor_rows = VendorRows()
+        plain = [w for w in weights if w.weight is not None and w.weight is w.skinny_weight]
+        vendor_rows.prove([(w.weight, id(w) in gated) for w in plain if w.weight is not None])
+        for weight in weights:
+            weight.vendor_rows = vendor_rows
 
     @property
     def is_stored(self) -> bool:

@@ -30,6 +30,7 @@ from peagle.kernels.triton.batch_invariant.gemm import (
     invariant_gemm,
     supports_invariant_gemm,
 )
+from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.kernels.triton.skinny_gemm import (
     gated_skinny_gemm,
     skinny_gemm,
@@ -97,6 +98,7 @@ class Weight:
         self.skinny_weight = self.weight
         self.skinny_scales: Tensor | None = None
         self.batch_invariant = False  # see `use_batch_invariant`
+        self.vendor_rows: VendorRows | None = None
         if self.matrix is None and self.weight is not None and can_reorder(self.weight):
             whole = self.weight
             self._copy = self._shared_copy("reordered", lambda: reorder(whole))
@@ -129,8 +131,7 @@ class Weight:
         if self.matrix is not None:
             return self.matrix(x)
         if self.batch_invariant:
-            assert self.skinny_weight is not None
-            return invariant_gemm(x, self.skinny_weight, self.bias, self.skinny_scales)
+            return self._invariant_product(x)
         if self.reordered is not None:
             return multiply_reordered(x, self.reordered, self.bias)
         assert self.weight is not None
@@ -150,8 +151,8 @@ class Weight:
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, for gate and up projections side by side: [T, outputs / 2]"""
         weight = self.skinny_weight
-        if weight is not None and self.batch_invariant:
-            return gated_invariant_gemm(x, weight, self.skinny_scales)
+        if self.batch_invariant:
+            return self._invariant_product(x, gated=True)
         if weight is not None and supports_skinny_gemm(x, weight, gated=True):
             return gated_skinny_gemm(x, weight, self.skinny_scales)
         return swiglu(self(x))
@@ -195,6 +196,17 @@ class Weight:
             self.skinny_scales = scales.to(device)
             return True
         return False
+
+    def _invariant_product(self, x: Tensor, gated: bool = False) -> Tensor:
+        weight, scales = self.skinny_weight, self.skinny_scales
+        assert weight is not None
+        if self.vendor_rows is not None and self.bias is None and scales is None:
+            result = self.vendor_rows.multiply(x, weight, gated)
+            if result is not None:
+                return result
+        if gated:
+            return gated_invariant_gemm(x, weight, scales)
+        return invariant_gemm(x, weight, self.bias, scales)
 
     def use_batch_invariant(self, enabled: bool = True) -> bool:
         """Multiply so that the bits of a row do not depend on the number of rows, from now on.

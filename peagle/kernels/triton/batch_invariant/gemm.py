@@ -3,8 +3,9 @@
 Every output is one chain of tensor-core products over its inputs in their order, 16 at a time, into
 a float32 accumulator, which is rounded once. skinny_gemm.py without splits is such a chain, and so
 is the kernel here. On Hopper both tensor-core instructions that Triton uses (mma.sync for narrow
-tiles, wgmma for wide ones) give the same bits. Kernels of the vendor's library that do not split
-the inputs are such chains as well; `VendorGemm` finds out for which sizes that is so.
+tiles, wgmma for wide ones) give the same bits. With 8-bit weights mma.sync takes the inputs in
+another order, so all tiles for them are wide. Kernels of the vendor's library that do not split the
+inputs are such chains as well: see vendor_gemm.py.
 
 Shapes and rounding are those of skinny_gemm.py.
 """
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from peagle.kernels.triton import uses_triton
 from peagle.kernels.triton.launch.dependent_launch import launch_options
@@ -230,19 +230,15 @@ def tile_sizes(choices: tuple[GemmTiles, ...], rows: int, outputs: int) -> GemmT
     return choices[-1]
 
 
-def chain_tiles(weight: Tensor, rows: int) -> TileSizes | None:
-    """Narrow tiles of skinny_gemm.py where wide ones are too few to keep a GPU busy."""
+def chain_tiles(weight: Tensor, rows: int) -> TileSizes:
+    """Tiles of skinny_gemm.py for outputs that are not split, measured on an H200.
+
+    For few rows, narrow tiles keep the GPU busy where wide ones are too few.
+    """
     outputs, inputs = weight.shape
-    if outputs // 64 >= 192:
-        return None
-    block_k = 128 if inputs % 128 == 0 and rows <= 16 else 64
+    block_k = 128 if inputs % 128 == 0 else 64
+    if rows > 16 or outputs // 64 >= 192 or weight.element_size() == 1:
+        return TileSizes(64, block_k, num_warps=4, num_stages=4 if block_k == 128 else 6)
     if outputs // 32 >= 132:
-        return TileSizes(block_n=32, block_k=block_k, num_warps=2, num_stages=6)
-    return TileSizes(block_n=16, block_k=block_k, num_warps=2, num_stages=6)
-
-
-# --- the vendor's library -------------------------------------------------------------------------
-
-
-def vendor_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return linear(x, weight, bias)
+        return TileSizes(32, block_k, num_warps=2, num_stages=6)
+    return TileSizes(16, 64, num_warps=2, num_stages=8)

@@ -29,14 +29,13 @@ While the tail of one row is processed, the other rows of the block see no key.
 Shapes: query and result [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d].
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, plan_attention
 from peagle.kernels.triton.batch_invariant.tree_paths import tree_paths
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 from peagle.kernels.triton.paged_attention import (
@@ -49,213 +48,19 @@ try:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton.batch_invariant.attention_blocks import attend_block, merge_split
+    from peagle.kernels.triton.batch_invariant.tree_tail import attend_tail
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:
     triton = None
 
 KEY_SPLITS = 8
-MIN_BLOCK_QUERIES = 16
-# With 64 queries, Triton uses another tensor-core instruction (wgmma) than with fewer.
-MAX_BLOCK_QUERIES = 64
-MAX_BLOCK_QUERIES_FLOAT32 = 32
-SMALL_PROGRAMS = 80  # blocks of queries that leave room for a program per split
-WEIGHT_UNIT = float(1 << 24)  # of the fixed-point sum of up to 64 weights, none above 1
 TAIL_LANES = 128  # keys of tree rows that are gathered at once
-
-
-class AttentionPlan(NamedTuple):
-    block_rows: int  # rows of a request in a block
-    block_queries: int  # rows x heads of a group, padded
-    parallel: bool  # a program for each split
-    num_warps: int = 8
 
 
 if triton is not None:
     _LOG2_E = tl.constexpr(LOG2_E)
     _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
-    _WEIGHT_UNIT = tl.constexpr(WEIGHT_UNIT)
-
-    @triton.jit
-    def _merge_split(  # type: ignore[no-untyped-def]
-        acc, max_score, total, split_acc, split_max, split_total
-    ):
-        """Add a split to those before it."""
-        new_max = tl.maximum(max_score, split_max)
-        rescale = tl.exp2(max_score - new_max)
-        weight = tl.exp2(split_max - new_max)
-        total = total * rescale + split_total * weight
-        acc = acc * rescale[:, None] + split_acc * weight[:, None]
-        return acc, new_max, total
-
-    @triton.jit
-    def _fixed_sum(weights):  # type: ignore[no-untyped-def]
-        """The sum of weights in fixed point: integers have the same sum in any order."""
-        return tl.sum((weights.to(tl.float32) * _WEIGHT_UNIT).to(tl.int32), 1)
-
-    @triton.jit
-    def _load_keys(  # type: ignore[no-untyped-def]
-        head_ptr, stride_slot, table_ptr, kv_position, in_range, dims, D, PAGE_SIZE: tl.constexpr
-    ):
-        """[keys, d]: keys or values of one head at these positions."""
-        page = tl.load(table_ptr + kv_position // PAGE_SIZE, mask=in_range, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + kv_position % PAGE_SIZE
-        return tl.load(
-            head_ptr + slot[:, None] * stride_slot + dims[None, :],
-            mask=in_range[:, None] & (dims < D)[None, :],
-            other=0.0,
-        )
-
-    @triton.jit
-    def _visible_scores(q, k, scale, visible):  # type: ignore[no-untyped-def]
-        """[queries, keys], as powers of 2."""
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        return tl.where(visible, scores, _UNSEEN_SCORE)
-
-    @triton.jit
-    def _attend_block(  # type: ignore[no-untyped-def]
-        q,
-        keys_ptr,
-        values_ptr,
-        stride_k_slot,
-        stride_v_slot,
-        table_ptr,
-        start,
-        high,
-        position,
-        window,
-        scale,
-        acc,
-        max_score,
-        total,
-        D: tl.constexpr,
-        PAGE_SIZE: tl.constexpr,
-        BLOCK_KEYS: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-    ):
-        """The online softmax over the keys from `start` on."""
-        dims = tl.arange(0, BLOCK_D)
-        key_position = start + tl.arange(0, BLOCK_KEYS)
-        in_range = key_position < high
-        k = _load_keys(
-            keys_ptr, stride_k_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
-        )
-        visible = key_position[None, :] > position[:, None] - window
-        visible = visible & (key_position[None, :] <= position[:, None]) & in_range[None, :]
-        scores = _visible_scores(q, k, scale, visible)
-        new_max = tl.maximum(max_score, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        rescale = tl.exp2(max_score - new_max)
-        v = _load_keys(
-            values_ptr, stride_v_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
-        )
-        weights = weights.to(v.dtype)
-        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
-        total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
-        return acc, new_max, total
-
-    @triton.jit
-    def _attend_tail(  # type: ignore[no-untyped-def]
-        q,
-        keys_ptr,
-        values_ptr,
-        stride_k_slot,
-        stride_v_slot,
-        table_ptr,
-        positions_ptr,
-        masks_ptr,
-        paths_ptr,
-        row_start,
-        row_count,
-        first_row,
-        end_row,
-        local_row,
-        row_mask,
-        first,
-        block,
-        table_end,
-        position,
-        window,
-        scale,
-        acc,
-        max_score,
-        total,
-        D: tl.constexpr,
-        PAGE_SIZE: tl.constexpr,
-        BLOCK_KEYS: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        DEPTH: tl.constexpr,
-        MAX_ROWS: tl.constexpr,
-        BLOCK_NODES: tl.constexpr,
-        BLOCK_LANES: tl.constexpr,
-    ):
-        """The online softmax over a block of keys that holds positions of the tree."""
-        dims = tl.arange(0, BLOCK_D)
-        oldest = position - window  # the last position that is too old
-        # Committed keys, for all rows at once.
-        key_position = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        in_range = key_position < tl.minimum(first, table_end)
-        k = _load_keys(
-            keys_ptr, stride_k_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
-        )
-        visible = (key_position[None, :] > oldest[:, None]) & in_range[None, :]
-        scores = _visible_scores(q, k, scale, visible)
-        # Scores with all nodes, of which only the largest matters here.
-        node = tl.arange(0, BLOCK_NODES)
-        is_node = (node < row_count) & (first + node < table_end)
-        node_position = tl.load(positions_ptr + row_start + node, mask=is_node, other=0)
-        node_position = node_position.to(tl.int32)
-        node_keys = _load_keys(
-            keys_ptr, stride_k_slot, table_ptr, first + node, is_node, dims, D, PAGE_SIZE
-        )
-        bits = tl.load(masks_ptr + row_start + local_row, mask=row_mask, other=0)
-        in_block = is_node & (node_position // BLOCK_KEYS == block)
-        is_ancestor = ((bits[:, None] >> node.to(tl.int64)[None, :]) & 1) == 1
-        is_ancestor = is_ancestor & in_block[None, :] & (node_position[None, :] > oldest[:, None])
-        node_scores = _visible_scores(q, node_keys, scale, is_ancestor)
-        new_max = tl.maximum(tl.max(scores, 1), tl.max(node_scores, 1))
-        new_max = tl.maximum(max_score, new_max)
-        rescale = tl.exp2(max_score - new_max)
-
-        # A tensor core adds 16 keys at a time: those before the first with a node are shared.
-        first_lane = first // 16 * 16
-        v = _load_keys(
-            values_ptr, stride_v_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
-        )
-        scores = tl.where((key_position < first_lane)[None, :], scores, _UNSEEN_SCORE)
-        weights = tl.exp2(scores - new_max[:, None]).to(v.dtype)
-        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
-        units = _fixed_sum(weights)
-        # The others, a few rows at a time: each row has `lanes` keys of its own.
-        lanes = (first - first_lane + DEPTH + 16) // 16 * 16
-        chunk_rows = BLOCK_LANES // lanes
-        index = tl.arange(0, BLOCK_LANES)
-        lane_row = index // lanes
-        lane_position = first_lane + index % lanes
-        depth = lane_position - first
-        in_tail = (lane_row < chunk_rows) & (lane_position // BLOCK_KEYS == block)
-        for chunk_start in range(first_row, end_row, chunk_rows):
-            tail_row = chunk_start + lane_row
-            is_lane = in_tail & (tail_row < end_row)
-            in_tree = is_lane & (depth >= 0) & (depth < MAX_ROWS)
-            path_ptr = paths_ptr + (row_start + tail_row) * MAX_ROWS + depth
-            ancestor = tl.load(path_ptr, mask=in_tree, other=0)
-            kv_position = tl.where(in_tree, first + ancestor, lane_position)
-            is_lane = is_lane & (kv_position < table_end)
-            lane_keys = _load_keys(
-                keys_ptr, stride_k_slot, table_ptr, kv_position, is_lane, dims, D, PAGE_SIZE
-            )
-            lane_values = _load_keys(
-                values_ptr, stride_v_slot, table_ptr, kv_position, is_lane, dims, D, PAGE_SIZE
-            )
-            is_own = (tail_row[None, :] == local_row[:, None]) & is_lane[None, :]
-            is_own = is_own & (lane_position[None, :] <= position[:, None])
-            is_own = is_own & (lane_position[None, :] > oldest[:, None])
-            lane_scores = _visible_scores(q, lane_keys, scale, is_own)
-            lane_weights = tl.exp2(lane_scores - new_max[:, None]).to(v.dtype)
-            acc = tl.dot(lane_weights, lane_values, acc, input_precision="ieee")
-            units += _fixed_sum(lane_weights)
-        total = total * rescale + units.to(tl.float32) / _WEIGHT_UNIT
-        return acc, new_max, total
 
     @triton.jit
     def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
@@ -299,6 +104,7 @@ if triton is not None:
         MAX_ROWS: tl.constexpr,
         BLOCK_NODES: tl.constexpr,
         BLOCK_LANES: tl.constexpr,
+        ONE_CHUNK: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_QUERIES: tl.constexpr,
         BLOCK_KEYS: tl.constexpr,
@@ -367,35 +173,40 @@ if triton is not None:
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
         keys_ptr = key_cache_ptr + kv_head * stride_k_head
         values_ptr = value_cache_ptr + kv_head * stride_v_head
-        if PARALLEL:
-            low_key = (low_block + split) * BLOCK_KEYS
-            end_key = (low_block + shared_blocks) * BLOCK_KEYS
-            for start in range(low_key, end_key, SPLITS * BLOCK_KEYS):
-                acc, max_score, total = _attend_block(
-                    q,
-                    keys_ptr,
-                    values_ptr,
-                    stride_k_slot,
-                    stride_v_slot,
-                    table_ptr,
-                    start,
-                    high,
-                    position,
-                    window,
-                    scale,
-                    acc,
-                    max_score,
-                    total,
-                    D,
-                    PAGE_SIZE,
-                    BLOCK_KEYS,
-                    BLOCK_D,
-                )
-            if TREE:
+        if PARALLEL or TREE:
+            for i in range(1 if PARALLEL else used_splits):
+                own_split = split + i
+                if not PARALLEL and i > 0:
+                    max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
+                    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
+                low_key = (low_block + own_split) * BLOCK_KEYS
+                end_key = (low_block + shared_blocks) * BLOCK_KEYS
+                for start in range(low_key, end_key, SPLITS * BLOCK_KEYS):
+                    acc, max_score, total = attend_block(
+                        q,
+                        keys_ptr,
+                        values_ptr,
+                        stride_k_slot,
+                        stride_v_slot,
+                        table_ptr,
+                        start,
+                        high,
+                        position,
+                        window,
+                        scale,
+                        acc,
+                        max_score,
+                        total,
+                        D,
+                        PAGE_SIZE,
+                        BLOCK_KEYS,
+                        BLOCK_D,
+                    )
                 # The first block of this split behind the shared ones.
-                block = shared_blocks + (split - shared_blocks % SPLITS + SPLITS) % SPLITS
-                if block < blocks:
-                    acc, max_score, total = _attend_tail(
+                block = shared_blocks + (own_split - shared_blocks % SPLITS + SPLITS) % SPLITS
+                if TREE and block < blocks:
+                    acc, max_score, total = attend_tail(
                         q,
                         keys_ptr,
                         values_ptr,
@@ -428,7 +239,49 @@ if triton is not None:
                         MAX_ROWS,
                         BLOCK_NODES,
                         BLOCK_LANES,
+                        ONE_CHUNK,
                     )
+                if not PARALLEL:
+                    merged, merged_max, merged_total = merge_split(
+                        merged, merged_max, merged_total, acc, max_score, total
+                    )
+        else:
+            # One loop over all blocks, split after split, so that loads run ahead.
+            block = 0
+            for _ in range(blocks):
+                if block < SPLITS and block > 0:  # the first block of its split
+                    merged, merged_max, merged_total = merge_split(
+                        merged, merged_max, merged_total, acc, max_score, total
+                    )
+                    max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
+                    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
+                acc, max_score, total = attend_block(
+                    q,
+                    keys_ptr,
+                    values_ptr,
+                    stride_k_slot,
+                    stride_v_slot,
+                    table_ptr,
+                    (low_block + block) * BLOCK_KEYS,
+                    high,
+                    position,
+                    window,
+                    scale,
+                    acc,
+                    max_score,
+                    total,
+                    D,
+                    PAGE_SIZE,
+                    BLOCK_KEYS,
+                    BLOCK_D,
+                )
+                following = block + SPLITS
+                block = tl.where(following < blocks, following, block % SPLITS + 1)
+            merged, merged_max, merged_total = merge_split(
+                merged, merged_max, merged_total, acc, max_score, total
+            )
+        if PARALLEL:
             part = (row * HEADS + head) * SPLITS
             tl.store(max_ptr + part + split, max_score, mask=row_mask)
             tl.store(sum_ptr + part + split, total, mask=row_mask)
@@ -452,45 +305,9 @@ if triton is not None:
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                merged, merged_max, merged_total = _merge_split(
+                merged, merged_max, merged_total = merge_split(
                     merged, merged_max, merged_total, split_acc, split_max, split_sum
                 )
-        else:
-            # One loop over all blocks, split after split, so that loads run ahead.
-            block = 0
-            for _ in range(blocks):
-                if block < SPLITS and block > 0:  # the first block of its split
-                    merged, merged_max, merged_total = _merge_split(
-                        merged, merged_max, merged_total, acc, max_score, total
-                    )
-                    max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
-                    total = tl.zeros([BLOCK_QUERIES], tl.float32)
-                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-                acc, max_score, total = _attend_block(
-                    q,
-                    keys_ptr,
-                    values_ptr,
-                    stride_k_slot,
-                    stride_v_slot,
-                    table_ptr,
-                    (low_block + block) * BLOCK_KEYS,
-                    high,
-                    position,
-                    window,
-                    scale,
-                    acc,
-                    max_score,
-                    total,
-                    D,
-                    PAGE_SIZE,
-                    BLOCK_KEYS,
-                    BLOCK_D,
-                )
-                following = block + SPLITS
-                block = tl.where(following < blocks, following, block % SPLITS + 1)
-            merged, merged_max, merged_total = _merge_split(
-                merged, merged_max, merged_total, acc, max_score, total
-            )
         result = merged / tl.maximum(merged_total, 1e-9)[:, None]
         tl.store(
             out_ptr + row[:, None] * stride_o_row + head[:, None] * stride_o_head + dims[None, :],
@@ -523,7 +340,6 @@ def invariant_attention(
         plan = plan_attention(batch * kv_heads, rows.max_rows, heads // kv_heads, query, is_tree)
     blocks = triton.cdiv(rows.max_rows, plan.block_rows)
     counters = new_split_counters(query.device) if split_counters is None else split_counters
-    assert plan.parallel or not is_tree, "every split of a tree has its own program"
     assert not plan.parallel or batch * kv_heads * blocks <= len(counters)
     grid = (batch, kv_heads, blocks * (KEY_SPLITS if plan.parallel else 1))
     _invariant_attention_kernel[grid](
@@ -556,7 +372,7 @@ def invariant_attention(
         SPLITS=KEY_SPLITS,
         PARALLEL=plan.parallel,
         SINKS=params.sinks is not None,
-        **_tree_sizes(rows, d),
+        **_tree_sizes(rows, d, plan.block_rows),
         BLOCK_ROWS=plan.block_rows,
         BLOCK_QUERIES=plan.block_queries,
         BLOCK_KEYS=64 if d <= 128 else 32,
@@ -569,35 +385,25 @@ def invariant_attention(
     return out
 
 
-def _tree_sizes(rows: RowPass, d: int) -> dict[str, int | bool]:
+def _tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
     if rows.tree_masks is None:
         sizes = {"DEPTH": 0, "MAX_ROWS": 1, "BLOCK_NODES": 16, "BLOCK_LANES": 16}
-        return {"TREE": False, **sizes}
+        return {"TREE": False, "ONE_CHUNK": True, **sizes}
+    depth = rows.tree_depth or rows.max_rows - 1
+    lanes = TAIL_LANES if d <= 64 else TAIL_LANES // 2
     return {
         "TREE": True,
-        "DEPTH": rows.tree_depth or rows.max_rows - 1,
+        "ONE_CHUNK": block_rows * most_lanes(depth) <= lanes,
+        "DEPTH": depth,
         "MAX_ROWS": rows.max_rows,
         "BLOCK_NODES": max(16, triton.next_power_of_2(rows.max_rows)),
-        "BLOCK_LANES": TAIL_LANES,
+        "BLOCK_LANES": lanes,
     }
 
 
-def plan_attention(
-    heads_in_batch: int, max_rows: int, group: int, query: Tensor, is_tree: bool
-) -> AttentionPlan:
-    """How many rows a block has, and whether splits have their own programs. No bit depends on it.
-
-    Small blocks and parallel splits spread a small batch over the GPU.
-    """
-    most = MAX_BLOCK_QUERIES if query.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
-    smallest = max(MIN_BLOCK_QUERIES, triton.next_power_of_2(group))
-    programs = heads_in_batch * triton.cdiv(max_rows, smallest // group)
-    if programs <= SMALL_PROGRAMS:
-        return AttentionPlan(smallest // group, smallest, True, 8)
-    most = max(most, smallest)
-    programs = heads_in_batch * triton.cdiv(max_rows, most // group)
-    parallel = is_tree or programs <= SMALL_PROGRAMS
-    return AttentionPlan(most // group, most, parallel, 4 if most <= 64 else 8)
+def most_lanes(depth: int) -> int:
+    """Keys of a row in groups of 16, from the group of the root on, wherever that begins."""
+    return (15 + depth + 16) // 16 * 16
 
 
 def _split_buffers(out: Tensor, parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
