@@ -175,7 +175,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_by_one_verifies_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one(monkeypatch)
-    with pytest.raises(UserError, match="rows depend on the batch. Set `tree` to 0, or leave out"):
+    with pytest.raises(UserError, match=r"rows depend on the batch\. Set `tree` to 0, or leave"):
         engine_of(pair("llama"), "p-eagle", 4, tree=12, exact=True)
     assert not engine_of(pair("llama"), "p-eagle", 4, tree=12, exact=None).exact
 
