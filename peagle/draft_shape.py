@@ -74,8 +74,8 @@ def check_tree_size(k: int, nodes: int) -> None:
         )
 
 
-def check_tree_support(method: str | None, exact: bool | None) -> None:
-    """Raise unless this method and this mode can draft trees. None: not known yet."""
+def check_tree_support(method: str | None) -> None:
+    """Raise unless this method can draft trees. None: not known yet."""
     if method == "none":
         raise UserError("nothing is drafted with `method` none: leave out `tree`")
     if method == "ngram":
@@ -86,13 +86,9 @@ def check_tree_support(method: str | None, exact: bool | None) -> None:
         raise UserError(
             "eagle3 drafts one token after another: trees need a p-eagle drafter. Leave out `tree`"
         )
-    if exact:
-        raise UserError("exact mode verifies chains: leave out one of `exact` and `tree`")
 
 
-def check_tree_nodes(
-    nodes: int, ks: Iterable[int | str] = (), method: str | None = None, exact: bool | None = False
-) -> int:
+def check_tree_nodes(nodes: int, ks: Iterable[int | str] = (), method: str | None = None) -> int:
     """Check the number of tree nodes (0: chains) before any model is loaded, and return it.
 
     `ks`: every K that will be drafted; "auto" and no K at all count as the default limit of
@@ -102,7 +98,7 @@ def check_tree_nodes(
         raise UserError(f"`tree` is {nodes}: use a number of nodes, or 0 for chains")
     if not nodes:
         return 0
-    check_tree_support(method, exact)
+    check_tree_support(method)
     for k in [k for k in ks if k != "auto"] or [MAX_ADAPTIVE_K]:
         check_tree_size(int(k), nodes)
     return nodes

@@ -92,7 +92,7 @@ class LoadedPair(ModelPair):
         parsed_method = parse_method(method or self.pair.method)
         adaptive = k is None and self._drafts_adaptively(parsed_method, tree)
         k = check_k(self.pair.k if k is None else k) if parsed_method != "none" else 0
-        check_tree_nodes(tree, (k,), parsed_method, exact)
+        check_tree_nodes(tree, (k,), parsed_method)
         settings = Sampling(**sampling).seeded()
         ids = self.encode(prompt, raw)
         positions = min(len(ids) + max_tokens, self.target.context)

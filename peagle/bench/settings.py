@@ -43,7 +43,7 @@ class BenchSettings:
         )
         self._check("clients", 1 <= self.clients <= MAX_CLIENTS, f"must be in 1..{MAX_CLIENTS}")
         for tree in self.tree:
-            check_tree_nodes(tree, self.k, exact=self.exact)
+            check_tree_nodes(tree, self.k)
         if any(self.tree) and self.methods and "p-eagle" not in self.methods:
             raise UserError(
                 f"`tree` needs a p-eagle drafter: add p-eagle to `methods` {','.join(self.methods)}"

@@ -39,8 +39,9 @@ class EngineConfig:
     `drafter_window`: each row of the drafter attends to so many positions, its own included. 0: to
     all. None: as the drafter's config says.
 
-    `exact`: every request gets its own pass, bit-equal with and without drafts. None: exact unless
-    the dtype is float32 or the target does not support it.
+    `exact`: answers are bit-equal to those of a request alone without drafts, in batches where
+    kernels allow it, and with a pass for each request elsewhere. None: exact unless the dtype is
+    float32 or the target does not support it.
     """
 
     def __post_init__(self) -> None:

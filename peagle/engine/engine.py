@@ -8,7 +8,7 @@ A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the c
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,8 @@ from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
-from peagle.engine.model.exactness import exact_multiple, shares_prefixes
+from peagle.engine.model.batch_invariance import enable_batch_invariance
+from peagle.engine.model.exactness import exact_multiple
 from peagle.engine.model.expert_load import ExpertLoad
 from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.policy import NgramPolicy
@@ -50,6 +51,8 @@ from peagle.grammar import CompiledGrammar, Grammar
 from peagle.kernels.cpu.library import kernel_state
 from peagle.model_pair import ModelPair, Prompt, load_models
 
+ExactMode = Literal["batched", "one by one"]
+
 
 class Engine:
     def __init__(
@@ -75,11 +78,11 @@ class Engine:
         if config.int8:
             self._stepper.quantize()
         self.weights = "int8" if config.int8 else self._stepper.weights
-        self.exact = self._enable_exact()
+        self.exact_mode = self._enable_exact()
         self._allocator = self._page_allocator()
         self._scheduler = Scheduler(
             self._allocator,
-            scheduler_config(config, pair, self.max_shape, self.context, self.exact),
+            scheduler_config(config, pair, self.max_shape, self.context, self._one_by_one),
         )
         self._admission = Admission(pair, self._prompt_rules())
         policy = self._policy()
@@ -89,7 +92,7 @@ class Engine:
             policy,
             self.max_shape,
             self.drafter_shape,
-            self.exact,
+            self._one_by_one,
             config.cuda_graphs and self._on_gpu,
             self._ngram_policy(policy),
         )
@@ -325,6 +328,7 @@ class Engine:
                 "preemptions": scheduler.preemptions,
                 "method": self.method,
                 "exact": self.exact,
+                "exact_mode": self.exact_mode,
                 "int8": self.config.int8,
                 "weights": self.weights,
                 "kernels": "triton" if self._on_gpu else kernel_state(),
@@ -424,31 +428,44 @@ class Engine:
             return verified, verified  # Every step has n-gram drafts there.
         return drafter_shape, verified
 
-    def _enable_exact(self) -> bool:
-        """Decide whether exact mode is on; if so, passes are padded to a multiple of rows."""
+    @property
+    def exact(self) -> bool:
+        """Whether answers are bit-equal with and without drafts and other requests."""
+        return self.exact_mode is not None
+
+    @property
+    def _one_by_one(self) -> bool:
+        return self.exact_mode == "one by one"
+
+    def _enable_exact(self) -> ExactMode | None:
+        """Turn exact mode on, if it is wanted: for batches where kernels allow it.
+
+        Elsewhere every request has its own passes, which are padded to a multiple of rows.
+        """
         requested = self.config.exact
-        if requested is None and not self.max_shape.is_chain:
-            return False
-        enabled = self.target.dtype != torch.float32 if requested is None else requested
-        if not enabled:
-            return False
-        multiple = exact_multiple(
-            self._stepper.verifier, self.target, self.config.page_size, self.max_k
+        if requested is False or (requested is None and self.target.dtype == torch.float32):
+            return None
+        verifier = self._stepper.verifier
+        page_size = self.config.page_size
+        reason = enable_batch_invariance(verifier, self.target, page_size, self.max_shape)
+        if reason is None:
+            return "batched"
+        if self.max_shape.is_chain:
+            multiple = exact_multiple(verifier, self.target, page_size, self.max_k)
+            if multiple is not None:
+                self._stepper.row_multiple = multiple
+                return "one by one"
+        if requested is None:
+            return None
+        fix = "Leave" if self.max_shape.is_chain else "Set `tree` to 0, or leave"
+        raise UserError(
+            f"exact mode is not supported for {self.target.name!r}: {reason}."
+            f" {fix} out `exact` and set `dtype` to float32: a near tie is unlikely there"
         )
-        if multiple is None and requested:
-            raise UserError(
-                f"exact mode is not supported for {self.target.name!r}: rows depend on other rows"
-                " of the batch (as in mixtures of experts that run through transformers). Leave out"
-                " `exact` and set `dtype` to float32: a near tie is unlikely there"
-            )
-        self._stepper.row_multiple = multiple or 1
-        return multiple is not None
 
     def _page_allocator(self) -> PageAllocator:
-        caching = self.config.prefix_caching
-        if caching and self.exact:
-            page_size = self.config.page_size
-            caching = shares_prefixes(self._stepper.verifier, self.target, page_size)
+        # One by one, pages that other passes have computed may have other bits.
+        caching = self.config.prefix_caching and not self._one_by_one
         return PageAllocator(
             self._stepper.kv_cache.num_pages, self.config.page_size, caching=caching
         )

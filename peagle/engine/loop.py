@@ -54,11 +54,14 @@ class EngineLoop:
         policy: DraftPolicy,
         max_shape: DraftShape,
         drafter_shape: DraftShape,
-        exact: bool,
+        one_by_one: bool,
         use_graphs: bool,
         ngram: NgramPolicy | None = None,
     ) -> None:
         """`max_shape`: no draft exceeds it, in depth or in nodes; `drafter_shape`: of the drafter.
+
+        `one_by_one`: every request has its own passes, for exact mode without batch-invariant
+        kernels.
 
         `ngram`: where the host chooses between n-gram drafts and those of the drafter.
         """
@@ -68,7 +71,7 @@ class EngineLoop:
         self.max_shape = max_shape
         self.drafter_shape = drafter_shape
         self.ngram = ngram
-        self.exact = exact
+        self.one_by_one = one_by_one
         self.use_graphs = use_graphs
         self.startup = StartupTimes()
         self.backlog = GraphBacklog(stepper, policy, max_shape, drafter_shape, self.startup)
@@ -197,8 +200,8 @@ class EngineLoop:
         return plan
 
     def _groups(self, items: list[T]) -> list[list[T]]:
-        """The passes of a step: exact mode runs every request by itself."""
-        if self.exact:
+        """The passes of a step."""
+        if self.one_by_one:
             return [[item] for item in items]
         return [items] if items else []
 

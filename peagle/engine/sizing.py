@@ -57,7 +57,7 @@ def verified_shape(
     """The shape that no draft exceeds with n-grams among the drafts."""
     if method == "ngram":
         if config.tree:
-            check_tree_support(method, config.exact)
+            check_tree_support(method)
         k = MAX_ADAPTIVE_K_NGRAM if config.k == "auto" else int(config.k)
         return DraftShape(k, k)
     if config.k != "auto" or on_gpu or not drafter_shape.is_chain:
@@ -73,12 +73,12 @@ def max_draft_shape(config: EngineConfig, pair: ModelPair, drafter: Drafter | No
     parallel = supports_trees(drafter)
     on_gpu = pair.target.device.type == "cuda"
     nodes = config.tree
-    if nodes is None and config.k == "auto" and on_gpu and not config.exact and parallel:
+    if nodes is None and config.k == "auto" and on_gpu and parallel:
         nodes = MAX_ADAPTIVE_NODES
     k = max_draft_k(config.k, nodes or 0, pair.pair.k, deep=on_gpu and parallel)
     if not nodes:
         return DraftShape(k, k)
-    check_tree_support(drafter.config.method, config.exact)
+    check_tree_support(drafter.config.method)
     return DraftShape(k, nodes)
 
 
@@ -146,11 +146,12 @@ def build_stepper(
 
 
 def scheduler_config(
-    config: EngineConfig, pair: ModelPair, max_shape: DraftShape, context: int, exact: bool
+    config: EngineConfig, pair: ModelPair, max_shape: DraftShape, context: int, one_by_one: bool
 ) -> SchedulerConfig:
+    """`one_by_one`: the bits of a request depend on how its passes are divided."""
     on_gpu = pair.target.device.type == "cuda"
     chunk = config.prefill_chunk or (GPU_PREFILL_CHUNK if on_gpu else CPU_PREFILL_CHUNK)
-    if exact:
+    if one_by_one:
         # In chunks, the bits of a prompt's result would depend on other requests.
         chunk = context * config.max_batch
     return SchedulerConfig(
@@ -160,7 +161,7 @@ def scheduler_config(
         context,
         answer_slack=max_shape.nodes,
         context_slack=0 if max_shape.is_chain else max_shape.nodes,
-        reserve_pages=exact,
+        reserve_pages=one_by_one,
     )
 
 

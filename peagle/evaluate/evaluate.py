@@ -43,7 +43,7 @@ class EvaluateSettings:
             raise UserError(
                 "nothing is drafted with `method` none: evaluate p-eagle, eagle3 or ngram"
             )
-        check_tree_nodes(self.tree, self.ks, self.method, self.exact)
+        check_tree_nodes(self.tree, self.ks, self.method)
         if self.max_tokens < 2:  # The prefill gives the first token: no draft is made for it.
             raise UserError(f"`max_tokens` is {self.max_tokens}: nothing is drafted below 2 tokens")
 

@@ -24,6 +24,7 @@ class AttentionParams:
     window: int | None = None  # a row attends to the last `window` positions, its own included
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [heads]: one more score per head, without a value
+    batch_invariant: bool = False  # Sum in an order that the position of a row alone decides.
 
     @property
     def window_size(self) -> int:

@@ -39,6 +39,7 @@ class RowPass:
     max_rows: int  # upper bound of row_counts, known on the host
     page_size: int  # positions per page
     tree_masks: Tensor | None = None  # [T] int64: bit j is set if the row attends to row j
+    tree_depth: int = 0  # upper bound of the depth of a tree's rows; 0: not known
     bidirectional_rows: int = 0
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 

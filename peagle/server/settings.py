@@ -84,7 +84,7 @@ class ServerSettings:
     vllm_speculative: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_tree_nodes(self.tree or 0, (self.k,), self.method, self.exact)
+        check_tree_nodes(self.tree or 0, (self.k,), self.method)
         check_window(self.drafter_window or None, "drafter_window")
         self._check_common()
         if self.engine == "vllm":

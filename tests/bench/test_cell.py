@@ -167,7 +167,6 @@ def test_settings_of_trees() -> None:
     ("change", "message"),
     [
         ({"methods": ("none", "eagle3")}, "needs a p-eagle drafter"),
-        ({"exact": True}, "`exact` and `tree`"),
         ({"k": (3, 16)}, "is a chain"),
         ({"k": (17,)}, "more nodes than K"),
         ({"tree": (0, 63)}, "at most 62 nodes"),

@@ -213,10 +213,6 @@ MISTAKES = {
         ["generate", "{target}", "w1", "--drafter", "{root}/eagle3", "--tree", "16"],
         "need a p-eagle drafter",
     ),
-    "a tree in exact mode": (
-        ["generate", "{target}", "w1", "--exact", "--tree", "16"],
-        "--exact and --tree",
-    ),
     "a tree too large": (["generate", "{target}", "w1", "--tree", "63"], "at most 62 nodes"),
     "a tree too small": (
         ["generate", "{target}", "w1", "-k", "7", "--tree", "6"],

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from peagle.core import METHODS, Method
-from peagle.engine import engine as engine_module
+from peagle.draft_shape import DraftShape
+from peagle.engine.model.batch_invariance import enable_batch_invariance
 from peagle.engine.model.exactness import (
-    C_ROW_MULTIPLES,
     PROBED_BLOCKS,
+    ROW_MULTIPLES,
     exact_multiple,
     is_bit_equal,
     pad_rows,
-    shares_prefixes,
-    uses_c_kernels,
 )
 from peagle.engine.model.verifier import build_verifier
 from peagle.engine.step.step_output import StepRecord
@@ -62,8 +61,74 @@ def alone(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
-    assert engine.exact and engine.loop.stepper.row_multiple in C_ROW_MULTIPLES
+    assert engine.exact and engine.loop.stepper.row_multiple in (1, *ROW_MULTIPLES)
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+
+
+# Batches: requests share passes where kernels allow it.
+
+MANY = [
+    (ids, {"max_tokens": 20, "ignore_eos": True, **sampling})
+    for i, (ids, _) in enumerate(some_requests(9, seed=23))
+    for sampling in [{} if i % 2 else {"temperature": 0.9, "top_p": 0.95, "seed": i}]
+]
+
+
+@cache
+def many_alone(name: str) -> list[list[int]]:
+    """One request at a time, without drafts and without a prefix cache."""
+    options = {"page_size": PAGE, "kv_tokens": 600, "prefix_caching": False, "max_batch": 1}
+    engine = engine_of(pair(name), "none", exact=True, prefill_chunk=600, **options)
+    return [tokens_of(serve(engine, [asked])[0]) for asked in MANY]
+
+
+@needs_c
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("method", "k", "tree"),
+    [("none", 1, 0), ("eagle3", 3, 0), ("p-eagle", 7, 0), ("p-eagle", 4, 12), ("p-eagle", 7, 40)],
+)
+def test_batches_change_no_bit(name: str, method: Method, k: int, tree: int) -> None:
+    """Staggered arrival, chunks of prompts, shared prefixes, sampling, and pages that run out."""
+    options = {"page_size": PAGE, "kv_tokens": 144 if tree < 40 else 208, "max_batch": 8}
+    engine = engine_of(pair(name), method, k, tree=tree, exact=True, **options)
+    assert engine.exact_mode == "batched"
+    batches: list[int] = []
+    engine.on_step(lambda record: batches.append(record.batch))
+    assert [tokens_of(steps) for steps in serve(engine, MANY)] == many_alone(name)
+    assert max(batches) > 2
+    assert engine.status()["preemptions"] > 0 and engine.status()["prefix_hits"] > 0
+
+
+@needs_c
+def test_batches_with_adaptive_drafting() -> None:
+    options = {"page_size": PAGE, "kv_tokens": 900, "max_batch": 8}
+    engine = engine_of(pair("llama"), "p-eagle", "auto", tree=12, exact=True, **options)
+    assert [tokens_of(steps) for steps in serve(engine, MANY)] == many_alone("llama")
+
+
+@needs_c
+@pytest.mark.parametrize("shape", [DraftShape(7, 7), DraftShape(5, 20)])
+def test_the_probe_finds_what_depends_on_the_batch(
+    shape: DraftShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = pair("llama").target
+    verifier = build_verifier(target, 300)
+    assert enable_batch_invariance(verifier, target, PAGE, shape) is None
+    forward = verifier.forward
+
+    def changed(condition):
+        def run(ids, rows, kv_cache, logit_rows=None):
+            logits, hidden = forward(ids, rows, kv_cache, logit_rows)
+            return logits + condition(rows), hidden
+
+        verifier.forward = run  # type: ignore[method-assign]
+        return enable_batch_invariance(verifier, target, PAGE, shape)
+
+    assert "prompts" in str(changed(lambda rows: rows.max_rows > 100))
+    assert "batch" in str(changed(lambda rows: len(rows.row_counts) > 20))
+    if not shape.is_chain:
+        assert "tree" in str(changed(lambda rows: rows.tree_masks is not None))
 
 
 @pytest.mark.parametrize(
@@ -85,11 +150,34 @@ def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_request_is_preempted(method: Method) -> None:
+def test_one_by_one_no_request_is_preempted(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recomputing a preempted request would give other bits: it waits until its pages are free."""
+    one_by_one(monkeypatch)
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=112)
-    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
-    assert not engine.loop.scheduler.preemptions
+    assert engine.exact_mode == "one by one"
+    batches: list[int] = []
+    engine.on_step(lambda record: batches.append(record.batch))
+    answers = [tokens_of(steps) for steps in serve(engine, ASKED)]
+    plain = engine_of(pair("llama"), "none", exact=True, page_size=PAGE, kv_tokens=112)
+    assert answers == [tokens_of(steps) for steps in serve(plain, ASKED)]
+    assert not engine.loop.scheduler.preemptions and set(batches) == {1}
+    assert not engine.loop.scheduler.allocator.caching
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for targets without batch-invariant kernels."""
+    monkeypatch.setattr(
+        "peagle.engine.engine.enable_batch_invariance", lambda *_: "rows depend on the batch"
+    )
+
+
+def test_one_by_one_verifies_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one(monkeypatch)
+    with pytest.raises(UserError, match=r"rows depend on the batch\. Set `tree` to 0, or leave"):
+        engine_of(pair("llama"), "p-eagle", 4, tree=12, exact=True)
+    assert not engine_of(pair("llama"), "p-eagle", 4, tree=12, exact=None).exact
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
@@ -110,7 +198,7 @@ def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
     experts = pair_of(target)
     with pytest.raises(
         UserError,
-        match=r"exact mode is not supported for 'tiny qwen3-moe'.*mixtures of experts.*float32",
+        match=r"exact mode is not supported for 'tiny qwen3-moe': its layers run through.*float32",
     ):
         engine_of(experts, "none", exact=True)
     engine = engine_of(experts, "none")
@@ -142,7 +230,7 @@ def test_it_is_probed_and_not_assumed() -> None:
     """A target whose rows depend on the number of rows has no multiple."""
     target = pair("llama").target
     verifier = build_verifier(target, 300)
-    assert exact_multiple(verifier, target, 64) in C_ROW_MULTIPLES
+    assert exact_multiple(verifier, target, 64) in ROW_MULTIPLES
     forward = verifier.forward
 
     def depends_on_rows(ids, rows, kv_cache, logit_rows=None):
@@ -180,26 +268,6 @@ def test_a_shared_prefix_changes_no_bit(method: Method, int8: bool) -> None:
         if turn:
             assert streams[0].cached_tokens == (len(ids) - 1) // PAGE * PAGE
         ids = [*ids, *tokens_of([piece.step for piece in ours if piece.step])]
-
-
-def test_prefixes_are_shared_only_where_it_changes_no_bit(monkeypatch) -> None:
-    target = pair("llama").target
-    verifier = build_verifier(target, 300)
-    assert shares_prefixes(verifier, target, 64) == uses_c_kernels(verifier)
-    forward = verifier.forward
-
-    def depends_on_rows(ids, rows, kv_cache, logit_rows=None):
-        result = forward(ids, rows, kv_cache, logit_rows)
-        if rows.max_rows > 100:  # No verify pass is that long, so that exact mode does not notice.
-            kv_cache.values[1][rows.kv_slots] *= 2
-        return result
-
-    verifier.forward = depends_on_rows  # type: ignore[method-assign]
-    assert exact_multiple(verifier, target, 64) is not None
-    assert not shares_prefixes(verifier, target, 64)
-    monkeypatch.setattr(engine_module, "shares_prefixes", lambda *_: False)
-    engine = engine_of(pair("llama"), "none", exact=True)
-    assert not engine.loop.scheduler.allocator.caching
 
 
 def test_passes_are_padded() -> None:
@@ -258,8 +326,9 @@ def test_int8_is_for_llama_like_targets() -> None:
         engine_of(pair("gemma2"), "none", int8=True)
 
 
-def test_each_pass_has_its_own_duration() -> None:
-    """Exact mode runs one pass per request: adaptive drafting compares their durations."""
+def test_each_pass_has_its_own_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, adaptive drafting compares the durations of passes of one request."""
+    one_by_one(monkeypatch)
     options = {"page_size": PAGE, "kv_tokens": 600, "max_batch": 4}
     engine = engine_of(pair("llama"), "p-eagle", "auto", exact=True, **options)
     records: list[StepRecord] = []

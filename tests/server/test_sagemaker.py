@@ -283,7 +283,6 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tree", "63"], "at most 62 nodes"),
         (["--tree", "7", "-k", "7"], "is a chain"),
         (["--tree", "16", "--method", "eagle3"], "need a p-eagle drafter"),
-        (["--tree", "16", "--exact"], "--exact and --tree"),
         (["--tree", "16", "--engine", "vllm"], "parallel_drafting"),
         (
             ["--speculative-config", '{"parallel_drafting_spec": {"num_branches": 9, "depth": 7}}'],

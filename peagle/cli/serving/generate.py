@@ -78,7 +78,7 @@ def generate(
     """
     pair, prompt = pair_and_prompt(words)
     sampling = Sampling(temperature, top_p, top_k, min_p, seed)  # Checked before loading.
-    check_drafting(method, k, tree, exact)
+    check_drafting(method, k, tree)
     loaded = load_with_progress(pair, target, drafter, device, dtype, context, quiet=as_json)
     answer = loaded.generate(
         prompt,
@@ -100,10 +100,10 @@ def generate(
         print_choice(loaded.target.speed_choice)
 
 
-def check_drafting(method: str | None, k: int | None, tree: int, exact: bool | None) -> None:
+def check_drafting(method: str | None, k: int | None, tree: int) -> None:
     check_k(1 if k is None else k)
     parse_method(method or "none")
-    check_tree_nodes(tree, () if k is None else (k,), method, exact)
+    check_tree_nodes(tree, () if k is None else (k,), method)
 
 
 def print_text(text: str) -> None:

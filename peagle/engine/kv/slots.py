@@ -113,7 +113,7 @@ class DecodeSlots:
     def verify_rows(self, index: Tensor, shape: DraftShape) -> tuple[GatheredRows, RowPass]:
         """Gather the newest token and the drafts of the slots in `index` [B] for one pass."""
         gathered = gather_rows(index, shape, self.page_size, self.state, self.trees)
-        return gathered, gathered.row_pass(self.page_size)
+        return gathered, gathered.row_pass(self.page_size, shape.k)
 
     # --- measurements -----------------------------------------------------------------------------
 

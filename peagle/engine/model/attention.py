@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from peagle.kernels.attention_params import UNLIMITED_WINDOW, AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from peagle.kernels.triton.paged_attention import paged_attention, visible_keys
 
 BLOCK_ROWS = 8
@@ -30,6 +31,9 @@ def attend(
     split_counters: Tensor | None = None,
 ) -> Tensor:
     """query [T, heads, d]; key_cache, value_cache [slots, kv_heads, d] -> [T, heads, d]."""
+    if params.batch_invariant:
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        return invariant_attention(query, key_cache, value_cache, rows, params, out, split_counters)
     if query.is_cuda or params.softcap is not None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         return paged_attention(query, key_cache, value_cache, rows, params, out, split_counters)

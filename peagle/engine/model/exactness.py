@@ -1,15 +1,15 @@
-"""Exact mode: speculation cannot change a token, not even at a near tie in bfloat16.
+"""Exact mode where no kernels are batch-invariant: every request has its own passes.
 
 A pass over K+1 rows is not bit-equal to K+1 passes over one row: kernels sum in another order, and
-where two tokens are almost equally likely the last bit decides. In exact mode, with or without
-drafts, every request gets its own passes, padded to a multiple of a few rows, and attention
-(attention.py) shows each row a number of keys that depends on its position alone. Then the bits of
-a row depend neither on its place in a block nor on its neighbors. The smallest multiple for which
-that holds, bit by bit, is found by trying.
+where two tokens are almost equally likely the last bit decides. Here, with or without drafts, every
+request gets its own passes, padded to a multiple of a few rows, and attention (attention.py) shows
+each row a number of keys that depends on its position alone. Then the bits of a row depend neither
+on its place in a block nor on its neighbors. The smallest multiple for which that holds, bit by
+bit, is found by trying.
 
 The prefill is one pass over the whole prompt, and its bits may differ from those of short passes.
-Pages of a prefix that other passes have computed may replace a part of it only where they have the
-same bits: with the C kernels of a CPU, which compute every row by itself (`shares_prefixes`).
+So pages of a prefix that other passes have computed do not replace a part of it. Batches, trees and
+shared prefixes need kernels whose sums do not depend on the batch (batch_invariance.py).
 """
 
 from dataclasses import replace
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import Verifier, target_kv_shapes
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
@@ -28,11 +27,8 @@ from peagle.target import Target
 PROBED_BLOCKS = (8, 16)
 # Tokens before the probed blocks: blocks within a page, and across the end of one.
 PROBED_CONTEXTS = (11, 58, 185, 250)
-# Most matrix libraries use another kernel for a single row; the C kernels do not.
+# Matrix libraries use another kernel for a single row.
 ROW_MULTIPLES = (2, 4, 8, 16)
-C_ROW_MULTIPLES = (1, *ROW_MULTIPLES)
-# Rows of the passes that compute the probed prompt of a shared prefix: prefills, steps, and a rest.
-PROBED_PIECES = (97, 1, 8, 16, 3, 75)
 
 
 def pad_rows(ids: Tensor, rows: RowPass, multiple: int) -> tuple[Tensor, RowPass]:
@@ -50,23 +46,18 @@ def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 
     """The multiple of rows that makes passes exact.
 
     None: no multiple does, as in mixtures of experts that run through transformers: the number of
-    rows of an expert changes their bits there. The C kernels of a CPU compute every row by itself.
+    rows of an expert changes their bits there.
     """
     blocks: tuple[int, ...] = PROBED_BLOCKS
     if k + 1 > max(PROBED_BLOCKS):
         blocks = (*PROBED_BLOCKS, k + 1)
-    for multiple in C_ROW_MULTIPLES if uses_c_kernels(verifier) else ROW_MULTIPLES:
+    for multiple in ROW_MULTIPLES:
         if all(
             is_bit_equal(verifier, target, page_size, context, blocks, multiple)
             for context in PROBED_CONTEXTS
         ):
             return multiple
     return None
-
-
-def uses_c_kernels(verifier: Verifier) -> bool:
-    """Whether all layers run in C, where every row is computed by itself."""
-    return isinstance(verifier, FusedLlamaTarget) and verifier.cpu_layers is not None
 
 
 class Probe:
@@ -82,11 +73,8 @@ class Probe:
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(target.vocab_size, (length,), generator=generator).to(device)
 
-    def logits(self, first: int, count: int, multiple: int, last_only: bool = False) -> Tensor:
-        """The logits of `count` rows from position `first` on, in one padded pass.
-
-        `last_only`: of the last row, as a prefill computes them.
-        """
+    def logits(self, first: int, count: int, multiple: int) -> Tensor:
+        """The logits of `count` rows from position `first` on, in one padded pass."""
         device = self.ids.device
         positions = torch.arange(first, first + count, device=device)
         start, counts, firsts = (
@@ -96,13 +84,7 @@ class Probe:
             positions, positions, self.tables, start, counts, firsts, count, self.page_size
         )
         padded = pad_rows(self.ids[first : first + count], rows, multiple)
-        last = torch.tensor([count - 1], device=device) if last_only else None
-        return self.verifier.forward(*padded, self.kv_cache, last)[0][:count]
-
-    def stored(self) -> list[Tensor]:
-        """The keys and values of all positions."""
-        cache = self.kv_cache
-        return [x[: len(self.ids)] for x in (*cache.keys, *cache.values)]
+        return self.verifier.forward(*padded, self.kv_cache)[0][:count]
 
 
 @torch.inference_mode()
@@ -132,25 +114,4 @@ def is_bit_equal(
     in_blocks, singles = run_passes()
     return all(
         torch.equal(single, block[i]) for i, single in enumerate(singles) for block in in_blocks
-    )
-
-
-@torch.inference_mode()
-def shares_prefixes(verifier: Verifier, target: Target, page_size: int) -> bool:
-    """Whether exact mode may share prefixes: a prompt has the same bits in one pass and in pieces.
-
-    That holds by construction for the C kernels alone; a probe checks it for this target. False if
-    the target's context is too short for the probe.
-    """
-    length = sum(PROBED_PIECES)
-    if not uses_c_kernels(verifier) or length > target.context:
-        return False
-    whole, in_pieces = (Probe(verifier, target, page_size, length) for _ in range(2))
-    logits = whole.logits(0, length, 1, last_only=True)
-    first = 0
-    for count in PROBED_PIECES:
-        piece_logits = in_pieces.logits(first, count, 1, last_only=True)
-        first += count
-    return torch.equal(logits, piece_logits) and all(
-        torch.equal(a, b) for a, b in zip(whole.stored(), in_pieces.stored(), strict=True)
     )

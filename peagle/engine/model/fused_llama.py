@@ -38,6 +38,7 @@ from peagle.kernels.cpu.ops import supports_heads
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
+from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.kernels.triton.rope_store import rope_store
 
 
@@ -220,6 +221,37 @@ class FusedLlamaTarget:
         self.layers = [layer.with_cpu_layer() for layer in self.layers]
         self.cpu_layers = fuse_layers(self.layers)
         return sum(uses_codes) / len(uses_codes)
+
+    def use_batch_invariant(self, enabled: bool = True) -> str | None:
+        """Compute every row in an order that neither the batch nor the draft decides, from now on.
+
+        Returns None, or the reason why no kernels do that here. The C kernels always do.
+        """
+        if self.cpu_layers is not None and self.lm_head.matrix is not None:
+            return None
+        if self.expert_counts is not None:
+            return "the sums of its experts depend on the number of rows"
+        weights = [self.lm_head, *(w for layer in self.layers for w in layer.weights)]
+        if not all(weight.use_batch_invariant(enabled) for weight in weights):
+            for weight in weights:
+                weight.use_batch_invariant(False)
+            return "some of its matrices have no kernel whose sums do not depend on the batch"
+        self.layers = [
+            replace(layer, attention=replace(layer.attention, batch_invariant=enabled))
+            for layer in self.layers
+        ]
+        if enabled and self.norm.is_cuda:
+            self._prove_vendor_rows(weights)
+        return None
+
+    def _prove_vendor_rows(self, weights: list[Weight]) -> None:
+        """Leave products to the vendor's library where it gives the same bits."""
+        gated = {id(layer.mlp.gate_up) for layer in self.layers if isinstance(layer.mlp, DenseMLP)}
+        vendor_rows = VendorRows()
+        plain = [w for w in weights if w.weight is not None and w.weight is w.skinny_weight]
+        vendor_rows.prove([(w.weight, id(w) in gated) for w in plain if w.weight is not None])
+        for weight in weights:
+            weight.vendor_rows = vendor_rows
 
     @property
     def is_stored(self) -> bool:

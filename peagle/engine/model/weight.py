@@ -25,6 +25,12 @@ from torch.nn.functional import linear
 from peagle.kernels.cpu.matrix import Int8Matrix, PackedMatrix, can_pack, quantize_int8
 from peagle.kernels.cpu.reordered import can_reorder, multiply_reordered, reorder
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense
+from peagle.kernels.triton.batch_invariant.gemm import (
+    gated_invariant_gemm,
+    invariant_gemm,
+    supports_invariant_gemm,
+)
+from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.kernels.triton.skinny_gemm import (
     gated_skinny_gemm,
     skinny_gemm,
@@ -91,6 +97,8 @@ class Weight:
         # What the kernel for few rows reads: the weight, or codes with one scale per output.
         self.skinny_weight = self.weight
         self.skinny_scales: Tensor | None = None
+        self.batch_invariant = False  # see `use_batch_invariant`
+        self.vendor_rows: VendorRows | None = None
         if self.matrix is None and self.weight is not None and can_reorder(self.weight):
             whole = self.weight
             self._copy = self._shared_copy("reordered", lambda: reorder(whole))
@@ -122,6 +130,8 @@ class Weight:
         """x [T, inputs] -> [T, outputs]"""
         if self.matrix is not None:
             return self.matrix(x)
+        if self.batch_invariant:
+            return self._invariant_product(x)
         if self.reordered is not None:
             return multiply_reordered(x, self.reordered, self.bias)
         assert self.weight is not None
@@ -132,6 +142,8 @@ class Weight:
 
         add_norm and rope_store add the partial sums up.
         """
+        if self.batch_invariant:
+            return self(x)
         if self.skinny_weight is not None and supports_skinny_gemm(x, self.skinny_weight):
             return skinny_gemm(x, self.skinny_weight, self.bias, self.skinny_scales)
         return self(x)
@@ -139,6 +151,8 @@ class Weight:
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, for gate and up projections side by side: [T, outputs / 2]"""
         weight = self.skinny_weight
+        if self.batch_invariant:
+            return self._invariant_product(x, gated=True)
         if weight is not None and supports_skinny_gemm(x, weight, gated=True):
             return gated_skinny_gemm(x, weight, self.skinny_scales)
         return swiglu(self(x))
@@ -182,6 +196,31 @@ class Weight:
             self.skinny_scales = scales.to(device)
             return True
         return False
+
+    def _invariant_product(self, x: Tensor, gated: bool = False) -> Tensor:
+        weight, scales = self.skinny_weight, self.skinny_scales
+        assert weight is not None
+        if self.vendor_rows is not None and self.bias is None and scales is None:
+            result = self.vendor_rows.multiply(x, weight, gated)
+            if result is not None:
+                return result
+        if gated:
+            return gated_invariant_gemm(x, weight, scales)
+        return invariant_gemm(x, weight, self.bias, scales)
+
+    def use_batch_invariant(self, enabled: bool = True) -> bool:
+        """Multiply so that the bits of a row do not depend on the number of rows, from now on.
+
+        Returns False, and changes nothing, where no kernel does that. The C kernels always do.
+        """
+        if self.matrix is not None:
+            return True
+        weight = self.weight
+        # Any row with the right number of inputs.
+        if weight is None or not supports_invariant_gemm(weight[:1], weight):
+            return False
+        self.batch_invariant = enabled
+        return True
 
     def _use_matrix(self, layout: str, pack: Callable[[], PackedMatrix]) -> None:
         self._copy = self._shared_copy(layout, pack)

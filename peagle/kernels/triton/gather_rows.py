@@ -46,7 +46,8 @@ class GatheredRows(NamedTuple):
     ends: Tensor  # [B] int32
     tree_masks: Tensor | None  # [B * R] int64, for trees
 
-    def row_pass(self, page_size: int) -> RowPass:
+    def row_pass(self, page_size: int, depth: int) -> RowPass:
+        """`depth`: no row of a tree is deeper."""
         return RowPass(
             positions=self.positions,
             kv_slots=self.kv_slots,
@@ -57,6 +58,7 @@ class GatheredRows(NamedTuple):
             max_rows=self.ids.shape[1],
             page_size=page_size,
             tree_masks=self.tree_masks,
+            tree_depth=depth,
         )
 
 

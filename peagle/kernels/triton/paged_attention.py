@@ -58,7 +58,7 @@ SHORT_BLOCK_WARPS = 8
 SHORT_BLOCK_STAGES = 2
 BUSY_PROGRAMS = 132  # programs that keep a GPU busy
 MAX_SPLITS = 8
-SPLIT_COUNTERS = 4096  # blocks of a launch that may be split
+SPLIT_COUNTERS = 1 << 16  # blocks of a launch that may be split
 
 
 def reference(

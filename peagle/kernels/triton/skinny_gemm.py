@@ -196,9 +196,10 @@ def skinny_gemm(
     bias: Tensor | None = None,
     scales: Tensor | None = None,
     tiles: TileSizes | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """[T, N], or partial sums [S, T, N]. See `supports_skinny_gemm`."""
-    splits = num_splits(weight)
+    splits = splits or num_splits(weight)
     n = len(weight)
     if splits == 1:
         out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
@@ -254,6 +255,7 @@ def _launch(
         LATE=tiles.early < split_inputs,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        enable_fp_fusion=False,  # batch_invariant/gemm.py rounds a scaled sum before the bias, too
         **launch_options(x),
     )
 

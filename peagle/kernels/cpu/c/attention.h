@@ -76,10 +76,6 @@ static inline uint64_t bit_span(long from, long to) {
     return from >= 64 ? 0 : below & ~0ull << from;
 }
 
-static inline uint64_t shift_bits(uint64_t word, long by) {
-    return by >= 64 || by <= -64 ? 0 : by < 0 ? word >> -by : word << by;
-}
-
 /* The lanes of a vector whose bit in `set` is set. */
 static inline ints lane_mask(uint64_t set) {
     const ints number = LANE_NUMBERS;

@@ -1,0 +1,257 @@
+"""Batch invariance: the bits of a row depend on its own history alone.
+
+Exact mode runs batches with kernels that sum in an order fixed by the row: those of
+kernels/triton/batch_invariant on a GPU, those in C on a CPU. A probe shows it for the target and
+the machine, bit by bit. Requests of random tokens run in two ways:
+
+    together    all prompts in one pass, then blocks of drafts of all requests, then trees
+    alone       prompts in pieces, one request at a time, then row after row
+
+Keys, values and logits must be equal. Prefix caching, chunked prompts and preemption are exact for
+the same reason: a row may come from any pass.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.draft_shape import DraftShape
+from peagle.engine.kv.kv_cache import KVCache
+from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.verifier import Verifier, target_kv_shapes
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
+from peagle.target import Target
+
+PROMPT_LENGTHS = (11, 70, 133)  # within a block of 64 keys, and across the ends of blocks
+PIECES = (3, 1, 16, 8, 65, 2)  # rows of the passes over a prompt alone, in turn
+MIN_BLOCK = 8  # rows of a chain, at least
+REPEATS = 24  # of all requests in one pass: hundreds of rows
+PROBED_LEAVES = 3  # of each tree
+
+
+def enable_batch_invariance(
+    verifier: Verifier, target: Target, page_size: int, shape: DraftShape
+) -> str | None:
+    """Use batch-invariant kernels from now on.
+
+    `shape`: the largest draft. Returns None, or the reason why it is not possible; the verifier is
+    then as before.
+    """
+    if not isinstance(verifier, FusedLlamaTarget):
+        return "its layers run through transformers, whose kernels depend on the number of rows"
+    reason = verifier.use_batch_invariant()
+    if reason is None:
+        reason = InvarianceProbe(verifier, target, page_size, shape).difference()
+        if reason is not None:
+            verifier.use_batch_invariant(False)
+    return reason
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTree:
+    """The same tree for all requests; row 0 is the newest token."""
+
+    depths: list[int]
+    masks: list[int]
+
+    @classmethod
+    def grow(cls, shape: DraftShape) -> "ProbeTree":
+        """A random tree with so many nodes, no deeper than K."""
+        chance = random.Random(0)
+        depths, masks = [0], [1]
+        for row in range(1, shape.nodes + 1):
+            parent = chance.choice([i for i in range(row) if depths[i] < shape.k])
+            depths.append(depths[parent] + 1)
+            masks.append(masks[parent] | 1 << row)
+        return cls(depths, masks)
+
+    def path(self, row: int) -> list[int]:
+        """The rows from the root to this one."""
+        return [i for i in range(row + 1) if self.masks[row] >> i & 1]
+
+    @property
+    def deepest(self) -> list[int]:
+        return sorted(range(len(self.depths)), key=lambda row: -self.depths[row])[:PROBED_LEAVES]
+
+
+class ProbeCache:
+    """The KV cache of all requests, each with pages of its own."""
+
+    def __init__(self, target: Target, requests: int, length: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages = -(-length // page_size)
+        device = target.device
+        count = requests * self.pages
+        self.kv_cache = KVCache(target_kv_shapes(target), count, page_size, device)
+        self.tables = torch.arange(count, dtype=torch.int32, device=device).view(requests, -1)
+
+    def rows(
+        self, requests: Sequence[int], firsts: Sequence[int], counts: Sequence[int]
+    ) -> RowPass:
+        """`counts` rows of each request from position `firsts` on.
+
+        A request that occurs again stores nothing: its rows compute the same.
+        """
+        tables = self.tables[list(requests)]
+        device = tables.device
+        numbers = torch.tensor(counts, device=device)
+        starts = numbers.cumsum(0) - numbers
+        owner = torch.arange(len(counts), device=device).repeat_interleave(numbers)
+        first = torch.tensor(firsts, device=device)
+        positions = first[owner] + torch.arange(len(owner), device=device) - starts[owner]
+        pages = tables[owner, positions // self.page_size].long()
+        slots = pages * self.page_size + positions % self.page_size
+        seen = [i for i, request in enumerate(requests) if request in requests[:i]]
+        repeated = torch.zeros(len(counts), dtype=torch.bool, device=device)
+        repeated[seen] = True
+        return RowPass(
+            positions,
+            torch.where(repeated[owner], -1, slots),
+            tables,
+            starts.int(),
+            numbers.int(),
+            first.int(),
+            max(counts),
+            self.page_size,
+        )
+
+    def stored(self, request: int, length: int) -> list[Tensor]:
+        """The keys and values of a request's first positions."""
+        start = request * self.pages * self.page_size
+        caches = (*self.kv_cache.keys, *self.kv_cache.values)
+        return [cache[start : start + length] for cache in caches]
+
+
+class InvarianceProbe:
+    def __init__(
+        self, verifier: Verifier, target: Target, page_size: int, shape: DraftShape
+    ) -> None:
+        self.verifier = verifier
+        self.target = target
+        self.block = max(MIN_BLOCK, shape.k + 1)
+        self.tree = None if shape.is_chain else ProbeTree.grow(shape)
+        room = max(self.block, shape.nodes + 1)
+        most = target.context - room
+        self.lengths = sorted({max(min(length, most), 1) for length in PROMPT_LENGTHS})
+        length = max(self.lengths) + room
+        self.together, self.alone = (
+            ProbeCache(target, len(self.lengths), length, page_size) for _ in range(2)
+        )
+        generator = torch.Generator().manual_seed(0)
+        size = (len(self.lengths), length)
+        self.ids = torch.randint(target.vocab_size, size, generator=generator).to(target.device)
+
+    @torch.inference_mode()
+    def difference(self) -> str | None:
+        """What changes the bits of a row here; None: nothing does."""
+        checks = (
+            ("the division of prompts into passes", self._prompts_agree),
+            ("the number of rows of a chain, or the batch", self._chains_agree),
+            ("a tree", self._trees_agree),
+        )
+
+        def run_all() -> None:
+            for _, check in checks:
+                check()
+
+        compile_ahead(run_all, self.target.device)
+        for what, check in checks:
+            if not check():
+                return f"on this machine, {what} changes its results"
+        return None
+
+    def _forward(self, cache: ProbeCache, ids: Tensor, rows: RowPass) -> Tensor:
+        return self.verifier.forward(ids, rows, cache.kv_cache)[0]
+
+    def _prompts_agree(self) -> bool:
+        """All prompts in one pass, and each in pieces."""
+        requests = range(len(self.lengths))
+        rows = self.together.rows(requests, [0] * len(requests), self.lengths)
+        ids = torch.cat([self.ids[r, : self.lengths[r]] for r in requests])
+        last = torch.tensor(self.lengths, device=ids.device).cumsum(0) - 1
+        logits = self.verifier.forward(ids, rows, self.together.kv_cache, last)[0]
+        for request in requests:
+            alone = self._read_in_pieces(request)
+            length = self.lengths[request]
+            pairs = zip(
+                self.together.stored(request, length),
+                self.alone.stored(request, length),
+                strict=True,
+            )
+            if not torch.equal(logits[request], alone):
+                return False
+            if not all(torch.equal(a, b) for a, b in pairs):
+                return False
+        return True
+
+    def _read_in_pieces(self, request: int) -> Tensor:
+        """The logits of the last row of a prompt."""
+        done = 0
+        turn = 0
+        logits = self.ids.new_zeros(1)
+        while done < self.lengths[request]:
+            count = min(PIECES[turn % len(PIECES)], self.lengths[request] - done)
+            rows = self.alone.rows([request], [done], [count])
+            ids = self.ids[request, done : done + count]
+            logits = self._forward(self.alone, ids, rows)[-1]
+            done += count
+            turn += 1
+        return logits
+
+    def _chains_agree(self) -> bool:
+        """Blocks of all requests, and of many of each, against single rows."""
+        requests = range(len(self.lengths))
+        blocks = []
+        for repeats in (1, REPEATS):
+            batch = [*requests] * repeats
+            firsts = [self.lengths[r] for r in batch]
+            rows = self.together.rows(batch, firsts, [self.block] * len(batch))
+            ids = torch.cat([self._block_ids(r) for r in batch])
+            logits = self._forward(self.together, ids, rows)
+            blocks.append(logits.unflatten(0, (repeats, len(requests), self.block)))
+        singles = [[self._single(r, i) for i in range(self.block)] for r in requests]
+        expected = torch.stack([torch.stack(rows) for rows in singles])
+        return all(torch.equal(part, expected) for block in blocks for part in block)
+
+    def _block_ids(self, request: int) -> Tensor:
+        first = self.lengths[request]
+        return self.ids[request, first : first + self.block]
+
+    def _single(self, request: int, index: int) -> Tensor:
+        """The logits of one row behind the prompt, in a pass of its own."""
+        position = self.lengths[request] + index
+        rows = self.alone.rows([request], [position], [1])
+        return self._forward(self.alone, self.ids[request, position : position + 1], rows)[0]
+
+    def _trees_agree(self) -> bool:
+        """Some paths of a tree, against chains of the same tokens."""
+        if self.tree is None:
+            return True
+        requests = range(len(self.lengths))
+        count = len(self.tree.depths)
+        rows = self.together.rows(requests, self.lengths, [count] * len(requests))
+        depths, masks = (
+            torch.tensor(x, device=self.ids.device) for x in (self.tree.depths, self.tree.masks)
+        )
+        rows.positions = rows.first_positions.long()[:, None].add(depths).flatten()
+        rows.tree_masks = masks.repeat(len(requests))
+        ids = torch.stack([self._tree_ids(r) for r in requests])  # [requests, rows]
+        logits = self._forward(self.together, ids.flatten(), rows).unflatten(0, ids.shape)
+        for request in requests:
+            for leaf in self.tree.deepest:
+                path = self.tree.path(leaf)
+                chain = self.alone.rows([request], [self.lengths[request]], [len(path)])
+                if not torch.equal(
+                    self._forward(self.alone, ids[request, path], chain), logits[request, path]
+                ):
+                    return False
+        return True
+
+    def _tree_ids(self, request: int) -> Tensor:
+        first = self.lengths[request]
+        assert self.tree is not None
+        return self.ids[request, first : first + len(self.tree.depths)]

@@ -1,0 +1,93 @@
+"""The online softmax over one block of keys, for batch-invariant attention (paged_attention.py)."""
+
+from peagle.kernels.triton.paged_attention import UNSEEN_SCORE
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+WEIGHT_UNIT = float(1 << 24)  # of the fixed-point sum of up to 64 weights, none above 1
+
+if triton is not None:
+    _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
+    _WEIGHT_UNIT = tl.constexpr(WEIGHT_UNIT)
+
+    @triton.jit
+    def merge_split(  # type: ignore[no-untyped-def]
+        acc, max_score, total, split_acc, split_max, split_total
+    ):
+        """Add a split to those before it."""
+        new_max = tl.maximum(max_score, split_max)
+        rescale = tl.exp2(max_score - new_max)
+        weight = tl.exp2(split_max - new_max)
+        total = total * rescale + split_total * weight
+        acc = acc * rescale[:, None] + split_acc * weight[:, None]
+        return acc, new_max, total
+
+    @triton.jit
+    def _fixed_sum(weights):  # type: ignore[no-untyped-def]
+        """The sum of weights in fixed point: integers have the same sum in any order."""
+        return tl.sum((weights.to(tl.float32) * _WEIGHT_UNIT).to(tl.int32), 1)
+
+    @triton.jit
+    def _load_keys(  # type: ignore[no-untyped-def]
+        head_ptr, stride_slot, table_ptr, kv_position, in_range, dims, D, PAGE_SIZE: tl.constexpr
+    ):
+        """[keys, d]: keys or values of one head at these positions."""
+        page = tl.load(table_ptr + kv_position // PAGE_SIZE, mask=in_range, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + kv_position % PAGE_SIZE
+        return tl.load(
+            head_ptr + slot[:, None] * stride_slot + dims[None, :],
+            mask=in_range[:, None] & (dims < D)[None, :],
+            other=0.0,
+        )
+
+    @triton.jit
+    def _visible_scores(q, k, scale, visible):  # type: ignore[no-untyped-def]
+        """[queries, keys], as powers of 2."""
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        return tl.where(visible, scores, _UNSEEN_SCORE)
+
+    @triton.jit
+    def attend_block(  # type: ignore[no-untyped-def]
+        q,
+        keys_ptr,
+        values_ptr,
+        stride_k_slot,
+        stride_v_slot,
+        table_ptr,
+        start,
+        high,
+        position,
+        window,
+        scale,
+        acc,
+        max_score,
+        total,
+        D: tl.constexpr,
+        PAGE_SIZE: tl.constexpr,
+        BLOCK_KEYS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """The online softmax over the keys from `start` on."""
+        dims = tl.arange(0, BLOCK_D)
+        key_position = start + tl.arange(0, BLOCK_KEYS)
+        in_range = key_position < high
+        k = _load_keys(
+            keys_ptr, stride_k_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+        )
+        visible = key_position[None, :] > position[:, None] - window
+        visible = visible & (key_position[None, :] <= position[:, None]) & in_range[None, :]
+        scores = _visible_scores(q, k, scale, visible)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(max_score - new_max)
+        v = _load_keys(
+            values_ptr, stride_v_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+        )
+        weights = weights.to(v.dtype)
+        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
+        total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
+        return acc, new_max, total

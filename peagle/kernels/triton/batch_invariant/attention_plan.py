@@ -1,0 +1,48 @@
+"""AttentionPlan: how the queries of a pass are divided into programs. No bit depends on it."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+try:
+    import triton
+except ImportError:
+    triton = None
+
+MIN_BLOCK_QUERIES = 16
+# With 64 queries, Triton uses another tensor-core instruction (wgmma) than with fewer.
+MAX_BLOCK_QUERIES = 64
+MAX_BLOCK_QUERIES_FLOAT32 = 32
+PARALLEL_PROGRAMS = 60  # blocks of queries that leave room for a program per split
+SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
+
+
+class AttentionPlan(NamedTuple):
+    block_rows: int  # rows of a request in a block
+    block_queries: int  # rows x heads of a group, padded
+    parallel: bool  # a program for each split
+    num_warps: int = 8
+
+
+def plan_attention(
+    heads_in_batch: int, max_rows: int, group: int, query: Tensor, is_tree: bool
+) -> AttentionPlan:
+    """How many rows a block has, and whether splits have their own programs. No bit depends on it.
+
+    Measured on an H200. Small blocks and parallel splits spread a small batch over the GPU; large
+    blocks share the keys that they read.
+    """
+    smallest = max(MIN_BLOCK_QUERIES, triton.next_power_of_2(group))
+    programs = heads_in_batch * triton.cdiv(max_rows, smallest // group)
+    if programs <= PARALLEL_PROGRAMS:
+        block_rows = smallest // group
+        if is_tree and block_rows > 4:
+            block_rows = 4  # whose lanes are one chunk
+        return AttentionPlan(block_rows, smallest, True, 4 if is_tree else 8)
+    most = MAX_BLOCK_QUERIES if query.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
+    wanted = 32 if is_tree else 16
+    while programs > SMALL_PROGRAMS and wanted < min(most, max_rows * group):
+        wanted *= 2
+        programs = heads_in_batch * triton.cdiv(max_rows, max(wanted // group, 1))
+    queries = max(smallest, wanted)
+    return AttentionPlan(queries // group, queries, False, 4 if queries <= 64 else 8)

@@ -1,0 +1,86 @@
+"""Products of many rows by the vendor's library, where it gives the bits of gemm.py.
+
+The library is faster for hundreds of rows, but its kernels depend on the number of rows, and some
+divide the inputs of an output. Every kernel that does not is a chain as in gemm.py. `prove`
+compares the results for many numbers of rows, and only those with equal bits are left to the
+library. A product of other sizes is divided, because rows are independent:
+
+    proven 512, 1024; 1800 rows  ->  1024 and 512 by the library, 264 by gemm.py
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from peagle.kernels.triton.batch_invariant.gemm import gated_invariant_gemm, invariant_gemm
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
+from peagle.kernels.triton.swiglu import swiglu
+
+# Numbers of rows that are tried; with fewer, gemm.py is as fast.
+ROW_COUNTS = (*range(128, 1024, 32), *range(1024, 4097, 256))
+MAX_OUTPUTS = 1 << 27  # of a trial: bounds its memory
+
+
+class VendorRows:
+    """The numbers of rows, by the shape of the matrix, for which the library is a chain."""
+
+    def __init__(self) -> None:
+        self._proven: dict[tuple[int, int, bool], list[int]] = {}
+
+    @torch.inference_mode()
+    def prove(
+        self, weights: Sequence[tuple[Tensor, bool]], row_counts: Iterable[int] = ROW_COUNTS
+    ) -> None:
+        """Compare both kernels on random rows, for matrices that are gated or not."""
+        by_shape = {(*weight.shape, gated): weight for weight, gated in weights}
+        counts = sorted(row_counts, reverse=True)
+
+        def multiply_all() -> None:
+            for (_, _, gated), weight in by_shape.items():
+                self._trial(weight, gated, counts[0])
+
+        compile_ahead(multiply_all, next(iter(by_shape.values())).device)
+        for (n, k, gated), weight in by_shape.items():
+            x, expected = self._trial(weight, gated, counts[0])
+            self._proven[n, k, gated] = [
+                count
+                for count in counts
+                if count <= len(x)
+                and torch.equal(vendor_product(x[:count], weight, gated), expected[:count])
+            ]
+
+    def _trial(self, weight: Tensor, gated: bool, max_rows: int) -> tuple[Tensor, Tensor]:
+        """Random rows, and their product by gemm.py."""
+        n, k = weight.shape
+        rows = max(min(max_rows, MAX_OUTPUTS // n), 1)
+        generator = torch.Generator(weight.device).manual_seed(0)
+        x = torch.randn(rows, k, generator=generator, device=weight.device).to(weight.dtype)
+        return x, gated_invariant_gemm(x, weight) if gated else invariant_gemm(x, weight)
+
+    def next_rows(self, weight: Tensor, rows: int, gated: bool) -> int:
+        """The largest proven number of rows that does not exceed `rows`; 0: there is none."""
+        proven = self._proven.get((*weight.shape, gated), ())
+        return next((count for count in proven if count <= rows), 0)
+
+    def multiply(self, x: Tensor, weight: Tensor, gated: bool) -> Tensor | None:
+        """The product [T, N], gated [T, N / 2]; None: nothing of it is left to the library."""
+        count = self.next_rows(weight, len(x), gated)
+        if not count:
+            return None
+        if count == len(x):
+            return vendor_product(x, weight, gated)
+        parts = []
+        while count:
+            parts.append(vendor_product(x[:count], weight, gated))
+            x = x[count:]
+            count = self.next_rows(weight, len(x), gated)
+        if len(x):
+            parts.append(gated_invariant_gemm(x, weight) if gated else invariant_gemm(x, weight))
+        return torch.cat(parts)
+
+
+def vendor_product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    product = linear(x, weight)
+    return swiglu(product) if gated else product

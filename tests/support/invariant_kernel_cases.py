@@ -1,0 +1,153 @@
+"""Cases of the batch-invariant kernels, for tests/support/kernel_cases.py.
+
+In the interpreter, a product is the sum over its inputs in their order, as a tensor core computes
+it; numpy's own order depends on the number of rows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+from peagle.kernels.attention_params import AttentionParams
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton import paged_attention, skinny_gemm, swiglu
+from peagle.kernels.triton.batch_invariant import gemm, tree_paths
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
+from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
+from tests.support.comparing import near, some
+
+PAGE = 16
+PAGES = 16
+PLANS = [(1, 16, True), (4, 16, True), (4, 16, False), (8, 32, False), (8, 32, True)]
+
+
+@contextmanager
+def chained_products() -> Iterator[None]:
+    """Let the interpreter add the products of a dot one after another."""
+    builder = interpreter.InterpreterBuilder
+    plain = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        total = d.data.copy()
+        for i in range(a.data.shape[1]):
+            total += a.data[:, i, None] * b.data[i]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    builder.create_dot = create_dot
+    try:
+        yield
+    finally:
+        builder.create_dot = plain
+
+
+def check_gemm(n: int, columns: int, bias: bool, device: str, dtype: torch.dtype) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x = (some(150, columns) / columns**0.5).to(device, dtype)
+    weight = some(n, columns, seed=1).to(device, dtype)
+    extra = some(n, seed=2).to(device, dtype) if bias else None
+    with chained_products():
+        whole = gemm.invariant_gemm(x, weight, extra)
+        near(whole, skinny_gemm.reference(x, weight, extra), 4)
+        for count in (1, 7, 16, 64, 65):
+            assert torch.equal(gemm.invariant_gemm(x[:count], weight, extra), whole[:count])
+        for tiles in (gemm.FEW_ROWS_TILES, *gemm.TILES):
+            assert torch.equal(gemm.invariant_gemm(x, weight, extra, tiles=tiles), whole)
+
+
+def check_gated_gemm(n: int, columns: int, device: str, dtype: torch.dtype) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x = (some(70, columns) / columns**0.5).to(device, dtype)
+    weight = some(n, columns, seed=1).to(device, dtype)
+    with chained_products():
+        whole = gemm.gated_invariant_gemm(x, weight)
+        near(whole, swiglu.reference(skinny_gemm.reference(x, weight)), 8)
+        for count in (1, 9, 64):
+            assert torch.equal(gemm.gated_invariant_gemm(x[:count], weight), whole[:count])
+
+
+def pass_of(table: torch.Tensor, first: int, count: int) -> RowPass:
+    device = table.device
+    positions = torch.arange(first, first + count, device=device)
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    return RowPass(positions, positions, table, zero, zero + count, zero + first, count, PAGE)
+
+
+def check_chains(
+    heads: int, window: int | None, sinks: bool, device: str, dtype: torch.dtype
+) -> None:
+    """A row has the same bits in every block, and in a pass of its own."""
+    d, kv_heads, first, count = 16, 2, 57, 11
+    caches = some(2, PAGES * PAGE, kv_heads, d).to(device, dtype)
+    table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)).int()[None].to(device)
+    query = some(count, heads, d, seed=4).to(device, dtype)
+    sink_scores = some(heads).to(device, dtype) if sinks else None
+    params = AttentionParams(d**-0.5, window, sinks=sink_scores)
+    rows = pass_of(table, first, count)
+    expected = paged_attention.reference(query, *caches, rows, params)
+    with chained_products():
+        for plan in PLANS:
+            result = attend(query, caches, rows, params, plan)
+            near(result, expected, 4)
+            for i in (0, 7, count - 1):
+                alone = pass_of(table, first + i, 1)
+                single = attend(query[i : i + 1], caches, alone, params, PLANS[0])
+                assert torch.equal(single[0], result[i])
+
+
+def check_trees(first: int, window: int | None, device: str, dtype: torch.dtype) -> None:
+    """A row of a tree has the bits of a chain over its ancestors."""
+    heads, kv_heads, d, nodes = 4, 2, 16, 9
+    parents = [-1, 0, 0, 1, 3, 2, 4, 6, 1]
+    masks = [1]
+    for row in range(1, nodes):
+        masks.append(masks[parents[row]] | 1 << row)
+    depths = [mask.bit_count() - 1 for mask in masks]
+    caches = some(2, PAGES * PAGE, kv_heads, d).to(device, dtype)
+    table = torch.arange(PAGES, dtype=torch.int32, device=device)[None]
+    query = some(nodes, heads, d, seed=4).to(device, dtype)
+    params = AttentionParams(d**-0.5, window)
+    rows = pass_of(table, first, nodes)
+    rows.positions = first + torch.tensor(depths, device=device)
+    rows.tree_masks = torch.tensor(masks, device=device)
+    rows.tree_depth = max(depths)
+    assert torch.equal(tree_paths.tree_paths(rows), tree_paths.reference(rows.tree_masks, nodes))
+    with chained_products():
+        results = [attend(query, caches, rows, params, plan) for plan in PLANS]
+        assert all(torch.equal(result, results[0]) for result in results)
+        for row, mask in enumerate(masks):
+            path = [i for i in range(nodes) if mask >> i & 1]
+            moved = caches.clone()
+            moved[:, first : first + len(path)] = caches[:, [first + i for i in path]]
+            chain = pass_of(table, first, len(path))
+            alone = attend(query[path], moved, chain, params, PLANS[2])
+            assert torch.equal(alone[-1], results[0][row])
+
+
+def attend(
+    query: torch.Tensor,
+    caches: torch.Tensor,
+    rows: RowPass,
+    params: AttentionParams,
+    plan: tuple[int, int, bool],
+) -> torch.Tensor:
+    out = torch.zeros_like(query)
+    return invariant_attention(
+        query, caches[0], caches[1], rows, params, out, plan=AttentionPlan(*plan, 4)
+    )
+
+
+CASES = {
+    "exact product": partial(check_gemm, 128, 192, False),
+    "exact product, bias": partial(check_gemm, 192, 128, True),
+    "exact product, odd outputs": partial(check_gemm, 100, 64, False),
+    "exact gated product": partial(check_gated_gemm, 256, 64),
+    "exact attention": partial(check_chains, 6, None, False),
+    "exact attention, window, sinks": partial(check_chains, 4, 20, True),
+    "exact trees": partial(check_trees, 60, None),
+    "exact trees, window": partial(check_trees, 131, 70),
+    "exact trees, first token": partial(check_trees, 0, None),
+}
