@@ -24,7 +24,6 @@ from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
 from peagle.engine.model.batch_invariance import enable_batch_invariance
 from peagle.engine.model.exactness import exact_multiple
-from peagle.engine.model.expert_load import ExpertLoad
 from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.policy import NgramPolicy
 from peagle.engine.policy.adaptive import AdaptivePolicy
@@ -42,6 +41,7 @@ from peagle.engine.sizing import (
     uses_ngrams,
     verified_shape,
 )
+from peagle.engine.step.expert_load import ExpertLoad
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece

@@ -87,7 +87,7 @@ def check_chains(
     sink_scores = some(heads).to(device, dtype) if sinks else None
     params = AttentionParams(d**-0.5, window, sinks=sink_scores)
     rows = pass_of(table, first, count)
-    expected = paged_attention.reference(query, *caches, rows, params)
+    expected = paged_attention.reference(query, caches[0], caches[1], rows, params)
     with chained_products():
         for plan in PLANS:
             result = attend(query, caches, rows, params, plan)

@@ -20,7 +20,6 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.exactness import pad_rows
-from peagle.engine.model.expert_load import ExpertLoad, last_expert_load
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
@@ -29,6 +28,7 @@ from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
 from peagle.engine.schedule.request import Request
 from peagle.engine.step.batch_sampling import BatchSampling
+from peagle.engine.step.expert_load import ExpertLoad, last_expert_load
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
 from peagle.engine.step.step_output import AcceptOutput, StepOutput

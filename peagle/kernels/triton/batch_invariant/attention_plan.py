@@ -4,12 +4,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from peagle.kernels.row_pass import RowPass
+
 try:
     import triton
 except ImportError:
     triton = None
 
 MIN_BLOCK_QUERIES = 16
+TAIL_LANES = 128  # keys of tree rows that are gathered at once
 # With 64 queries, Triton uses another tensor-core instruction (wgmma) than with fewer.
 MAX_BLOCK_QUERIES = 64
 MAX_BLOCK_QUERIES_FLOAT32 = 32
@@ -46,3 +49,24 @@ def plan_attention(
         programs = heads_in_batch * triton.cdiv(max_rows, max(wanted // group, 1))
     queries = max(smallest, wanted)
     return AttentionPlan(queries // group, queries, False, 4 if queries <= 64 else 8)
+
+
+def tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
+    if rows.tree_masks is None:
+        sizes = {"DEPTH": 0, "MAX_ROWS": 1, "BLOCK_NODES": 16, "BLOCK_LANES": 16}
+        return {"TREE": False, "ONE_CHUNK": True, **sizes}
+    depth = rows.tree_depth or rows.max_rows - 1
+    lanes = TAIL_LANES if d <= 64 else TAIL_LANES // 2
+    return {
+        "TREE": True,
+        "ONE_CHUNK": block_rows * most_lanes(depth) <= lanes,
+        "DEPTH": depth,
+        "MAX_ROWS": rows.max_rows,
+        "BLOCK_NODES": max(16, triton.next_power_of_2(rows.max_rows)),
+        "BLOCK_LANES": lanes,
+    }
+
+
+def most_lanes(depth: int) -> int:
+    """Keys of a row in groups of 16, from the group of the root on, wherever that begins."""
+    return (15 + depth + 16) // 16 * 16

@@ -35,7 +35,11 @@ from torch import Tensor
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, plan_attention
+from peagle.kernels.triton.batch_invariant.attention_plan import (
+    AttentionPlan,
+    plan_attention,
+    tree_sizes,
+)
 from peagle.kernels.triton.batch_invariant.tree_paths import tree_paths
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 from peagle.kernels.triton.paged_attention import (
@@ -55,8 +59,6 @@ except ImportError:
     triton = None
 
 KEY_SPLITS = 8
-TAIL_LANES = 128  # keys of tree rows that are gathered at once
-
 
 if triton is not None:
     _LOG2_E = tl.constexpr(LOG2_E)
@@ -372,7 +374,7 @@ def invariant_attention(
         SPLITS=KEY_SPLITS,
         PARALLEL=plan.parallel,
         SINKS=params.sinks is not None,
-        **_tree_sizes(rows, d, plan.block_rows),
+        **tree_sizes(rows, d, plan.block_rows),
         BLOCK_ROWS=plan.block_rows,
         BLOCK_QUERIES=plan.block_queries,
         BLOCK_KEYS=64 if d <= 128 else 32,
@@ -383,27 +385,6 @@ def invariant_attention(
         **launch_options(query),
     )
     return out
-
-
-def _tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
-    if rows.tree_masks is None:
-        sizes = {"DEPTH": 0, "MAX_ROWS": 1, "BLOCK_NODES": 16, "BLOCK_LANES": 16}
-        return {"TREE": False, "ONE_CHUNK": True, **sizes}
-    depth = rows.tree_depth or rows.max_rows - 1
-    lanes = TAIL_LANES if d <= 64 else TAIL_LANES // 2
-    return {
-        "TREE": True,
-        "ONE_CHUNK": block_rows * most_lanes(depth) <= lanes,
-        "DEPTH": depth,
-        "MAX_ROWS": rows.max_rows,
-        "BLOCK_NODES": max(16, triton.next_power_of_2(rows.max_rows)),
-        "BLOCK_LANES": lanes,
-    }
-
-
-def most_lanes(depth: int) -> int:
-    """Keys of a row in groups of 16, from the group of the root on, wherever that begins."""
-    return (15 + depth + 16) // 16 * 16
 
 
 def _split_buffers(out: Tensor, parallel: bool) -> tuple[Tensor, Tensor, Tensor]:

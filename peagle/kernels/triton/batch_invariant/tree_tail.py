@@ -1,9 +1,9 @@
 """The online softmax of tree rows over a block of keys that holds positions of the tree.
 
 Every row has its own keys there: what lies before the tree, and its ancestors at the places of
-their depths, see paged_attention.py. A tensor core adds 16 keys at a time. The groups of 16 in front
-of the first node are the same for all rows. Each row has `lanes` keys for the groups behind them;
-the lanes of several rows stand side by side, and a row has weights of 0 for those of the others:
+their depths, see paged_attention.py. A tensor core adds 16 keys at a time. The groups of 16 in
+front of the first node are the same for all rows. Each row has `lanes` keys for the groups behind
+them; the lanes of several rows stand side by side, and a row has weights of 0 for those of others:
 
     rows 1 and 2, lanes 16      lanes of row 1 | lanes of row 2
     weights of row 1            ..  . .. . ..  | 0 0 0 0 0 0 0
