@@ -1,7 +1,7 @@
 """Exact mode under load: answers equal to those of `none` alone, and the price of that.
 
     python -m benchmarks.exact_load OUT [--data DATA] [--pair smollm2-135m] [--shape llama-3.1-8b]
-        [--seconds 400] [--tasks 64] [--tokens 256] [--batch 64] [--parts equal,shape,price]
+        [--seconds 400] [--tasks 64] [--tokens 256] [--batch 64] [--alone 24] [--parts equal,price]
 
 `equal`: prompts of humaneval and gsm8k, greedy and sampled with seeds, arriving one after another,
 with a prefix cache and with pages for half of the requests, for K = 7, K = 11, a tree of 31 nodes
@@ -158,13 +158,41 @@ def real_requests(pair: LoadedPair, options: argparse.Namespace) -> list[Asked]:
     return greedy + sampled
 
 
+def plain_answers(
+    report: Report, pair: LoadedPair, asked: list[Asked], options: argparse.Namespace
+) -> list[list[int]]:
+    """The answers of `none` alone.
+
+    With `--alone N`, N of them are; the others come from batches, which must give the same N.
+    """
+    sample = list(range(len(asked)))
+    if options.alone:
+        random.Random(2).shuffle(sample)
+        sample = sample[: options.alone]
+    engine = engine_of(pair, NONE, True, max_batch=1, prefix_caching=False)
+    report.add(part="equal", requests=len(asked), exact=engine.exact_mode, status=kernels(engine))
+    alone, seconds = answer(engine, [asked[i] for i in sample], 1)
+    engine.close()
+    report.add(alone=len(alone), seconds=round(seconds, 1))
+    if not options.alone:
+        return alone
+    engine = engine_of(pair, NONE, True, max_batch=options.batch, prefix_caching=False)
+    expected, seconds = answer(engine, asked, options.batch)
+    engine.close()
+    same = sum(expected[i] == tokens for i, tokens in zip(sample, alone, strict=True))
+    report.add(batched_as_alone=f"{same} of {len(sample)}", seconds=round(seconds, 1))
+    for i, tokens in zip(sample, alone, strict=True):
+        expected[i] = tokens
+    return expected
+
+
+def kernels(engine: Engine) -> str:
+    return str(engine.status()["kernels"])
+
+
 def equal_part(report: Report, pair: LoadedPair, options: argparse.Namespace) -> None:
     asked = real_requests(pair, options)
-    plain = engine_of(pair, NONE, True, max_batch=1, prefix_caching=False)
-    report.add(part="equal", requests=len(asked), exact=plain.exact_mode)
-    expected, seconds = answer(plain, asked, 1)
-    plain.close()
-    report.add(alone=len(expected), seconds=round(seconds, 1))
+    expected = plain_answers(report, pair, asked, options)
     order = list(range(len(asked)))
     random.Random(0).shuffle(order)
     longest = max(len(request.ids) for request in asked) + options.tokens
@@ -286,6 +314,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--tasks", type=int, default=64)
+    parser.add_argument("--alone", type=int, default=0, help="requests alone; 0: all")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--shape-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=64)
