@@ -53,6 +53,10 @@ class DraftShape:
         """Whether there is one node per depth. No draft counts as a chain of length 0."""
         return self.nodes == self.k
 
+    def as_chain(self) -> "DraftShape":
+        """A chain of the same depth."""
+        return DraftShape(self.k, self.k)
+
     def __str__(self) -> str:
         return f"K={self.k}" if self.is_chain else f"tree {self.nodes}, K={self.k}"
 

@@ -450,6 +450,9 @@ class Engine:
         reason = enable_batch_invariance(verifier, self.target, page_size, self.max_shape)
         if reason is None:
             return "batched"
+        if requested and self.config.tree is None:  # A tree is only the default here.
+            self.max_shape = self.max_shape.as_chain()
+            self.drafter_shape = self.drafter_shape.as_chain()
         if self.max_shape.is_chain:
             multiple = exact_multiple(verifier, self.target, page_size, self.max_k)
             if multiple is not None:

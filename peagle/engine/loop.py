@@ -304,7 +304,11 @@ class EngineLoop:
             self._read_ngrams(entries)
         requests = [entry.request for entry in entries]
         launched = InFlightPass(requests, output, shape, started=started)
-        launched.timed = alone and shape == draft_shape
+        # A padded step says nothing about the costs of its own batch size.
+        padded = self.use_graphs and not self.stepper.has_graph(
+            batch_bucket(len(entries)), shape, draft_shape
+        )
+        launched.timed = alone and shape == draft_shape and not padded
         if ngram_step is not None:
             ngram_step.catches_up = self._all_use_ngrams(entries)
             launched.ngram = ngram_step

@@ -21,7 +21,8 @@ def fake_stepper() -> Any:
     target = SimpleNamespace(config=config, dtype=torch.float32, format=None)
     return SimpleNamespace(
         prefill=prefill,
-        slots=SimpleNamespace(device=torch.device("cpu")),
+        slots=SimpleNamespace(device=torch.device("cpu"), page_size=64),
+        batch_invariant=False,
         target=target,
         weights="float32",
         drafter_config=None,

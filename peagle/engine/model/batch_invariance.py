@@ -239,6 +239,7 @@ class InvarianceProbe:
         )
         rows.positions = rows.first_positions.long()[:, None].add(depths).flatten()
         rows.tree_masks = masks.repeat(len(requests))
+        rows.tree_depth = max(self.tree.depths)
         ids = torch.stack([self._tree_ids(r) for r in requests])  # [requests, rows]
         logits = self._forward(self.together, ids.flatten(), rows).unflatten(0, ids.shape)
         for request in requests:

@@ -210,6 +210,7 @@ class FusedLlamaTarget:
         self.lm_head = Weight(target.head_table, dtype=self.norm.dtype)
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
+        self.batch_invariant = False  # see `use_batch_invariant`
         self.cpu_layers = fuse_layers(self.layers)
 
     def use_codes(self) -> float:
@@ -240,6 +241,7 @@ class FusedLlamaTarget:
             replace(layer, attention=replace(layer.attention, batch_invariant=enabled))
             for layer in self.layers
         ]
+        self.batch_invariant = enabled
         if enabled and self.norm.is_cuda:
             self._prove_vendor_rows(weights)
         return None

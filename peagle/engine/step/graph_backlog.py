@@ -125,6 +125,7 @@ class GraphBacklog:
             (
                 str(target.config.to_dict()),
                 f"{target.dtype} {target.format} {self.stepper.weights} {self.drafter_shape}",
+                f"{self.stepper.batch_invariant} {self.stepper.slots.page_size}",
                 str(self.stepper.drafter_config),
                 *map(str, self._pending),
             )

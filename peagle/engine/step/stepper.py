@@ -112,6 +112,11 @@ class Stepper:
             return quantized
         return f"{quantized}, {1 - self._quantized_share:.0%} in {dtype}"
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the target runs with the kernels of exact mode."""
+        return isinstance(self.verifier, FusedLlamaTarget) and self.verifier.batch_invariant
+
     def quantize(self) -> None:
         """Convert the matrices of target and drafter to int8."""
         if not isinstance(self.verifier, FusedLlamaTarget):

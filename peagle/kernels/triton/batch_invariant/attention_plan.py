@@ -57,6 +57,7 @@ def tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
         return {"TREE": False, "ONE_CHUNK": True, **sizes}
     depth = rows.tree_depth or rows.max_rows - 1
     lanes = TAIL_LANES if d <= 64 else TAIL_LANES // 2
+    lanes = max(lanes, triton.next_power_of_2(most_lanes(depth)))  # at least one row
     return {
         "TREE": True,
         "ONE_CHUNK": block_rows * most_lanes(depth) <= lanes,

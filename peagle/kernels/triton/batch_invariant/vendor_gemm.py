@@ -35,6 +35,8 @@ class VendorRows:
     ) -> None:
         """Compare both kernels on random rows, for matrices that are gated or not."""
         by_shape = {(*weight.shape, gated): weight for weight, gated in weights}
+        if not by_shape:
+            return
         counts = sorted(row_counts, reverse=True)
 
         def multiply_all() -> None:
