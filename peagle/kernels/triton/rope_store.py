@@ -94,6 +94,22 @@ if triton is not None:
         return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
 
     @triton.jit
+    def _norm_scale(x, y, z, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The factor of an RMS norm over the three parts of each head."""
+        square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+        return tl.rsqrt(square / D + eps)[:, None]
+
+    @triton.jit
+    def _rotate_halves(left, right, cos, sin, dtype):  # type: ignore[no-untyped-def]
+        """Rotated halves in float32; products are rounded to dtype."""
+        cos = cos.to(dtype).to(tl.float32)[None, :]
+        sin = sin.to(dtype).to(tl.float32)[None, :]
+        x, y = left.to(tl.float32), right.to(tl.float32)
+        new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
+        new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        return new_left, new_right
+
+    @triton.jit
     def _rotate_heads(  # type: ignore[no-untyped-def]
         source_ptr,
         stride_split,
@@ -137,16 +153,11 @@ if triton is not None:
         rest = _load_sum(source + rest_dims[None, :], stride_split, rest_mask, SPLITS, dtype)
         if NORM:
             x, y, z = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
-            square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
-            scale = tl.rsqrt(square / D + eps)[:, None]
+            scale = _norm_scale(x, y, z, eps, D)
             left = _scale_by_norm(x, scale, left_norm, dtype)
             right = _scale_by_norm(y, scale, right_norm, dtype)
             rest = _scale_by_norm(z, scale, rest_norm, dtype)
-        cos = cos.to(dtype).to(tl.float32)[None, :]
-        sin = sin.to(dtype).to(tl.float32)[None, :]
-        x, y = left.to(tl.float32), right.to(tl.float32)
-        new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
-        new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        new_left, new_right = _rotate_halves(left, right, cos, sin, dtype)
         tl.store(target + dims[None, :], new_left.to(dtype), mask=half_mask)
         tl.store(target + HALF + dims[None, :], new_right.to(dtype), mask=half_mask)
         tl.store(target + rest_dims[None, :], rest, mask=rest_mask)

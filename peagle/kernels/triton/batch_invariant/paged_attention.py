@@ -53,7 +53,13 @@ try:
     import triton.language as tl
 
     from peagle.kernels.triton.batch_invariant.attention_blocks import attend_block, merge_split
-    from peagle.kernels.triton.batch_invariant.tree_tail import attend_tail
+    from peagle.kernels.triton.batch_invariant.tree_tail import (
+        TailCache,
+        TailRows,
+        TailSizes,
+        TailTree,
+        attend_tail,
+    )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:
     triton = None
@@ -210,37 +216,26 @@ if triton is not None:
                 if TREE and block < blocks:
                     acc, max_score, total = attend_tail(
                         q,
-                        keys_ptr,
-                        values_ptr,
-                        stride_k_slot,
-                        stride_v_slot,
-                        table_ptr,
-                        positions_ptr,
-                        masks_ptr,
-                        paths_ptr,
-                        row_start,
-                        row_count,
-                        first_row,
-                        end_row,
-                        local_row,
-                        row_mask,
-                        first,
+                        TailCache(
+                            keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, table_end
+                        ),
+                        TailTree(positions_ptr, masks_ptr, paths_ptr, row_start, row_count, first),
+                        TailRows(first_row, end_row, local_row, row_mask, position, window),
                         low_block + block,
-                        table_end,
-                        position,
-                        window,
                         scale,
                         acc,
                         max_score,
                         total,
-                        D,
-                        PAGE_SIZE,
-                        BLOCK_KEYS,
-                        BLOCK_D,
-                        DEPTH,
-                        MAX_ROWS,
-                        BLOCK_NODES,
-                        BLOCK_LANES,
+                        TailSizes(
+                            D,
+                            PAGE_SIZE,
+                            BLOCK_KEYS,
+                            BLOCK_D,
+                            DEPTH,
+                            MAX_ROWS,
+                            BLOCK_NODES,
+                            BLOCK_LANES,
+                        ),
                         ONE_CHUNK,
                     )
                 if not PARALLEL:
