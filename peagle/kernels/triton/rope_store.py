@@ -94,6 +94,13 @@ if triton is not None:
         return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
 
     @triton.jit
+    def _load_angles(ptr, dims, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The cosines and sines of a position."""
+        cos = tl.load(ptr + dims, mask=dims < HALF, other=0.0)
+        sin = tl.load(ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        return cos, sin
+
+    @triton.jit
     def _norm_scale(x, y, z, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
         """The factor of an RMS norm over the three parts of each head."""
         square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
@@ -140,8 +147,7 @@ if triton is not None:
         source = source_ptr + head[:, None] * D
         target = target_ptr + head[:, None].to(tl.int64) * stride_target_head
         dtype = target_ptr.dtype.element_ty
-        cos = tl.load(angles_ptr + dims, mask=dims < HALF, other=0.0)
-        sin = tl.load(angles_ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        cos, sin = _load_angles(angles_ptr, dims, HALF)
         if NORM:
             left_norm = tl.load(norm_ptr + dims, mask=dims < HALF, other=0.0)
             right_norm = tl.load(norm_ptr + HALF + dims, mask=dims < HALF, other=0.0)
