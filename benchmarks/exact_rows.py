@@ -26,11 +26,12 @@ from benchmarks.cuda_graphs import replay_seconds
 from peagle.engine.model.weight import Weight
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.attention_plan import new_split_counters
 from peagle.kernels.triton.batch_invariant import gemm
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, plan_attention
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
-from peagle.kernels.triton.paged_attention import new_split_counters, paged_attention
+from peagle.kernels.triton.paged_attention import paged_attention
 from peagle.kernels.triton.skinny_gemm import (
     TileSizes,
     skinny_gemm,

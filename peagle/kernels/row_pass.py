@@ -63,3 +63,27 @@ class RowPass:
             return cos, sin
 
         return self.cached(("rotary_angles", dtype), look_up)
+
+
+def visible_keys(
+    first: int,
+    count: int,
+    key_positions: Tensor,
+    window: int,
+    tree: tuple[Tensor, Tensor] | None,
+    bidirectional_rows: int,
+) -> Tensor:
+    """[count, keys] bool: the keys that each row of one request attends to.
+
+    The rows begin at position `first`; `tree` holds the masks and positions of its rows.
+    """
+    if tree is not None:
+        masks, positions = tree
+        bits = masks[:, None] >> (key_positions - first).clamp(min=0) & 1
+        return torch.where(
+            key_positions < first, key_positions > positions[:, None] - window, bits == 1
+        )
+    end = first + count
+    positions = (first + torch.arange(count, device=key_positions.device))[:, None]
+    last = torch.where(positions >= end - bidirectional_rows, end - 1, positions)
+    return (key_positions <= last) & (key_positions > positions - window)

@@ -352,7 +352,7 @@ def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:
 
 def test_the_process_ends_with_its_front(folder: Path) -> None:
     with live_server(folder) as server:
-        ready = next(line for line in server.log if line["event"] == "worker ready")
+        ready = server.log_line("worker ready")
         child = Path(f"/proc/{ready['pid']}")
         assert child.exists()
         server.process.kill()
@@ -363,7 +363,7 @@ def test_the_process_ends_with_its_front(folder: Path) -> None:
 @pytest.mark.slow  # test_replicas.py and test_http_workers.py do so with more processes.
 def test_sigterm_leaves_no_process(folder: Path) -> None:
     with live_server(folder) as server:
-        ready = next(line for line in server.log if line["event"] == "worker ready")
+        ready = server.log_line("worker ready")
         assert server.stop() == 0
         assert not Path(f"/proc/{ready['pid']}").exists()
 
@@ -379,12 +379,12 @@ def stop_twice(folder: Path, control: Path, temporary: Path) -> None:
     body = LONG | {"prompt": "w6 w9", "stream": True}
     module = "tests.support.controlled_serve"
     with live_server(folder, module=module, TMPDIR=str(temporary)) as server:
-        ready = next(line for line in server.log if line["event"] == "worker ready")
+        ready = server.log_line("worker ready")
         with httpx.stream("POST", server.url + TEXT, json=body) as answer:
             assert next(answer.iter_lines())
             assert list(temporary.iterdir())
             server.process.send_signal(signal.SIGTERM)
-            asyncio.run(until(lambda: any(line["event"] == "draining" for line in server.log)))
+            server.log_line("draining")
             assert server.stop() == 0
     asyncio.run(until(lambda: not Path(f"/proc/{ready['pid']}").exists(), 10))
     asyncio.run(until(lambda: not list(temporary.glob("peagle-*")), 5))

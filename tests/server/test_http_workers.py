@@ -76,8 +76,8 @@ def pids(server: LiveServer, event: str) -> list[int]:
 
 def engine_pid(server: LiveServer) -> int:
     """Of the first engine process."""
-    lines = [line for line in server.log if line.get("worker") == "engine"]
-    return next(line["pid"] for line in lines if line["event"] == "worker ready")
+    pid: int = server.log_line("worker ready", worker="engine")["pid"]
+    return pid
 
 
 class Streams:

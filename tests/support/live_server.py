@@ -25,6 +25,7 @@ class LiveServer:
     process: subprocess.Popen[str]
     port: int
     log: list[dict[str, Any]] = field(default_factory=list)  # parsed lines of its log
+    log_grew: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def url(self) -> str:
@@ -55,6 +56,22 @@ class LiveServer:
             slowest = max(slowest, self.health_seconds())
             time.sleep(0.02)
         return slowest
+
+    def log_line(self, event: str, timeout: float = 30.0, **fields: Any) -> dict[str, Any]:
+        """The first log line of this event with these fields. Waits for it.
+
+        A supervisor and a front learn from the engine process separately, so "worker ready" may
+        come after `/health` answers 200.
+        """
+        wanted = {"event": event} | fields
+
+        def first_line() -> dict[str, Any] | None:
+            return next((line for line in self.log if wanted.items() <= line.items()), None)
+
+        with self.log_grew:
+            line = self.log_grew.wait_for(first_line, timeout)
+        assert line is not None, f"no log line {wanted}: {self.log}"
+        return line
 
     def stop(self, timeout: float = 30.0) -> int:
         """Send SIGTERM; return the exit code."""
@@ -99,7 +116,9 @@ def _read_log(server: LiveServer) -> None:
     assert server.process.stderr is not None
     for line in server.process.stderr:
         if line.startswith("{"):
-            server.log.append(json.loads(line))
+            with server.log_grew:
+                server.log.append(json.loads(line))
+                server.log_grew.notify_all()
 
 
 def _wait_until_ready(server: LiveServer) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from peagle.engine.device import to_device
+from peagle.kernels.triton.attention_plan import new_split_counters
 from peagle.kernels.triton.compact_kv import compact_kv
-from peagle.kernels.triton.paged_attention import new_split_counters
 
 
 @dataclass(frozen=True, slots=True)

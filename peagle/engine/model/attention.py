@@ -15,9 +15,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from peagle.kernels.attention_params import UNLIMITED_WINDOW, AttentionParams
 from peagle.kernels.cpu import ops
-from peagle.kernels.row_pass import RowPass
+from peagle.kernels.row_pass import RowPass, visible_keys
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
-from peagle.kernels.triton.paged_attention import paged_attention, visible_keys
+from peagle.kernels.triton.paged_attention import paged_attention
 
 BLOCK_ROWS = 8
 

@@ -94,6 +94,29 @@ if triton is not None:
         return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
 
     @triton.jit
+    def _load_angles(ptr, dims, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The cosines and sines of a position."""
+        cos = tl.load(ptr + dims, mask=dims < HALF, other=0.0)
+        sin = tl.load(ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        return cos, sin
+
+    @triton.jit
+    def _norm_scale(x, y, z, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The factor of an RMS norm over the three parts of each head."""
+        square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+        return tl.rsqrt(square / D + eps)[:, None]
+
+    @triton.jit
+    def _rotate_halves(left, right, cos, sin, dtype):  # type: ignore[no-untyped-def]
+        """Rotated halves in float32; products are rounded to dtype."""
+        cos = cos.to(dtype).to(tl.float32)[None, :]
+        sin = sin.to(dtype).to(tl.float32)[None, :]
+        x, y = left.to(tl.float32), right.to(tl.float32)
+        new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
+        new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        return new_left, new_right
+
+    @triton.jit
     def _rotate_heads(  # type: ignore[no-untyped-def]
         source_ptr,
         stride_split,
@@ -124,8 +147,7 @@ if triton is not None:
         source = source_ptr + head[:, None] * D
         target = target_ptr + head[:, None].to(tl.int64) * stride_target_head
         dtype = target_ptr.dtype.element_ty
-        cos = tl.load(angles_ptr + dims, mask=dims < HALF, other=0.0)
-        sin = tl.load(angles_ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        cos, sin = _load_angles(angles_ptr, dims, HALF)
         if NORM:
             left_norm = tl.load(norm_ptr + dims, mask=dims < HALF, other=0.0)
             right_norm = tl.load(norm_ptr + HALF + dims, mask=dims < HALF, other=0.0)
@@ -137,16 +159,11 @@ if triton is not None:
         rest = _load_sum(source + rest_dims[None, :], stride_split, rest_mask, SPLITS, dtype)
         if NORM:
             x, y, z = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
-            square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
-            scale = tl.rsqrt(square / D + eps)[:, None]
+            scale = _norm_scale(x, y, z, eps, D)
             left = _scale_by_norm(x, scale, left_norm, dtype)
             right = _scale_by_norm(y, scale, right_norm, dtype)
             rest = _scale_by_norm(z, scale, rest_norm, dtype)
-        cos = cos.to(dtype).to(tl.float32)[None, :]
-        sin = sin.to(dtype).to(tl.float32)[None, :]
-        x, y = left.to(tl.float32), right.to(tl.float32)
-        new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
-        new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        new_left, new_right = _rotate_halves(left, right, cos, sin, dtype)
         tl.store(target + dims[None, :], new_left.to(dtype), mask=half_mask)
         tl.store(target + HALF + dims[None, :], new_right.to(dtype), mask=half_mask)
         tl.store(target + rest_dims[None, :], rest, mask=rest_mask)

@@ -51,6 +51,26 @@ def plan_attention(
     return AttentionPlan(queries // group, queries, False, 4 if queries <= 64 else 8)
 
 
+def block_sizes(
+    query: Tensor, kv_heads: int, rows: RowPass, plan: AttentionPlan
+) -> dict[str, int | bool]:
+    heads, d = query.shape[1:]
+    is_tree = rows.tree_masks is not None
+    return {
+        "HEADS": heads,
+        "GROUP": heads // kv_heads,
+        "D": d,
+        "PARALLEL": plan.parallel,
+        **tree_sizes(rows, d, plan.block_rows),
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_QUERIES": plan.block_queries,
+        "BLOCK_KEYS": 64 if d <= 128 else 32,
+        "BLOCK_D": max(16, triton.next_power_of_2(d)),
+        "num_warps": plan.num_warps,
+        "num_stages": 3 if plan.block_queries == 64 and not is_tree else 2,
+    }
+
+
 def tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
     if rows.tree_masks is None:
         sizes = {"DEPTH": 0, "MAX_ROWS": 1, "BLOCK_NODES": 16, "BLOCK_LANES": 16}

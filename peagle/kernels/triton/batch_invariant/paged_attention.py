@@ -29,31 +29,33 @@ While the tail of one row is processed, the other rows of the block see no key.
 Shapes: query and result [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d].
 """
 
-import torch
 from torch import Tensor
 
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.attention_plan import LOG2_E, new_split_counters, split_buffers
 from peagle.kernels.triton.batch_invariant.attention_plan import (
     AttentionPlan,
+    block_sizes,
     plan_attention,
-    tree_sizes,
 )
 from peagle.kernels.triton.batch_invariant.tree_paths import tree_paths
 from peagle.kernels.triton.launch.dependent_launch import launch_options
-from peagle.kernels.triton.paged_attention import (
-    LOG2_E,
-    UNSEEN_SCORE,
-    new_split_counters,
-)
+from peagle.kernels.triton.paged_attention import UNSEEN_SCORE
 
 try:
     import triton
     import triton.language as tl
 
     from peagle.kernels.triton.batch_invariant.attention_blocks import attend_block, merge_split
-    from peagle.kernels.triton.batch_invariant.tree_tail import attend_tail
+    from peagle.kernels.triton.batch_invariant.tree_tail import (
+        TailCache,
+        TailRows,
+        TailSizes,
+        TailTree,
+        attend_tail,
+    )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:
     triton = None
@@ -210,37 +212,26 @@ if triton is not None:
                 if TREE and block < blocks:
                     acc, max_score, total = attend_tail(
                         q,
-                        keys_ptr,
-                        values_ptr,
-                        stride_k_slot,
-                        stride_v_slot,
-                        table_ptr,
-                        positions_ptr,
-                        masks_ptr,
-                        paths_ptr,
-                        row_start,
-                        row_count,
-                        first_row,
-                        end_row,
-                        local_row,
-                        row_mask,
-                        first,
+                        TailCache(
+                            keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, table_end
+                        ),
+                        TailTree(positions_ptr, masks_ptr, paths_ptr, row_start, row_count, first),
+                        TailRows(first_row, end_row, local_row, row_mask, position, window),
                         low_block + block,
-                        table_end,
-                        position,
-                        window,
                         scale,
                         acc,
                         max_score,
                         total,
-                        D,
-                        PAGE_SIZE,
-                        BLOCK_KEYS,
-                        BLOCK_D,
-                        DEPTH,
-                        MAX_ROWS,
-                        BLOCK_NODES,
-                        BLOCK_LANES,
+                        TailSizes(
+                            D,
+                            PAGE_SIZE,
+                            BLOCK_KEYS,
+                            BLOCK_D,
+                            DEPTH,
+                            MAX_ROWS,
+                            BLOCK_NODES,
+                            BLOCK_LANES,
+                        ),
                         ONE_CHUNK,
                     )
                 if not PARALLEL:
@@ -334,17 +325,36 @@ def invariant_attention(
 ) -> Tensor:
     """Run the kernel; the contract is that of `paged_attention`, without soft caps."""
     assert supports_invariant_attention(query, params, rows)
-    batch, pages = rows.page_tables.shape
-    heads, d = query.shape[1:]
-    kv_heads = key_cache.shape[1]
-    is_tree = rows.tree_masks is not None
     if plan is None:
-        plan = plan_attention(batch * kv_heads, rows.max_rows, heads // kv_heads, query, is_tree)
-    blocks = triton.cdiv(rows.max_rows, plan.block_rows)
+        kv_heads = key_cache.shape[1]
+        plan = plan_attention(
+            len(rows.page_tables) * kv_heads,
+            rows.max_rows,
+            query.shape[1] // kv_heads,
+            query,
+            is_tree=rows.tree_masks is not None,
+        )
     counters = new_split_counters(query.device) if split_counters is None else split_counters
-    assert not plan.parallel or batch * kv_heads * blocks <= len(counters)
-    grid = (batch, kv_heads, blocks * (KEY_SPLITS if plan.parallel else 1))
-    _invariant_attention_kernel[grid](
+    _launch(query, key_cache, value_cache, rows, params, out, counters, plan)
+    return out
+
+
+def _launch(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: RowPass,
+    params: AttentionParams,
+    out: Tensor,
+    counters: Tensor,
+    plan: AttentionPlan,
+) -> None:
+    batch = len(rows.page_tables)
+    kv_heads = key_cache.shape[1]
+    blocks = triton.cdiv(rows.max_rows, plan.block_rows)
+    programs = KEY_SPLITS if plan.parallel else 1  # for each block of queries
+    assert programs == 1 or batch * kv_heads * blocks <= len(counters)
+    _invariant_attention_kernel[(batch, kv_heads, blocks * programs)](
         query,
         key_cache,
         value_cache,
@@ -355,43 +365,22 @@ def invariant_attention(
         query if params.sinks is None else params.sinks,
         rows.positions,
         rows.tree_masks,
-        tree_paths(rows) if is_tree else None,
+        tree_paths(rows) if rows.tree_masks is not None else None,
         out,
-        *_split_buffers(out, plan.parallel),
+        *split_buffers(out, programs),
         counters,
         params.scale * LOG2_E,
         params.window_size,
-        pages,
+        rows.page_tables.shape[1],
         *query.stride()[:2],
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],
         rows.page_tables.stride(0),
         *out.stride()[:2],
-        HEADS=heads,
-        GROUP=heads // kv_heads,
-        D=d,
         PAGE_SIZE=rows.page_size,
-        SPLITS=KEY_SPLITS,
-        PARALLEL=plan.parallel,
         SINKS=params.sinks is not None,
-        **tree_sizes(rows, d, plan.block_rows),
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_QUERIES=plan.block_queries,
-        BLOCK_KEYS=64 if d <= 128 else 32,
-        BLOCK_D=max(16, triton.next_power_of_2(d)),
-        num_warps=plan.num_warps,
-        num_stages=3 if plan.block_queries == 64 and not is_tree else 2,
+        SPLITS=KEY_SPLITS,
+        **block_sizes(query, kv_heads, rows, plan),
         enable_fp_fusion=False,  # The merges of both kinds of programs must round alike.
         **launch_options(query),
     )
-    return out
-
-
-def _split_buffers(out: Tensor, parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What splits store: sums of values, largest scores and total weights."""
-    if not parallel:
-        return out, out, out
-    rows, heads, d = out.shape
-    sums = torch.empty(rows, heads, KEY_SPLITS, d, dtype=torch.float32, device=out.device)
-    maxima = sums.new_empty(rows, heads, KEY_SPLITS)
-    return sums, maxima, torch.empty_like(maxima)
