@@ -3,12 +3,12 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from peagle.bench.load.jobs import LoadJob, OnRequest
 from peagle.bench.order import ScheduledRun, schedule_runs
-from peagle.bench.quality.output_check import Margin, baseline_answers, check_answers, no_margin
+from peagle.bench.quality.output_check import Margin, baseline_key, check_answers, no_margin
 from peagle.bench.settings import BenchSettings
 from peagle.data.bench import Task
 from peagle.results.answers import Answers
@@ -68,21 +68,24 @@ class Session:
         margins: Mapping[str, Margin] | None = None,
         other_answers: Answers | None = None,
     ) -> None:
-        """Compare the answers of every cell that drafts with those of `none`, if they are greedy.
+        """Compare the answers of every cell with those of plain decoding.
 
         `margins` by set; `other_answers` are those of another run, for a run without `none`.
+        Sampled answers are compared for peagle's own engine, where a seed decides them.
         """
-        if not self.settings.greedy:
+        if not self.settings.greedy and self.writer.result.info.engine != "native":
             return
         answers = self.writer.answers()
+        plain_answers = {**(other_answers or {}), **answers}
         for cell in self.writer.cells:
             key = cell.key
-            baseline = baseline_answers(key, {**(other_answers or {}), **answers})
-            if key.method == "none" or baseline is None or key not in answers:
+            plain = baseline_key(key.set, plain_answers)
+            if plain is None or key == plain or key not in answers:
                 continue
             self.callbacks.on_start(f"checking {key}")
-            margin = margins[key.set] if margins else no_margin
-            self.writer.set_check(key, check_answers(answers[key], baseline, margin))
+            margin = margins[key.set] if margins and self.settings.greedy else no_margin
+            check = check_answers(answers[key], plain_answers[plain], margin)
+            self.writer.set_check(key, replace(check, baseline_concurrency=plain.concurrency))
         self.writer.write()
 
     @property

@@ -69,6 +69,11 @@ def failed_text(_: Grid, cell: BenchCell) -> str:
     return DASH if cell.failed is None else f"{cell.failed:,} of {cell.requests or 0:,}"
 
 
+def identical_text(_: Grid, cell: BenchCell) -> str:
+    """Answers that equal those of plain decoding."""
+    return DASH if cell.check is None else check_texts([cell.check])[0]
+
+
 COLUMNS: tuple[tuple[str, CellText], ...] = (
     ("tokens/s", metric_text("output_throughput")),
     ("spread", spread_text),
@@ -83,6 +88,7 @@ COLUMNS: tuple[tuple[str, CellText], ...] = (
     ("drafter's share", metric_text("drafter_share", share)),
     ("GPU memory", metric_text("gpu_memory_bytes", gigabytes)),
     ("J/token", lambda _, cell: amount(cell.joules_per_token, 3)),
+    ("identical answers", identical_text),
     ("failed", failed_text),
 )
 
@@ -104,7 +110,7 @@ def cell_table(grid: Grid, caption: str) -> Table:
 
 
 def check_table(machines: Sequence[Machine]) -> Table:
-    """Greedy answers against those of `none`, summed over concurrency."""
+    """Answers against those of plain decoding, summed over concurrency."""
     checks: dict[tuple[str, ...], list[OutputCheck]] = {}
     for machine in machines:
         for cell in sorted(machine.cells, key=lambda c: (method_order(c.variant), k_order(c.k))):

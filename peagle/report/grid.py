@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from peagle.report.words import k_order, method_order
 from peagle.results.cell import BenchCell, overlap
+from peagle.results.quality import OutputCheck
 
 OVERALL = "overall"  # the set name of a mean over sets
 LATENCY_METRICS = tuple(
@@ -146,6 +147,7 @@ def mean_cell(cells: Sequence[BenchCell]) -> BenchCell:
         requests=sum(cell.requests or 0 for cell in cells),
         failed=sum(cell.failed or 0 for cell in cells),
         gpu_memory_bytes=max(cell.gpu_memory_bytes or 0 for cell in cells) or None,
+        check=OutputCheck.merge(cell.check for cell in cells),
     )
 
 

@@ -103,7 +103,7 @@ def merge_cells(cells: Sequence[BenchCell]) -> BenchCell:
         repeats=sum(repeats) if repeats else None,
         output_throughput_runs=tuple(runs),
         output_throughput_spread=(min(runs), max(runs)) if runs else None,
-        check=merge_checks([cell.check for cell in cells if cell.check is not None]),
+        check=OutputCheck.merge(cell.check for cell in cells),
     )
 
 
@@ -123,13 +123,3 @@ def merge_values(name: str, values: Sequence[Any]) -> Any:
     if all(isinstance(value, tuple) and len(value) == len(known[0]) for value in known):
         return tuple(median(column) for column in zip(*known, strict=True))
     return known[0]
-
-
-def merge_checks(checks: Sequence[OutputCheck]) -> OutputCheck | None:
-    if not checks:
-        return None
-    return OutputCheck(
-        sum(check.compared for check in checks),
-        sum(check.identical for check in checks),
-        tuple(difference for check in checks for difference in check.differences),
-    )

@@ -1,6 +1,6 @@
 """OutputCheck and Score: whether answers are the same as without drafts, and correct."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,11 +37,12 @@ class AnswerDifference:
 
 @dataclass(frozen=True, slots=True)
 class OutputCheck:
-    """The answers of a cell against those of `none`."""
+    """The answers of a cell against those of plain decoding: `none`, at the lowest concurrency."""
 
     compared: int
     identical: int
     differences: tuple[AnswerDifference, ...] = ()  # the first ones
+    baseline_concurrency: int | None = None  # of `none`; files of older versions lack it
 
     @classmethod
     def from_json(cls, raw: Any) -> "OutputCheck | None":
@@ -55,13 +56,30 @@ class OutputCheck:
                 AnswerDifference.from_json(as_object(item))
                 for item in as_list(check.get("differences"))
             ),
+            as_int(check.get("baseline_concurrency")),
+        )
+
+    @classmethod
+    def merge(cls, checks: "Iterable[OutputCheck | None]") -> "OutputCheck | None":
+        """The sum of several cells."""
+        known = [check for check in checks if check is not None]
+        if not known:
+            return None
+        baselines = {check.baseline_concurrency for check in known}
+        return cls(
+            sum(check.compared for check in known),
+            sum(check.identical for check in known),
+            tuple(difference for check in known for difference in check.differences),
+            baselines.pop() if len(baselines) == 1 else None,
         )
 
     def to_json(self) -> dict[str, Any]:
+        baseline = self.baseline_concurrency
         return {
             "compared": self.compared,
             "identical": self.identical,
             "differences": [difference.to_json() for difference in self.differences],
+            **({} if baseline is None else {"baseline_concurrency": baseline}),
         }
 
 

@@ -44,6 +44,18 @@ def read_file(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "r.json").read_text())
 
 
+def all_identical(baseline: int) -> dict[str, Any]:
+    """The check of a cell whose 8 answers equal those of `none` at this concurrency."""
+    return {"compared": 8, "identical": 8, "differences": [], "baseline_concurrency": baseline}
+
+
+def test_sampled_answers_are_checked_too(tiny: Path, tmp_path: Path) -> None:
+    args = ("-k", 3, "--methods", "none,p-eagle", "--concurrency", "1,3", "--temperature", 1)
+    bench(tiny, *args, "--out", tmp_path)
+    checks = [cell["check"] for cell in read_file(tmp_path)["cells"]]
+    assert checks == [None, *[all_identical(1)] * 3]
+
+
 def test_trees_beside_chains(tiny: Path, tmp_path: Path) -> None:
     output = bench(tiny, "-k", "3", "--tree", "0,12", "--concurrency", "2", "--out", tmp_path)
     content = read_file(tmp_path)
@@ -56,7 +68,7 @@ def test_trees_beside_chains(tiny: Path, tmp_path: Path) -> None:
     ]
     chain, tree = content["cells"][2:]
     assert (set(chain["k_steps"]), set(tree["k_steps"])) == ({"3"}, {"12"})
-    assert tree["check"] == {"compared": 8, "identical": 8, "differences": []}
+    assert tree["check"] == all_identical(2)
     assert len(tree["spec_decode_per_position_acceptance_rates"]) == 3
     assert output.count("p-eagle tree 12") == 1
 
@@ -81,12 +93,11 @@ def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
     ]
     for cell in cells:
         assert (cell["requests"], cell["failed"], cell["repeats"]) == (8, 0, 2)
-        if cell["method"] == "none":
-            assert cell["check"] is None
-        else:
-            assert cell["check"] == {"compared": 8, "identical": 8, "differences": []}
+        baseline = (cell["method"], cell["concurrency"]) == ("none", 1)
+        assert cell["check"] == (None if baseline else all_identical(1))
+        if cell["method"] != "none":
             assert len(cell["spec_decode_per_position_acceptance_rates"]) == cell["k"]
-    assert "r.json" in output
+    assert "r.json" in output and output.count("8 of 8") == len(cells) - 1
     assert str(tiny) not in json.dumps(
         {**content, "command": ""}
     )  # no path of this machine but what was typed
@@ -235,7 +246,7 @@ def test_an_endpoint(tiny: Path, tmp_path: Path) -> None:
         run("bench", *args, "--out", tmp_path, "--name", "e", "--repeats", 1, "--baseline", "plain")
     compared = json.loads((tmp_path / "e.json").read_text())["cells"][0]
     assert (compared["method"], compared["k"]) == ("endpoint", 0)
-    assert compared["check"] == {"compared": 8, "identical": 8, "differences": []}
+    assert compared["check"] == all_identical(1)
 
 
 def test_an_endpoint_that_fails(tiny: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
+from peagle.report.cells import cell_table
 from peagle.report.charts import draw, inline_svg
 from peagle.report.figure import Figure, Line, Point, slug, spaced
 from peagle.report.figures import figures
@@ -410,6 +411,24 @@ def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
     assert Reader(page).tags.count("script") == 1 and "<script>alert" not in page
     text = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # what is escaped is text
     assert "<" not in re.sub(r"`[^`]*`", "", text) and "<!--" not in text and "-->" not in text
+
+
+def test_every_cell_says_how_many_answers_are_identical(tmp_path: Path) -> None:
+    sets = ("humaneval", "gsm8k")
+    content = result(sets=sets, methods=("none", "p-eagle"), ks=(7,), concurrency=(1, 8))
+    for raw in content["cells"]:
+        if (raw["method"], raw["concurrency"]) == ("none", 8):
+            raw["check"] = {"compared": 80, "identical": 76, "baseline_concurrency": 1}
+    write(tmp_path, content)
+    [machine] = group_by_machine(read_results(tmp_path, print))
+    grids = grids_by_set(machine.cells, sets)
+    for name, texts in (
+        ("gsm8k", ["–", "80 of 80", "76 of 80", "80 of 80"]),
+        (OVERALL, ["–", "160 of 160", "152 of 160", "160 of 160"]),
+    ):
+        table = cell_table(grids[name], name)
+        column = table.columns.index("identical answers")
+        assert [row[column] for row in table.rows] == texts
 
 
 def test_missing_values_are_dashes(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The output check: greedy answers with drafts must equal those without.
+"""The output check: answers must equal those of plain decoding, whatever the drafts and the load.
+
+Plain decoding is `none` at the lowest concurrency; the cells of `none` at others are compared too.
 
 Where they do not, the first token that differs is recorded, and the margin by which the target
 preferred one of the two: the gap of their log-probabilities in one pass over the common prefix.
@@ -7,7 +9,7 @@ steps; in float32 a few thousandths would be a bug. A later turn is compared onl
 before it were identical.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 import torch
@@ -68,18 +70,10 @@ def first_difference(a: Answer, b: Answer) -> int | None:
     return next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
 
 
-def baseline_answers(
-    key: CellKey, answers: Mapping[CellKey, list[RequestRecord]]
-) -> list[RequestRecord] | None:
-    """The answers of `none` to the same set: at the same concurrency, else at the lowest one."""
-    candidates = [other for other in answers if other.set == key.set and other.method == "none"]
-    if not candidates:
-        return None
-    nearest = min(
-        candidates,
-        key=lambda other: (other.concurrency != key.concurrency, other.concurrency),
-    )
-    return answers[nearest]
+def baseline_key(set_name: str, answers: Iterable[CellKey]) -> CellKey | None:
+    """The cell of plain decoding: `none` on the same set, at the lowest concurrency."""
+    plain = [key for key in answers if key.set == set_name and key.method == "none"]
+    return min(plain, key=lambda key: key.concurrency, default=None)
 
 
 def target_margin(loaded: LoadedPair, jobs: Sequence[LoadJob]) -> Margin:

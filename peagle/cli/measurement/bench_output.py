@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from peagle.results.quality import Score
     from peagle.results.run_file import BenchResult
 
-COLUMNS = ("set", "method", "K", "c", "tokens/s", "spread", "user", "TTFT", "TPOT", "AL", "same")
+COLUMNS = (
+    "set",
+    "method",
+    "K",
+    "c",
+    "tokens/s",
+    "spread",
+    "user",
+    "TTFT",
+    "TPOT",
+    "AL",
+    "identical",
+)
 
 
 def print_line(text: str) -> None:
@@ -95,7 +107,7 @@ def row_texts(cell: "BenchCell") -> list[str]:
         f"{(high - low) / rate:.0%}" if rate else "-",
         *(f"{value:,.1f}" if value is not None else "-" for value in user_metrics),
         f"{length:.2f}" if length is not None else "",
-        f"{check.identical}/{check.compared}" if check else "",
+        f"{check.identical} of {check.compared}" if check else "",
     ]
 
 
