@@ -68,7 +68,7 @@ Exact = Annotated[
     bool | None,
     typer.Option(
         "--exact/--no-exact",
-        help="Bit-identical answers with and without drafts, even at near ties."
+        help="Answers bit-equal to those of a request alone without drafts, even at near ties."
         " Default: on where it is needed and supported.",
         show_default=False,
     ),

@@ -86,7 +86,8 @@ Drafters = Annotated[
     ),
 ]
 ExactMode = Annotated[
-    bool, typer.Option("--exact", help="Answers bit-equal with and without drafts; slower.")
+    bool,
+    typer.Option("--exact", help="Answers bit-equal to those of a request alone without drafts."),
 ]
 
 # The native engine.
