@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from peagle.engine.device import to_device
-from peagle.engine.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor, Penalties
+from peagle.engine.sampling.logits_processors import (
+    LOGITS_PROCESSORS,
+    LogitsProcessor,
+    Penalties,
+    cumulative_probabilities,
+)
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.kernels.triton.argmax import argmax
 
@@ -79,8 +84,8 @@ class SamplingGroup:
         Rows beyond max_tokens are never used: they take the last number.
         """
         uniform = self.uniforms[self.first + position.minimum(self.last)]
-        cdf = x.softmax(-1).cumsum(-1, dtype=torch.float64)
-        threshold = uniform[:, :, None] * cdf[..., -1:]
+        cdf = cumulative_probabilities(x)
+        threshold = (uniform[:, :, None] * cdf[..., -1:]).long()
         return torch.searchsorted(cdf, threshold, right=True)[..., 0].clamp(max=x.shape[-1] - 1)
 
     def commit(self, tokens: Tensor, accepted: Tensor) -> None:
