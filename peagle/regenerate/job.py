@@ -100,7 +100,7 @@ def regenerate(
         if open_prompts and settings.endpoint:
             from peagle.regenerate.endpoint import ask_all
 
-            ask_all(target, open_prompts, answers, settings, progress)
+            ask_all(target, open_prompts, answers, settings, progress, start + stop_after)
         elif open_prompts:
             answer_all(target, open_prompts, answers, settings, progress, start + stop_after)
         answers.counts.seconds = time.perf_counter() - start

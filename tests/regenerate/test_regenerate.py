@@ -1,6 +1,7 @@
 """Regenerated answers: exact ids, resumed runs, dropped records, local or from an endpoint."""
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -254,6 +255,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             self.server.asked.append((self.path, self.headers.get("authorization"), asked))
             text = asked["messages"][-1]["content"]
+            self.server.hang.wait(30 * (text in self.server.slow))
             status = self.server.trouble.pop(0) if self.server.trouble else 200
             choice = {
                 "message": {"content": text},
@@ -272,21 +274,30 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.asked, server.trouble = [], [429, 503]
+    server.slow, server.hang = set(), threading.Event()  # questions that wait for the event
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     yield server
+    server.hang.set()
     server.shutdown()
     server.server_close()
 
 
-def ask(chat: Target, server: ThreadingHTTPServer, prompts: list[Prompt], out: Path) -> Counts:
+def ask(
+    chat: Target,
+    server: ThreadingHTTPServer,
+    prompts: list[Prompt],
+    out: Path,
+    stop_after: float = math.inf,
+) -> Counts:
     url = f"http://127.0.0.1:{server.server_port}/v1"
     return regenerate(
         chat,
         prompts,
         out,
         RegenerateSettings(max_tokens=24, max_prompt=60, endpoint=url, model="served"),
+        stop_after=stop_after,
     )
 
 
@@ -324,6 +335,25 @@ def test_an_endpoint_that_refuses(
         ask(chat, server, some(count=3), tmp_path / "b")
     server.trouble.clear()
     assert ask(chat, server, some(count=3), tmp_path / "b").answered == 3
+
+
+def test_an_endpoint_is_asked_until_the_time_is_over(
+    chat: Target, server: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    """Answered turns are kept; what has no answer yet is asked again by the next run."""
+    prompts = some(turns=2, count=3)
+    server.trouble.clear()
+    server.slow = {prompts[1].turns[1], prompts[2].turns[0]}
+    counts = ask(chat, server, prompts, tmp_path, stop_after=3)
+    assert counts.answered == 2 and not counts.dropped and counts.seconds < 15
+    cut = {line["key"]: (line.get("cut"), len(line["messages"])) for line in lines(tmp_path)}
+    assert cut == {prompts[0].key: (None, 4), prompts[1].key: ("time", 2)}
+    server.hang.set()
+    again = ask(chat, server, prompts, tmp_path)
+    assert (again.answered, again.resumed) == (1, 2)
+    asked = len(server.asked)
+    assert ask(chat, server, some(count=5), tmp_path / "none", stop_after=-1).answered == 0
+    assert len(server.asked) == asked, "the time is over before the first question"
 
 
 def test_the_command(tmp_path: Path) -> None:
