@@ -392,6 +392,7 @@ def test_the_command(tmp_path: Path) -> None:
         "--prompts", prompts, "--temperature", "0,1", code=2
     )
     assert "was started with validation" in run("--prompts", prompts, "--validation", 3, code=2)
+    assert not (tmp_path / "out" / "validation.jsonl").exists()
     assert "--long 100000 exceeds" in run("--invent", 500_000, "--long", 100_000, code=2)
     other = tmp_path / "other"
     run("--prompts", prompts, "--validation", 3, "--out", other)
@@ -400,5 +401,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(held_out) == 3 and len(lines(other)) == 17
     assert not answered & {prompt.turns[0] for prompt in held_out}
     assert "was started with validation 3" in run("--prompts", prompts, "--out", other, code=2)
+    run("--prompts", prompts, "--validation", 5, "--out", other, code=2)
+    assert read_prompts(other / "validation.jsonl") == held_out, "a refused run changes nothing"
     assert "nothing to answer" in run(code=2)
     assert "--slots" in run("--prompts", prompts, "--slots", "many", code=2)

@@ -96,8 +96,7 @@ def regenerate(
         raise UserError(f"--limit is {limit}: ask for at least one prompt")
     temperatures = parse_temperatures(temperature)
     read = read_prompts(prompts, temperatures, limit, seed, warn) if prompts else []
-    if validation:
-        read = hold_out(read, validation, out)
+    read, held_out = hold_out(read, validation)
     settings = job.RegenerateSettings(
         max_tokens=max_tokens,
         max_prompt=max(long - max_tokens, 1) if long else max_prompt,
@@ -121,20 +120,18 @@ def regenerate(
         read = long_conversations(read, loaded, long_settings)
     with progress_bar("answers", as_json) as progress:
         seconds = math.inf if stop_after is None else 60 * stop_after
-        counts = job.regenerate(loaded, read, out, settings, progress, seconds)
+        counts = job.regenerate(loaded, read, out, settings, progress, seconds, held_out)
     record = {"out": str(out)} | counts.as_dict()
     print(json.dumps(record) if as_json else summary(counts, out))
 
 
-def hold_out(prompts: "list[Prompt]", count: int, out: Path) -> "list[Prompt]":
-    """Write the validation prompts to OUT/validation.jsonl; returns the others."""
-    from peagle.regenerate.prompts import split_validation, write_prompts
+def hold_out(prompts: "list[Prompt]", count: int) -> "tuple[list[Prompt], list[Prompt]]":
+    """The prompts to answer, and those of --validation."""
+    from peagle.regenerate.prompts import split_validation
 
     if count < 0:
         raise UserError(f"--validation is {count}: use 1 or more, or leave it out")
-    training, validation = split_validation(prompts, count)
-    write_prompts(validation, out.expanduser() / "validation.jsonl")
-    return training
+    return split_validation(prompts, count)
 
 
 def parse_slots(word: str) -> int | None:
