@@ -403,5 +403,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert "was started with validation 3" in run("--prompts", prompts, "--out", other, code=2)
     run("--prompts", prompts, "--validation", 5, "--out", other, code=2)
     assert read_prompts(other / "validation.jsonl") == held_out, "a refused run changes nothing"
+    limited = tmp_path / "limited"
+    options = ("--validation", 3, "--limit", 4, "--seed", 5, "--temperature", "0,1")
+    run("--prompts", prompts, *options, "--out", limited)
+    texts = [{p.turns[0] for p in read_prompts(o / "validation.jsonl")} for o in (other, limited)]
+    assert texts[0] == texts[1], "neither --limit nor --seed changes what is held out"
+    assert len(lines(limited)) == 4 * 2
+    assert "give --prompts FILE" in run("--invent", 3, "--validation", 2, code=2)
+    assert "--validation is -1" in run("--prompts", prompts, "--validation", -1, code=2)
     assert "nothing to answer" in run(code=2)
     assert "--slots" in run("--prompts", prompts, "--slots", "many", code=2)
