@@ -99,7 +99,8 @@ def regenerate(
     if validation and prompts is None:
         raise UserError("--validation holds out prompts of a file: give --prompts FILE too")
     temperatures = parse_temperatures(temperature)
-    read, held_out = [], []
+    read: list[Prompt] = []
+    held_out: list[Prompt] = []
     if prompts is not None:
         read, held_out = read_split(prompts, temperatures, limit, seed, validation)
     settings = job.RegenerateSettings(
