@@ -64,7 +64,7 @@ class Job:
     p_eagle_seconds: float
     stages: tuple[str, ...]
     changes: dict[str, Any]  # of the recipe
-    files: Path  # the folder of what is taken home
+    files: Path  # folder of the results
     size: Size
     start: float
 

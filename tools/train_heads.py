@@ -301,7 +301,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     running.add_argument("--prompts", type=Path, required=True, help="folder of `prepare`")
     running.add_argument("--bench", type=Path, required=True, help="folder of the sets")
     running.add_argument("--out", type=Path, required=True)
-    running.add_argument("--files", type=Path, help="what is taken home; OUT/files by default")
+    running.add_argument("--files", type=Path, help="folder of the results; OUT/files by default")
     running.add_argument("--seconds", type=float, default=580.0, help="of the whole run")
     running.add_argument(
         "--answers", default="70,22,34", help="seconds for short, invented and long answers"

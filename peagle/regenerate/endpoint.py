@@ -1,7 +1,9 @@
 """Answers from an OpenAI-compatible chat endpoint that serves the same target elsewhere."""
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,9 +30,13 @@ def ask_all(
     answers: AnswerFile,
     settings: RegenerateSettings,
     progress: Progress,
+    deadline: float = math.inf,
 ) -> None:
-    """Ids and spans come from the target's tokenizer, because an endpoint returns text only."""
-    asyncio.run(_ask_all(target, prompts, answers, settings, progress))
+    """Ask until `deadline` (of time.perf_counter).
+
+    Ids and spans come from the target's tokenizer, because an endpoint returns text only.
+    """
+    asyncio.run(_ask_all(target, prompts, answers, settings, progress, deadline))
 
 
 async def _ask_all(
@@ -39,15 +45,18 @@ async def _ask_all(
     answers: AnswerFile,
     settings: RegenerateSettings,
     progress: Progress,
+    deadline: float,
 ) -> None:
     open_prompts = iter(prompts)
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT) as client:
-        endpoint = Endpoint(client, settings, target)
+        endpoint = Endpoint(client, settings, target, deadline)
 
         async def work() -> None:
             for prompt in open_prompts:  # shared by all workers
+                if endpoint.seconds_left() < 0:
+                    break
                 await _answer(endpoint, prompt, answers)
                 progress(answers.counts.settled, len(prompts), answers.counts.generated)
 
@@ -63,6 +72,8 @@ async def _ask_all(
 async def _answer(endpoint: "Endpoint", prompt: Prompt, answers: AnswerFile) -> None:
     """Answer turn after turn; a conversation that ends early keeps its complete answers."""
     messages, ended = await endpoint.converse(prompt)
+    if not messages and ended == "time":
+        return  # The next run asks again.
     if not messages:
         answers.drop(prompt.key, ended or "empty")
         return
@@ -85,7 +96,11 @@ async def _answer(endpoint: "Endpoint", prompt: Prompt, answers: AnswerFile) -> 
 
 class Endpoint:
     def __init__(
-        self, client: httpx.AsyncClient, settings: RegenerateSettings, target: Target
+        self,
+        client: httpx.AsyncClient,
+        settings: RegenerateSettings,
+        target: Target,
+        deadline: float = math.inf,
     ) -> None:
         assert settings.endpoint is not None
         url = settings.endpoint.rstrip("/")
@@ -94,6 +109,10 @@ class Endpoint:
         self.settings = settings
         self.target = target
         self.max_prompt = settings.longest_prompt(target)
+        self.deadline = deadline
+
+    def seconds_left(self) -> float:
+        return self.deadline - time.perf_counter()
 
     async def converse(self, prompt: Prompt) -> tuple[Messages, str | None]:
         """The messages up to the last complete answer, and why the conversation ended there."""
@@ -102,7 +121,11 @@ class Endpoint:
             prompt_messages: Messages = [*messages, {"role": "user", "content": turn}]
             if ended := self._prompt_fault(prompt_messages):
                 return messages, ended
-            text, reason = await self.ask(prompt_messages, prompt.temperature)
+            try:
+                async with asyncio.timeout(self.seconds_left()):
+                    text, reason = await self.ask(prompt_messages, prompt.temperature)
+            except TimeoutError:
+                return messages, "time"
             if ended := self._answer_fault(text, reason):
                 return messages, ended
             messages = [*prompt_messages, {"role": "assistant", "content": text}]

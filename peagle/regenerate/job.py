@@ -12,9 +12,10 @@ from peagle.errors import UserError
 from peagle.regenerate.answers import AnswerFile, Counts
 from peagle.regenerate.batch_generator import BatchGenerator, BatchRequest, auto_slots, free_memory
 from peagle.regenerate.conversation import Conversation
-from peagle.regenerate.prompts import Prompt
+from peagle.regenerate.prompts import Prompt, write_prompts
 from peagle.target import Target
 
+VALIDATION_FILE = "validation.jsonl"
 CAPACITY_MULTIPLE = 64  # slot capacities are multiples of it
 
 
@@ -84,23 +85,28 @@ def regenerate(
     settings: RegenerateSettings,
     progress: Progress = silent,
     stop_after: float = math.inf,
+    held_out: Sequence[Prompt] = (),
 ) -> Counts:
     """Write the answers to all `prompts` to out/answers.jsonl; call it again after an interruption.
 
     After `stop_after` seconds it ends: an answer that is not finished is not written, but the
     answers to earlier turns of its conversation are.
 
+    The prompts `held_out` are written to out/validation.jsonl, once the settings are accepted.
+
     A line: {"key", "source", "temperature", "messages", "ids", "spans"}; see answers.py and
     conversation.py.
     """
     start = time.perf_counter()
     with AnswerFile(Path(out).expanduser(), settings.identity(target)) as answers:
+        if held_out:
+            write_prompts(held_out, answers.path.with_name(VALIDATION_FILE))
         open_prompts = [prompt for prompt in prompts if prompt.key not in answers.settled]
         answers.counts.resumed = len(prompts) - len(open_prompts)
         if open_prompts and settings.endpoint:
             from peagle.regenerate.endpoint import ask_all
 
-            ask_all(target, open_prompts, answers, settings, progress)
+            ask_all(target, open_prompts, answers, settings, progress, start + stop_after)
         elif open_prompts:
             answer_all(target, open_prompts, answers, settings, progress, start + stop_after)
         answers.counts.seconds = time.perf_counter() - start

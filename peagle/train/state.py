@@ -52,6 +52,7 @@ class RunState:
     data: str  # digest of the documents
     seconds: float  # of training
     tokens: int  # of documents, seen by the target
+    clock: float | None = None  # seconds that count for `minutes`; older states have none
 
 
 def save_state(
@@ -105,7 +106,8 @@ def load_state(
         raise UserError(
             f"cannot read {newest}: {_first_line(error)}. Remove it to use the previous state"
         ) from error
-    state = RunState(**{field.name: values[field.name] for field in fields(RunState)})
+    names = [field.name for field in fields(RunState)]
+    state = RunState(**{name: values[name] for name in names if name in values})
     check(state)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(passes, values["model"], options=options)

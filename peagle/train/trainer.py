@@ -95,7 +95,7 @@ class Trainer:
             self.loss.compile()
         self.stopping = False  # Set it to save after the current step and return.
         self.clock_start = math.inf  # when the first step of this process was done
-        self.seconds_before = 0.0  # of training, before this process
+        self.clock_before = 0.0  # what the clock of `minutes` showed before this process
         self.step = 0
         self.seconds = 0.0  # of training, over all resumed parts
         self.tokens = 0  # of documents, seen by the target
@@ -129,7 +129,8 @@ class Trainer:
         if state is None:
             return False
         self.step = state.step
-        self.seconds = self.seconds_before = state.seconds
+        self.seconds = state.seconds
+        self.clock_before = state.seconds if state.clock is None else state.clock
         self.tokens = state.tokens
         return True
 
@@ -179,13 +180,19 @@ class Trainer:
     def _schedule_step(self) -> float:
         """The step that decides the learning rate; with `minutes`, time passes as steps do.
 
-        Time is that of training without the first step, which compiles. All processes agree on it.
+        All processes agree on it.
         """
         if not self.config.minutes:
             return self.step
-        own = self.seconds_before + max(0.0, time.perf_counter() - self.clock_start)
-        spent = self.world.sum_number(own, self.target.device) / self.world.size
+        spent = self.world.sum_number(self._clock(), self.target.device) / self.world.size
         return max(self.step, spent / (60 * self.config.minutes) * self.total_steps)
+
+    def _clock(self) -> float:
+        """The seconds that count for `minutes`, over all resumed parts.
+
+        Evaluations and saving count; the first step of each process, which compiles, does not.
+        """
+        return self.clock_before + max(0.0, time.perf_counter() - self.clock_start)
 
     def _is_late(self, deadline: float) -> bool:
         """Whether any process is late: all of them must stop together, or the others would hang."""
@@ -268,7 +275,9 @@ class Trainer:
         return DraftReplay(passes, self.features.uncached(), self.config.pack_tokens, self.flex)
 
     def save(self) -> None:
-        state = RunState(self.step, asdict(self.config), self.digest, self.seconds, self.tokens)
+        state = RunState(
+            self.step, asdict(self.config), self.digest, self.seconds, self.tokens, self._clock()
+        )
         save_state(self.out / "state", state, self.passes, self.optimizers, self.world)
 
     def save_drafter(self) -> Path:

@@ -1,9 +1,6 @@
-"""Regenerated answers: exact ids, resumed runs, dropped records, local or from an endpoint."""
+"""Regenerated answers: exact ids, resumed runs, dropped records."""
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,8 @@ from typer.testing import CliRunner
 from peagle.cli import app
 from peagle.data.chat import encode_prompt
 from peagle.errors import UserError
-from peagle.regenerate import endpoint, invent
-from peagle.regenerate.answers import ANSWERS, Counts
+from peagle.regenerate import invent
+from peagle.regenerate.answers import ANSWERS
 from peagle.regenerate.job import RegenerateSettings, regenerate
 from peagle.regenerate.prompts import (
     Prompt,
@@ -245,87 +242,6 @@ def test_invented_prompts(chat: Target, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
-    """Answers every question with its words; the first time it is asked, it is busy."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.server.asked.append((self.path, self.headers.get("authorization"), asked))
-            text = asked["messages"][-1]["content"]
-            status = self.server.trouble.pop(0) if self.server.trouble else 200
-            choice = {
-                "message": {"content": text},
-                "finish_reason": "length" if text == "w9" else "stop",
-            }
-            body = json.dumps(
-                {"choices": [choice]} if status == 200 else {"error": "busy"}
-            ).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked, server.trouble = [], [429, 503]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def ask(chat: Target, server: ThreadingHTTPServer, prompts: list[Prompt], out: Path) -> Counts:
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    return regenerate(
-        chat,
-        prompts,
-        out,
-        RegenerateSettings(max_tokens=24, max_prompt=60, endpoint=url, model="served"),
-    )
-
-
-def test_an_endpoint_answers(chat: Target, server: ThreadingHTTPServer, tmp_path: Path) -> None:
-    prompts = [
-        *some(turns=2, count=5),
-        Prompt("t@0", "", ["w9"], 0.7),
-        Prompt("m@0", "", ["w66"], 0.0),
-    ]
-    counts = ask(chat, server, prompts, tmp_path)
-    assert counts.answered == 5 and dict(counts.dropped) == {"truncated": 1, "template": 1}
-    assert len(server.asked) == 2 * 5 + 1 + 2  # two tries more: one for 429, one for 503
-    path, key, body = server.asked[-1]
-    assert (path, key) == ("/v1/chat/completions", "Bearer secret")
-    assert body["model"] == "served" and body["max_tokens"] == 24
-    line = next(line for line in lines(tmp_path) if line["key"] == "1@0")
-    assert [message["content"] for message in line["messages"]] == [
-        "w4 w41",
-        "w4 w41",
-        "w4 w48",
-        "w4 w48",
-    ]
-    assert [line["ids"][start:end] for start, end in line["spans"]] == [[4, 41, 1], [4, 48, 1]]
-    assert ask(chat, server, prompts, tmp_path).resumed == 7
-
-
-def test_an_endpoint_that_refuses(
-    chat: Target, server: ThreadingHTTPServer, tmp_path: Path
-) -> None:
-    server.trouble[:] = [401] * 10
-    with pytest.raises(UserError, match="refuses: HTTP 401"):
-        ask(chat, server, some(count=3), tmp_path / "a")
-    server.trouble[:] = [503] * 50
-    with pytest.raises(UserError, match=f"in {endpoint.MAX_TRIES} tries, the last: HTTP 503"):
-        ask(chat, server, some(count=3), tmp_path / "b")
-    server.trouble.clear()
-    assert ask(chat, server, some(count=3), tmp_path / "b").answered == 3
-
-
 def test_the_command(tmp_path: Path) -> None:
     target = make_chat_target()
     target.model.save_pretrained(tmp_path / "target")
@@ -362,6 +278,7 @@ def test_the_command(tmp_path: Path) -> None:
         "--prompts", prompts, "--temperature", "0,1", code=2
     )
     assert "was started with validation" in run("--prompts", prompts, "--validation", 3, code=2)
+    assert not (tmp_path / "out" / "validation.jsonl").exists()
     assert "--long 100000 exceeds" in run("--invent", 500_000, "--long", 100_000, code=2)
     other = tmp_path / "other"
     run("--prompts", prompts, "--validation", 3, "--out", other)
@@ -370,5 +287,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(held_out) == 3 and len(lines(other)) == 17
     assert not answered & {prompt.turns[0] for prompt in held_out}
     assert "was started with validation 3" in run("--prompts", prompts, "--out", other, code=2)
+    run("--prompts", prompts, "--validation", 5, "--out", other, code=2)
+    assert read_prompts(other / "validation.jsonl") == held_out, "a refused run changes nothing"
+    limited = tmp_path / "limited"
+    options = ("--validation", 3, "--limit", 4, "--seed", 5, "--temperature", "0,1")
+    run("--prompts", prompts, *options, "--out", limited)
+    texts = [{p.turns[0] for p in read_prompts(o / "validation.jsonl")} for o in (other, limited)]
+    assert texts[0] == texts[1], "neither --limit nor --seed changes what is held out"
+    assert len(lines(limited)) == 4 * 2
+    assert "give --prompts FILE" in run("--invent", 3, "--validation", 2, code=2)
+    assert "--validation is -1" in run("--prompts", prompts, "--validation", -1, code=2)
     assert "nothing to answer" in run(code=2)
     assert "--slots" in run("--prompts", prompts, "--slots", "many", code=2)

@@ -132,4 +132,5 @@ def test_schedules(schedule: str):
     config = TrainConfig(schedule=schedule, warmup=0.2, final_lr=0.1)
     optimizers = Optimizers(nn.Linear(2, 2), config, 10)
     assert [optimizers.lr_fraction(i) for i in range(2)] == [0.5, 1.0]
+    assert optimizers.lr_fraction(1.9) == 1.0, "a step that is a fraction stays at the peak"
     assert [optimizers.lr_fraction(i) for i in range(2, 11)] == pytest.approx(SHARES[schedule])

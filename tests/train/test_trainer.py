@@ -3,6 +3,7 @@ must.
 """
 
 import itertools
+import math
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -243,6 +244,40 @@ def test_a_run_of_minutes_ends_with_its_learning_rate(tmp_path, monkeypatch):
     again = start(config_in(tmp_path, steps=10_000, minutes=0.5, final_lr=0.0))
     assert again.resume() and again.train(Journal(again.out, again.step), print)
     assert again.step == 31, "its time is over"
+
+
+def test_a_resumed_run_of_minutes_keeps_its_clock(tmp_path, monkeypatch):
+    """The first step, which takes a minute, does not count after resuming; evaluations do."""
+    spent = [0.0]
+    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: spent[0])
+
+    def begin() -> Trainer:
+        config = config_in(tmp_path, steps=10_000, minutes=10, eval_every=2, log_every=1)
+        trainer = start(config)
+        plain = trainer._train_step
+
+        def step(batches: Any) -> Any:
+            spent[0] += 60 if trainer.clock_start == math.inf else 1
+            return plain(batches)
+
+        def evaluate(journal: Journal) -> None:
+            spent[0] += 20
+
+        monkeypatch.setattr(trainer, "_train_step", step)
+        monkeypatch.setattr(trainer, "evaluate", evaluate)
+        return trainer
+
+    first = begin()
+    assert not first.train(Journal(first.out, 0), lambda *_: None, stop_after=81)
+    assert first.step == 3 and first.seconds == 62
+    second = begin()
+    assert second.resume() and second.seconds == 62
+    assert second._clock() == first._clock() == 1 + 20 + 1
+    path = list_states(second.out / "state")[-1]
+    older = torch.load(path, weights_only=True)
+    del older["clock"]
+    torch.save(older, path)
+    assert second.resume() and second._clock() == 62, "a state of an older version"
 
 
 def test_a_drafter_that_is_continued_keeps_its_window(tmp_path):

@@ -12,7 +12,7 @@ PromptFile = Annotated[
     ),
 ]
 PromptLimit = Annotated[
-    int | None, typer.Option("--limit", help="Number of prompts to use.", show_default=False)
+    int | None, typer.Option("--limit", help="Number of prompts to answer.", show_default=False)
 ]
 Invent = Annotated[
     int, typer.Option("--invent", help="Number of prompts that the target writes itself.")

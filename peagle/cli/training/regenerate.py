@@ -88,16 +88,21 @@ def regenerate(
     from peagle.loaded import load
     from peagle.regenerate import job
     from peagle.regenerate.long_conversations import LongSettings, long_conversations
-    from peagle.regenerate.prompts import digest, parse_temperatures, read_prompts
+    from peagle.regenerate.prompts import digest, parse_temperatures
 
     if prompts is None and invent < 1:
         raise UserError("nothing to answer: give --prompts FILE, or --invent N")
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: ask for at least one prompt")
+    if validation < 0:
+        raise UserError(f"--validation is {validation}: use 1 or more, or leave it out")
+    if validation and prompts is None:
+        raise UserError("--validation holds out prompts of a file: give --prompts FILE too")
     temperatures = parse_temperatures(temperature)
-    read = read_prompts(prompts, temperatures, limit, seed, warn) if prompts else []
-    if validation:
-        read = hold_out(read, validation, out)
+    read: list[Prompt] = []
+    held_out: list[Prompt] = []
+    if prompts is not None:
+        read, held_out = read_split(prompts, temperatures, limit, seed, validation)
     settings = job.RegenerateSettings(
         max_tokens=max_tokens,
         max_prompt=max(long - max_tokens, 1) if long else max_prompt,
@@ -121,20 +126,24 @@ def regenerate(
         read = long_conversations(read, loaded, long_settings)
     with progress_bar("answers", as_json) as progress:
         seconds = math.inf if stop_after is None else 60 * stop_after
-        counts = job.regenerate(loaded, read, out, settings, progress, seconds)
+        counts = job.regenerate(loaded, read, out, settings, progress, seconds, held_out)
     record = {"out": str(out)} | counts.as_dict()
     print(json.dumps(record) if as_json else summary(counts, out))
 
 
-def hold_out(prompts: "list[Prompt]", count: int, out: Path) -> "list[Prompt]":
-    """Write the validation prompts to OUT/validation.jsonl; returns the others."""
-    from peagle.regenerate.prompts import split_validation, write_prompts
+def read_split(
+    file: Path,
+    temperatures: tuple[float, ...],
+    limit: int | None,
+    seed: int | None,
+    validation: int,
+) -> "tuple[list[Prompt], list[Prompt]]":
+    """The first `limit` prompts to answer, and those held out, chosen from the whole file."""
+    from peagle.regenerate.prompts import read_prompts, split_validation
 
-    if count < 0:
-        raise UserError(f"--validation is {count}: use 1 or more, or leave it out")
-    training, validation = split_validation(prompts, count)
-    write_prompts(validation, out.expanduser() / "validation.jsonl")
-    return training
+    everything = read_prompts(file, temperatures, seed=seed, report=warn)
+    training, held_out = split_validation(everything, validation)
+    return training[: None if limit is None else limit * len(temperatures)], held_out
 
 
 def parse_slots(word: str) -> int | None:

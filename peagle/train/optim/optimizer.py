@@ -49,7 +49,7 @@ class Optimizers:
         config = self.config
         warmup_steps = max(1, round(config.warmup * self.total_steps))
         if step < warmup_steps:
-            return (step + 1) / warmup_steps
+            return min(1.0, (step + 1) / warmup_steps)  # With `minutes`, steps are fractions.
         done = min(1.0, (step - warmup_steps) / max(1, self.total_steps - warmup_steps))
         schedules = {
             "cosine": (1 + math.cos(math.pi * done)) / 2,
