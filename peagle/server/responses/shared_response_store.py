@@ -5,10 +5,12 @@ server's sockets, which no other user can read, and which is removed when the se
 and access are those of ResponseStore.
 """
 
+import logging
 import os
 import sqlite3
 from pathlib import Path
 
+from peagle.server.http.logs import log_event
 from peagle.server.responses.response_store import (
     KEY_SHARE,
     MAX_BYTES,
@@ -63,9 +65,18 @@ class SharedResponseStore:
         return int(self._database.execute(query).fetchone()[0])
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response, unless it is larger than all that its key may store."""
+        """Keep a response, unless it is larger than all that its key may store.
+
+        An answer is complete by now: it is sent even if the database fails.
+        """
         if stored.size > self._key_limits[1]:
             return
+        try:
+            self._insert(response_id, stored)
+        except sqlite3.Error as error:
+            log_event("response not stored", logging.WARNING, id=response_id, reason=str(error))
+
+    def _insert(self, response_id: str, stored: StoredResponse) -> None:
         row = (stored.key_digest, stored.salt, stored.response, stored.messages)
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
