@@ -307,6 +307,13 @@ def test_the_store_is_bounded(tmp_path: Path, shared: bool) -> None:
     assert len(store) == 0 and store.size == 0
 
 
+def test_the_size_of_a_response_is_read_without_its_text(tmp_path: Path) -> None:
+    SharedResponseStore(tmp_path / "file")
+    columns = sqlite3.connect(tmp_path / "file").execute("PRAGMA table_info(responses)")
+    names = [column[1] for column in columns]
+    assert names.index("size") < min(names.index("response"), names.index("messages"))
+
+
 def test_an_answer_is_not_lost_when_the_database_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,10 +20,15 @@ from peagle.server.responses.response_store import (
 
 PATH_VARIABLE = "PEAGLE_RESPONSES"  # The file, in the environment of web server processes.
 LOCK_SECONDS = 5.0  # For another process to finish its change.
+# `size` is before the large columns: SQLite reads a row up to the last column that a query needs.
 TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, key_digest BLOB, salt TEXT, response BLOB, messages BLOB, size INTEGER
+    id TEXT PRIMARY KEY, key_digest BLOB, salt TEXT, size INTEGER, response BLOB, messages BLOB
 )
+"""
+INSERT = """
+INSERT OR REPLACE INTO responses (id, key_digest, salt, size, response, messages)
+VALUES (?, ?, ?, ?, ?, ?)
 """
 # Older responses than those that fit, newest first.
 SURPLUS = """
@@ -77,13 +82,10 @@ class SharedResponseStore:
             log_event("response not stored", logging.WARNING, id=response_id, reason=str(error))
 
     def _insert(self, response_id: str, stored: StoredResponse) -> None:
-        row = (stored.key_digest, stored.salt, stored.response, stored.messages)
+        row = (stored.key_digest, stored.salt, stored.size, stored.response, stored.messages)
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
-            self._database.execute(
-                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
-                (response_id, *row, stored.size),
-            )
+            self._database.execute(INSERT, (response_id, *row))
             own = SURPLUS.format(condition="key_digest = ?")
             self._database.execute(own, (stored.key_digest, *self._key_limits))
             self._database.execute(SURPLUS.format(condition="TRUE"), self._limits)
