@@ -19,7 +19,8 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
+from copy import copy
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from threading import Lock
@@ -75,6 +76,7 @@ def _replace_dynamo() -> None:
     if DYNAMO not in sys.modules:
         sys.modules[DYNAMO] = DynamoDecorators(DYNAMO)
         sys.modules[DYNAMO_TRACING] = DynamoDecorators(DYNAMO_TRACING)
+        sys.meta_path.insert(0, _DynamoFinder())
 
 
 @contextmanager
@@ -110,18 +112,53 @@ class DynamoDecorators(ModuleType):
 
     def TransformGetItemToIndex(self) -> Any:
         """Of the module DYNAMO_TRACING: an object that transformers uses to create some masks."""
-        return self._import_real().TransformGetItemToIndex()
+        return self.import_real().TransformGetItemToIndex()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and (name != "__path__" or self.__name__ != DYNAMO):
+        if name == "__path__" and self.__name__ == DYNAMO:
+            return []  # A package, whose modules _DynamoFinder finds.
+        if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._import_real(), name)
+        return getattr(self.import_real(), name)
 
-    def _import_real(self) -> ModuleType:
+    def import_real(self) -> ModuleType:
         for module in (DYNAMO, DYNAMO_TRACING):
             if isinstance(sys.modules.get(module), DynamoDecorators):
                 del sys.modules[module]
         return importlib.import_module(self.__name__)
+
+
+class _DynamoFinder(MetaPathFinder):
+    """Imports the real compiler before the first of its modules that is imported by name."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = sys.modules.get(DYNAMO)
+        if not name.startswith(f"{DYNAMO}.") or not isinstance(package, DynamoDecorators):
+            return None
+        package = package.import_real()
+        module = sys.modules.get(name)
+        if module is None or module.__spec__ is None:
+            return PathFinder.find_spec(name, package.__path__, target)
+        spec = copy(module.__spec__)
+        spec.loader = _LoadedModule(module)
+        module.__spec__ = spec  # Python prefers it to the one that is returned.
+        return spec
+
+
+class _LoadedModule(Loader):
+    """Loads a module that the import of its package has executed: it is not executed again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 class PackageDistributions(dict[str, list[str]]):
