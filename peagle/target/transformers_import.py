@@ -9,8 +9,9 @@ runs a model:
     the command line of httpx: rich, pygments, click
 
 Inside `quick_imports` the first two are looked up only for what is asked for, and the others are
-not imported. Everything stays reachable: `transformers.<Name>` of a model that is not known yet
-reads all folders then. Distributed training must not import transformers this way: it believes
+not imported. Everything stays reachable by name: `transformers.<Name>` of a model not known yet
+reads all folders then; `dir` and `from transformers import *` list known models only until then.
+Distributed training must not import transformers this way: it believes
 that torch has no distributed package.
 """
 
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from copy import copy
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -56,7 +58,6 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def _replaced_lookups() -> Iterator[None]:
-    packages_distributions = importlib.metadata.packages_distributions
     rglob = Path.rglob
 
     def search(folder: Path, pattern: str, **options: Any) -> Iterator[Path]:
@@ -180,7 +181,7 @@ class PackageDistributions(dict[str, list[str]]):
                 continue
             self[package] = [name]
             return
-        for key, names in importlib.metadata.packages_distributions().items():
+        for key, names in packages_distributions().items():
             self.setdefault(key, list(names))
 
 

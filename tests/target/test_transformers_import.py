@@ -93,6 +93,17 @@ print(json.dumps([names.count(module.__name__), loader, same]))
     assert run_script(script) == [1, "SourceFileLoader", True]
 
 
+def test_distributions_of_other_names_are_found_inside_quick_imports() -> None:
+    script = """
+import importlib.metadata, json
+from peagle.target.transformers_import import quick_imports
+with quick_imports():
+    found = importlib.metadata.packages_distributions().get("yaml")
+print(json.dumps(found))
+"""
+    assert run_script(script) == importlib.metadata.packages_distributions()["yaml"]
+
+
 @pytest.mark.parametrize("package", ["torch", "transformers", "jinja2", "yaml", "no_such_package"])
 def test_distributions_of_packages(package: str) -> None:
     known = importlib.metadata.packages_distributions().get(package)
