@@ -11,8 +11,8 @@ runs a model:
 Inside `quick_imports` the first two are looked up only for what is asked for, and the others are
 not imported. Everything stays reachable by name: `transformers.<Name>` of a model not known yet
 reads all folders then; `dir` and `from transformers import *` list known models only until then.
-Distributed training must not import transformers this way: it believes
-that torch has no distributed package.
+Distributed training must not import transformers this way: it believes that torch has no
+distributed package.
 """
 
 import importlib
@@ -20,7 +20,6 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import packages_distributions
@@ -142,24 +141,23 @@ class _DynamoFinder(MetaPathFinder):
         module = sys.modules.get(name)
         if module is None or module.__spec__ is None:
             return PathFinder.find_spec(name, package.__path__, target)
-        spec = copy(module.__spec__)
-        spec.loader = _LoadedModule(module)
-        module.__spec__ = spec  # Python prefers it to the one that is returned.
-        return spec
+        module.__spec__.loader = _LoadedModule(module, module.__spec__)
+        return module.__spec__
 
 
 class _LoadedModule(Loader):
     """Loads a module that the import of its package has executed: it is not executed again."""
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, spec: ModuleSpec) -> None:
         self._module = module
-        self._spec = module.__spec__
+        self._loader = spec.loader
+        self._spec = spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        self._spec.loader = self._loader
 
 
 class PackageDistributions(dict[str, list[str]]):
