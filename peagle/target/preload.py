@@ -25,6 +25,7 @@ LIBRARIES = {
     "libtorch_global_deps.so": os.RTLD_NOW | os.RTLD_GLOBAL,
     "libtorch.so": os.RTLD_NOW | os.RTLD_LOCAL,
 }
+CUDA_LIBRARY = "libtorch_cuda.so"  # A torch for CPUs has none, and needs no context.
 # Modules without torch that transformers imports.
 LATER_MODULES = (
     *("numpy", "jinja2", "regex", "yaml", "tqdm.auto", "filelock", "PIL.Image"),
@@ -49,12 +50,12 @@ def load_libraries(device: str) -> None:
     if spec is None or spec.origin is None:
         return
     folder = Path(spec.origin).parent / "lib"
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, ValueError):
         process = ctypes.CDLL(None)
         process.dlopen.restype = ctypes.c_void_p
         for name, flags in LIBRARIES.items():
             process.dlopen(os.fsencode(folder / name), flags)
-        if device != "cpu":
+        if device != "cpu" and (folder / CUDA_LIBRARY).exists():
             create_context(device)
 
 

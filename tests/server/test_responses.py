@@ -1,6 +1,8 @@
 """/v1/responses with the official client: text, tools, reasoning, stored responses, errors."""
 
 import json
+import logging
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from peagle.server.responses import shared_response_store
 from peagle.server.responses.response_store import ResponseStore, StoredResponse
 from peagle.server.responses.shared_response_store import PATH_VARIABLE, SharedResponseStore
 from tests.support.api_events import event_types, response_events
@@ -302,6 +305,28 @@ def test_the_store_is_bounded(tmp_path: Path, shared: bool) -> None:
     assert store.get("too large", "") is None and store.get("large", "")
     assert store.delete("large", "") and not store.delete("large", "")
     assert len(store) == 0 and store.size == 0
+
+
+def test_the_size_of_a_response_is_read_without_its_text(tmp_path: Path) -> None:
+    SharedResponseStore(tmp_path / "file")
+    columns = sqlite3.connect(tmp_path / "file").execute("PRAGMA table_info(responses)")
+    names = [column[1] for column in columns]
+    assert names.index("size") < min(names.index("response"), names.index("messages"))
+
+
+def test_an_answer_is_not_lost_when_the_database_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_response_store, "LOCK_SECONDS", 0.01)
+    store = SharedResponseStore(tmp_path / "file")
+    other = sqlite3.connect(tmp_path / "file", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with caplog.at_level(logging.INFO, "peagle.server"):
+        store.put("locked", stored(10))
+    assert "response not stored" in caplog.text and store.get("locked", "") is None
+    other.execute("ROLLBACK")
+    store.put("free", stored(10))
+    assert store.get("free", "")
 
 
 @pytest.mark.parametrize("shared", [False, True])

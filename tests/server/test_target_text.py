@@ -10,7 +10,9 @@ import pytest
 from transformers import CTRLTokenizer
 
 from peagle.server.settings import ServerSettings
+from peagle.server.tokenization import early_tokenizer
 from peagle.server.tokenization.early_tokenizer import EarlyTokenizer
+from peagle.target.tokenizer import load_tokenizer_without_torch
 from tests.support.byte_level import byte_level_tokenizer
 from tests.support.front_text import SENTENCE, front_text
 from tests.support.serving import tiny_folder, word_tokenizer
@@ -74,16 +76,30 @@ def test_a_tokenizer_that_needs_torch(folders: list[Path]) -> None:
     assert run("-c", NEEDS_TORCH, str(folders[0])) == "[6, 9] True\n"
 
 
-def test_an_early_tokenizer_is_that_of_the_engine(tmp_path: Path) -> None:
-    """The engine process may have loaded another folder than the front expected."""
+def test_an_early_tokenizer_is_that_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have loaded another folder than expected, or start again with new files."""
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> Any:
+        loaded.append(folder)
+        return load_tokenizer_without_torch(folder)
+
+    monkeypatch.setattr(early_tokenizer, "load_tokenizer_without_torch", load)
     for name in ("expected", "other"):
         tiny_folder(tmp_path / name)
     expected = tmp_path / "expected" / "target"
     early = EarlyTokenizer(ServerSettings(pair=str(expected)))
     early.start()
-    assert early.load(expected.resolve()) is early.load(expected.resolve())
-    other = early.load(tmp_path / "other" / "target")
-    assert other is not early.load(expected.resolve())
+    first = early.load(expected.resolve())
+    assert first is not None and loaded == [expected.resolve()]
+    assert early.load(expected.resolve()) is not first
+    assert loaded == [expected.resolve()] * 2
+    early = EarlyTokenizer(ServerSettings(pair=str(expected)))
+    early.start()
+    other = tmp_path / "other" / "target"
+    assert early.load(other) is not None and loaded[-1] == other
     missing = EarlyTokenizer(ServerSettings(pair=str(tmp_path / "missing")))
     missing.start()
     assert missing.load(tmp_path / "missing") is None

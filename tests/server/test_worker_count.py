@@ -27,9 +27,37 @@ def test_beside_a_gpu(
     engine: str,
     expected: int,
 ) -> None:
-    monkeypatch.setattr(worker_count, "NVIDIA_DEVICE", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    set_machine(monkeypatch, tmp_path, cores)
     assert worker_count.default_http_workers(device, engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000\n", 4), ("800000 100000\n", 2), ("50000 100000\n", 1), ("unknown", 4)],
+)
+def test_with_a_quota(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
+) -> None:
+    set_machine(monkeypatch, tmp_path, 16)
+    (tmp_path / "cpu.max").write_text(quota)
+    assert worker_count.default_http_workers("auto", "native") == expected
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("", 1), ("0", 4)])
+def test_with_hidden_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, expected: int
+) -> None:
+    set_machine(monkeypatch, tmp_path, 16)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert worker_count.default_http_workers("auto", "native") == expected
+
+
+def set_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, cores: int) -> None:
+    """A machine with a GPU and without a CPU quota."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(worker_count, "NVIDIA_DEVICE", folder)
+    monkeypatch.setattr(worker_count, "CPU_QUOTA", folder / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

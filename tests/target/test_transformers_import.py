@@ -71,6 +71,39 @@ print(json.dumps([names, add(torch.ones(2)).tolist(), len(transformers.__all__) 
     assert run_script(script) == [names, [2.0, 2.0], True]
 
 
+@pytest.mark.parametrize("module", ["config", "variables.base"])
+def test_modules_of_the_compiler_are_executed_once(module: str) -> None:
+    script = f"""
+import json, sys
+from importlib.machinery import SourceFileLoader
+import torch
+from peagle.target.transformers_import import quick_imports
+with quick_imports():
+    import transformers
+execute, names = SourceFileLoader.exec_module, []
+def count(loader, module):
+    names.append(module.__name__)
+    execute(loader, module)
+SourceFileLoader.exec_module = count
+import torch._dynamo.{module} as module
+loader = type(module.__spec__.loader).__name__
+same = module is sys.modules[module.__name__] is torch._dynamo.{module}
+print(json.dumps([names.count(module.__name__), loader, same]))
+"""
+    assert run_script(script) == [1, "SourceFileLoader", True]
+
+
+def test_distributions_of_other_names_are_found_inside_quick_imports() -> None:
+    script = """
+import importlib.metadata, json
+from peagle.target.transformers_import import quick_imports
+with quick_imports():
+    found = importlib.metadata.packages_distributions().get("yaml")
+print(json.dumps(found))
+"""
+    assert run_script(script) == importlib.metadata.packages_distributions()["yaml"]
+
+
 @pytest.mark.parametrize("package", ["torch", "transformers", "jinja2", "yaml", "no_such_package"])
 def test_distributions_of_packages(package: str) -> None:
     known = importlib.metadata.packages_distributions().get(package)

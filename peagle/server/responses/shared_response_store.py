@@ -5,10 +5,12 @@ server's sockets, which no other user can read, and which is removed when the se
 and access are those of ResponseStore.
 """
 
+import logging
 import os
 import sqlite3
 from pathlib import Path
 
+from peagle.server.http.logs import log_event
 from peagle.server.responses.response_store import (
     KEY_SHARE,
     MAX_BYTES,
@@ -18,10 +20,15 @@ from peagle.server.responses.response_store import (
 
 PATH_VARIABLE = "PEAGLE_RESPONSES"  # The file, in the environment of web server processes.
 LOCK_SECONDS = 5.0  # For another process to finish its change.
+# `size` is before the large columns: SQLite reads a row up to the last column that a query needs.
 TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, key_digest BLOB, salt TEXT, response BLOB, messages BLOB, size INTEGER
+    id TEXT PRIMARY KEY, key_digest BLOB, salt TEXT, size INTEGER, response BLOB, messages BLOB
 )
+"""
+INSERT = """
+INSERT OR REPLACE INTO responses (id, key_digest, salt, size, response, messages)
+VALUES (?, ?, ?, ?, ?, ?)
 """
 # Older responses than those that fit, newest first.
 SURPLUS = """
@@ -63,16 +70,22 @@ class SharedResponseStore:
         return int(self._database.execute(query).fetchone()[0])
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response, unless it is larger than all that its key may store."""
+        """Keep a response, unless it is larger than all that its key may store.
+
+        An answer is complete by now: it is sent even if the database fails.
+        """
         if stored.size > self._key_limits[1]:
             return
-        row = (stored.key_digest, stored.salt, stored.response, stored.messages)
+        try:
+            self._insert(response_id, stored)
+        except sqlite3.Error as error:
+            log_event("response not stored", logging.WARNING, id=response_id, reason=str(error))
+
+    def _insert(self, response_id: str, stored: StoredResponse) -> None:
+        row = (stored.key_digest, stored.salt, stored.size, stored.response, stored.messages)
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
-            self._database.execute(
-                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
-                (response_id, *row, stored.size),
-            )
+            self._database.execute(INSERT, (response_id, *row))
             own = SURPLUS.format(condition="key_digest = ?")
             self._database.execute(own, (stored.key_digest, *self._key_limits))
             self._database.execute(SURPLUS.format(condition="TRUE"), self._limits)

@@ -24,8 +24,9 @@ class EarlyTokenizer:
         """The tokenizer of the folder that the engine process has loaded its target from."""
         if self._thread.ident is not None:
             self._thread.join()
-        if self._tokenizer is not None and self._folder == folder:
-            return self._tokenizer
+        tokenizer, self._tokenizer = self._tokenizer, None  # The folder may change until a restart.
+        if tokenizer is not None and self._folder == folder:
+            return tokenizer
         return load_tokenizer_without_torch(folder)
 
     def _load(self) -> None:
