@@ -104,7 +104,7 @@ def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> No
     words += ["--stages", "answers,p-eagle", "--answers", "9,0,9"]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train_heads, "write_record", interrupt)
-        train_heads.main([*words, "--p-eagle", "0.0001", "--set", "epochs=50"])
+        train_heads.main([*words, "--p-eagle", "0.5", "--set", "epochs=50"])
     with tarfile.open(out / "files" / "p-eagle-snapshot.tar") as archive:
         archive.extractall(tmp_path / "snapshot", filter="data")
     assert checkpoint.read(tmp_path / "snapshot").config.trained
