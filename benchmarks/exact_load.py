@@ -11,18 +11,15 @@ Results are printed as they come and written to OUT/exact_load.json.
 """
 
 import argparse
-import gc
-import json
 import random
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.part_report import PartReport
 from peagle.bench.random_models import random_pair
 from peagle.data.bench import read_sets
 from peagle.engine import Engine, EngineConfig
@@ -65,37 +62,6 @@ DRAFTINGS = (
 class Asked:
     ids: list[int]
     options: dict[str, Any]
-
-
-class Report:
-    def __init__(self, folder: Path, deadline: float) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = folder / "exact_load.json"
-        self.deadline = deadline
-        self.records: list[dict[str, Any]] = []
-
-    def add(self, **record: Any) -> None:
-        self.records.append(record)
-        print(json.dumps(record), flush=True)
-        self.file.write_text(json.dumps(self.records, indent=1))
-
-    @property
-    def has_time(self) -> bool:
-        return time.monotonic() < self.deadline
-
-    def run(self, name: str, part: Callable[[], None]) -> None:
-        """A part that fails is reported, and the next one runs."""
-        if not self.has_time:
-            self.add(part=name, skipped="no time is left")
-            return
-        try:
-            part()
-        except Exception as error:
-            traceback.print_exc()
-            self.add(part=name, failed=repr(error)[:300])
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def engine_of(pair: LoadedPair, drafting: Drafting, exact: bool, **options: Any) -> Engine:
@@ -159,7 +125,7 @@ def real_requests(pair: LoadedPair, options: argparse.Namespace) -> list[Asked]:
 
 
 def plain_answers(
-    report: Report, pair: LoadedPair, asked: list[Asked], options: argparse.Namespace
+    report: PartReport, pair: LoadedPair, asked: list[Asked], options: argparse.Namespace
 ) -> list[list[int]]:
     """The answers of `none` alone.
 
@@ -190,7 +156,7 @@ def kernels(engine: Engine) -> str:
     return str(engine.status()["kernels"])
 
 
-def equal_part(report: Report, pair: LoadedPair, options: argparse.Namespace) -> None:
+def equal_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace) -> None:
     asked = real_requests(pair, options)
     expected = plain_answers(report, pair, asked, options)
     order = list(range(len(asked)))
@@ -227,7 +193,7 @@ def equal_part(report: Report, pair: LoadedPair, options: argparse.Namespace) ->
             engine.close()
 
 
-def shape_part(report: Report, pair: LoadedPair, options: argparse.Namespace) -> None:
+def shape_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     high = pair.target.vocab_size - 1
     asked = [
@@ -260,7 +226,7 @@ def shape_part(report: Report, pair: LoadedPair, options: argparse.Namespace) ->
 
 
 def price_part(
-    report: Report, name: str, pair: LoadedPair, options: argparse.Namespace, forced: bool
+    report: PartReport, name: str, pair: LoadedPair, options: argparse.Namespace, forced: bool
 ) -> None:
     """`forced`: random drafts are accepted as those of a trained drafter would be."""
     if forced:
@@ -320,7 +286,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--parts", default="equal,price,shape,shape price")
     options = parser.parse_args()
-    report = Report(options.out, time.monotonic() + options.seconds)
+    report = PartReport(options.out / "exact_load.json", options.seconds)
     parts = options.parts.split(",")
     if {"equal", "price"} & set(parts):
         pair = load(options.pair, device=options.device, dtype=options.dtype)
