@@ -90,14 +90,7 @@ def regenerate(
     from peagle.regenerate.long_conversations import LongSettings, long_conversations
     from peagle.regenerate.prompts import digest, parse_temperatures
 
-    if prompts is None and invent < 1:
-        raise UserError("nothing to answer: give --prompts FILE, or --invent N")
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit is {limit}: ask for at least one prompt")
-    if validation < 0:
-        raise UserError(f"--validation is {validation}: use 1 or more, or leave it out")
-    if validation and prompts is None:
-        raise UserError("--validation holds out prompts of a file: give --prompts FILE too")
+    check_prompt_options(prompts, invent, limit, validation)
     temperatures = parse_temperatures(temperature)
     read: list[Prompt] = []
     held_out: list[Prompt] = []
@@ -129,6 +122,19 @@ def regenerate(
         counts = job.regenerate(loaded, read, out, settings, progress, seconds, held_out)
     record = {"out": str(out)} | counts.as_dict()
     print(json.dumps(record) if as_json else summary(counts, out))
+
+
+def check_prompt_options(
+    prompts: Path | None, invent: int, limit: int | None, validation: int
+) -> None:
+    if prompts is None and invent < 1:
+        raise UserError("nothing to answer: give --prompts FILE, or --invent N")
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit is {limit}: ask for at least one prompt")
+    if validation < 0:
+        raise UserError(f"--validation is {validation}: use 1 or more, or leave it out")
+    if validation and prompts is None:
+        raise UserError("--validation holds out prompts of a file: give --prompts FILE too")
 
 
 def read_split(
