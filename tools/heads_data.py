@@ -17,7 +17,7 @@ from peagle.data.bench import Task, read_sets
 from peagle.data.long_prompts import long_prompts
 from peagle.paths import write_bytes, write_json
 from peagle.regenerate.invent import invent
-from peagle.regenerate.job import RegenerateSettings, regenerate
+from peagle.regenerate.job import VALIDATION_FILE, RegenerateSettings, regenerate
 from peagle.regenerate.long_conversations import LongSettings, long_conversations
 from peagle.regenerate.prompts import Prompt, read_prompts, split_validation, write_prompts
 from peagle.target import Target
@@ -25,7 +25,6 @@ from peagle.train.data.documents import Documents
 from peagle.train.evaluation.benchmark_answers import answer_tasks
 
 VALIDATION = 200  # prompts
-VALIDATION_FILE = "validation.jsonl"
 PROMPTS_FILE = "prompts.jsonl.gz"
 # Of the prompts of a source (the part before the colon) these many are used; the others whole.
 SOURCE_LIMITS = {"t0": 4000, "clinc": 800, "banking77": 600, "bbh": 1200}

@@ -8,6 +8,7 @@ import pytest
 
 from peagle.core import Method
 from peagle.drafter.formats import checkpoint
+from peagle.regenerate.job import VALIDATION_FILE
 from peagle.regenerate.prompts import read_prompts
 from tests.support.benching import tiny_folder, write_set
 from tests.support.tiny_models import MASK
@@ -72,7 +73,7 @@ def tiny(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
     prompts, out = place / "prompts", tmp_path / "out"
     assert train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)]) == 0
-    held_out = {p.turns[0] for p in read_prompts(prompts / heads_data.VALIDATION_FILE)}
+    held_out = {p.turns[0] for p in read_prompts(prompts / VALIDATION_FILE)}
     training = {p.turns[0] for p in read_prompts(prompts / heads_data.PROMPTS_FILE)}
     assert len(held_out) == 4 and len(training) == 66 and not held_out & training
 
