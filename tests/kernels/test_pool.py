@@ -21,28 +21,44 @@ CALLS = """
 #include <pthread.h>
 #include <time.h>
 
-struct job { int *runs; pthread_t *by; long sleep, inner; };
+struct job { int *runs; pthread_t *by; long sleep, inner; int gather, arrived; };
 
 static void count_inner(void *runs, long i) {
     __atomic_add_fetch((int *)runs, i, __ATOMIC_RELAXED);
+}
+
+/* Wait until `gather` threads are here, for 20 seconds at most: then some have not come. */
+static void meet(struct job *job) {
+    if (__atomic_add_fetch(&job->arrived, 1, __ATOMIC_SEQ_CST) > job->gather) return;
+    for (int i = 0; i < 20000; i++) {
+        if (__atomic_load_n(&job->arrived, __ATOMIC_SEQ_CST) >= job->gather) return;
+        nanosleep(&(struct timespec){0, 1000000}, 0);
+    }
 }
 
 static void count_run(void *context, long i) {
     struct job *job = context;
     job->runs[i]++; /* a second thread at the same index would be lost, or counted twice */
     if (job->by) job->by[i] = pthread_self();
+    if (job->gather) meet(job);
     if (job->sleep) nanosleep(&(struct timespec){0, job->sleep}, 0);
     if (job->inner) parallel_for(job->inner, 4, count_inner, &job->runs[i]);
 }
 
-void count_runs(long count, int threads, int *runs, pthread_t *by, long sleep, long inner) {
-    struct job job = {runs, by, sleep, inner};
+void count_runs(long count, int threads, int *runs, long sleep, long inner) {
+    struct job job = {runs, 0, sleep, inner, 0, 0};
+    parallel_for(count, threads, count_run, &job);
+}
+
+/* The thread of each index. The first indices wait for one another, so all threads get one. */
+void record_threads(long count, int threads, int *runs, pthread_t *by) {
+    struct job job = {runs, by, 0, 0, threads, 0};
     parallel_for(count, threads, count_run, &job);
 }
 
 /* How many of `calls` calls did not run every index once. */
 long wrong_calls(long calls, long count, int threads, int *runs) {
-    struct job job = {runs, 0, 0, 0};
+    struct job job = {runs, 0, 0, 0, 0, 0};
     long wrong = 0;
     for (long call = 0; call < calls; call++) {
         long size = call % (count + 1);
@@ -69,7 +85,8 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     subprocess.run([COMPILER, *flags, *sources, "-o", str(folder / "calls.so")], check=True)
     loaded = ctypes.CDLL(str(folder / "calls.so"))
     pointer, long = ctypes.c_void_p, ctypes.c_long
-    loaded.count_runs.argtypes = [long, ctypes.c_int, pointer, pointer, long, long]
+    loaded.count_runs.argtypes = [long, ctypes.c_int, pointer, long, long]
+    loaded.record_threads.argtypes = [long, ctypes.c_int, pointer, pointer]
     loaded.wrong_calls.argtypes = [long, long, ctypes.c_int, pointer]
     loaded.wrong_calls.restype = long
     return loaded
@@ -88,12 +105,12 @@ def test_every_index_runs_once(calls: ctypes.CDLL, count: int, threads: int) -> 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_as_many_threads_as_allowed(calls: ctypes.CDLL, threads: int) -> None:
     runs, by = (ctypes.c_int * 20)(), (ctypes.c_ulong * 20)()
-    calls.count_runs(20, threads, runs, by, 2_000_000, 0)
+    calls.record_threads(20, threads, runs, by)
     assert list(runs) == [1] * 20 and len(set(by)) == threads
 
 
 def test_nothing_to_do(calls: ctypes.CDLL) -> None:
-    calls.count_runs(0, 4, None, None, 0, 0)
+    calls.count_runs(0, 4, None, 0, 0)
 
 
 def test_several_callers_at_once(calls: ctypes.CDLL) -> None:
@@ -113,7 +130,7 @@ def test_several_callers_at_once(calls: ctypes.CDLL) -> None:
 
 def test_a_call_within_a_call(calls: ctypes.CDLL) -> None:
     runs = (ctypes.c_int * 50)()
-    calls.count_runs(50, 2, runs, None, 0, 10)
+    calls.count_runs(50, 2, runs, 0, 10)
     assert list(runs) == [1 + 45] * 50
 
 
@@ -132,7 +149,7 @@ def test_a_child_process_starts_its_own_workers(calls: ctypes.CDLL) -> None:
             child = os.fork()
             if child == 0:
                 runs, by = (ctypes.c_int * 20)(), (ctypes.c_ulong * 20)()
-                calls.count_runs(20, 3, runs, by, 500_000, 0)
+                calls.record_threads(20, 3, runs, by)
                 good = len(set(by)) == 3 and wrong_calls(calls, 200, 30, 3) == 0
                 os._exit(0 if good else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -163,5 +180,5 @@ def test_idle_threads_sleep(calls: ctypes.CDLL) -> None:
     assert time.process_time() - before < 0.02
     runs = (ctypes.c_int * 2)()
     before = time.process_time()
-    calls.count_runs(2, 2, runs, None, 200_000_000, 0)
+    calls.count_runs(2, 2, runs, 200_000_000, 0)
     assert time.process_time() - before < 0.02
