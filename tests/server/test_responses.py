@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from peagle.server.http.errors import ApiError
 from peagle.server.responses import shared_response_store
 from peagle.server.responses.response_store import ResponseStore, StoredResponse
 from peagle.server.responses.shared_response_store import PATH_VARIABLE, SharedResponseStore
@@ -327,6 +328,22 @@ def test_an_answer_is_not_lost_when_the_database_fails(
     other.execute("ROLLBACK")
     store.put("free", stored(10))
     assert store.get("free", "")
+
+
+def test_a_locked_database_is_read_but_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_response_store, "LOCK_SECONDS", 0.01)
+    store = SharedResponseStore(tmp_path / "file")
+    store.put("kept", stored(10))
+    other = sqlite3.connect(tmp_path / "file", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    assert store.get("kept", "")
+    with pytest.raises(ApiError, match="try again") as failure:
+        store.delete("kept", "")
+    assert failure.value.status == 503
+    other.execute("ROLLBACK")
+    assert store.delete("kept", "")
 
 
 @pytest.mark.parametrize("shared", [False, True])

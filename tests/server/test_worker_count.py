@@ -43,7 +43,7 @@ def test_with_a_quota(
     assert worker_count.default_http_workers("auto", "native") == expected
 
 
-@pytest.mark.parametrize(("visible", "expected"), [("", 1), ("0", 4)])
+@pytest.mark.parametrize(("visible", "expected"), [("", 1), ("-1", 1), ("0", 4)])
 def test_with_hidden_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, expected: int
 ) -> None:

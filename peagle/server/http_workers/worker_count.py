@@ -21,8 +21,10 @@ def default_http_workers(device: str, engine: str) -> int:
 
 
 def has_visible_gpu() -> bool:
-    """An empty CUDA_VISIBLE_DEVICES hides all GPUs."""
-    return NVIDIA_DEVICE.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    """CUDA_VISIBLE_DEVICES hides all GPUs if it is empty or begins with -1."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and visible.split(",")[0].strip() in ("", "-1")
+    return NVIDIA_DEVICE.exists() and not hidden
 
 
 def usable_cores() -> int:

@@ -8,8 +8,11 @@ and access are those of ResponseStore.
 import logging
 import os
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from peagle.server.http.errors import ApiError
 from peagle.server.http.logs import log_event
 from peagle.server.responses.response_store import (
     KEY_SHARE,
@@ -58,6 +61,7 @@ class SharedResponseStore:
         self._database = sqlite3.connect(
             path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
         )
+        self._database.execute("PRAGMA journal_mode = WAL")  # Readers do not wait for a writer.
         self._database.execute("PRAGMA synchronous = OFF")  # It does not outlive the server.
         self._database.execute(TABLE)
 
@@ -94,13 +98,25 @@ class SharedResponseStore:
         query = (
             "SELECT key_digest, salt, response, messages FROM responses WHERE id = ? AND salt = ?"
         )
-        row = self._database.execute(query, (response_id, salt)).fetchone()
+        with failures_as_unavailable():
+            row = self._database.execute(query, (response_id, salt)).fetchone()
         return StoredResponse(*row) if row is not None else None
 
     def delete(self, response_id: str, salt: str) -> bool:
         """Return whether there was one."""
         query = "DELETE FROM responses WHERE id = ? AND salt = ?"
-        return self._database.execute(query, (response_id, salt)).rowcount > 0
+        with failures_as_unavailable():
+            return self._database.execute(query, (response_id, salt)).rowcount > 0
+
+
+@contextmanager
+def failures_as_unavailable() -> Iterator[None]:
+    """A locked or full database is a temporary error of the server."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        message = f"stored responses cannot be reached now ({error}): try again later"
+        raise ApiError(503, message, retry_after=1) from error
 
 
 def shared_store_path() -> Path:
