@@ -287,7 +287,7 @@ class EngineLoop:
             draft_shape = self.drafter_shape
         started = time.perf_counter()
         if self.use_graphs and not self.stepper.is_captured(len(entries), shape, draft_shape):
-            self._capture(batch_bucket(len(entries)), shape, draft_shape)
+            self._capture_for_step(batch_bucket(len(entries)), shape, draft_shape)
         sampling = BatchSampling(self._sampler(entries), masks, max_logprobs(entries))
         slots = [entry.slot for entry in entries]
         ngram_step = self._start_ngram_step(entries)
@@ -473,6 +473,17 @@ class EngineLoop:
         return verify_shape == draft_shape or self.stepper.is_captured(
             count, verify_shape, draft_shape
         )
+
+    def _capture_for_step(
+        self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape
+    ) -> None:
+        """Without memory for its graphs, this step and later ones run without new graphs."""
+        try:
+            self._capture(batch, verify_shape, draft_shape)
+        except torch.OutOfMemoryError:
+            log.warning("no memory is left for CUDA graphs: some steps run slower without them")
+            self.use_graphs = False
+            self.backlog.clear()
 
     def _capture(self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape) -> None:
         captured = self.stepper.has_graph(batch, verify_shape, draft_shape)
