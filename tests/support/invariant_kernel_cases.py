@@ -14,8 +14,8 @@ from triton.runtime import interpreter
 
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import paged_attention, skinny_gemm, swiglu
-from peagle.kernels.triton.batch_invariant import gemm, tree_paths
+from peagle.kernels.triton import add_norm, paged_attention, skinny_gemm, swiglu
+from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_paths
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from tests.support.comparing import near, some
@@ -56,6 +56,33 @@ def check_gemm(n: int, columns: int, bias: bool, device: str, dtype: torch.dtype
             assert torch.equal(gemm.invariant_gemm(x[:count], weight, extra), whole[:count])
         for tiles in (gemm.FEW_ROWS_TILES, *gemm.TILES):
             assert torch.equal(gemm.invariant_gemm(x, weight, extra, tiles=tiles), whole)
+
+
+def check_split_gemm(n: int, columns: int, splits: int, bias: bool, device: str, dtype: Any) -> None:
+    """A row has the same partial sums in any batch, and the same sum where one program adds them."""
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x = (some(70, columns) / columns**0.5).to(device, dtype)
+    weight = some(n, columns, seed=1).to(device, dtype)
+    extra = some(n, seed=2).to(device, dtype) if bias else None
+    with chained_products():
+        parts = gemm.invariant_gemm(x, weight, extra, splits=splits, parallel=True)
+        assert parts.shape == (splits, len(x), n) and parts.dtype == torch.float32
+        near(parts, skinny_gemm.reference(x, weight, extra, splits), 4)
+        for count in (1, 16, 64):
+            few = gemm.invariant_gemm(x[:count], weight, extra, splits=splits)
+            assert torch.equal(few, parts[:, :count])
+        for early in (0, 64, columns // splits // 64 * 64) if n % 64 == 0 else ():
+            tiles = skinny_gemm.TileSizes(16, 64, 2, 2, early)
+            few = skinny_gemm.skinny_gemm(x[:9], weight, extra, None, tiles, splits)
+            assert torch.equal(few, parts[:, :9])
+        whole = split_k.add_splits(parts, dtype)
+        for tiles in (gemm.FEW_ROWS_TILES, gemm.TILES[-1]):
+            added = gemm.invariant_gemm(x, weight, extra, None, tiles, splits, parallel=False)
+            assert added.dtype == dtype and torch.equal(added, whole)
+    norm_weight = some(n, seed=3).to(device, dtype)
+    residual = some(len(x), n, seed=4).to(device, dtype)
+    normed = [add_norm.add_norm(y, residual, norm_weight, 1e-5) for y in (parts, whole)]
+    assert all(torch.equal(a, b) for a, b in zip(*normed, strict=True))
 
 
 def check_gated_gemm(n: int, columns: int, device: str, dtype: torch.dtype) -> None:
@@ -144,6 +171,9 @@ CASES = {
     "exact product": partial(check_gemm, 128, 192, False),
     "exact product, bias": partial(check_gemm, 192, 128, True),
     "exact product, odd outputs": partial(check_gemm, 100, 64, False),
+    "exact product, splits": partial(check_split_gemm, 64, 256, 2, False),
+    "exact product, splits, bias": partial(check_split_gemm, 128, 384, 3, True),
+    "exact product, splits, odd outputs": partial(check_split_gemm, 100, 256, 4, False),
     "exact gated product": partial(check_gated_gemm, 256, 64),
     "exact attention": partial(check_chains, 6, None, False),
     "exact attention, window, sinks": partial(check_chains, 4, 20, True),
