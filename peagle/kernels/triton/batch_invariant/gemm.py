@@ -230,7 +230,7 @@ def invariant_gemm(
     if tiles is None and parallel is not False and supports_skinny_gemm(x, weight):
         few_rows = few_rows_tiles(weight, rows, splits)
         return skinny_gemm(x, weight, bias, scales, few_rows, splits)
-    tiles = tiles or tile_sizes(TILES, rows, outputs)
+    tiles = tiles or tile_sizes(split_tiles(splits, parallel), rows, outputs)
     if parallel is None:
         parallel = tile_count(tiles, rows, outputs) < BUSY_PROGRAMS
     if parallel and splits > 1:
@@ -312,17 +312,26 @@ def tile_sizes(choices: tuple[GemmTiles, ...], rows: int, outputs: int) -> GemmT
     return choices[-1]
 
 
+def split_tiles(splits: int, parallel: bool | None) -> tuple[GemmTiles, ...]:
+    """Tiles for which the compiler lets products overlap, for one or two sums in registers."""
+    if splits == 1:
+        return TILES
+    return TILES[1:] if splits == 2 and not parallel else TILES[2:]
+
+
 def few_rows_tiles(weight: Tensor, rows: int, splits: int) -> TileSizes:
     """Tiles of skinny_gemm.py. For few rows, narrow ones keep the GPU busy where wide ones are few.
 
-    Up to 16 rows, programs that are on the GPU at once load weights while they wait for their rows.
+    Programs that are on the GPU at once load weights while they wait for their rows.
     """
     outputs, inputs = weight.shape
     split_inputs = inputs // splits
     block_k = 128 if split_inputs % 128 == 0 else 64
-    stages = 4 if block_k == 128 else 6
-    if rows > 16 or outputs // 64 * splits >= 192 or weight.element_size() == 1:
-        return TileSizes(64, block_k, 4, stages)
-    if outputs // 32 * splits >= 132:
-        return TileSizes(32, block_k, 2, 6, early_inputs(256, split_inputs))
-    return TileSizes(16, 64, 2, 8, early_inputs(512, split_inputs))
+    wide = TileSizes(64, block_k, num_warps=4, num_stages=4 if block_k == 128 else 6)
+    if rows > 32 or outputs // 64 * splits >= 192 or weight.element_size() == 1:
+        return wide
+    if outputs // 32 * splits < 132:
+        return TileSizes(16, 64, 2, 8, early_inputs(512, split_inputs))
+    if rows > 16:
+        return wide
+    return TileSizes(32, block_k, 2, 6, early_inputs(256, split_inputs))
