@@ -21,6 +21,7 @@ from peagle.kernels.triton.paged_attention import paged_attention
 
 HEADS = {"smollm2": (9, 3, 64), "8b": (32, 8, 128), "gpt-oss": (64, 8, 64)}
 PAGE_SIZE = 64
+SERIAL_BLOCKS = (0, 1, 2, 3, 4)
 
 
 def chain_rows(counts: list[int], firsts: list[int], pages: int = 0) -> RowPass:
@@ -183,11 +184,17 @@ def chains_of_trees(
     return torch.cat(results)
 
 
-def time_attention(report: PartReport) -> None:
-    """Layers with caches of their own, so that keys come from memory as in a step."""
+def time_attention(report: PartReport, all_plans: bool = True) -> None:
+    """Layers with caches of their own, so that keys come from memory as in a step.
+
+    Without `all_plans`, only the chosen plan, with numbers of blocks that one program reads.
+    """
     cases: list[tuple[str, int, int, int, bool]] = [
         # name, batch, rows, context, tree
         ("1 x 1", 1, 1, 300, False),
+        ("1 x 8, 40", 1, 8, 40, False),
+        ("1 x 8, 100", 1, 8, 100, False),
+        ("1 x 8, 180", 1, 8, 180, False),
         ("1 x 8", 1, 8, 300, False),
         ("1 x 8, 2000", 1, 8, 2000, False),
         ("1 x 32 tree", 1, 32, 300, True),
@@ -215,7 +222,9 @@ def time_attention(report: PartReport) -> None:
             counters = new_split_counters(query.device)
             chosen = plan_attention(batch * kv_heads, count, heads // kv_heads, query, tree)
             variants: dict[str, AttentionPlan | None] = {"exact": None}
-            for plan in plans(heads // kv_heads):
+            for blocks in SERIAL_BLOCKS if chosen.parallel else ():
+                variants[f"serial {blocks}"] = chosen._replace(serial_blocks=blocks)
+            for plan in plans(heads // kv_heads) if all_plans else ():
                 if plan.block_queries <= max(16, 2 * count * heads // kv_heads):
                     variants[str(tuple(plan))] = plan
 

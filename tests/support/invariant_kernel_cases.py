@@ -64,8 +64,10 @@ def check_gemm(n: int, columns: int, bias: bool, device: str, dtype: torch.dtype
             assert torch.equal(gemm.invariant_gemm(x, weight, extra, tiles=tiles), whole)
 
 
-def check_split_gemm(n: int, columns: int, splits: int, bias: bool, device: str, dtype: Any) -> None:
-    """A row has the same partial sums in any batch, and the same sum where one program adds them."""
+def check_split_gemm(
+    n: int, columns: int, splits: int, bias: bool, device: str, dtype: torch.dtype
+) -> None:
+    """A row has the same partial sums in any batch; one program adds them to the same sum."""
     dtype = torch.bfloat16 if device == "cuda" else dtype
     x = (some(70, columns) / columns**0.5).to(device, dtype)
     weight = some(n, columns, seed=1).to(device, dtype)

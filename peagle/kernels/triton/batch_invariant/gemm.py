@@ -7,11 +7,11 @@ added in their order (split_k.py). On Hopper both tensor-core instructions that 
 takes the inputs in another order, so all tiles for them are wide. Kernels of the vendor's library
 that do not split the inputs are such chains as well: see vendor_gemm.py.
 
-    rows                                     multiplied by                      result
-    few                                      skinny_gemm.py                     [S, T, N] partial sums
-    more, tiles do not keep a GPU busy       a program for each tile and chain  [S, T, N] partial sums
-    more, tiles keep a GPU busy              a program for each tile, which     [T, N]
-                                             adds its chains
+    rows                              multiplied by                        result
+    few                               skinny_gemm.py                       [S, T, N]
+    more, and tiles that are few      a program for each tile and chain    [S, T, N]
+    more, and tiles that are enough   a program for each tile, which       [T, N]
+                                      adds its chains
 
 Shapes and rounding are those of skinny_gemm.py: the result is [T, N], or partial sums [S, T, N] in
 float32, with the bias in the first.
