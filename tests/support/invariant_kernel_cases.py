@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.runtime import interpreter
@@ -15,7 +16,7 @@ from triton.runtime import interpreter
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import add_norm, paged_attention, skinny_gemm, swiglu
-from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_paths
+from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_paths, vendor_gemm
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from tests.support.comparing import near, some
@@ -91,6 +92,36 @@ def check_split_gemm(
     residual = some(len(x), n, seed=4).to(device, dtype)
     normed = [add_norm.add_norm(y, residual, norm_weight, 1e-5) for y in (parts, whole)]
     assert all(torch.equal(a, b) for a, b in zip(*normed, strict=True))
+
+
+def check_vendor_rows(device: str, dtype: torch.dtype) -> None:
+    """Only row counts for which the library gives the same partial sums are left to it."""
+    splits = 2
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x = some(75, 256).to(device, dtype)
+    weight = some(64, 256, seed=1).to(device, dtype)
+    calls: list[int] = []
+
+    def library(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
+        """Another order of the sum, except for 16 and 40 rows."""
+        calls.append(len(x))
+        parts = gemm.invariant_gemm(x, weight, splits=splits, parallel=True)
+        return parts if len(x) in (16, 40) else parts.flip(0)
+
+    with (
+        chained_products(),
+        patch.object(gemm, "num_splits", return_value=splits),
+        patch.object(vendor_gemm, "num_splits", return_value=splits),
+        patch.object(vendor_gemm, "split_product", library),
+    ):
+        vendor_rows = vendor_gemm.VendorRows()
+        vendor_rows.prove([(weight, False)], (16, 24, 40))
+        calls.clear()
+        expected = vendor_gemm.own_product(x, weight, gated=False)
+        result = vendor_rows.multiply(x, weight, gated=False)
+        assert result is not None and torch.equal(result, expected)
+        assert calls == [40, 16, 16]  # and 3 rows by our kernel
+        assert vendor_rows.multiply(x[:9], weight, gated=False) is None
 
 
 def check_gated_gemm(n: int, columns: int, device: str, dtype: torch.dtype) -> None:
@@ -181,6 +212,7 @@ CASES = {
     "exact product, splits": partial(check_split_gemm, 64, 256, 2, False),
     "exact product, splits, bias": partial(check_split_gemm, 128, 384, 3, True),
     "exact product, splits, odd outputs": partial(check_split_gemm, 100, 256, 4, False),
+    "exact product, splits, library": check_vendor_rows,
     "exact gated product": partial(check_gated_gemm, 256, 64),
     "exact attention": partial(check_chains, 6, None, False, 57),
     "exact attention, more blocks of keys than splits": partial(check_chains, 2, None, True, 569),
