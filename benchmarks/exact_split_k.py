@@ -155,8 +155,10 @@ def many_rows_variants(matrix: PricedMatrix, splits: int) -> dict[tuple[str, str
 
 def separate_products(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     """As split_product, with one launch for each range of inputs."""
-    parts = zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)
-    return torch.stack([torch.mm(a, b.t(), out_dtype=torch.float32) for a, b in parts])
+    out = torch.empty(splits, len(x), len(weight), dtype=torch.float32, device=x.device)
+    for part, a, b in zip(out, x.chunk(splits, 1), weight.chunk(splits, 1), strict=True):
+        torch.mm(a, b.t(), out_dtype=torch.float32, out=part)
+    return out
 
 
 def variants_of(matrix: PricedMatrix, splits: int, rows: int) -> dict[tuple[str, str], Product]:

@@ -264,7 +264,7 @@ def tile_sizes(outputs: int, split_inputs: int, block_t: int, gated: bool) -> Ti
     """Sizes measured on an H200; `outputs` counts those of all splits.
 
     Small matrices get narrow tiles, many of which are loaded at once. With 64 rows, wide ones are
-    faster, which read the rows less often (2.99 instead of 4.35 microseconds).
+    faster, which read the rows less often: 2.99 instead of 4.35 microseconds in SmolLM2-135M.
     """
     if outputs // 64 < 96 and not gated and block_t == MAX_ROWS:
         return TileSizes(64, 64, num_warps=4, num_stages=6)
