@@ -224,6 +224,10 @@ def time_attention(report: PartReport, all_plans: bool = True) -> None:
             variants: dict[str, AttentionPlan | None] = {"exact": None}
             for blocks in SERIAL_BLOCKS if chosen.parallel else ():
                 variants[f"serial {blocks}"] = chosen._replace(serial_blocks=blocks)
+            for warps in (4, 8):
+                small = AttentionPlan(16 * kv_heads // heads, 16, True, warps)
+                for other in (small, chosen._replace(parallel=not chosen.parallel)):
+                    variants[str(tuple(other))] = other
             for plan in plans(heads // kv_heads) if all_plans else ():
                 if plan.block_queries <= max(16, 2 * count * heads // kv_heads):
                     variants[str(tuple(plan))] = plan
