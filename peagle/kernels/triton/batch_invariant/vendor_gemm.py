@@ -10,6 +10,7 @@ library. A product of other sizes is divided, because rows are independent:
 A matrix that split_k.py splits is a batch of S products with results in float32: its partial sums.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from peagle.kernels.triton.batch_invariant.split_k import num_splits
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.kernels.triton.swiglu import swiglu
 
+log = logging.getLogger(__name__)
 # Numbers of rows that are tried; with fewer, gemm.py is as fast.
 ROW_COUNTS = (*range(128, 1024, 32), *range(1024, 4097, 256))
 MAX_OUTPUTS = 1 << 27  # of a trial: bounds its memory
@@ -53,7 +55,7 @@ class VendorRows:
                 count
                 for count in counts
                 if count <= len(x)
-                and torch.equal(vendor_product(x[:count], weight, gated), expected[..., :count, :])
+                and has_equal_bits(x[:count], weight, gated, expected[..., :count, :])
             ]
 
     def _trial(self, weight: Tensor, gated: bool, max_rows: int) -> tuple[Tensor, Tensor]:
@@ -87,6 +89,15 @@ class VendorRows:
         if len(x):
             parts.append(own_product(x, weight, gated))
         return torch.cat(parts, -2)
+
+
+def has_equal_bits(x: Tensor, weight: Tensor, gated: bool, expected: Tensor) -> bool:
+    """Also False where the library does not support the product."""
+    try:
+        return torch.equal(vendor_product(x, weight, gated), expected)
+    except RuntimeError:
+        log.debug("the library does not multiply %s rows", len(x), exc_info=True)
+        return False
 
 
 def own_product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
