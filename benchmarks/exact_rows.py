@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.exact_attention import check_chains, check_trees, time_attention
+from benchmarks.exact_attention import check_chains, check_trees
+from benchmarks.exact_attention_times import time_attention
 from benchmarks.exact_products import (
     MATRICES,
     ROW_COUNTS,
