@@ -4,7 +4,7 @@ In the interpreter, a product is the sum over its inputs in their order, as a te
 it; numpy's own order depends on the number of rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,8 +81,8 @@ def check_split_gemm(
             few = gemm.invariant_gemm(x[:count], weight, extra, splits=splits)
             assert torch.equal(few, parts[:, :count])
         for early in (0, 64, columns // splits // 64 * 64) if n % 64 == 0 else ():
-            tiles = skinny_gemm.TileSizes(16, 64, 2, 2, early)
-            few = skinny_gemm.skinny_gemm(x[:9], weight, extra, None, tiles, splits)
+            sizes = skinny_gemm.TileSizes(16, 64, 2, 2, early)
+            few = skinny_gemm.skinny_gemm(x[:9], weight, extra, None, sizes, splits)
             assert torch.equal(few, parts[:, :9])
         whole = split_k.add_splits(parts, dtype)
         for tiles in (gemm.FEW_ROWS_TILES, gemm.TILES[-1]):
@@ -207,7 +207,7 @@ def attend(
     return invariant_attention(query, caches[0], caches[1], rows, params, out, plan=plan)
 
 
-CASES = {
+CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "exact product": partial(check_gemm, 128, 192, False),
     "exact product, bias": partial(check_gemm, 192, 128, True),
     "exact product, odd outputs": partial(check_gemm, 100, 64, False),
