@@ -1,23 +1,19 @@
-"""The attention of exact mode: its bits in any batch, chain or tree, and its times."""
+"""The attention of exact mode: its bits in any batch, chain or tree."""
 
 # ruff: noqa: B023 - jobs run before the next iteration
 # mypy: disable-error-code="misc, arg-type, assignment, call-arg, return-value"
 
 import random
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks.exact_kernels import CACHES, DEVICE, clear_cached, compare, microseconds
+from benchmarks.exact_kernels import CACHES, DEVICE, compare
 from benchmarks.part_report import PartReport
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.attention_plan import new_split_counters
-from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, plan_attention
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
-from peagle.kernels.triton.launch.compile_ahead import compile_ahead
-from peagle.kernels.triton.paged_attention import paged_attention
 
 HEADS = {"smollm2": (9, 3, 64), "8b": (32, 8, 128), "gpt-oss": (64, 8, 64)}
 PAGE_SIZE = 64
@@ -181,70 +177,3 @@ def chains_of_trees(
         own = query[[b * nodes + row for row in path]]
         results.append(attend(own, (moved[0], moved[1]), chain_pass, params)[-1:])
     return torch.cat(results)
-
-
-def time_attention(report: PartReport) -> None:
-    """Layers with caches of their own, so that keys come from memory as in a step."""
-    cases: list[tuple[str, int, int, int, bool]] = [
-        # name, batch, rows, context, tree
-        ("1 x 1", 1, 1, 300, False),
-        ("1 x 8", 1, 8, 300, False),
-        ("1 x 8, 2000", 1, 8, 2000, False),
-        ("1 x 32 tree", 1, 32, 300, True),
-        ("8 x 8", 8, 8, 300, False),
-        ("8 x 32 tree", 8, 32, 300, True),
-        ("64 x 1", 64, 1, 300, False),
-        ("64 x 8", 64, 8, 300, False),
-        ("64 x 16 tree", 64, 16, 300, True),
-        ("64 x 32 tree", 64, 32, 300, True),
-        ("prefill 4 x 512", 4, 512, 0, False),
-    ]
-    for model in ("smollm2", "8b"):
-        heads, kv_heads, d = HEADS[model]
-        for name, batch, count, context, tree in cases:
-            if not report.has_time:
-                return
-            firsts = [context + 7 * b % 64 for b in range(batch)] if context else [0] * batch
-            rows = (
-                tree_rows(batch, count, 11, firsts) if tree else chain_rows([count] * batch, firsts)
-            )
-            layers = [new_caches(rows, kv_heads, d) for _ in range(4)]
-            query = torch.randn(batch * count, heads, d, device=DEVICE).bfloat16()
-            out = torch.empty_like(query)
-            params = AttentionParams(d**-0.5)
-            counters = new_split_counters(query.device)
-            chosen = plan_attention(batch * kv_heads, count, heads // kv_heads, query, tree)
-            variants: dict[str, AttentionPlan | None] = {"exact": None}
-            for plan in plans(heads // kv_heads):
-                if plan.block_queries <= max(16, 2 * count * heads // kv_heads):
-                    variants[str(tuple(plan))] = plan
-
-            def run_variant(
-                plan: AttentionPlan | None,
-                layers: list[tuple[Tensor, Tensor]] = layers,
-                query: Tensor = query,
-                out: Tensor = out,
-                rows: RowPass = rows,
-                params: AttentionParams = params,
-                counters: Tensor = counters,
-            ) -> list[Callable[[], object]]:
-                return [
-                    lambda c=c: invariant_attention(query, *c, rows, params, out, counters, plan)
-                    for c in layers
-                ] * 3
-
-            fast = [
-                lambda c=c: paged_attention(query, *c, rows, params, out, counters) for c in layers
-            ] * 3
-            compile_ahead(
-                lambda: [run_variant(plan)[0]() for plan in variants.values()] + [fast[0]()],
-                torch.device(DEVICE),
-            )
-            clear_cached()
-            times = {"fast": microseconds(fast)}
-            for key, plan in variants.items():
-                try:
-                    times[key] = microseconds(run_variant(plan))
-                except Exception as error:
-                    print(key, repr(error)[:200], flush=True)
-            report.add(us=f"attention {model} {name}", chosen=str(tuple(chosen)), **times)

@@ -12,6 +12,8 @@ from benchmarks.exact_kernels import DEVICE, compare, microseconds
 from benchmarks.part_report import PartReport
 from peagle.engine.model.weight import Weight
 from peagle.kernels.triton.batch_invariant import gemm
+from peagle.kernels.triton.batch_invariant.split_k import add_splits, num_splits
+from peagle.kernels.triton.batch_invariant.vendor_gemm import own_product, vendor_product
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.kernels.triton.skinny_gemm import TileSizes, skinny_gemm
 
@@ -47,16 +49,27 @@ def product_jobs(
 ) -> dict[str, Callable[[], Tensor]]:
     jobs: dict[str, Callable[[], Tensor]] = {}
     for count in [count for count in ROW_COUNTS if count <= len(x)]:
-        jobs[f"{count} rows"] = lambda c=count: gemm.invariant_gemm(x[:c], weight, bias, scales)
+        jobs[f"{count} rows"] = lambda c=count: whole_product(x[:c], weight, bias, scales)
     for tiles in (gemm.FEW_ROWS_TILES, *gemm.TILES):
-        jobs[f"tiles {tile_name(tiles)}"] = lambda t=tiles: gemm.invariant_gemm(
+        jobs[f"tiles {tile_name(tiles)}"] = lambda t=tiles: whole_product(
             x, weight, bias, scales, t
         )
-    for tiles in chain_choices(*weight.shape):
-        jobs[f"chain {tuple(tiles)}"] = lambda t=tiles: skinny_gemm(
-            x[:64], weight, bias, scales, t, splits=1
+    splits = num_splits(weight)
+    for tiles in chain_choices(len(weight), weight.shape[1] // splits):
+        jobs[f"chain {tuple(tiles)}"] = lambda t=tiles: add_splits(
+            skinny_gemm(x[:64], weight, bias, scales, t, splits), x.dtype
         )
     return jobs
+
+
+def whole_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    tiles: gemm.GemmTiles | None = None,
+) -> Tensor:
+    return add_splits(gemm.invariant_gemm(x, weight, bias, scales, tiles), x.dtype)
 
 
 def chain_choices(outputs: int, inputs: int) -> list[TileSizes]:
@@ -130,11 +143,11 @@ def check_vendor(report: PartReport) -> None:
     """For which numbers of rows the vendor's library gives the same bits."""
     for name, (n, k) in MATRICES.items():
         x, weight = random_matrix(n, k, max(VENDOR_ROWS))
-        expected = gemm.invariant_gemm(x, weight)
+        expected = own_product(x, weight, gated=False)
         differing = [
             rows
             for rows in VENDOR_ROWS
-            if not torch.equal(torch.nn.functional.linear(x[:rows], weight), expected[:rows])
+            if not torch.equal(vendor_product(x[:rows], weight, False), expected[..., :rows, :])
         ]
         report.add(vendor=name, differing_rows=differing)
 

@@ -1,11 +1,13 @@
 """Whether rows keep their bits in batches of any size on this GPU, and what that costs.
 
     python -m benchmarks.exact_rows OUT [--seconds 150] [--parts chains,trees]
+    python -m benchmarks.exact_rows OUT --parts "attention prices,prices" --seconds 110
 
 `bits`: the products and the attention of batch_invariant/, with each tile size and plan, against
 rows computed alone. `times`: microseconds beside those of the fast path, in CUDA graphs. Every
 result is printed at once and written to OUT/exact_rows.json. A part that fails is reported, and the
-others go on.
+others go on. `prices`: every product with and without split-K (exact_split_k.py), and attention
+with and without a second pass; OUT/prices.txt has the table of products.
 """
 
 import argparse
@@ -14,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.exact_attention import check_chains, check_trees, time_attention
+from benchmarks.exact_attention import check_chains, check_trees
+from benchmarks.exact_attention_times import time_attention
 from benchmarks.exact_products import (
     MATRICES,
     ROW_COUNTS,
@@ -23,7 +26,10 @@ from benchmarks.exact_products import (
     check_vendor,
     time_products,
 )
+from benchmarks.exact_split_k import price_lines, price_products
 from benchmarks.part_report import PartReport
+
+MAX_PRICES = 11000  # characters
 
 
 @torch.inference_mode()
@@ -46,9 +52,12 @@ def main() -> None:
         "products": lambda: check_products(report, rows),
         "8b times": lambda: time_products(report, eight_b),
         "smollm2 times": lambda: time_products(report, smollm2),
+        "attention prices": lambda: time_attention(report, all_plans=False),
+        "prices": lambda: price_products(report, [*eight_b, *smollm2]),
         "variants": lambda: check_variants(report, 512),
     }
-    wanted = options.parts.split(",") if options.parts else list(parts)
+    everything = [name for name in parts if not name.endswith("prices")]
+    wanted = options.parts.split(",") if options.parts else everything
     for name in wanted:
         report.run(name, parts[name])
     print_summary(report)
@@ -63,9 +72,12 @@ def print_summary(report: PartReport) -> None:
     for record in report.records:
         if "vendor" in record:
             print(record)
-        if "us" in record:
+        if "us" in record and "price" not in record:
             rest = {k: v for k, v in record.items() if k != "us"}
             print(f"{record['us']:28} {rest}")
+    lines = price_lines(report.records)
+    report.file.with_name("prices.txt").write_text("\n".join([*lines, ""]))
+    print("\n".join(lines)[:MAX_PRICES])
 
 
 if __name__ == "__main__":

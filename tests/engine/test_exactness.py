@@ -107,6 +107,10 @@ def test_batches_with_adaptive_drafting() -> None:
     assert [tokens_of(steps) for steps in serve(engine, MANY)] == many_alone("llama")
 
 
+def is_alone_behind_a_long_context(rows: RowPass) -> bool:
+    return len(rows.row_counts) == 1 and int(rows.first_positions[0]) > 200
+
+
 @needs_c
 @pytest.mark.parametrize("shape", [DraftShape(7, 7), DraftShape(5, 20)])
 def test_the_probe_finds_what_depends_on_the_batch(
@@ -127,6 +131,7 @@ def test_the_probe_finds_what_depends_on_the_batch(
 
     assert "prompts" in str(changed(lambda rows: rows.max_rows > 100))
     assert "batch" in str(changed(lambda rows: len(rows.row_counts) > 20))
+    assert "batch" in str(changed(is_alone_behind_a_long_context))
     if not shape.is_chain:
         assert "tree" in str(changed(lambda rows: rows.tree_masks is not None))
 

@@ -4,25 +4,32 @@ In the interpreter, a product is the sum over its inputs in their order, as a te
 it; numpy's own order depends on the number of rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.runtime import interpreter
 
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import paged_attention, skinny_gemm, swiglu
-from peagle.kernels.triton.batch_invariant import gemm, tree_paths
+from peagle.kernels.triton import add_norm, paged_attention, skinny_gemm, swiglu
+from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_paths, vendor_gemm
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from tests.support.comparing import near, some
 
 PAGE = 16
 PAGES = 16
-PLANS = [(1, 16, True), (4, 16, True), (4, 16, False), (8, 32, False), (8, 32, True)]
+PLANS = [
+    AttentionPlan(1, 16, True, 4),
+    AttentionPlan(4, 16, True, 4, serial_blocks=0),
+    AttentionPlan(4, 16, False, 4),
+    AttentionPlan(8, 32, False, 4),
+    AttentionPlan(8, 32, True, 4, serial_blocks=3),
+]
 
 
 @contextmanager
@@ -58,6 +65,67 @@ def check_gemm(n: int, columns: int, bias: bool, device: str, dtype: torch.dtype
             assert torch.equal(gemm.invariant_gemm(x, weight, extra, tiles=tiles), whole)
 
 
+def check_split_gemm(
+    n: int, columns: int, splits: int, bias: bool, device: str, dtype: torch.dtype
+) -> None:
+    """A row has the same partial sums in any batch; one program adds them to the same sum."""
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x = (some(70, columns) / columns**0.5).to(device, dtype)
+    weight = some(n, columns, seed=1).to(device, dtype)
+    extra = some(n, seed=2).to(device, dtype) if bias else None
+    with chained_products():
+        parts = gemm.invariant_gemm(x, weight, extra, splits=splits, parallel=True)
+        assert parts.shape == (splits, len(x), n) and parts.dtype == torch.float32
+        near(parts, skinny_gemm.reference(x, weight, extra, splits), 10)
+        for count in (1, 16, 64):
+            few = gemm.invariant_gemm(x[:count], weight, extra, splits=splits)
+            assert torch.equal(few, parts[:, :count])
+        for early in (0, 64, columns // splits // 64 * 64) if n % 64 == 0 else ():
+            sizes = skinny_gemm.TileSizes(16, 64, 2, 2, early)
+            few = skinny_gemm.skinny_gemm(x[:9], weight, extra, None, sizes, splits)
+            assert torch.equal(few, parts[:, :9])
+        whole = split_k.add_splits(parts, dtype)
+        for tiles in (gemm.FEW_ROWS_TILES, gemm.TILES[-1]):
+            added = gemm.invariant_gemm(x, weight, extra, None, tiles, splits, parallel=False)
+            assert added.dtype == dtype and torch.equal(added, whole)
+    norm_weight = some(n, seed=3).to(device, dtype)
+    residual = some(len(x), n, seed=4).to(device, dtype)
+    normed = [add_norm.add_norm(y, residual, norm_weight, 1e-5) for y in (parts, whole)]
+    assert all(torch.equal(a, b) for a, b in zip(*normed, strict=True))
+
+
+def check_vendor_rows(device: str, dtype: torch.dtype) -> None:
+    """Only row counts for which the library gives the same partial sums are left to it."""
+    splits = 2
+    dtype = torch.bfloat16 if device == "cuda" else dtype
+    x = some(75, 256).to(device, dtype)
+    weight = some(64, 256, seed=1).to(device, dtype)
+    calls: list[int] = []
+
+    def library(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
+        """Another order of the sum for 32 rows, and no support for 24."""
+        calls.append(len(x))
+        if len(x) == 24:
+            raise RuntimeError("not supported")
+        parts = gemm.invariant_gemm(x, weight, splits=splits, parallel=True)
+        return parts.flip(0) if len(x) == 32 else parts
+
+    with (
+        chained_products(),
+        patch.object(gemm, "num_splits", return_value=splits),
+        patch.object(vendor_gemm, "num_splits", return_value=splits),
+        patch.object(vendor_gemm, "split_product", library),
+    ):
+        vendor_rows = vendor_gemm.VendorRows()
+        vendor_rows.prove([(weight, False)], (16, 24, 32, 40))
+        calls.clear()
+        expected = vendor_gemm.own_product(x, weight, gated=False)
+        result = vendor_rows.multiply(x, weight, gated=False)
+        assert result is not None and torch.equal(result, expected)
+        assert calls == [40, 16, 16]  # and 3 rows by our kernel
+        assert vendor_rows.multiply(x[:9], weight, gated=False) is None
+
+
 def check_gated_gemm(n: int, columns: int, device: str, dtype: torch.dtype) -> None:
     dtype = torch.bfloat16 if device == "cuda" else dtype
     x = (some(70, columns) / columns**0.5).to(device, dtype)
@@ -77,12 +145,13 @@ def pass_of(table: torch.Tensor, first: int, count: int) -> RowPass:
 
 
 def check_chains(
-    heads: int, window: int | None, sinks: bool, device: str, dtype: torch.dtype
+    heads: int, window: int | None, sinks: bool, first: int, device: str, dtype: torch.dtype
 ) -> None:
     """A row has the same bits in every block, and in a pass of its own."""
-    d, kv_heads, first, count = 16, 2, 57, 11
-    caches = some(2, PAGES * PAGE, kv_heads, d).to(device, dtype)
-    table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)).int()[None].to(device)
+    d, kv_heads, count = 16, 2, 11
+    pages = -(-(first + count) // PAGE)
+    caches = some(2, pages * PAGE, kv_heads, d).to(device, dtype)
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).int()[None].to(device)
     query = some(count, heads, d, seed=4).to(device, dtype)
     sink_scores = some(heads).to(device, dtype) if sinks else None
     params = AttentionParams(d**-0.5, window, sinks=sink_scores)
@@ -132,21 +201,24 @@ def attend(
     caches: torch.Tensor,
     rows: RowPass,
     params: AttentionParams,
-    plan: tuple[int, int, bool],
+    plan: AttentionPlan,
 ) -> torch.Tensor:
     out = torch.zeros_like(query)
-    return invariant_attention(
-        query, caches[0], caches[1], rows, params, out, plan=AttentionPlan(*plan, 4)
-    )
+    return invariant_attention(query, caches[0], caches[1], rows, params, out, plan=plan)
 
 
-CASES = {
+CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "exact product": partial(check_gemm, 128, 192, False),
     "exact product, bias": partial(check_gemm, 192, 128, True),
     "exact product, odd outputs": partial(check_gemm, 100, 64, False),
+    "exact product, splits": partial(check_split_gemm, 64, 256, 2, False),
+    "exact product, splits, bias": partial(check_split_gemm, 128, 384, 3, True),
+    "exact product, splits, odd outputs": partial(check_split_gemm, 100, 256, 4, False),
+    "exact product, splits, library": check_vendor_rows,
     "exact gated product": partial(check_gated_gemm, 256, 64),
-    "exact attention": partial(check_chains, 6, None, False),
-    "exact attention, window, sinks": partial(check_chains, 4, 20, True),
+    "exact attention": partial(check_chains, 6, None, False, 57),
+    "exact attention, more blocks of keys than splits": partial(check_chains, 2, None, True, 569),
+    "exact attention, window, sinks": partial(check_chains, 4, 20, True, 57),
     "exact trees": partial(check_trees, 60, None),
     "exact trees, window": partial(check_trees, 131, 70),
     "exact trees, first token": partial(check_trees, 0, None),

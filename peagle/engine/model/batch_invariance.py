@@ -8,7 +8,8 @@ the machine, bit by bit. Requests of random tokens run in two ways:
     alone       prompts in pieces, one request at a time, then row after row
 
 Keys, values and logits must be equal. Prefix caching, chunked prompts and preemption are exact for
-the same reason: a row may come from any pass.
+the same reason: a row may come from any pass. One more request has a long context of random keys
+and values instead of a prompt, behind which its drafts run.
 """
 
 import random
@@ -27,9 +28,11 @@ from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 
 PROMPT_LENGTHS = (11, 70, 133)  # within a block of 64 keys, and across the ends of blocks
+LONG_CONTEXT = 1000  # more blocks of keys than splits
 PIECES = (3, 1, 16, 8, 65, 2)  # rows of the passes over a prompt alone, in turn
 MIN_BLOCK = 8  # rows of a chain, at least
-REPEATS = 24  # of all requests in one pass: hundreds of rows
+REPEATS = 18  # of all requests in one pass: hundreds of rows
+TABLE_ALIGNMENT = 16  # pages: Triton compiles the kernels that a long page table needs
 PROBED_LEAVES = 3  # of each tree
 
 
@@ -81,13 +84,18 @@ class ProbeTree:
 class ProbeCache:
     """The KV cache of all requests, each with pages of its own."""
 
-    def __init__(self, target: Target, requests: int, length: int, page_size: int) -> None:
+    def __init__(self, target: Target, lengths: Sequence[int], page_size: int) -> None:
+        """`lengths`: positions of each request."""
         self.page_size = page_size
-        self.pages = -(-length // page_size)
+        counts = [-(-length // page_size) for length in lengths]
+        self.first_pages = [sum(counts[:i]) for i in range(len(counts))]
         device = target.device
-        count = requests * self.pages
-        self.kv_cache = KVCache(target_kv_shapes(target), count, page_size, device)
-        self.tables = torch.arange(count, dtype=torch.int32, device=device).view(requests, -1)
+        self.kv_cache = KVCache(target_kv_shapes(target), sum(counts), page_size, device)
+        width = -(-max(counts) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+        tables = torch.zeros(len(counts), width, dtype=torch.int32)
+        for table, first, count in zip(tables, self.first_pages, counts, strict=True):
+            table[:count] = torch.arange(first, first + count)
+        self.tables = tables.to(device)
 
     def rows(
         self, requests: Sequence[int], firsts: Sequence[int], counts: Sequence[int]
@@ -121,7 +129,7 @@ class ProbeCache:
 
     def stored(self, request: int, length: int) -> list[Tensor]:
         """The keys and values of a request's first positions."""
-        start = request * self.pages * self.page_size
+        start = self.first_pages[request] * self.page_size
         caches = (*self.kv_cache.keys, *self.kv_cache.values)
         return [cache[start : start + length] for cache in caches]
 
@@ -136,14 +144,28 @@ class InvarianceProbe:
         self.tree = None if shape.is_chain else ProbeTree.grow(shape)
         room = max(self.block, shape.nodes + 1)
         most = target.context - room
+        # Of the contexts: prompts, and behind them the long one, where the target allows it.
         self.lengths = sorted({max(min(length, most), 1) for length in PROMPT_LENGTHS})
-        length = max(self.lengths) + room
-        self.together, self.alone = (
-            ProbeCache(target, len(self.lengths), length, page_size) for _ in range(2)
-        )
+        self.prompts = range(len(self.lengths))
+        if most > max(self.lengths):
+            self.lengths.append(min(LONG_CONTEXT, most))
+        self.requests = range(len(self.lengths))
+        positions = [length + room for length in self.lengths]
+        self.together, self.alone = (ProbeCache(target, positions, page_size) for _ in range(2))
         generator = torch.Generator().manual_seed(0)
-        size = (len(self.lengths), length)
+        size = (len(self.lengths), max(positions))
         self.ids = torch.randint(target.vocab_size, size, generator=generator).to(target.device)
+        for request in self.requests[len(self.prompts) :]:
+            self._fill_context(request)
+
+    def _fill_context(self, request: int) -> None:
+        """The same random keys and values in both caches."""
+        length = self.lengths[request]
+        generator = torch.Generator(self.ids.device).manual_seed(0)
+        caches = (cache.stored(request, length) for cache in (self.together, self.alone))
+        for a, b in zip(*caches, strict=True):
+            a.copy_(torch.randn(a.shape, generator=generator, device=a.device))
+            b.copy_(a)
 
     @torch.inference_mode()
     def difference(self) -> str | None:
@@ -169,14 +191,15 @@ class InvarianceProbe:
 
     def _prompts_agree(self) -> bool:
         """All prompts in one pass, and each in pieces."""
-        requests = range(len(self.lengths))
-        rows = self.together.rows(requests, [0] * len(requests), self.lengths)
-        ids = torch.cat([self.ids[r, : self.lengths[r]] for r in requests])
-        last = torch.tensor(self.lengths, device=ids.device).cumsum(0) - 1
+        requests = self.prompts
+        lengths = self.lengths[: len(requests)]
+        rows = self.together.rows(requests, [0] * len(requests), lengths)
+        ids = torch.cat([self.ids[r, : lengths[r]] for r in requests])
+        last = torch.tensor(lengths, device=ids.device).cumsum(0) - 1
         logits = self.verifier.forward(ids, rows, self.together.kv_cache, last)[0]
         for request in requests:
             alone = self._read_in_pieces(request)
-            length = self.lengths[request]
+            length = lengths[request]
             pairs = zip(
                 self.together.stored(request, length),
                 self.alone.stored(request, length),
@@ -204,7 +227,7 @@ class InvarianceProbe:
 
     def _chains_agree(self) -> bool:
         """Blocks of all requests, and of many of each, against single rows."""
-        requests = range(len(self.lengths))
+        requests = self.requests
         blocks = []
         for repeats in (1, REPEATS):
             batch = [*requests] * repeats
@@ -231,7 +254,7 @@ class InvarianceProbe:
         """Some paths of a tree, against chains of the same tokens."""
         if self.tree is None:
             return True
-        requests = range(len(self.lengths))
+        requests = self.requests
         count = len(self.tree.depths)
         rows = self.together.rows(requests, self.lengths, [count] * len(requests))
         depths, masks = (

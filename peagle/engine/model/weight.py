@@ -30,6 +30,7 @@ from peagle.kernels.triton.batch_invariant.gemm import (
     invariant_gemm,
     supports_invariant_gemm,
 )
+from peagle.kernels.triton.batch_invariant.split_k import add_splits
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.kernels.triton.skinny_gemm import (
     gated_skinny_gemm,
@@ -131,7 +132,7 @@ class Weight:
         if self.matrix is not None:
             return self.matrix(x)
         if self.batch_invariant:
-            return self._invariant_product(x)
+            return add_splits(self._invariant_product(x), x.dtype)
         if self.reordered is not None:
             return multiply_reordered(x, self.reordered, self.bias)
         assert self.weight is not None
@@ -143,7 +144,7 @@ class Weight:
         add_norm and rope_store add the partial sums up.
         """
         if self.batch_invariant:
-            return self(x)
+            return self._invariant_product(x)
         if self.skinny_weight is not None and supports_skinny_gemm(x, self.skinny_weight):
             return skinny_gemm(x, self.skinny_weight, self.bias, self.skinny_scales)
         return self(x)
@@ -198,6 +199,7 @@ class Weight:
         return False
 
     def _invariant_product(self, x: Tensor, gated: bool = False) -> Tensor:
+        """[T, outputs], partial sums [S, T, outputs], or gated [T, outputs / 2]"""
         weight, scales = self.skinny_weight, self.skinny_scales
         assert weight is not None
         if self.vendor_rows is not None and self.bias is None and scales is None:

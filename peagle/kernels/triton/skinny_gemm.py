@@ -92,7 +92,7 @@ def supports_weight_dtype(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def num_splits(weight: Tensor) -> int:
+def num_splits(weight: Tensor, program_outputs: int = ALIGNMENT) -> int:
     """The number of programs that split the inputs of one output: the first that is enough."""
     outputs, inputs = weight.shape
     valid = [
@@ -101,7 +101,7 @@ def num_splits(weight: Tensor) -> int:
         if splits == 1
         or (inputs % (splits * ALIGNMENT) == 0 and inputs // splits >= MIN_SPLIT_INPUTS)
     ]
-    blocks = outputs // ALIGNMENT
+    blocks = outputs // program_outputs
     return next((splits for splits in valid if splits * blocks >= BUSY_PROGRAMS), valid[-1])
 
 
@@ -263,8 +263,11 @@ def _launch(
 def tile_sizes(outputs: int, split_inputs: int, block_t: int, gated: bool) -> TileSizes:
     """Sizes measured on an H200; `outputs` counts those of all splits.
 
-    Small matrices get narrow tiles, many of which are loaded at once.
+    Small matrices get narrow tiles, many of which are loaded at once. With 64 rows, wide ones are
+    faster, which read the rows less often: 2.99 instead of 4.35 microseconds in SmolLM2-135M.
     """
+    if outputs // 64 < 96 and not gated and block_t == MAX_ROWS:
+        return TileSizes(64, 64, num_warps=4, num_stages=6)
     if outputs // 64 < 96:
         return TileSizes(16, 64, 2, 8, early_inputs(256 if gated else 512, split_inputs))
     wide = split_inputs % 128 == 0 and block_t <= 16

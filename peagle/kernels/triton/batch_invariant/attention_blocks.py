@@ -27,6 +27,44 @@ if triton is not None:
         return acc, new_max, total
 
     @triton.jit
+    def load_splits(  # type: ignore[no-untyped-def]
+        part_ptr,
+        max_ptr,
+        sum_ptr,
+        part,
+        used_splits,
+        row_mask,
+        query_mask,
+        acc,
+        max_score,
+        total,
+        D: tl.constexpr,
+        SPLITS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """Add the stored splits in their order. The loop is unrolled: loads wait for no sum."""
+        dims = tl.arange(0, BLOCK_D)
+        for i in tl.static_range(SPLITS):
+            used = row_mask & (i < used_splits)
+            split_max = tl.load(
+                max_ptr + part + i, mask=used, other=_UNSEEN_SCORE, cache_modifier=".cg"
+            )
+            split_sum = tl.load(sum_ptr + part + i, mask=used, other=0.0, cache_modifier=".cg")
+            split_acc = tl.load(
+                part_ptr + (part + i)[:, None] * D + dims[None, :],
+                mask=query_mask & (i < used_splits),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_acc, new_max, new_total = merge_split(
+                acc, max_score, total, split_acc, split_max, split_sum
+            )
+            acc = tl.where(i < used_splits, new_acc, acc)
+            max_score = tl.where(i < used_splits, new_max, max_score)
+            total = tl.where(i < used_splits, new_total, total)
+        return acc, max_score, total
+
+    @triton.jit
     def _fixed_sum(weights):  # type: ignore[no-untyped-def]
         """The sum of weights in fixed point: integers have the same sum in any order."""
         return tl.sum((weights.to(tl.float32) * _WEIGHT_UNIT).to(tl.int32), 1)

@@ -18,6 +18,7 @@ MAX_BLOCK_QUERIES = 64
 MAX_BLOCK_QUERIES_FLOAT32 = 32
 PARALLEL_PROGRAMS = 60  # blocks of queries that leave room for a program per split
 SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
+SERIAL_BLOCKS = 2  # blocks of keys that one program reads sooner than several merge their results
 
 
 class AttentionPlan(NamedTuple):
@@ -25,6 +26,7 @@ class AttentionPlan(NamedTuple):
     block_queries: int  # rows x heads of a group, padded
     parallel: bool  # a program for each split
     num_warps: int = 8
+    serial_blocks: int = SERIAL_BLOCKS  # if parallel: up to so many blocks of keys, one program
 
 
 def plan_attention(
@@ -61,6 +63,7 @@ def block_sizes(
         "GROUP": heads // kv_heads,
         "D": d,
         "PARALLEL": plan.parallel,
+        "SERIAL_BLOCKS": plan.serial_blocks,
         **tree_sizes(rows, d, plan.block_rows),
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_QUERIES": plan.block_queries,

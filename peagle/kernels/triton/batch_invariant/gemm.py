@@ -1,13 +1,20 @@
 """The product of any number of rows with a weight matrix: a row gets the same bits in any batch.
 
 Every output is one chain of tensor-core products over its inputs in their order, 16 at a time, into
-a float32 accumulator, which is rounded once. skinny_gemm.py without splits is such a chain, and so
-is the kernel here. On Hopper both tensor-core instructions that Triton uses (mma.sync for narrow
-tiles, wgmma for wide ones) give the same bits. With 8-bit weights mma.sync takes the inputs in
-another order, so all tiles for them are wide. Kernels of the vendor's library that do not split the
-inputs are such chains as well: see vendor_gemm.py.
+a float32 accumulator, which is rounded once. A matrix with few outputs has S such chains, which are
+added in their order (split_k.py). On Hopper both tensor-core instructions that Triton uses
+(mma.sync for narrow tiles, wgmma for wide ones) give the same bits. With 8-bit weights mma.sync
+takes the inputs in another order, so all tiles for them are wide. Kernels of the vendor's library
+that do not split the inputs are such chains as well: see vendor_gemm.py.
 
-Shapes and rounding are those of skinny_gemm.py.
+    rows                              multiplied by                        result
+    few                               skinny_gemm.py                       [S, T, N]
+    more, and tiles that are few      a program for each tile and chain    [S, T, N]
+    more, and tiles that are enough   a program for each tile, which       [T, N]
+                                      adds its chains
+
+Shapes and rounding are those of skinny_gemm.py: the result is [T, N], or partial sums [S, T, N] in
+float32, with the bias in the first.
 """
 
 from typing import NamedTuple
@@ -16,10 +23,12 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.triton import uses_triton
+from peagle.kernels.triton.batch_invariant.split_k import num_splits
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 from peagle.kernels.triton.skinny_gemm import (
     ALIGNMENT,
     TileSizes,
+    early_inputs,
     gated_skinny_gemm,
     skinny_gemm,
     supports_skinny_gemm,
@@ -85,6 +94,33 @@ if triton is not None:
         place = program % group_programs
         return place // size, first_row_block + place % size
 
+    @triton.jit
+    def _multiply_chain(  # type: ignore[no-untyped-def]
+        x_tile_ptr,
+        weight_tile_ptr,
+        up_tile_ptr,
+        row_mask,
+        output_mask,
+        first_input,
+        end_input,
+        GATED: tl.constexpr,
+        EVEN_N: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+    ):
+        """[BLOCK_N, BLOCK_T] float32 each: the sums over a range of inputs, and those of up."""
+        total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for start in range(first_input, end_input, BLOCK_K):
+            x = tl.load(x_tile_ptr + start, mask=row_mask, other=0.0)
+            weight = _load_weight(weight_tile_ptr + start, output_mask, EVEN_N).to(x.dtype)
+            total = tl.dot(weight, x, total, input_precision="ieee")
+            if GATED:
+                up_weight = _load_weight(up_tile_ptr + start, output_mask, EVEN_N).to(x.dtype)
+                up = tl.dot(up_weight, x, up, input_precision="ieee")
+        return total, up
+
     @triton.jit(do_not_specialize=["rows"])
     def _invariant_gemm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
@@ -94,14 +130,16 @@ if triton is not None:
         out_ptr,
         rows,
         outputs,
-        inputs,
+        split_inputs,
         stride_x_row,
         stride_weight_row,
+        stride_out_split,
         stride_out_row,
         GATED: tl.constexpr,
         BIAS: tl.constexpr,
         SCALED: tl.constexpr,
         EVEN_N: tl.constexpr,
+        CHAINS: tl.constexpr,
         GROUP: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
@@ -111,9 +149,10 @@ if triton is not None:
         row_blocks = (rows + BLOCK_T - 1) // BLOCK_T
         output_blocks = (outputs + BLOCK_N - 1) // BLOCK_N
         n_block, t_block = _tile_position(tl.program_id(0), row_blocks, output_blocks, GROUP)
+        split = tl.program_id(1)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         t = (t_block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        k = tl.arange(0, BLOCK_K)
+        k = split * split_inputs + tl.arange(0, BLOCK_K)
         row_mask = (t < rows)[None, :]
         output_mask = (n < outputs)[:, None]
         weight_tile_ptr = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row + k[None, :]
@@ -121,28 +160,52 @@ if triton is not None:
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         x_tile_ptr = x_ptr + t[None, :] * stride_x_row + k[:, None]
-        total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        for start in range(0, inputs, BLOCK_K):
-            x = tl.load(x_tile_ptr + start, mask=row_mask, other=0.0)
-            weight = _load_weight(weight_tile_ptr + start, output_mask, EVEN_N).to(x.dtype)
-            total = tl.dot(weight, x, total, input_precision="ieee")
-            if GATED:
-                up_weight = _load_weight(up_tile_ptr + start, output_mask, EVEN_N).to(x.dtype)
-                up = tl.dot(up_weight, x, up, input_precision="ieee")
+        total, up = _multiply_chain(
+            x_tile_ptr,
+            weight_tile_ptr,
+            up_tile_ptr,
+            row_mask,
+            output_mask,
+            0,
+            split_inputs,
+            GATED,
+            EVEN_N,
+            BLOCK_N,
+            BLOCK_T,
+            BLOCK_K,
+        )
         if SCALED:
             total *= tl.load(scales_ptr + n, mask=n < outputs, other=0.0)[:, None]
             if GATED:
                 up *= tl.load(scales_ptr + outputs + n, mask=n < outputs, other=0.0)[:, None]
         if BIAS:
-            total += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+            bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
+            total += tl.where(split == 0, bias, 0.0)[:, None]
+        for chain in range(1, CHAINS):  # of this program
+            part, _ = _multiply_chain(
+                x_tile_ptr,
+                weight_tile_ptr,
+                up_tile_ptr,
+                row_mask,
+                output_mask,
+                chain * split_inputs,
+                chain * split_inputs + split_inputs,
+                False,
+                EVEN_N,
+                BLOCK_N,
+                BLOCK_T,
+                BLOCK_K,
+            )
+            if SCALED:
+                part *= tl.load(scales_ptr + n, mask=n < outputs, other=0.0)[:, None]
+            total += part
         dtype = x_ptr.dtype.element_ty
         if GATED:
             gate = total.to(dtype).to(tl.float32)
             activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
             total = activated * up.to(dtype).to(tl.float32)
         tl.store(
-            out_ptr + t[None, :] * stride_out_row + n[:, None],
+            out_ptr + split * stride_out_split + t[None, :] * stride_out_row + n[:, None],
             total.to(out_ptr.dtype.element_ty),
             mask=row_mask & output_mask,
         )
@@ -154,12 +217,27 @@ def invariant_gemm(
     bias: Tensor | None = None,
     scales: Tensor | None = None,
     tiles: GemmTiles | None = None,
+    splits: int | None = None,
+    parallel: bool | None = None,
 ) -> Tensor:
-    """[T, N]"""
-    if tiles is None and supports_skinny_gemm(x, weight):
-        return skinny_gemm(x, weight, bias, scales, chain_tiles(weight, len(x)), splits=1)
-    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, scales, out, False, tiles or tile_sizes(TILES, *out.shape))
+    """[T, N], or partial sums [S, T, N].
+
+    `splits`: S, by default that of the matrix. `parallel`: whether every chain has its own program,
+    and partial sums are the result; None: as is faster.
+    """
+    splits = splits or num_splits(weight)
+    rows, outputs = len(x), len(weight)
+    if tiles is None and parallel is not False and supports_skinny_gemm(x, weight):
+        few_rows = few_rows_tiles(weight, rows, splits)
+        return skinny_gemm(x, weight, bias, scales, few_rows, splits)
+    tiles = tiles or tile_sizes(split_tiles(splits, parallel), rows, outputs)
+    if parallel is None:
+        parallel = tile_count(tiles, rows, outputs) < BUSY_PROGRAMS
+    if parallel and splits > 1:
+        out = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, scales, out, False, tiles, splits)
     return out
 
 
@@ -171,7 +249,7 @@ def gated_invariant_gemm(
     if tiles is None and scales is None and supports_skinny_gemm(x, weight, gated=True):
         return gated_skinny_gemm(x, weight, scales)
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, scales, out, True, tiles or tile_sizes(GATED_TILES, *out.shape))
+    _launch(x, weight, None, scales, out, True, tiles or tile_sizes(GATED_TILES, *out.shape), 1)
     return out
 
 
@@ -183,13 +261,15 @@ def _launch(
     out: Tensor,
     gated: bool,
     tiles: GemmTiles,
+    splits: int,
 ) -> None:
-    rows, n = out.shape
+    rows, n = out.shape[-2:]
     if not rows:
         return
-    inputs = weight.shape[1]
-    assert inputs % tiles.block_k == 0
-    _invariant_gemm_kernel[(tile_count(tiles, rows, n),)](
+    stored = len(out) if out.dim() == 3 else 1
+    split_inputs = weight.shape[1] // splits
+    assert split_inputs * splits == weight.shape[1] and split_inputs % tiles.block_k == 0
+    _invariant_gemm_kernel[(tile_count(tiles, rows, n), stored)](
         x,
         weight,
         x if bias is None else bias,
@@ -197,21 +277,23 @@ def _launch(
         out,
         rows,
         n,
-        inputs,
+        split_inputs,
         x.stride(0),
         weight.stride(0),
-        out.stride(0),
+        out.stride(0) if stored > 1 else 0,
+        out.stride(-2),
         GATED=gated,
         BIAS=bias is not None,
         SCALED=scales is not None,
         EVEN_N=n % tiles.block_n == 0,
+        CHAINS=splits // stored,
         GROUP=GROUP_ROW_BLOCKS,
         BLOCK_T=tiles.block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        enable_fp_fusion=False,  # A scale must not merge with the bias.
+        enable_fp_fusion=False,  # A scale must not merge with the bias or the sum of chains.
         **launch_options(x),
     )
 
@@ -230,15 +312,26 @@ def tile_sizes(choices: tuple[GemmTiles, ...], rows: int, outputs: int) -> GemmT
     return choices[-1]
 
 
-def chain_tiles(weight: Tensor, rows: int) -> TileSizes:
-    """Tiles of skinny_gemm.py for outputs that are not split, measured on an H200.
+def split_tiles(splits: int, parallel: bool | None) -> tuple[GemmTiles, ...]:
+    """Tiles for which the compiler lets products overlap, for one or two sums in registers."""
+    if splits == 1:
+        return TILES
+    return TILES[1:] if splits == 2 and not parallel else TILES[2:]
 
-    For few rows, narrow tiles keep the GPU busy where wide ones are too few.
+
+def few_rows_tiles(weight: Tensor, rows: int, splits: int) -> TileSizes:
+    """Tiles of skinny_gemm.py. For few rows, narrow ones keep the GPU busy where wide ones are few.
+
+    Programs that are on the GPU at once load weights while they wait for their rows.
     """
     outputs, inputs = weight.shape
-    block_k = 128 if inputs % 128 == 0 else 64
-    if rows > 16 or outputs // 64 >= 192 or weight.element_size() == 1:
-        return TileSizes(64, block_k, num_warps=4, num_stages=4 if block_k == 128 else 6)
-    if outputs // 32 >= 132:
-        return TileSizes(32, block_k, num_warps=2, num_stages=6)
-    return TileSizes(16, 64, num_warps=2, num_stages=8)
+    split_inputs = inputs // splits
+    block_k = 128 if split_inputs % 128 == 0 else 64
+    wide = TileSizes(64, block_k, num_warps=4, num_stages=4 if block_k == 128 else 6)
+    if rows > 32 or outputs // 64 * splits >= 192 or weight.element_size() == 1:
+        return wide
+    if outputs // 32 * splits < 132:
+        return TileSizes(16, 64, 2, 8, early_inputs(512, split_inputs))
+    if rows > 16:
+        return wide
+    return TileSizes(32, block_k, 2, 6, early_inputs(256, split_inputs))

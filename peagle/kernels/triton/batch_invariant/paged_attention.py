@@ -13,7 +13,8 @@ weights of a block are added as integers, because the order of a sum over the ke
 number of queries.
 
 With few blocks of queries, every split has its own program, and the last one to finish merges
-their results. With many, a program runs over all splits.
+their results; contexts of up to SERIAL_BLOCKS blocks of keys run in one program. With many, every
+program runs over all splits.
 
 A row of a draft tree gets the bits of a chain through its ancestors. Blocks that lie entirely
 before the tree are shared by all rows. For the blocks behind them, called the tail, the keys of
@@ -48,7 +49,11 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.batch_invariant.attention_blocks import attend_block, merge_split
+    from peagle.kernels.triton.batch_invariant.attention_blocks import (
+        attend_block,
+        load_splits,
+        merge_split,
+    )
     from peagle.kernels.triton.batch_invariant.tree_tail import (
         TailCache,
         TailRows,
@@ -102,6 +107,7 @@ if triton is not None:
         PAGE_SIZE: tl.constexpr,
         SPLITS: tl.constexpr,
         PARALLEL: tl.constexpr,
+        SERIAL_BLOCKS: tl.constexpr,
         SINKS: tl.constexpr,
         TREE: tl.constexpr,
         DEPTH: tl.constexpr,
@@ -115,8 +121,6 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
         request = tl.program_id(0)
         kv_head = tl.program_id(1).to(tl.int64)
         query_block = tl.program_id(2)
@@ -125,6 +129,10 @@ if triton is not None:
             split = query_block % SPLITS
             query_block = query_block // SPLITS
         row_count = tl.load(row_counts_ptr + request).to(tl.int32)
+        row_start = tl.load(row_starts_ptr + request).to(tl.int64)
+        first = tl.load(first_positions_ptr + request).to(tl.int32)
+        wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT)
         first_row = query_block * BLOCK_ROWS
         if first_row >= row_count:
             return
@@ -134,7 +142,6 @@ if triton is not None:
         head = kv_head * GROUP + query_index % GROUP
         row_mask = local_row < end_row
         dims = tl.arange(0, BLOCK_D)
-        row_start = tl.load(row_starts_ptr + request).to(tl.int64)
         row = row_start + local_row
         query_mask = row_mask[:, None] & (dims < D)[None, :]
         q = tl.load(
@@ -145,7 +152,6 @@ if triton is not None:
 
         # Blocks low_block .. low_block + blocks - 1 hold the keys that some row sees; low_block
         # belongs to split 0. Those from shared_blocks on are the tail of a tree.
-        first = tl.load(first_positions_ptr + request).to(tl.int32)
         position = first + local_row
         low = tl.maximum(first + first_row - window + 1, 0)
         high = first + end_row
@@ -161,8 +167,13 @@ if triton is not None:
         if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
         used_splits = tl.minimum(blocks, SPLITS)
-        if PARALLEL and split >= used_splits:
-            return
+        own_splits = used_splits  # of this program
+        merges_later = False
+        if PARALLEL:
+            merges_later = blocks > SERIAL_BLOCKS
+            own_splits = tl.where(merges_later, 1, used_splits)
+            if split >= tl.where(merges_later, used_splits, 1):
+                return
 
         max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
@@ -178,9 +189,9 @@ if triton is not None:
         keys_ptr = key_cache_ptr + kv_head * stride_k_head
         values_ptr = value_cache_ptr + kv_head * stride_v_head
         if PARALLEL or TREE:
-            for i in range(1 if PARALLEL else used_splits):
+            for i in range(own_splits):
                 own_split = split + i
-                if not PARALLEL and i > 0:
+                if i > 0:
                     max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
                     total = tl.zeros([BLOCK_QUERIES], tl.float32)
                     acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
@@ -234,7 +245,7 @@ if triton is not None:
                         ),
                         ONE_CHUNK,
                     )
-                if not PARALLEL:
+                if not merges_later:
                     merged, merged_max, merged_total = merge_split(
                         merged, merged_max, merged_total, acc, max_score, total
                     )
@@ -276,30 +287,34 @@ if triton is not None:
             )
         if PARALLEL:
             part = (row * HEADS + head) * SPLITS
-            tl.store(max_ptr + part + split, max_score, mask=row_mask)
-            tl.store(sum_ptr + part + split, total, mask=row_mask)
-            tl.store(part_ptr + (part + split)[:, None] * D + dims[None, :], acc, mask=query_mask)
-            tl.debug_barrier()  # Every thread has stored.
             query_blocks = tl.num_programs(2) // SPLITS
             counter = (request * tl.num_programs(1) + tl.program_id(1)) * query_blocks + query_block
-            if tl.atomic_add(counters_ptr + counter, 1) < used_splits - 1:
+            finished = used_splits - 1
+            if merges_later:
+                split_part = part + split
+                tl.store(max_ptr + split_part, max_score, mask=row_mask)
+                tl.store(sum_ptr + split_part, total, mask=row_mask)
+                tl.store(part_ptr + split_part[:, None] * D + dims[None, :], acc, mask=query_mask)
+                tl.debug_barrier()  # Every thread has stored.
+                finished = tl.atomic_add(counters_ptr + counter, 1)
+            if finished < used_splits - 1:
                 return
-            tl.store(counters_ptr + counter, 0)  # for the next launch
-            for i in range(used_splits):
-                split_max = tl.load(
-                    max_ptr + part + i, mask=row_mask, other=_UNSEEN_SCORE, cache_modifier=".cg"
-                )
-                split_sum = tl.load(
-                    sum_ptr + part + i, mask=row_mask, other=0.0, cache_modifier=".cg"
-                )
-                split_acc = tl.load(
-                    part_ptr + (part + i)[:, None] * D + dims[None, :],
-                    mask=query_mask,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                merged, merged_max, merged_total = merge_split(
-                    merged, merged_max, merged_total, split_acc, split_max, split_sum
+            if merges_later:
+                tl.store(counters_ptr + counter, 0)  # for the next launch
+                merged, merged_max, merged_total = load_splits(
+                    part_ptr,
+                    max_ptr,
+                    sum_ptr,
+                    part,
+                    used_splits,
+                    row_mask,
+                    query_mask,
+                    merged,
+                    merged_max,
+                    merged_total,
+                    D,
+                    SPLITS,
+                    BLOCK_D,
                 )
         result = merged / tl.maximum(merged_total, 1e-9)[:, None]
         tl.store(

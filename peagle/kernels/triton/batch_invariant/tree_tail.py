@@ -107,10 +107,10 @@ if triton is not None:
         return keys, values
 
     @triton.jit
-    def _tail_lanes(  # type: ignore[no-untyped-def]
-        q, cache, tree, rows, chunk_start, lanes, block, scale, sizes
+    def _load_lanes(  # type: ignore[no-untyped-def]
+        cache, tree, rows, chunk_start, lanes, block, sizes
     ):
-        """Scores [queries, BLOCK_LANES] and values of the keys of a few rows, `lanes` of each."""
+        """Keys and values of a few rows, `lanes` of each, and which query sees them."""
         index = tl.arange(0, sizes.BLOCK_LANES)
         lane_row = index // lanes
         lane_position = tree.first // 16 * 16 + index % lanes
@@ -128,7 +128,7 @@ if triton is not None:
         is_own = (tail_row[None, :] == rows.local_row[:, None]) & is_lane[None, :]
         is_own = is_own & (lane_position[None, :] <= rows.position[:, None])
         is_own = is_own & (lane_position[None, :] > rows.position[:, None] - rows.window)
-        return _visible_scores(q, keys, scale, is_own), values
+        return keys, values, is_own
 
     @triton.jit
     def _max_of_nodes(  # type: ignore[no-untyped-def]
@@ -169,14 +169,16 @@ if triton is not None:
         key_position = block * sizes.BLOCK_KEYS + tl.arange(0, sizes.BLOCK_KEYS)
         in_range = key_position < tl.minimum(tree.first, cache.table_end)
         k, v = _load_tail(cache, key_position, in_range, sizes)
+        lanes = (tree.first % 16 + sizes.DEPTH + 16) // 16 * 16
+        if ONE_CHUNK:  # All loads run at once.
+            lane_keys, lane_values, is_own = _load_lanes(
+                cache, tree, rows, rows.first_row, lanes, block, sizes
+            )
         visible = key_position[None, :] > rows.position[:, None] - rows.window
         scores = _visible_scores(q, k, scale, visible & in_range[None, :])
         new_max = tl.maximum(max_score, tl.max(scores, 1))
-        lanes = (tree.first % 16 + sizes.DEPTH + 16) // 16 * 16
         if ONE_CHUNK:
-            lane_scores, lane_values = _tail_lanes(
-                q, cache, tree, rows, rows.first_row, lanes, block, scale, sizes
-            )
+            lane_scores = _visible_scores(q, lane_keys, scale, is_own)
             new_max = tl.maximum(new_max, tl.max(lane_scores, 1))
         else:
             node_max = _max_of_nodes(q, cache, tree, rows, block, scale, sizes)
@@ -193,9 +195,10 @@ if triton is not None:
             units += _fixed_sum(lane_weights)
         else:
             for chunk_start in range(rows.first_row, rows.end_row, sizes.BLOCK_LANES // lanes):
-                chunk_scores, chunk_values = _tail_lanes(
-                    q, cache, tree, rows, chunk_start, lanes, block, scale, sizes
+                chunk_keys, chunk_values, is_own = _load_lanes(
+                    cache, tree, rows, chunk_start, lanes, block, sizes
                 )
+                chunk_scores = _visible_scores(q, chunk_keys, scale, is_own)
                 chunk_weights = tl.exp2(chunk_scores - new_max[:, None]).to(v.dtype)
                 acc = tl.dot(chunk_weights, chunk_values, acc, input_precision="ieee")
                 units += _fixed_sum(chunk_weights)
