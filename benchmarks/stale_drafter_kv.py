@@ -1,10 +1,10 @@
 """The drafter's KV cache after `Engine.replace_drafter`: left as it is, or recomputed.
 
-    python -m benchmarks.stale_drafter_kv DATA OUT [--method p-eagle] [--steps 15,30] [--limit 16]
+    python -m benchmarks.stale_drafter_kv DATA OUT [--method p-eagle] [--steps 15] [--scales 1,2,4]
 
 DATA is the folder with the benchmark sets. The target answers tasks; the shipped drafter is trained
-further on every second answer, in rounds of so many steps, and each new version replaces it in the
-middle of the other answers:
+further on every second answer, and the new version replaces it in the middle of the other answers.
+A scale of 4 stands for a version that is four times as far away: old + 4 (new - old).
 
     old          the shipped drafter to the end
     stale        the new version, over what the old one has left in the KV cache
@@ -28,8 +28,10 @@ from peagle.core import Method, Step, parse_method
 from peagle.data.bench import read_sets
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
+from peagle.drafter.replacement import private_copy
 from peagle.engine import Engine, EngineConfig
 from peagle.loaded import LoadedPair, load
+from peagle.target import Target
 from peagle.train.config import TrainConfig
 from peagle.train.data.documents import Document, Documents
 from peagle.train.evaluation.benchmark_answers import answer_tasks
@@ -61,7 +63,7 @@ class HalfAnswer:
 
 @dataclass(frozen=True)
 class Figures:
-    round: int
+    scale: float
     weight_change: float  # norm of new - old, relative to old
     answers: int
     context: float  # mean tokens of prompt and first half
@@ -77,8 +79,8 @@ class Figures:
 
 def train_further(
     pair: LoadedPair, folder: Path, documents: Documents, out: Path, steps: int, rate: float
-) -> Drafter:
-    """The drafter in `folder` after these training steps."""
+) -> None:
+    """Train the drafter in `folder` for these steps; the new version is in `out`."""
     old = checkpoint.load(folder, pair.target)
     settings = old.config
     config = TrainConfig(
@@ -107,7 +109,6 @@ def train_further(
     trainer = Trainer(config, pair.target, data, World())
     journal = Journal(trainer.out, trainer.step, True)
     trainer.train(journal, lambda done, total, record: print(f"step {done} of {total}", flush=True))
-    return checkpoint.load(out / "drafter", pair.target, pair.target.dtype)
 
 
 def second_half(
@@ -161,13 +162,22 @@ def difference_error(first: list[HalfAnswer], second: list[HalfAnswer]) -> float
     return float(np.std(lengths[0] - lengths[1]))
 
 
+def moved(old: Drafter, new: Drafter, target: Target, scale: float) -> Drafter:
+    """The drafter old + scale * (new - old)."""
+    other = private_copy(new, target)
+    before = dict(old.named_parameters())
+    for name, parameter in other.named_parameters():
+        parameter.data.sub_(before[name]).mul_(scale).add_(before[name])
+    return other
+
+
 def weight_change(old: Drafter, new: Drafter) -> float:
     before, after = (torch.cat([x.flatten() for x in y.parameters()]) for y in (old, new))
     return float((after - before).norm() / before.norm())
 
 
 def measure(
-    pair: LoadedPair, old: Drafter, new: Drafter, documents: list[Document], round: int
+    pair: LoadedPair, old: Drafter, new: Drafter, documents: list[Document], scale: float
 ) -> Figures:
     method = old.config.method
     with engine_for(pair, method) as engine:
@@ -183,7 +193,7 @@ def measure(
     decode = sum(half.decode_seconds for half in recomputed) / steps
     middles = [(int(np.argmax(x.answer_mask)) + len(x.ids)) // 2 for x in documents]
     return Figures(
-        round,
+        scale,
         weight_change(old, new),
         len(documents),
         float(np.mean(middles)),
@@ -203,7 +213,8 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--method", default="p-eagle", type=parse_method)
-    parser.add_argument("--steps", default="15,30")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--scales", default="1,2,4")
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=192)
@@ -221,12 +232,13 @@ def main() -> None:
     documents = [answers[i] for i in range(1, len(answers), 2)]
     documents = [x for x in documents if x.answer_mask.sum() >= MIN_ANSWER]
     print(f"{len(training)} answers to train on, {len(documents)} to measure", flush=True)
+    out = options.out / str(options.method)
+    if not (out / "drafter").is_dir():
+        train_further(pair, folder, training, out, options.steps, options.rate)
+    new = checkpoint.load(out / "drafter", pair.target, pair.target.dtype)
     rows: list[Figures] = []
-    for round, steps in enumerate(map(int, options.steps.split(",")), start=1):
-        out = options.out / f"{options.method}-{round}"
-        new = train_further(pair, folder, training, out, steps, options.rate)
-        folder = out / "drafter"  # The next round continues from here.
-        rows.append(measure(pair, old, new, documents, round))
+    for scale in map(float, options.scales.split(",")):
+        rows.append(measure(pair, old, moved(old, new, pair.target, scale), documents, scale))
         (options.out / f"{options.method}.json").write_text(
             json.dumps([asdict(row) for row in rows], indent=1)
         )
@@ -235,14 +247,14 @@ def main() -> None:
 
 def print_table(rows: list[Figures]) -> None:
     print(
-        "| round | weights changed by | old | stale | recomputed | first 8: stale | recomputed |",
-        end="",
+        "| scale | weights changed by | old | stale | recomputed | first 8 steps: stale |"
+        " recomputed | prefill, in steps | swap, in steps |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     )
-    print(" prefill, decode steps | swap, decode steps |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for row in rows:
         print(
-            f"| {row.round} | {row.weight_change:.1%} | {row.old:.3f} | {row.stale:.3f} ± {row.difference_error:.3f}"
-            f" | {row.recomputed:.3f} | {row.first_stale:.3f} | {row.first_recomputed:.3f} |"
+            f"| {row.scale:g} | {row.weight_change:.1%} | {row.old:.3f} |"
+            f" {row.stale:.3f} ± {row.difference_error:.3f} | {row.recomputed:.3f} |"
+            f" {row.first_stale:.3f} | {row.first_recomputed:.3f} |"
             f" {row.prefill_in_decode_steps:.1f} | {row.swap_in_decode_steps:.1f} |"
         )
 
