@@ -16,6 +16,7 @@ from peagle.catalog import DEFAULT_PAIR
 from peagle.core import DRAFTER_METHODS, Method, Sampling, parse_method
 from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
+from peagle.drafter.replacement import check_replacement
 from peagle.engine.admission import Admission, RequestOptions
 from peagle.engine.config import EngineConfig
 from peagle.engine.device import DeviceLost, is_device_lost
@@ -35,11 +36,11 @@ from peagle.engine.schedule.scheduler import Scheduler
 from peagle.engine.sizing import (
     build_stepper,
     check_int8,
+    draft_shapes,
     engine_context,
-    max_draft_shape,
+    prompt_rules,
     scheduler_config,
     uses_ngrams,
-    verified_shape,
 )
 from peagle.engine.step.expert_load import ExpertLoad
 from peagle.engine.step.startup_times import StartupTimes
@@ -68,7 +69,9 @@ class Engine:
         drafter = self._drafter()
         self.ngram = uses_ngrams(config, self.method, pair)
         # The largest draft of the drafter, and of any kind.
-        self.drafter_shape, self.max_shape = self._draft_shapes(drafter)
+        self.drafter_shape, self.max_shape = draft_shapes(
+            config, pair, self.method, drafter, self.ngram
+        )
         if config.int8:
             check_int8(self.target, self.max_shape)
         self.context = engine_context(config, self.target)
@@ -84,7 +87,9 @@ class Engine:
             self._allocator,
             scheduler_config(config, pair, self.max_shape, self.context, self._one_by_one),
         )
-        self._admission = Admission(pair, self._prompt_rules())
+        self._admission = Admission(
+            pair, prompt_rules(self._scheduler.context, self.context, self.target)
+        )
         policy = self._policy()
         self.loop = EngineLoop(  # Internal: only the engine's own tests look inside.
             self._stepper,
@@ -109,7 +114,9 @@ class Engine:
         """The drafter of the method, with the window of the config."""
         if self.method not in DRAFTER_METHODS:
             return None
-        drafter = self.pair.drafter(self.method)
+        return self._with_window(self.pair.drafter(self.method))
+
+    def _with_window(self, drafter: Drafter) -> Drafter:
         window = self.config.drafter_window
         return drafter if window is None else drafter.with_window(window or None)
 
@@ -235,6 +242,23 @@ class Engine:
         """
         return self.loop.capture_next()
 
+    def replace_drafter(self, drafter: Drafter, version: int = 0) -> None:
+        """Draft with another version of the drafter from the next step on, from any thread.
+
+        Requests go on, and answers stay what they are. CUDA graphs, the prefix cache and the
+        drafter's part of the KV cache stay (docs/learn.md). `drafter` and the one before are not
+        changed. `version`: shown by `status`.
+
+        UserError, and nothing changes, if `drafter` differs in more than weights and calibration.
+        """
+        self._require_open()
+        current = self._stepper.drafter
+        if current is None:
+            raise UserError(f"an engine with `method` {self.method} has no drafter to replace")
+        drafter = self._with_window(drafter)
+        check_replacement(current.drafter, drafter, self.target)
+        self.loop.replace_drafter(drafter, version)
+
     def close(self) -> None:
         """Fail the requests that are not answered yet, and free the engine's memory.
 
@@ -327,6 +351,7 @@ class Engine:
                 "kv_usage": 1 - allocator.num_free / allocator.num_pages,
                 "preemptions": scheduler.preemptions,
                 "method": self.method,
+                "drafter_version": self.loop.drafter_version,
                 "exact": self.exact,
                 "exact_mode": self.exact_mode,
                 "int8": self.config.int8,
@@ -418,16 +443,6 @@ class Engine:
     def _on_gpu(self) -> bool:
         return self.target.device.type == "cuda"
 
-    def _draft_shapes(self, drafter: Drafter | None) -> tuple[DraftShape, DraftShape]:
-        """The largest shape that the drafter drafts, and the largest that is verified."""
-        drafter_shape = max_draft_shape(self.config, self.pair, drafter)
-        if not self.ngram:
-            return drafter_shape, drafter_shape
-        verified = verified_shape(self.config, self.method, drafter_shape, self._on_gpu)
-        if self.method == "ngram" and self._on_gpu:
-            return verified, verified  # Every step has n-gram drafts there.
-        return drafter_shape, verified
-
     @property
     def exact(self) -> bool:
         """Whether answers are bit-equal with and without drafts and other requests."""
@@ -472,15 +487,6 @@ class Engine:
         return PageAllocator(
             self._stepper.kv_cache.num_pages, self.config.page_size, caching=caching
         )
-
-    def _prompt_rules(self) -> PromptRules:
-        context = self._scheduler.context
-        setting = None
-        if context < self.context:
-            setting = "kv_tokens"
-        elif context < self.target.max_context:
-            setting = "context"
-        return PromptRules(context, self.vocab_size, setting)
 
     def _policy(self) -> DraftPolicy:
         drafter_shape = self.drafter_shape
