@@ -77,7 +77,8 @@ class LearnFolder:
             ) from error
 
     def _create(self, identity: StoreIdentity) -> None:
-        if self.documents.is_dir() and any(self.documents.iterdir()):
+        foreign = self.documents.is_dir() and any(self.documents.iterdir())
+        if foreign and not self.identity.exists():  # Another process may create it.
             raise UserError(
                 f"{self.root} has documents but no {self.identity.name}: restore that file, or use"
                 " another folder"

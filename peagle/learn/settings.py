@@ -17,7 +17,8 @@ class LearnerSettings:
     dtype: str = "auto"
     context: int | None = None
     method: Method | None = None  # None: the pair's.
-    time_share: float = 0.0  # Fraction of time while requests run; 0: only when no request runs.
+    # Fraction of time while requests run; 0: only when none runs; None: 0 on a CPU, 0.1 on a GPU.
+    time_share: float | None = None
     memory_gib: float = 0.0  # GPU memory that the engines leave free; 0: not limited.
     replay: str | None = None  # Folder of regenerated answers to replay.
 
