@@ -5,6 +5,7 @@ the compact format, with its record in version.json. DIR/current.json names the 
 server loads.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -187,3 +188,22 @@ def prune_versions(folder: LearnFolder, kept: int = MAX_KEPT_VERSIONS) -> list[i
             weights.unlink()
             removed.append(record.number)
     return removed
+
+
+def drafter_digest(folder: Path) -> str:
+    """The digest of a drafter's files."""
+    digest = hashlib.sha256()
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with file.open("rb") as content:
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
+def check_base(folder: LearnFolder, base: str) -> None:
+    """Refuse a folder whose versions were trained from another drafter than this one."""
+    for record in list_versions(folder):
+        if record.base != base:
+            raise UserError(
+                f"version {record.number} in {folder.root} was trained from another drafter than"
+                " that of this pair: use another folder, or serve with the former drafter"
+            )

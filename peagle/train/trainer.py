@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from peagle.core import Step
+from peagle.drafter import Drafter
 from peagle.drafter.formats import compact
 from peagle.errors import UserError
 from peagle.target import Target
@@ -62,15 +63,19 @@ class Trainer:
         data: TrainingData,
         world: World,
         features: FeatureSource | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`features` may come from another run over the same documents, with more taps."""
+        """`features` may come from another run over the same documents, with more taps.
+
+        `drafter`: a drafter to train, as it is; None: a new one as the config describes.
+        """
         self.config = config
         self.target = target
         self.data = data
         self.world = world
         self.out = Path(config.out).expanduser()
         self.flex = target.device.type == "cuda"
-        self.drafter = new_drafter(config, target, data.target_ids)
+        self.drafter = drafter or new_drafter(config, target, data.target_ids)
         self.drafter.gradient_checkpointing = config.checkpointing
         dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
         self.passes = DrafterPasses(self.drafter, dtype)
