@@ -36,8 +36,9 @@ class StoredDocument:
         yield "]}\n"
 
 
-def new_document(prompt: list[int], answer: list[int], engine: str = "") -> StoredDocument:
-    return StoredDocument(document_id(prompt, answer), time.time(), prompt, answer, engine)
+def new_document(prompt: Sequence[int], answer: Sequence[int], engine: str = "") -> StoredDocument:
+    id = document_id(prompt, answer)
+    return StoredDocument(id, time.time(), list(prompt), list(answer), engine)
 
 
 def parse_document(line: bytes) -> StoredDocument | None:

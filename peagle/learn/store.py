@@ -9,7 +9,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peagle.learn.document import StoredDocument, new_document
@@ -48,7 +48,7 @@ class StoreWriter:
         self.share = share
         self.segment = SegmentFile(folder, engine, limits or StoreLimits())
         self._report = report
-        self._queue: queue.Queue[tuple[list[int], list[int]] | None] = queue.Queue(
+        self._queue: queue.Queue[tuple[Sequence[int], Sequence[int]] | None] = queue.Queue(
             MAX_QUEUED_DOCUMENTS
         )
         self._added_tokens = 0  # Each counter is written by one thread only.
@@ -57,7 +57,7 @@ class StoreWriter:
         self._thread = threading.Thread(target=self._run, name="peagle-store", daemon=True)
         self._thread.start()
 
-    def add(self, prompt: list[int], answer: list[int]) -> None:
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Store a request and its answer later. The lists must not change any more."""
         if not answer or self._random.random() >= self.share:
             return

@@ -135,6 +135,7 @@ def worker_settings(settings: ServerSettings, device: Mapping[str, str]) -> Serv
         replicas=None,
         http_workers=1,
         api_keys=(),
+        learn_opt_out=(),  # There may be keys among them; fronts check them.
         served_model_names=settings.model_names,
         device=settings.device.partition(":")[0] if device else settings.device,
     )

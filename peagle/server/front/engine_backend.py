@@ -8,6 +8,7 @@ from fastapi import Request
 
 from peagle.server.front.engine_client import UNAVAILABLE, EngineClient
 from peagle.server.front.engine_counts import EngineCounts
+from peagle.server.front.learn_consent import LearnConsent
 from peagle.server.front.metrics import RequestMetrics
 from peagle.server.http.backend import RouteHandler, check_model_name, get_backend
 from peagle.server.http.drain import Drain
@@ -25,6 +26,7 @@ class EngineBackend:
     drain: Drain = field(init=False)
     response_counts: ResponseCounts = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
+    learn_consent: LearnConsent = field(init=False)
     model_names: tuple[str, ...] = field(init=False)
     model_name: str = field(init=False)
     open_streams: int = 0  # Answers that are being sent chunk by chunk.
@@ -37,6 +39,7 @@ class EngineBackend:
         self.engines.grammar_queue.check_accepting = self.drain.check_accepting
         self.response_counts = ResponseCounts(self.model_name)
         self.counts = EngineCounts(self.engines)
+        self.learn_consent = LearnConsent(self.settings)
         self.request_metrics = RequestMetrics(
             self.model_name, self.counts, self.response_counts, self.settings.http_workers > 1
         )

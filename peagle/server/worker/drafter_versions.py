@@ -1,0 +1,140 @@
+"""DrafterVersions: follows current.json, and gives the engines the version that it names.
+
+A version is loaded on a thread of its own, and swapped in on the driver's thread between two steps.
+One that cannot be loaded is reported, and the engines go on with the one that they have.
+"""
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from peagle.core import Method
+from peagle.errors import UserError
+from peagle.learn.folder import LearnFolder
+from peagle.learn.versions import (
+    CurrentVersion,
+    check_base,
+    drafter_digest,
+    read_current,
+    version_folder,
+)
+from peagle.server.engines.engine_pool import EnginePool
+from peagle.server.http.logs import log_event
+from peagle.server.messages import LearnReport, VersionCounts
+
+if TYPE_CHECKING:
+    from peagle.drafter import Drafter
+    from peagle.loaded import LoadedPair
+
+POLL_SECONDS = 0.5
+SWAP_SECONDS = 60.0  # For the driver to end its step, which may be a long one.
+
+
+class DrafterVersions:
+    def __init__(
+        self, folder: LearnFolder, pool: EnginePool, pair: "LoadedPair", method: Method
+    ) -> None:
+        """UserError: the versions in the folder were trained from another drafter."""
+        from peagle.pull import pull_drafter
+
+        base = pull_drafter(pair.pair, method)
+        if base is None:
+            raise UserError(f"the pair has no trained {method} drafter to continue: train one")
+        check_base(folder, drafter_digest(base))
+        self.folder = folder
+        self.pool = pool
+        self.pair = pair
+        self.method = method
+        self.base = base
+        self.version = 0
+        self._seen = CurrentVersion()
+        self._failure: str | None = None
+        self._counts: dict[int, VersionCounts] = {}
+        self._counted = VersionCounts()  # Of the main engine, when the version was swapped in.
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peagle-versions", daemon=True)
+
+    def start(self) -> None:
+        """Load the current version, for the engines that are built next, and follow it."""
+        self.follow()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(SWAP_SECONDS)
+
+    def add_to(self, report: LearnReport) -> None:
+        """Add the version that drafts, and what each has done; on the driver's thread."""
+        report.version = self.version
+        report.drafter = str(self.base)
+        if self._failure is not None:
+            report.failed_version = self._seen.number
+            report.version_failure = self._failure
+        report.versions = self._counts | {self.version: self._count()}
+
+    def follow(self) -> None:
+        """Swap in the current version, unless it drafts already or could not be loaded before."""
+        try:
+            current = read_current(self.folder)
+            if current == self._seen:
+                return
+            self._seen = current
+            self._failure = None
+            if current.number != self.version:
+                self._load(current.number)
+        except Exception as error:
+            known = isinstance(error, UserError | OSError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            if reason != self._failure:
+                log_event(
+                    "drafter not swapped",
+                    logging.ERROR,
+                    None if known else error,
+                    reason=reason,
+                    version=self.version,
+                )
+            self._failure = reason
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            self.follow()
+
+    def _load(self, number: int) -> None:
+        from peagle.drafter.formats import checkpoint
+
+        folder = version_folder(self.folder, number) if number else self.base
+        target = self.pair.target
+        drafter = checkpoint.load(folder, target, target.dtype)
+        if drafter.config.method != self.method:
+            raise UserError(f"version {number} is a {drafter.config.method} drafter")
+        if self.pool.main is None:  # The driver's thread calls this, before it builds the engine.
+            self._swap(drafter, number)
+            return
+        self.pool.driver.submit(lambda: self._swap(drafter, number)).result(SWAP_SECONDS)
+
+    def _swap(self, drafter: "Drafter", number: int) -> None:
+        """Replace the drafter of all engines of the method; on the driver's thread."""
+        self.pair.replace_drafter(self.method, drafter)
+        for slot in self.pool.slots:
+            if slot.engine.method == self.method:
+                slot.engine.replace_drafter(drafter, version=number)
+        self._counts[self.version] = self._count()
+        self._counted = self._main_counts()
+        log_event("drafter swapped", version=number, before=self.version)
+        self.version = number
+
+    def _count(self) -> VersionCounts:
+        """What the version that drafts now has done so far."""
+        now = self._main_counts()
+        known = self._counts.get(self.version, VersionCounts())
+        return VersionCounts(
+            known.drafts + now.drafts - self._counted.drafts,
+            known.accepted_tokens + now.accepted_tokens - self._counted.accepted_tokens,
+        )
+
+    def _main_counts(self) -> VersionCounts:
+        main = self.pool.main
+        if main is None:
+            return VersionCounts()
+        return VersionCounts(main.engine.metrics.drafts, main.engine.metrics.accepted_tokens)
