@@ -158,6 +158,14 @@ class LoadedPair(ModelPair):
             with self._engines_lock:
                 self._engine_users[key] -= 1
 
+    def replace_drafter(self, method: Method, drafter: Drafter) -> None:
+        """Generate with another version of the drafter from now on."""
+        super().replace_drafter(method, drafter)
+        with self._engines_lock:
+            for key, engine in self._engines.items():
+                if key.method == method:
+                    engine.replace_drafter(drafter)
+
     def _close_idle_engines(self, keep: int) -> None:
         """Close the engines unused for the longest time; one that is answering stays open."""
         idle = [key for key in self._engines if not self._engine_users[key]]

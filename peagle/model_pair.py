@@ -13,6 +13,7 @@ from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.config import config_for
 from peagle.drafter.formats import checkpoint
+from peagle.drafter.replacement import check_replacement
 from peagle.drafter.untrained import untrained_drafter
 from peagle.errors import UserError
 from peagle.grammar import GrammarCompiler
@@ -43,6 +44,14 @@ class ModelPair:
         if method not in self._drafters:
             self._drafters[method] = self._load_drafter(method)
         return self._drafters[method]
+
+    def replace_drafter(self, method: Method, drafter: Drafter) -> None:
+        """Give another version of the drafter to engines that are built from now on.
+
+        `Engine.replace_drafter` gives it to one that runs.
+        """
+        check_replacement(self.drafter(method), drafter, self.target)
+        self._drafters[method] = drafter
 
     def _load_drafter(self, method: Method) -> Drafter:
         source = self.pair.drafter(method)

@@ -40,6 +40,14 @@ def dependency_tables(drafter: Drafter, dependency: Dependency) -> tuple[Tensor,
     return torch.cat(terms[0]), torch.cat(terms[1])
 
 
+def draft_vocab_tables(drafter: Drafter, dependency: Dependency) -> tuple[Tensor, Tensor]:
+    """`dependency_tables` of the draft vocabulary."""
+    previous, candidate = dependency_tables(drafter, dependency)
+    if drafter.target_ids is not None:
+        previous = previous[drafter.target_ids]
+    return previous.contiguous(), candidate.contiguous()
+
+
 class Branching:
     @torch.no_grad()
     def __init__(
@@ -60,11 +68,19 @@ class Branching:
         self.here: Product | None = None
         if drafter.dependency is not None:
             self.here = make_product(drafter.dependency.here.weight.detach())
-            previous, candidate = dependency_tables(drafter, drafter.dependency)
-            if drafter.target_ids is not None:
-                previous = previous[drafter.target_ids]
-            self.previous = previous.contiguous()  # [draft_vocab_size, r]
-            self.candidate = candidate.contiguous()  # [draft_vocab_size, r]
+            # [draft_vocab_size, r] each
+            self.previous, self.candidate = draft_vocab_tables(drafter, drafter.dependency)
+
+    @torch.no_grad()
+    def update(self, drafter: Drafter) -> None:
+        """Follow new weights and a new calibration of the drafter, at the same addresses."""
+        if drafter.dependency is not None:
+            previous, candidate = draft_vocab_tables(drafter, drafter.dependency)
+            self.previous.copy_(previous)
+            self.candidate.copy_(candidate)
+        self.calibration = drafter.config.calibration or (1.0,)
+        for (batch, k), factor in self.factors.items():
+            factor.copy_(self._make_factor(batch, k))
 
     def __call__(self, normed: Tensor, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """normed [B * K, d] and its logits -> (ids [B, K, M], logprobs [B, K, 1 or M, M]).
@@ -87,6 +103,9 @@ class Branching:
         The tensor is cached and never moves, because a CUDA graph reads it at its address.
         """
         if (batch, k) not in self.factors:
-            factors = (*self.calibration, *[self.calibration[-1]] * k)[:k]
-            self.factors[batch, k] = torch.tensor(factors, device=self.device).repeat(batch)
+            self.factors[batch, k] = self._make_factor(batch, k)
         return self.factors[batch, k]
+
+    def _make_factor(self, batch: int, k: int) -> Tensor:
+        factors = (*self.calibration, *[self.calibration[-1]] * k)[:k]
+        return torch.tensor(factors, device=self.device).repeat(batch)

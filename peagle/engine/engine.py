@@ -16,6 +16,7 @@ from peagle.catalog import DEFAULT_PAIR
 from peagle.core import DRAFTER_METHODS, Method, Sampling, parse_method
 from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
+from peagle.drafter.replacement import check_replacement
 from peagle.engine.admission import Admission, RequestOptions
 from peagle.engine.config import EngineConfig
 from peagle.engine.device import DeviceLost, is_device_lost
@@ -109,7 +110,9 @@ class Engine:
         """The drafter of the method, with the window of the config."""
         if self.method not in DRAFTER_METHODS:
             return None
-        drafter = self.pair.drafter(self.method)
+        return self._with_window(self.pair.drafter(self.method))
+
+    def _with_window(self, drafter: Drafter) -> Drafter:
         window = self.config.drafter_window
         return drafter if window is None else drafter.with_window(window or None)
 
@@ -235,6 +238,23 @@ class Engine:
         """
         return self.loop.capture_next()
 
+    def replace_drafter(self, drafter: Drafter, version: int = 0) -> None:
+        """Draft with another version of the drafter from the next step on, from any thread.
+
+        Requests go on, and answers stay what they are. CUDA graphs, the prefix cache and the
+        drafter's part of the KV cache stay (docs/learn.md). `drafter` and the one before are not
+        changed. `version`: shown by `status`.
+
+        UserError, and nothing changes, if `drafter` differs in more than weights and calibration.
+        """
+        self._require_open()
+        current = self._stepper.drafter
+        if current is None:
+            raise UserError(f"an engine with `method` {self.method} has no drafter to replace")
+        drafter = self._with_window(drafter)
+        check_replacement(current.drafter, drafter, self.target)
+        self.loop.replace_drafter(drafter, version)
+
     def close(self) -> None:
         """Fail the requests that are not answered yet, and free the engine's memory.
 
@@ -327,6 +347,7 @@ class Engine:
                 "kv_usage": 1 - allocator.num_free / allocator.num_pages,
                 "preemptions": scheduler.preemptions,
                 "method": self.method,
+                "drafter_version": self.loop.drafter_version,
                 "exact": self.exact,
                 "exact_mode": self.exact_mode,
                 "int8": self.config.int8,

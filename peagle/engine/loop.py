@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
+from peagle.drafter import Drafter
 from peagle.engine.batch import (
     BatchEntry,
     grammar_masks,
@@ -38,8 +39,10 @@ from peagle.engine.schedule.scheduler import Scheduler, StepPlan
 from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graph_backlog import GraphBacklog
 from peagle.engine.step.startup_times import StartupTimes
+from peagle.engine.step.step_lock import StepLock
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.step.stepper import Stepper, batch_bucket
+from peagle.errors import UserError
 from peagle.kernels.cpu.threads import threads_for_kernels
 
 T = TypeVar("T")
@@ -77,9 +80,10 @@ class EngineLoop:
         self.backlog = GraphBacklog(stepper, policy, max_shape, drafter_shape, self.startup)
         self.lock = threading.Condition()  # Guards everything here except the device's work.
         # Steps run one after the other, whichever threads call `run`.
-        self._step_lock = threading.Lock()
+        self._step_lock = StepLock()
         self.stepping_thread: threading.Thread | None = None  # The one that runs a step now.
         self._released = False
+        self.drafter_version = 0
         self.metrics = Metrics(k=max_shape.k)
         self.outputs = OutputProcessor(stepper, scheduler, self.metrics)
         self.states = self.outputs.states
@@ -136,6 +140,16 @@ class EngineLoop:
             self.step_hook = None
             self.backlog.clear()
             self.stepper.release()
+
+    def replace_drafter(self, drafter: Drafter, version: int) -> None:
+        """Draft with another version of the drafter from the next step on."""
+        if self.stepping_thread is threading.current_thread():
+            raise UserError("a step is running: replace the drafter between two steps")
+        runner = self.stepper.draft_runner(drafter)
+        with self._step_lock:
+            if not self._released:
+                self.stepper.replace_drafter(drafter, runner)
+                self.drafter_version = version
 
     def check_integrity(self) -> None:
         """Assert that pages, slots and requests agree."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
+from peagle.drafter.replacement import copy_weights
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.draft_confidence import draft_confidence
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
@@ -44,8 +45,11 @@ class DraftRunner:
         """`first_layer`: the index of the drafter's first layer in the KV cache."""
         config = drafter.config
         self.drafter = drafter
+        self.first_layer = first_layer
+        self.length = length
         self.page_size = page_size
         self.kv_cache = kv_cache
+        self.quantized = False
         self.layers = FusedLlamaDrafter(drafter, first_layer, length)
         self.parallel = config.method == "p-eagle"
         # g [T, taps * d] -> hidden input [T, d]
@@ -59,8 +63,7 @@ class DraftRunner:
             self.mask_embedding = drafter.mask_embedding.detach()
         self.mask_hidden = zeros  # after fc
         if drafter.mask_hidden is not None:
-            with torch.no_grad():
-                self.mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden[None])[0]
+            self.mask_hidden = combined_mask(drafter, drafter.mask_hidden)
 
         def make_product(weight: Tensor) -> Weight:
             return Weight(weight, dtype=drafter.dtype)
@@ -79,8 +82,29 @@ class DraftRunner:
         # A chain is then the argmax of each row, and needs no candidates.
         self.independent_drafts = drafter.dependency is None and not self.has_confidence
 
+    def with_drafter(self, drafter: Drafter) -> "DraftRunner":
+        """The same runner for another version of the drafter."""
+        runner = DraftRunner(drafter, self.first_layer, self.length, self.page_size, self.kv_cache)
+        if self.quantized:
+            runner.quantize()
+        return runner
+
+    @torch.inference_mode()
+    def copy_weights(self, drafter: Drafter) -> None:
+        """Overwrite the weights by those of another version, where CUDA graphs read them.
+
+        Merged weights share the memory of the drafter's own; what is computed from weights follows.
+        Only on a GPU: copies of weights in the layouts of a CPU stay as they are.
+        """
+        own = self.drafter
+        copy_weights(drafter, own)
+        if own.mask_hidden is not None:
+            self.mask_hidden.copy_(combined_mask(own, own.mask_hidden))
+        self.branching.update(own)
+
     def quantize(self) -> None:
         """Multiply in int8 from now on."""
+        self.quantized = True
         self.layers.quantize()
         self.lm_head.quantize()
         if isinstance(self.fc, Weight):
@@ -190,6 +214,12 @@ class DraftRunner:
         """normed [T, d] -> the most likely target id of each row, [T]."""
         ids, _ = argmax(self.lm_head(normed))
         return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
+
+
+@torch.no_grad()
+def combined_mask(drafter: Drafter, mask_hidden: Tensor) -> Tensor:
+    """The hidden input [d] of mask rows, from the taps [taps * d] that they have."""
+    return drafter.combine_hidden_states(mask_hidden[None])[0]
 
 
 def drop_padding_rows(expanded: ExpandedRows) -> ExpandedRows:

@@ -20,7 +20,8 @@ BUSY_ROW_WEIGHTS = 2e12
 class PrefillSizer:
     def __init__(self, drafter: DraftRunner | None, weights: int) -> None:
         """`weights`: the number of weights in the target's layers."""
-        self.drafter = drafter
+        self.parallel = drafter is not None and drafter.parallel
+        self.bidirectional = drafter is not None and drafter.drafter.config.bidirectional
         fitting = [rows for rows in ROW_BUCKETS if rows * weights <= BUSY_ROW_WEIGHTS]
         self.max_graph_rows = max(fitting, default=ROW_BUCKETS[0])
 
@@ -51,8 +52,7 @@ class PrefillSizer:
                 yield self._prefill_size(rows, requests, min(rows, MAX_REQUEST_ROWS), k)
 
     def _prefill_size(self, rows: int, requests: int, max_rows: int, k: int) -> PrefillSize:
-        drafter = self.drafter
-        mask_rows = max(k - 1, 0) if drafter is not None and drafter.parallel else 0
+        mask_rows = max(k - 1, 0) if self.parallel else 0
         # The last rows of a request see each other, so they must be mask rows in every chunk.
-        every_chunk = drafter is not None and drafter.drafter.config.bidirectional
+        every_chunk = self.bidirectional
         return PrefillSize(rows, requests, mask_rows, max_rows, every_chunk)

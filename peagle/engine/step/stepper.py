@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.drafter import Drafter
+from peagle.drafter.replacement import private_copy
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
@@ -72,6 +73,8 @@ class Stepper:
         self.drafter_config = drafter.config if drafter is not None else None
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
+            if self.on_gpu:  # `replace_drafter` overwrites the weights that graphs read.
+                drafter = private_copy(drafter, target)
             self.drafter = DraftRunner(drafter, num_layers, max_length, page_size, self.kv_cache)
             if isinstance(self.verifier, FusedLlamaTarget) and self.verifier.is_stored:
                 # Drafts need not be exact, and a drafter in int8 takes less time and memory. Its
@@ -127,6 +130,27 @@ class Stepper:
         self.verifier.quantize()
         if self.drafter is not None:
             self.drafter.quantize()
+
+    def draft_runner(self, drafter: Drafter) -> DraftRunner | None:
+        """The runner that replaces the current one; None where its weights are overwritten.
+
+        It takes long, and steps may run meanwhile.
+        """
+        current = self.drafter
+        return None if current is None or self.on_gpu else current.with_drafter(drafter)
+
+    def replace_drafter(self, drafter: Drafter, runner: DraftRunner | None) -> None:
+        """Draft with another version from now on; `runner`: see `draft_runner`.
+
+        The KV cache and the waiting drafts stay those of the version before.
+        """
+        if runner is not None:
+            self.drafter = runner
+            self.prefill.drafter = runner
+        elif self.drafter is not None:
+            torch.cuda.synchronize(self.slots.device)  # The caller may have a stream of its own.
+            self.drafter.copy_weights(drafter)
+            torch.cuda.synchronize(self.slots.device)
 
     def release(self) -> None:
         """Drop the KV cache, the packed weights and the graphs. No step may follow."""
