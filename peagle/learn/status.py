@@ -1,4 +1,7 @@
-"""DIR/trainer.json: what the trainer does now. The job writes it; its parent while it is stopped."""
+"""DIR/trainer.json: what the trainer does now.
+
+The job writes it; its parent does while no job runs or the job is stopped.
+"""
 
 import json
 import time

@@ -55,6 +55,10 @@ class LogInterval:
     losses: list[Tensor] = field(default_factory=list)  # of each step
 
 
+class NonFiniteLoss(UserError):
+    """A loss or a gradient is not finite: the same documents give it again."""
+
+
 class Trainer:
     def __init__(
         self,
@@ -233,7 +237,7 @@ class Trainer:
             if not math.isfinite(value):
                 step = self.step - len(values) + i
                 keys = ", ".join(self.dataset.document_keys(step)[:8])
-                raise UserError(
+                raise NonFiniteLoss(
                     f"the loss of step {step} is {value}: stopped. Good states are kept in"
                     f" {self.out / 'state'}; examine the documents of that batch ({keys}, ...),"
                     " lower lr, or use dtype = 'float32'"
