@@ -65,7 +65,8 @@ class DrafterVersions:
 
     def add_to(self, report: LearnReport) -> None:
         """Add the version that drafts, and what each has done; on the driver's thread."""
-        report.version = self.version
+        main = self.pool.main
+        report.version = self.version if main is None else main.engine.drafter_version
         report.drafter = str(self.base)
         if self._failure is not None:
             report.failed_version = self._seen.number
