@@ -40,6 +40,7 @@ class SegmentFile:
         self._file = -1
         self._size = 0
         self._opened = 0.0
+        self._number = 0
 
     def append(self, line: bytes) -> None:
         """Append a line. OSError: nothing of it stays, or the segment ends with a torn line."""
@@ -87,7 +88,8 @@ class SegmentFile:
 
     def _open(self) -> None:
         self.folder.documents.mkdir(parents=True, exist_ok=True)
-        path = self.folder.documents / f"{self.engine}-{self._next_number():08d}.jsonl"
+        self._number = self._next_number()
+        path = self.folder.documents / f"{self.engine}-{self._number:08d}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._file = os.open(path, flags, 0o600)
         self.path = path
@@ -98,4 +100,4 @@ class SegmentFile:
     def _next_number(self) -> int:
         names = [path.stem for path in self.folder.documents.glob(f"{self.engine}-*.jsonl")]
         numbers = [name.removeprefix(f"{self.engine}-") for name in names]
-        return max((int(number) for number in numbers if number.isdigit()), default=0) + 1
+        return max(self._number, *(int(n) for n in numbers if n.isdigit()), 0) + 1

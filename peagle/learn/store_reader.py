@@ -13,8 +13,8 @@ SEGMENT_PATTERN = "*.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StoreSize:
-    segments: int
-    bytes: int
+    segments: int = 0
+    bytes: int = 0
 
 
 def read_documents(folder: LearnFolder, after: float = 0.0) -> Iterator[StoredDocument]:

@@ -62,6 +62,11 @@ class EngineSupervisor(ProcessSupervisor):
         return EngineState(self.name, self.address, self._link is not None, self.restarts, counts)
 
     @property
+    def status_message(self) -> WorkerStatus:
+        """The last status of the process."""
+        return self._status
+
+    @property
     def pid(self) -> int | None:
         """The engine's own process, once it has reported; its guard is the parent."""
         return self._status.pid or super().pid

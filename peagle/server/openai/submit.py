@@ -36,7 +36,7 @@ async def submit(
 ) -> Answer:
     """Start the answers to these prompts, `body.choices` for each.
 
-    `cache_salt`: see http/cache_salt.py. `learn`: they may be stored, see front/learn_consent.py.
+    `cache_salt`: see http/cache_salt.py. `learn`: they may be stored, see learning/consent.py.
     """
     rules = rules or AnswerRules()
     extension = body.peagle

@@ -1,6 +1,6 @@
 """DrafterVersions: follows current.json, and gives the engines the version that it names.
 
-A version is loaded on a thread of its own, and swapped in on the driver's thread between two steps.
+A version is loaded and prepared on a thread of its own; an engine swaps it in between two steps.
 One that cannot be loaded is reported, and the engines go on with the one that they have.
 """
 
@@ -23,11 +23,10 @@ from peagle.server.http.logs import log_event
 from peagle.server.messages import LearnReport, VersionCounts
 
 if TYPE_CHECKING:
-    from peagle.drafter import Drafter
     from peagle.loaded import LoadedPair
 
 POLL_SECONDS = 0.5
-SWAP_SECONDS = 60.0  # For the driver to end its step, which may be a long one.
+STOP_SECONDS = 5.0  # For a version that is being loaded when the process ends.
 
 
 class DrafterVersions:
@@ -62,11 +61,12 @@ class DrafterVersions:
     def close(self) -> None:
         self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(SWAP_SECONDS)
+            self._thread.join(STOP_SECONDS)
 
     def add_to(self, report: LearnReport) -> None:
         """Add the version that drafts, and what each has done; on the driver's thread."""
-        report.version = self.version
+        main = self.pool.main
+        report.version = self.version if main is None else main.engine.drafter_version
         report.drafter = str(self.base)
         if self._failure is not None:
             report.failed_version = self._seen.number
@@ -77,22 +77,18 @@ class DrafterVersions:
         """Swap in the current version, unless it drafts already or could not be loaded before."""
         try:
             current = read_current(self.folder)
-            if current == self._seen:
-                return
-            self._seen = current
-            self._failure = None
-            if current.number != self.version:
-                self._load(current.number)
+            if current != self._seen:
+                self._seen = current
+                self._failure = None
+                if current.number != self.version:
+                    self._load(current.number)
+            self._update_engines()
         except Exception as error:
             known = isinstance(error, UserError | OSError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
             if reason != self._failure:
                 log_event(
-                    "drafter not swapped",
-                    logging.ERROR,
-                    None if known else error,
-                    reason=reason,
-                    version=self.version,
+                    "drafter not swapped", logging.ERROR, None if known else error, reason=reason
                 )
             self._failure = reason
 
@@ -101,6 +97,7 @@ class DrafterVersions:
             self.follow()
 
     def _load(self, number: int) -> None:
+        """Load a version for engines that run, and for those that are built later."""
         from peagle.drafter.formats import checkpoint
 
         folder = version_folder(self.folder, number) if number else self.base
@@ -108,21 +105,21 @@ class DrafterVersions:
         drafter = checkpoint.load(folder, target, target.dtype)
         if drafter.config.method != self.method:
             raise UserError(f"version {number} is a {drafter.config.method} drafter")
-        if self.pool.main is None:  # The driver's thread calls this, before it builds the engine.
-            self._swap(drafter, number)
-            return
-        self.pool.driver.submit(lambda: self._swap(drafter, number)).result(SWAP_SECONDS)
-
-    def _swap(self, drafter: "Drafter", number: int) -> None:
-        """Replace the drafter of all engines of the method; on the driver's thread."""
         self.pair.replace_drafter(self.method, drafter)
-        for slot in self.pool.slots:
-            if slot.engine.method == self.method:
-                slot.engine.replace_drafter(drafter, version=number)
-        self._counts[self.version] = self._count()
+        before = self.version
+        self._counts[before] = self._count()
         self._counted = self._main_counts()
-        log_event("drafter swapped", version=number, before=self.version)
         self.version = number
+        self._update_engines()
+        log_event("drafter swapped", version=number, before=before)
+
+    def _update_engines(self) -> None:
+        """Give the drafter to the engines that lack it, such as one that was being built."""
+        for slot in self.pool.slots:
+            engine = slot.engine
+            is_behind = engine.method == self.method and engine.drafter_version != self.version
+            if is_behind and not engine.closed:
+                engine.replace_drafter(self.pair.drafter(self.method), version=self.version)
 
     def _count(self) -> VersionCounts:
         """What the version that drafts now has done so far."""

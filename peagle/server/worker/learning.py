@@ -60,7 +60,9 @@ class WorkerLearning:
         target = pair.target
         if target.folder is None:
             raise UserError(f"the target {target.name!r} was not loaded from a folder")
-        identity = target_identity(target.folder, target.name, target.revision, target.vocab_size)
+        identity = target_identity(
+            target.folder, target.name or "", target.revision, target.vocab_size
+        )
         self.folder.open(identity)
         versions = DrafterVersions(self.folder, self.pool, pair, self.pool.key.method)
         self._load = EngineLoadWriter(self.folder, self.engine)
