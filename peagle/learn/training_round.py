@@ -53,7 +53,7 @@ from peagle.train.setup import TrainingData
 from peagle.train.trainer import Trainer
 
 DEFAULT_DEPTHS = 8  # trained depths of a drafter whose checkpoint does not tell
-CPU_SEGMENTS = 8  # less memory for the dense masks of a CPU
+CPU_SEGMENT_TOKENS = 256  # tokens of a pack per segment: dense masks of a CPU stay small
 GPU_TIME_SHARE = 0.1  # fraction of time while requests run, if none is given
 JUDGED_ANCHORS = {"cpu": 128, "cuda": 1024}  # anchors that are drafted for at once
 REPLAY_HELD_OUT = 100  # prompts of the replay folder that judge
@@ -262,7 +262,7 @@ def train_config(
         inject=drafter.inject,
         max_length=settings.max_length,
         pack_tokens=settings.pack_tokens,
-        segments=1 if on_gpu else CPU_SEGMENTS,
+        segments=1 if on_gpu else max(1, settings.pack_tokens // CPU_SEGMENT_TOKENS),
         joined=0.0,  # Documents of different requests never share a context.
         optimizer=settings.optimizer,
         lr=settings.lr,
