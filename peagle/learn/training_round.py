@@ -54,6 +54,7 @@ from peagle.train.trainer import Trainer
 
 DEFAULT_DEPTHS = 8  # trained depths of a drafter whose checkpoint does not tell
 CPU_SEGMENTS = 8  # less memory for the dense masks of a CPU
+GPU_TIME_SHARE = 0.1  # fraction of time while requests run, if none is given
 JUDGED_ANCHORS = {"cpu": 128, "cuda": 1024}  # anchors that are drafted for at once
 REPLAY_HELD_OUT = 100  # prompts of the replay folder that judge
 
@@ -91,9 +92,10 @@ class TrainingRound:
         self.settings = settings
         self.target = target = teacher.target
         self.current = current = teacher.version(folder, plan.parent)
+        # Without a share, the parent process stops this one while requests run (throttle.py).
         on_gpu = target.device.type == "cuda"
-        # On a CPU, the parent process stops this one instead (throttle.py).
-        self.pacer = Pacer(folder, learner.time_share if on_gpu else 0.0)
+        share = GPU_TIME_SHARE if learner.time_share is None else learner.time_share
+        self.pacer = Pacer(folder, share if on_gpu else 0.0)
         self.round = RoundFolder(folder)
         self.on_step = on_step
         replay = Path(learner.replay).expanduser() if learner.replay else None
