@@ -53,11 +53,14 @@ class TrainJob:
     def run(self) -> list[VersionRecord]:
         """Run rounds while there are enough new documents; returns the versions."""
         records = []
-        while not self.stopping and (plan := self.next_plan()):
-            record = self.run_round(plan)
-            if record is None:
-                break
-            records.append(record)
+        try:
+            while not self.stopping and (plan := self.next_plan()):
+                record = self.run_round(plan)
+                if record is None:
+                    break
+                records.append(record)
+        except NonFiniteLoss as error:
+            report_failure(self.folder, error)
         return records
 
     def next_plan(self) -> RoundPlan | None:
@@ -75,23 +78,17 @@ class TrainJob:
         return self.rounds.create(parent, self.teacher.base, settings)
 
     def run_round(self, plan: RoundPlan) -> VersionRecord | None:
-        """Train and judge; None: the job was stopped, or the loss is not finite."""
+        """Train and judge; None: the job was stopped."""
+        self.training = TrainingRound(
+            self.folder, self.teacher, plan, self.round_settings, self.settings, self.on_step
+        )
+        self.training.trainer.stopping = self.stopping
         try:
-            self.training = TrainingRound(
-                self.folder,
-                self.teacher,
-                plan,
-                self.round_settings,
-                self.settings,
-                self.on_step,
-            )
-            self.training.trainer.stopping = self.stopping
             record = self.training.run()
-        except NonFiniteLoss as error:
+        except NonFiniteLoss:
             # The same documents would fail again: the next round begins behind them.
             self.rounds.finish(plan)
-            report_failure(self.folder, error)
-            return None
+            raise
         if record is not None:
             promote_candidates(self.folder)
         return record

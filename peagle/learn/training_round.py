@@ -45,6 +45,7 @@ from peagle.train.data.documents import (
 )
 from peagle.train.drafter_init import continue_drafter
 from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.features.features import CachedFeatures, FeatureExtractor, FeatureSource
 from peagle.train.journal import Journal
 from peagle.train.objective.passes import DrafterPasses
 from peagle.train.optim.parallel import World
@@ -56,6 +57,7 @@ DEFAULT_DEPTHS = 8  # trained depths of a drafter whose checkpoint does not tell
 CPU_SEGMENT_TOKENS = 256  # tokens of a pack per segment: dense masks of a CPU stay small
 GPU_TIME_SHARE = 0.1  # fraction of time while requests run, if none is given
 JUDGED_ANCHORS = {"cpu": 128, "cuda": 1024}  # anchors that are drafted for at once
+MAX_CACHE_BYTES = 1 << 30  # of the target's features on a CPU: later epochs skip the target
 REPLAY_HELD_OUT = 100  # prompts of the replay folder that judge
 
 StepCallback = Callable[[int, int, float], None]  # steps done, steps in all, loss
@@ -104,7 +106,8 @@ class TrainingRound:
         config = train_config(drafter.config, settings, self.round.root, current, target)
         empty = self.data.training.subset(np.arange(0))
         data = TrainingData(self.data.training, empty, drafter.target_ids, 1.0)
-        self.trainer = Trainer(config, target, data, World(), drafter=drafter)
+        features = cached_features(drafter.config, target, self.data.training)
+        self.trainer = Trainer(config, target, data, World(), features, drafter)
         self.saved = time.monotonic()
 
     def run(self) -> VersionRecord | None:
@@ -238,6 +241,16 @@ def read_round(
     chosen = [replayed[i] for i in order[:count].tolist()]
     joined = join_documents([*(training[i] for i in range(len(training))), *chosen])
     return RoundData(joined, held_back, held_out)
+
+
+def cached_features(
+    drafter: DrafterConfig, target: Target, documents: Documents
+) -> FeatureSource | None:
+    """A cache of the target's features on a CPU, if it is small; None: the trainer decides."""
+    source_bytes = (drafter.num_taps + 1) * drafter.target_hidden_size * target.dtype.itemsize
+    if target.device.type != "cpu" or len(documents.ids) * source_bytes > MAX_CACHE_BYTES:
+        return None
+    return CachedFeatures(FeatureExtractor(target, drafter.aux_layer_ids or ()), documents)
 
 
 def train_config(

@@ -132,8 +132,7 @@ def test_a_full_disk_keeps_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     settings = learner_settings(tiny_root()).to_json()
-    monkeypatch.setattr("peagle.learn.candidate.compact.save", fail)
-    monkeypatch.setattr("peagle.train.trainer.compact.save", lambda *args: None)
+    monkeypatch.setattr("peagle.learn.training_round.save_candidate", fail)
     assert train_job.main([str(tmp_path), settings]) == train_job.FAILED_EXIT_CODE
     assert "No space left" in str(read_status(folder).error)
     assert RoundFolder(folder).plan() is not None and read_current(folder).number == 0
