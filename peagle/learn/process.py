@@ -69,7 +69,8 @@ class Learner:
     def run_job(self) -> None:
         """Run one job; after a failure, wait longer and longer."""
         command = [sys.executable, "-m", "peagle.learn.train_job"]
-        job = ThrottledJob([*command, str(self.folder.root), self.settings.to_json()])
+        arguments = [str(self.folder.root), self.settings.to_json()]
+        job = ThrottledJob([*command, *arguments], read_round_settings(self.folder).nice)
         code = run_throttled(
             job,
             self.throttle,

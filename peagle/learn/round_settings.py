@@ -31,6 +31,7 @@ class RoundSettings:
     min_replay_ratio: float = 0.98  # of the acceptance length on held-out answers of the replay
     mixes: tuple[float, ...] = (1.0, 0.5)  # shares of the trained weights, tried in this order
     seed: int = 0
+    nice: int = 19  # priority of the job; 19 is the lowest
 
     def __post_init__(self) -> None:
         positive = ("min_documents", "max_tokens", "epochs", "lr", "k", "min_held_back")

@@ -38,8 +38,9 @@ class Throttle:
 class ThrottledJob:
     """A process group that is stopped and continued. It never outlives this process."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], nice: int = LOWEST_PRIORITY) -> None:
         self.parent = os.getpid()
+        self.nice = nice
         # A group of its own: signals reach the job's workers too.
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=self._prepare
@@ -47,11 +48,11 @@ class ThrottledJob:
         self.stopped = False
 
     def _prepare(self) -> None:
-        """Runs in the new process: lowest priority, and killed by the kernel with its parent.
+        """Runs in the new process: a low priority, and killed by the kernel with its parent.
 
         SIGKILL ends a stopped process too.
         """
-        os.nice(LOWEST_PRIORITY)
+        os.nice(self.nice)
         with contextlib.suppress(OSError, AttributeError):  # Linux only.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != self.parent:

@@ -18,6 +18,7 @@ import torch
 from peagle.drafter import Drafter
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats import checkpoint
+from peagle.errors import UserError
 from peagle.learn.candidate import calibrate_candidate, mix_weights, save_candidate
 from peagle.learn.events import EventKind, append_event
 from peagle.learn.folder import LearnFolder
@@ -131,6 +132,8 @@ class TrainingRound:
         return self._keep(self._best_candidate())
 
     def _after_step(self, step: int, total: int, record: StepRecord) -> None:
+        if not self.round.plan_file.exists():
+            raise UserError("the documents of this round were purged: it ends")
         self._report("training", record.loss)
         self.on_step(step, total, record.loss)
         if time.monotonic() - self.saved > self.settings.save_seconds and step < total:

@@ -26,6 +26,7 @@ QUICK: dict[str, Any] = {
     "lr": 1e-2,
     "pack_tokens": 512,
     "k": 4,
+    "nice": 0,
 }
 
 
