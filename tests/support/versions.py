@@ -23,7 +23,7 @@ def changed_drafter(pair: LoadedPair, root: Path, seed: int) -> Drafter:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     return drafter
 
 
