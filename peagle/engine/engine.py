@@ -36,11 +36,11 @@ from peagle.engine.schedule.scheduler import Scheduler
 from peagle.engine.sizing import (
     build_stepper,
     check_int8,
+    draft_shapes,
     engine_context,
-    max_draft_shape,
+    prompt_rules,
     scheduler_config,
     uses_ngrams,
-    verified_shape,
 )
 from peagle.engine.step.expert_load import ExpertLoad
 from peagle.engine.step.startup_times import StartupTimes
@@ -69,7 +69,9 @@ class Engine:
         drafter = self._drafter()
         self.ngram = uses_ngrams(config, self.method, pair)
         # The largest draft of the drafter, and of any kind.
-        self.drafter_shape, self.max_shape = self._draft_shapes(drafter)
+        self.drafter_shape, self.max_shape = draft_shapes(
+            config, pair, self.method, drafter, self.ngram
+        )
         if config.int8:
             check_int8(self.target, self.max_shape)
         self.context = engine_context(config, self.target)
@@ -85,7 +87,9 @@ class Engine:
             self._allocator,
             scheduler_config(config, pair, self.max_shape, self.context, self._one_by_one),
         )
-        self._admission = Admission(pair, self._prompt_rules())
+        self._admission = Admission(
+            pair, prompt_rules(self._scheduler.context, self.context, self.target)
+        )
         policy = self._policy()
         self.loop = EngineLoop(  # Internal: only the engine's own tests look inside.
             self._stepper,
@@ -444,16 +448,6 @@ class Engine:
     def _on_gpu(self) -> bool:
         return self.target.device.type == "cuda"
 
-    def _draft_shapes(self, drafter: Drafter | None) -> tuple[DraftShape, DraftShape]:
-        """The largest shape that the drafter drafts, and the largest that is verified."""
-        drafter_shape = max_draft_shape(self.config, self.pair, drafter)
-        if not self.ngram:
-            return drafter_shape, drafter_shape
-        verified = verified_shape(self.config, self.method, drafter_shape, self._on_gpu)
-        if self.method == "ngram" and self._on_gpu:
-            return verified, verified  # Every step has n-gram drafts there.
-        return drafter_shape, verified
-
     @property
     def exact(self) -> bool:
         """Whether answers are bit-equal with and without drafts and other requests."""
@@ -498,15 +492,6 @@ class Engine:
         return PageAllocator(
             self._stepper.kv_cache.num_pages, self.config.page_size, caching=caching
         )
-
-    def _prompt_rules(self) -> PromptRules:
-        context = self._scheduler.context
-        setting = None
-        if context < self.context:
-            setting = "kv_tokens"
-        elif context < self.target.max_context:
-            setting = "context"
-        return PromptRules(context, self.vocab_size, setting)
 
     def _policy(self) -> DraftPolicy:
         drafter_shape = self.drafter_shape

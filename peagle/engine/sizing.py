@@ -14,6 +14,7 @@ from peagle.draft_shape import (
 from peagle.drafter import Drafter
 from peagle.engine.config import EngineConfig
 from peagle.engine.device import is_device_lost
+from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.scheduler import SchedulerConfig
 from peagle.engine.step.stepper import Stepper
 from peagle.engine.step.stepper_size import StepperSize, kv_shapes
@@ -49,6 +50,20 @@ def uses_ngrams(config: EngineConfig, method: Method, pair: ModelPair) -> bool:
     if config.ngram is not None:
         return config.ngram
     return pair.target.device.type == "cpu" and config.k == "auto" and not config.tree
+
+
+def draft_shapes(
+    config: EngineConfig, pair: ModelPair, method: Method, drafter: Drafter | None, ngram: bool
+) -> tuple[DraftShape, DraftShape]:
+    """The largest shape that the drafter drafts, and the largest that is verified."""
+    drafter_shape = max_draft_shape(config, pair, drafter)
+    if not ngram:
+        return drafter_shape, drafter_shape
+    on_gpu = pair.target.device.type == "cuda"
+    verified = verified_shape(config, method, drafter_shape, on_gpu)
+    if method == "ngram" and on_gpu:
+        return verified, verified  # Every step has n-gram drafts there.
+    return drafter_shape, verified
 
 
 def verified_shape(
@@ -100,6 +115,16 @@ def engine_context(config: EngineConfig, target: Target) -> int:
             f" with a `context` of {context}, too"
         )
     return context
+
+
+def prompt_rules(longest: int, context: int, target: Target) -> PromptRules:
+    """`longest`: what the KV cache holds of the engine's context."""
+    setting = None
+    if longest < context:
+        setting = "kv_tokens"
+    elif longest < target.max_context:
+        setting = "context"
+    return PromptRules(longest, target.vocab_size, setting)
 
 
 def kv_page_count(
