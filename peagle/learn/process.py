@@ -28,6 +28,7 @@ POLL_SECONDS = 1.0
 STATUS_SECONDS = 1.0  # between two reports that a job is paused
 FIRST_BACKOFF_SECONDS = 10.0
 MAX_BACKOFF_SECONDS = 600.0
+USAGE_ERROR = 2  # exit code of a process that would fail again
 
 
 class Learner:
@@ -128,9 +129,12 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, learner.stop)
         signal.signal(signal.SIGINT, learner.stop)
         learner.run()
-    except (UserError, OSError) as error:
+    except UserError as error:
         print(f"learning is off: {error}", file=sys.stderr, flush=True)
-        return 2
+        return USAGE_ERROR
+    except OSError as error:  # It may be full; the server starts this process again.
+        print(f"learning failed: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 
