@@ -18,8 +18,7 @@ class RoundSettings:
     min_documents: int = 64  # new documents that start a round, held-back ones not counted
     max_tokens: int = 400_000  # of new and older documents of the store in a round
     replay_share: float = 0.3  # fraction of a round's tokens from the replay folder
-    max_length: int = 2048  # tokens of a document; longer documents are cut
-    pack_tokens: int = 2048
+    pack_tokens: int = 0  # longer documents are cut to it; 0: 2048 on a GPU, 1024 on a CPU
     epochs: float = 2.0
     optimizer: str = "adamw"
     lr: float = 3e-4
@@ -29,7 +28,9 @@ class RoundSettings:
     max_held_back: int = 100  # the newest ones judge
     margin: float = 0.01  # by which the lower bound of the ratio must exceed 1
     min_replay_ratio: float = 0.98  # of the acceptance length on held-out answers of the replay
-    mixes: tuple[float, ...] = (1.0, 0.5)  # shares of the trained weights, tried in this order
+    # Shares of the trained weights, tried in this order; the rest is the current weights. Without
+    # a replay folder nothing measures what is forgotten, and the first share is not tried.
+    mixes: tuple[float, ...] = (1.0, 0.7, 0.5)
     seed: int = 0
     nice: int = 19  # priority of the job; 19 is the lowest
 

@@ -57,6 +57,7 @@ from peagle.train.trainer import Trainer
 DEFAULT_DEPTHS = 8  # trained depths of a drafter whose checkpoint does not tell
 CPU_SEGMENT_TOKENS = 256  # tokens of a pack per segment: dense masks of a CPU stay small
 GPU_TIME_SHARE = 0.1  # fraction of time while requests run, if none is given
+PACK_TOKENS = {"cpu": 1024, "cuda": 2048}
 JUDGED_ANCHORS = {"cpu": 128, "cuda": 1024}  # anchors that are drafted for at once
 MAX_CACHE_BYTES = 1 << 30  # of the target's features on a CPU: later epochs skip the target
 REPLAY_HELD_OUT = 100  # prompts of the replay folder that judge
@@ -155,7 +156,8 @@ class TrainingRound:
         before = self._count(current, self.data.held_back)
         old_before = self._count(current, self.data.replay_held_out)
         candidates = []
-        for mixed in self.settings.mixes:
+        shares = self.settings.mixes
+        for mixed in shares[1:] or shares if old_before is None else shares:
             drafter = mix_weights(current, trained, mixed)
             candidate = self._judge(drafter, mixed, before, old_before)
             if candidate.verdict.wins:
@@ -231,7 +233,7 @@ def read_round(
     files: RoundFolder, target: Target, settings: RoundSettings, replay: Path | None
 ) -> RoundData:
     """The documents of a round, with those of the replay folder."""
-    length = min(settings.max_length, target.context)
+    length = min(pack_tokens(settings, target), target.context)
     training = read_documents([files.documents], target, length)
     held_back = read_documents([files.held_back], target, length)
     if replay is None:
@@ -244,6 +246,10 @@ def read_round(
     chosen = [replayed[i] for i in order[:count].tolist()]
     joined = join_documents([*(training[i] for i in range(len(training))), *chosen])
     return RoundData(joined, held_back, held_out)
+
+
+def pack_tokens(settings: RoundSettings, target: Target) -> int:
+    return settings.pack_tokens or PACK_TOKENS[target.device.type]
 
 
 def cached_features(
@@ -262,6 +268,7 @@ def train_config(
     """A short run at a low learning rate for a drafter of this config."""
     assert drafter.aux_layer_ids is not None
     on_gpu = target.device.type == "cuda"
+    tokens = pack_tokens(settings, target)
     return TrainConfig(
         target=str(target.name),
         out=str(out),
@@ -276,9 +283,10 @@ def train_config(
         dependency=drafter.dependency,
         confidence=drafter.confidence,
         inject=drafter.inject,
-        max_length=settings.max_length,
-        pack_tokens=settings.pack_tokens,
-        segments=1 if on_gpu else max(1, settings.pack_tokens // CPU_SEGMENT_TOKENS),
+        max_length=tokens,
+        pack_tokens=tokens,
+        max_anchors=tokens // (2 if on_gpu else 4),
+        segments=1 if on_gpu else max(1, tokens // CPU_SEGMENT_TOKENS),
         joined=0.0,  # Documents of different requests never share a context.
         optimizer=settings.optimizer,
         lr=settings.lr,
