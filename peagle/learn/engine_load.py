@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from peagle.learn.folder import LearnFolder
+from peagle.paths import write_bytes
 
 LAYOUT = struct.Struct("<IIdd")
 # A process that has not written for this long has ended, or hangs.
@@ -42,9 +43,9 @@ class EngineLoad:
 
 class EngineLoadWriter:
     def __init__(self, folder: LearnFolder, engine: str) -> None:
-        folder.load.mkdir(parents=True, exist_ok=True)
         path = folder.load / f"{engine}.bin"
-        path.write_bytes(bytes(LAYOUT.size))
+        # A new file: one that another process has mapped must not be truncated.
+        write_bytes(path, bytes(LAYOUT.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), LAYOUT.size)
 

@@ -8,11 +8,10 @@ again.
 import queue
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peagle.learn.document import StoredDocument, new_document
+from peagle.learn.document import StoredDocument, encode_line, new_document
 from peagle.learn.folder import LearnFolder
 from peagle.learn.segment import SegmentFile, StoreLimits
 
@@ -112,12 +111,3 @@ class StoreWriter:
             self.counts.failure = None
             self._report("documents are stored again")
         return True
-
-
-def encode_line(document: StoredDocument) -> bytes:
-    """The line of a document. The thread of the engine runs between two pieces if it can."""
-    pieces = []
-    for piece in document.line_pieces():
-        pieces.append(piece)
-        time.sleep(0)
-    return "".join(pieces).encode()

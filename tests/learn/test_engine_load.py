@@ -24,6 +24,16 @@ def test_the_load_of_engines(tmp_path: Path) -> None:
     assert not any(load.busy for load in EngineLoad.read_all(folder))
 
 
+def test_a_file_that_is_mapped_is_not_truncated(tmp_path: Path) -> None:
+    """A write into a truncated file would end the process that serves."""
+    folder = LearnFolder(tmp_path)
+    first = EngineLoadWriter(folder, "engine")
+    EngineLoadWriter(folder, "engine").write(2, 0, 0.0)
+    first.write(1, 0, 0.0)
+    (load,) = EngineLoad.read_all(folder)
+    assert load.running == 2
+
+
 def test_an_engine_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file stays; neither it nor one of an earlier boot makes the machine busy."""
     folder = LearnFolder(tmp_path)

@@ -12,10 +12,16 @@ import pytest
 
 from peagle.errors import UserError
 from peagle.learn import store
-from peagle.learn.document import StoredDocument, document_id, is_held_back, new_document
+from peagle.learn.document import (
+    StoredDocument,
+    document_id,
+    encode_line,
+    is_held_back,
+    new_document,
+)
 from peagle.learn.folder import LearnFolder, StoreIdentity, target_identity
 from peagle.learn.segment import SegmentFile, StoreLimits
-from peagle.learn.store import StoreWriter, encode_line
+from peagle.learn.store import StoreWriter
 from peagle.learn.store_reader import list_segments, purge_documents, read_documents, store_size
 
 IDENTITY = StoreIdentity("tiny", "main", 96, "0123")
@@ -50,7 +56,7 @@ def fill(folder: LearnFolder, count: int, limits: StoreLimits) -> SegmentFile:
 
 
 def test_documents_come_back(folder: LearnFolder) -> None:
-    long_prompt = list(range(5000))  # Is encoded in pieces.
+    long_prompt = list(range(5000))
     with writing(folder) as writer:
         writer.add(long_prompt, [7, 8])
         writer.add([1], [])  # Nothing was answered.
@@ -116,7 +122,7 @@ def test_a_torn_line_is_skipped(folder: LearnFolder) -> None:
     fill(folder, 2, StoreLimits()).close()
     (path,) = list_segments(folder)
     with path.open("ab") as file:
-        file.write(b'{"id": "x", "time": 1, "prompt": [1, 2')  # The process was killed.
+        file.write(b'{"id": "x", "time": 1, "prompt": "BwAA')  # The process was killed.
     other = SegmentFile(folder, "engine", StoreLimits())
     other.append(encode_line(new_document([1], [5])))
     assert answers(folder) == [[0], [1], [5]]
@@ -128,9 +134,11 @@ def test_a_torn_line_is_skipped(folder: LearnFolder) -> None:
     [
         b"[]",
         b'{"id": "x"}',
-        b'{"id": "x", "time": 1, "prompt": ["a"], "answer": [1]}',
-        b'{"id": "x", "time": 1, "prompt": [1], "answer": []}',
-        b'{"id": "x", "time": 1, "prompt": [1], "answer": [true]}',
+        b'{"id": "x", "time": 1, "prompt": [1], "answer": [1]}',
+        b'{"id": "x", "time": 1, "prompt": "BwAAAA==", "answer": ""}',
+        b'{"id": "x", "time": 1, "prompt": "BwAAAA==", "answer": "BwAA"}',
+        b'{"id": "x", "time": 1, "prompt": "BwAAAA==", "answer": "?"}',
+        b'{"id": "x", "time": 1, "prompt": "BwAAAA==", "answer": "BwAAAA==", "user": "me"}',
     ],
 )
 def test_what_is_no_document_is_skipped(folder: LearnFolder, line: bytes) -> None:
@@ -206,7 +214,7 @@ def test_documents_are_private_files(folder: LearnFolder) -> None:
 def test_a_folder_belongs_to_one_target(folder: LearnFolder, tmp_path: Path) -> None:
     folder.open(StoreIdentity("copy", None, 96, "0123"))  # The same files under another name.
     before = folder.identity.read_bytes()
-    with pytest.raises(UserError, match="answers of the target 'tiny'.*use another folder"):
+    with pytest.raises(UserError, match=r"answers of the target 'tiny'.*use another folder"):
         folder.open(StoreIdentity("other", "main", 96, "4567"))
     assert folder.identity.read_bytes() == before
 

@@ -39,6 +39,12 @@ from tests.support.versions import add_version, load_folder
 
 DRAFTER = "/v1/peagle/drafter"
 LEARN: dict[str, Any] = {"learn_size": 1.0}
+AGENT_OPT_OUTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 4, "metadata": {"user_id": "private"}}),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 4, "peagle": {"learn": False}}),
+    ("/v1/responses", {"input": WORDS, "max_output_tokens": 4, "user": "private"}),
+    ("/v1/responses", {"input": WORDS, "max_output_tokens": 4, "peagle": {"learn": False}}),
+]
 VARIED: dict[str, Any] = {"ignore_eos": True, "frequency_penalty": 2.0}
 
 
@@ -101,6 +107,9 @@ def test_answered_requests_are_stored(pair: LoadedPair, folder: LearnFolder) -> 
         await ask(client, TEXT, stop=stop, **VARIED)
         await ask(client, TEXT, peagle={"learn": False})
         await ask(client, TEXT, user="private")
+        for path, body in AGENT_OPT_OUTS:
+            reply = await client.post(path, json=body | {"model": "tiny"})
+            assert reply.status_code == 200, reply.text
         await ask(client, TEXT, max_tokens=0, echo=True)
         await leave(backend, tokens(WORDS))
         await ask(client, TEXT, words="w9", ignore_eos=True, max_tokens=2)

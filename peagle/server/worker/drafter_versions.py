@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
 
 POLL_SECONDS = 0.5
-STOP_SECONDS = 5.0  # For a version that is being loaded when the process ends.
+STOP_SECONDS = 1.0  # For a version that is being loaded when the process ends.
 
 
 class DrafterVersions:

@@ -26,6 +26,7 @@ from peagle.server.worker.drafter_versions import DrafterVersions
 if TYPE_CHECKING:
     from peagle.loaded import LoadedPair
 
+STOP_SECONDS = 1.0  # For documents that are queued when the process ends.
 LOAD_SECONDS = 0.002  # Between two writes of the load while requests run.
 
 
@@ -113,7 +114,7 @@ class WorkerLearning:
         if self.versions is not None:
             self.versions.close()
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close(STOP_SECONDS)
         if self._load is not None:
             self._load.close()
             self._load = None
