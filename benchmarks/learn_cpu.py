@@ -24,12 +24,12 @@ from peagle.drafter.formats import checkpoint
 from peagle.learn.document import StoredDocument, is_held_back, new_document
 from peagle.learn.figure import draw_versions
 from peagle.learn.folder import LearnFolder
-from peagle.learn.judge import AcceptedCounts, compare, count_accepted
 from peagle.learn.segment import SegmentFile, StoreLimits
 from peagle.learn.settings import LearnerSettings
 from peagle.learn.store import encode_line
 from peagle.learn.store_reader import list_segments
 from peagle.learn.train_job import TrainJob
+from peagle.learn.training.judge import AcceptedCounts, compare, count_accepted
 from peagle.learn.versions import LengthComparison, list_versions, read_current
 from peagle.paths import write_text
 from peagle.target import Target

@@ -15,14 +15,14 @@ from typing import Any
 from peagle.errors import UserError
 from peagle.learn.events import append_event
 from peagle.learn.folder import LearnFolder
-from peagle.learn.new_documents import DocumentCounter
-from peagle.learn.pacer import is_busy
 from peagle.learn.promotion import promote_candidates
-from peagle.learn.round_folder import RoundFolder
-from peagle.learn.round_settings import read_round_settings
 from peagle.learn.settings import LearnerSettings, learner_settings_from_json
 from peagle.learn.status import TrainerStatus, read_status, write_status
-from peagle.learn.throttle import Throttle, ThrottledJob, run_throttled
+from peagle.learn.training.new_documents import DocumentCounter
+from peagle.learn.training.pacer import is_busy
+from peagle.learn.training.round_folder import RoundFolder
+from peagle.learn.training.round_settings import read_round_settings
+from peagle.learn.training.throttle import Throttle, ThrottledJob, run_throttled
 
 POLL_SECONDS = 1.0
 STATUS_SECONDS = 1.0  # between two reports that a job is paused

@@ -12,14 +12,14 @@ from typing import Any
 from peagle.errors import UserError
 from peagle.learn.events import append_event
 from peagle.learn.folder import LearnFolder
-from peagle.learn.new_documents import DocumentCounter
 from peagle.learn.promotion import promote_candidates
-from peagle.learn.round_folder import RoundFolder, RoundPlan
-from peagle.learn.round_settings import RoundSettings, read_round_settings
 from peagle.learn.settings import LearnerSettings, learner_settings_from_json
 from peagle.learn.status import TrainerStatus, write_status
-from peagle.learn.teacher import Teacher, load_teacher
-from peagle.learn.training_round import StepCallback, TrainingRound
+from peagle.learn.training.new_documents import DocumentCounter
+from peagle.learn.training.round_folder import RoundFolder, RoundPlan
+from peagle.learn.training.round_settings import RoundSettings, read_round_settings
+from peagle.learn.training.teacher import Teacher, load_teacher
+from peagle.learn.training.training_round import StepCallback, TrainingRound
 from peagle.learn.versions import VersionRecord, check_base, read_current
 from peagle.train.trainer import NonFiniteLoss
 
@@ -91,6 +91,7 @@ class TrainJob:
             raise
         if record is not None:
             promote_candidates(self.folder)
+            write_status(self.folder, TrainerStatus("waiting"))
         return record
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peagle.learn.judge import AcceptedCounts, compare, count_accepted, judge
-from peagle.learn.round_folder import write_records
-from peagle.learn.round_settings import RoundSettings
+from peagle.learn.training.judge import AcceptedCounts, compare, count_accepted, judge
+from peagle.learn.training.round_folder import write_records
+from peagle.learn.training.round_settings import RoundSettings
 from peagle.train.data.documents import read_documents
 from peagle.train.evaluation.acceptance import DraftReplay
 from peagle.train.evaluation.replay import acceptance_length

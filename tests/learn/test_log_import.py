@@ -9,7 +9,7 @@ import pytest
 
 from peagle.errors import UserError
 from peagle.learn.folder import LearnFolder
-from peagle.learn.log_import import LogImport
+from peagle.learn.offline.log_import import LogImport
 from peagle.learn.store_reader import read_documents
 from tests.support.serving import tiny_pair
 

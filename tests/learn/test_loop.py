@@ -10,8 +10,8 @@ import httpx
 
 from peagle.learn.events import read_events
 from peagle.learn.folder import LearnFolder
-from peagle.learn.round_settings import SETTINGS_FILE
 from peagle.learn.status import read_status
+from peagle.learn.training.round_settings import SETTINGS_FILE
 from peagle.learn.versions import list_versions
 from tests.support.learning import QUICK, answers, tiny_root
 from tests.support.live_server import LiveServer, live_server

@@ -12,8 +12,8 @@ import pytest
 
 from peagle.learn.engine_load import EngineLoadWriter
 from peagle.learn.folder import LearnFolder
-from peagle.learn.pacer import Pacer, is_busy
-from peagle.learn.throttle import IDLE_SECONDS, Throttle, ThrottledJob, run_throttled
+from peagle.learn.training.pacer import Pacer, is_busy
+from peagle.learn.training.throttle import IDLE_SECONDS, Throttle, ThrottledJob, run_throttled
 
 SPIN = [sys.executable, "-c", "while True: pass"]
 
@@ -99,7 +99,7 @@ def test_a_job_has_the_lowest_priority() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_killed_learner_leaves_no_stopped_job() -> None:
     script = (
-        "import sys, time; from peagle.learn.throttle import ThrottledJob\n"
+        "import sys, time; from peagle.learn.training.throttle import ThrottledJob\n"
         "job = ThrottledJob([sys.executable, '-c', 'while True: pass'])\n"
         "job.set_running(False); print(job.pid, flush=True); time.sleep(60)"
     )

@@ -14,9 +14,9 @@ from peagle.learn import train_job
 from peagle.learn.document import is_held_back
 from peagle.learn.events import read_events
 from peagle.learn.folder import LearnFolder
-from peagle.learn.round_folder import RoundFolder
 from peagle.learn.status import read_status
 from peagle.learn.train_job import TrainJob
+from peagle.learn.training.round_folder import RoundFolder
 from peagle.learn.versions import list_versions, read_current, rollback, version_folder
 from tests.support.learning import (
     answers,
@@ -132,7 +132,7 @@ def test_a_full_disk_keeps_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     settings = learner_settings(tiny_root()).to_json()
-    monkeypatch.setattr("peagle.learn.training_round.save_candidate", fail)
+    monkeypatch.setattr("peagle.learn.training.training_round.save_candidate", fail)
     assert train_job.main([str(tmp_path), settings]) == train_job.FAILED_EXIT_CODE
     assert "No space left" in str(read_status(folder).error)
     assert RoundFolder(folder).plan() is not None and read_current(folder).number == 0
@@ -152,7 +152,7 @@ def test_a_store_of_another_target_is_refused(tmp_path: Path) -> None:
 
 
 def test_replayed_answers_guard_against_forgetting(tmp_path: Path) -> None:
-    from peagle.learn.round_folder import write_records
+    from peagle.learn.training.round_folder import write_records
 
     folder = folder_with_answers(tmp_path / "learn", epochs=1.0, replay_share=0.5)
     replay = tmp_path / "replay"

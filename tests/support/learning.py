@@ -13,10 +13,10 @@ import torch
 
 from peagle.learn.document import StoredDocument, new_document
 from peagle.learn.folder import LearnFolder
-from peagle.learn.round_settings import SETTINGS_FILE
 from peagle.learn.settings import LearnerSettings
 from peagle.learn.store import encode_line
-from peagle.learn.teacher import Teacher, load_teacher
+from peagle.learn.training.round_settings import SETTINGS_FILE
+from peagle.learn.training.teacher import Teacher, load_teacher
 from tests.support.serving import tiny_folder, tiny_pair
 
 QUICK: dict[str, Any] = {

@@ -10,7 +10,7 @@ from peagle.cli.learning.group import learn_app
 from peagle.cli.options import Drafter, Method, Target
 
 if TYPE_CHECKING:
-    from peagle.learn.offline import OfflineLearner
+    from peagle.learn.offline.offline_learner import OfflineLearner
     from peagle.learn.versions import VersionRecord
 
 MAX_REPORTED_LINES = 10
@@ -43,7 +43,7 @@ def from_log(
     Example: peagle learn from-log log.jsonl --pair smollm2-135m --out learned
     """
     from peagle.core import parse_method
-    from peagle.learn.offline import OfflineLearner, OfflineOptions
+    from peagle.learn.offline.offline_learner import OfflineLearner, OfflineOptions
     from peagle.learn.settings import LearnerSettings
 
     settings = LearnerSettings(

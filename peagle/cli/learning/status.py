@@ -81,16 +81,16 @@ def print_status(folder: "LearnFolder", records: "list[VersionRecord]") -> None:
 
 
 def print_versions(records: "list[VersionRecord]", current: int) -> None:
-    columns = ("from", "judged", "documents", "steps", "length", "ratio", "replay", "state")
+    columns = ("from", "judged", "docs", "steps", "length", "ratio", "replay", "state")
     table = Table(
-        Column("version", justify="right"),
-        *columns,
+        *(Column(name, no_wrap=True) for name in ("version", *columns)),
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     mark = " *" if current == 0 else ""
-    table.add_row(f"0{mark}", "", "", "", "", "", "", "", "the drafter of the pair")
+    table.add_row(f"0{mark}", *(len(columns) - 1) * [""], "the pair's")
     for record in records:
         table.add_row(*version_row(record, current))
     out.print(table, highlight=False)

@@ -70,8 +70,8 @@ def purge(
     Example: peagle learn purge learned
     """
     from peagle.learn.events import append_event
-    from peagle.learn.round_folder import RoundFolder
     from peagle.learn.store_reader import purge_documents
+    from peagle.learn.training.round_folder import RoundFolder
     from peagle.learn.versions import set_current
 
     opened = open_folder(folder)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from peagle.learn.document import is_held_back, parse_document
 from peagle.learn.folder import LearnFolder
-from peagle.learn.round_folder import RoundFolder
-from peagle.learn.round_settings import RoundSettings
 from peagle.learn.store_reader import list_segments
+from peagle.learn.training.round_folder import RoundFolder
+from peagle.learn.training.round_settings import RoundSettings
 
 
 class DocumentCounter:

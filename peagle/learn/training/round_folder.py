@@ -15,8 +15,8 @@ import numpy as np
 
 from peagle.learn.document import StoredDocument, is_held_back
 from peagle.learn.folder import LearnFolder
-from peagle.learn.round_settings import RoundSettings
 from peagle.learn.store_reader import read_documents
+from peagle.learn.training.round_settings import RoundSettings
 from peagle.paths import publish_folder, write_json
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from peagle.learn.round_settings import RoundSettings
+from peagle.learn.training.round_settings import RoundSettings
 from peagle.learn.versions import LengthComparison
 from peagle.train.data.documents import Documents
 from peagle.train.evaluation.acceptance import DraftReplay

@@ -7,12 +7,12 @@ from pathlib import Path
 from peagle.data.records import Report, ignore
 from peagle.errors import UserError
 from peagle.learn.folder import LearnFolder
-from peagle.learn.log_import import ImportCounts, LogImport
-from peagle.learn.new_documents import DocumentCounter
-from peagle.learn.round_settings import RoundSettings, read_round_settings
+from peagle.learn.offline.log_import import ImportCounts, LogImport
 from peagle.learn.settings import LearnerSettings
 from peagle.learn.train_job import TrainJob
-from peagle.learn.training_round import StepCallback
+from peagle.learn.training.new_documents import DocumentCounter
+from peagle.learn.training.round_settings import RoundSettings, read_round_settings
+from peagle.learn.training.training_round import StepCallback
 from peagle.learn.versions import VersionRecord
 
 MAX_TOKENS = 1 << 40  # A log is trained on as a whole.

@@ -9,7 +9,7 @@ from peagle.data.records import Report, ignore, read_records
 from peagle.errors import UserError
 from peagle.learn.document import new_document
 from peagle.learn.folder import LearnFolder
-from peagle.learn.log_record import BatchLines, Exchange, encode_exchange
+from peagle.learn.offline.log_record import BatchLines, Exchange, encode_exchange
 from peagle.learn.segment import SegmentFile, StoreLimits
 from peagle.learn.store import encode_line
 from peagle.learn.store_reader import read_documents

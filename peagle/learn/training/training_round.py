@@ -19,16 +19,16 @@ from peagle.drafter import Drafter
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
-from peagle.learn.candidate import calibrate_candidate, mix_weights, save_candidate
 from peagle.learn.events import EventKind, append_event
 from peagle.learn.folder import LearnFolder
-from peagle.learn.judge import AcceptedCounts, Verdict, compare, count_accepted, judge
-from peagle.learn.pacer import Pacer
-from peagle.learn.round_folder import RoundFolder, RoundPlan
-from peagle.learn.round_settings import RoundSettings
 from peagle.learn.settings import LearnerSettings
 from peagle.learn.status import TrainerState, TrainerStatus, write_status
-from peagle.learn.teacher import Teacher
+from peagle.learn.training.candidate import calibrate_candidate, mix_weights, save_candidate
+from peagle.learn.training.judge import AcceptedCounts, Verdict, compare, count_accepted, judge
+from peagle.learn.training.pacer import Pacer
+from peagle.learn.training.round_folder import RoundFolder, RoundPlan
+from peagle.learn.training.round_settings import RoundSettings
+from peagle.learn.training.teacher import Teacher
 from peagle.learn.versions import (
     LengthComparison,
     VersionRecord,
