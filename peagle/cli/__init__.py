@@ -2,6 +2,7 @@
 
 from peagle.cli.application import app
 from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker, verify
+from peagle.cli.learning import from_log, status, versions
 from peagle.cli.measurement import bench, bench_step, compare, cost, evaluate, report, tune
 from peagle.cli.pairs import catalog, catalog_add, check, export, pull, quantize
 from peagle.cli.serving import demo, doctor, generate, serve
@@ -13,5 +14,6 @@ COMMANDS = (  # importing a command registers it
     *(catalog, catalog_add, check, export, pull, quantize),
     *(demo, doctor, generate, serve),
     *(capture, make_drafter, regenerate, train),
+    *(status, versions, from_log),
 )
 __all__ = ["COMMANDS", "app"]

@@ -19,7 +19,7 @@ COMMAND_ORDER = (
     *("catalog", "pairs", "pull"),
     *("generate", "demo", "serve", "doctor"),
     *("evaluate", "bench", "report", "compare", "cost", "tune", "bench-step"),
-    *("make-drafter", "regenerate", "capture", "train"),
+    *("make-drafter", "regenerate", "capture", "train", "learn"),
     *("export", "quantize", "check", "deploy", "sagemaker", "verify"),
 )
 

@@ -1,7 +1,10 @@
-"""Export of a local drafter in the format of vLLM, beside the files that mount it."""
+"""A local drafter beside the files that mount it: exported for vLLM, or copied for this package."""
 
 import filecmp
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,19 +28,39 @@ def export_drafter(
 
     from peagle.export.export import export
 
+    with staged_folder(destination) as exported:
+        export(load_drafter(folder, pair, progress), exported, "vllm", k, None, torch.bfloat16)
+        return publish(exported, destination, force)
+
+
+def copy_drafter(folder: Path, destination: Path, force: bool) -> bool:
+    """Copy the drafter in `folder` as it is; return whether anything was written."""
+    with staged_folder(destination) as copied:
+        copied.mkdir()
+        for file in [folder / "config.json", *folder.glob("*.safetensors")]:
+            shutil.copyfile(file, copied / file.name)
+        return publish(copied, destination, force)
+
+
+@contextmanager
+def staged_folder(destination: Path) -> Iterator[Path]:
+    """The path of a folder to write, beside `destination`."""
     if destination.exists() and not destination.is_dir():
         raise UserError(f"{destination} is a file: choose another `out`")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{destination.name}.", dir=destination.parent
     ) as parent:
-        exported = Path(parent) / destination.name
-        export(load_drafter(folder, pair, progress), exported, "vllm", k, None, torch.bfloat16)
-        if destination.exists() and same_files(exported, destination):
-            return False
-        if destination.exists() and not force:
-            raise UserError(f"{destination} holds another drafter: `force` replaces it")
-        replace_folder(exported, destination)
+        yield Path(parent) / destination.name
+
+
+def publish(staged: Path, destination: Path, force: bool) -> bool:
+    """Move a folder to `destination`; return False if it is there already."""
+    if destination.exists() and same_files(staged, destination):
+        return False
+    if destination.exists() and not force:
+        raise UserError(f"{destination} holds another drafter: `force` replaces it")
+    replace_folder(staged, destination)
     return True
 
 

@@ -18,3 +18,4 @@ class DeployOptions:
     name: str | None = None
     served_model_name: str | None = None
     image: str | None = None
+    learn: bool = False  # `peagle serve --learn` in `image` instead of vLLM

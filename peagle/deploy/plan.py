@@ -9,7 +9,7 @@ from peagle.catalog.entry import HUB_ID
 from peagle.catalog.pair import DrafterSource, Pair
 from peagle.core import DRAFTER_METHODS, Method, check_k, parse_method
 from peagle.deploy.options import DeployOptions
-from peagle.deploy.spec import DRAFTER_MOUNT, TARGET_MOUNT, Deployment
+from peagle.deploy.spec import LEARN_KINDS, MODEL_MOUNT, NATIVE_MOUNT, Deployment
 from peagle.deploy.version import RAY_VLLM, TESTED_VLLM, choose_version, samples_incorrectly
 from peagle.errors import UserError
 
@@ -35,8 +35,13 @@ class DrafterChoice:
 def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
     """Plan the deployment of the pair `name` to the platform `kind`."""
     options = options or DeployOptions()
+    if options.learn and kind not in LEARN_KINDS:
+        raise UserError(f"`learn` is not supported by {kind}: use {' or '.join(LEARN_KINDS)}")
+    mount = NATIVE_MOUNT if options.learn else MODEL_MOUNT
     pair = find_pair(name)
-    target, target_folder = target_location(pair)
+    target, target_folder = target_location(pair, mount)
+    if options.learn and target_folder is None:
+        target = pair.name  # `peagle serve` knows the pair.
     production = pair.production
     context = production.context if options.context is None else options.context
     drafter = choose_drafter(pair, options, context)
@@ -50,11 +55,13 @@ def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
     k, k_notes = choose_k(pair, drafter, options.k, options.concurrency)
     untrained_notes = () if drafter.trained else (UNTRAINED_NOTE,)
     folder = drafter.location if isinstance(drafter.location, Path) else None
+    if options.learn:
+        folder = learn_folder(options, folder)
     deployment = Deployment(
         pair=Path(pair.name).resolve().name if target_folder else pair.name,
         target=target,
         target_folder=target_folder,
-        drafter=DRAFTER_MOUNT if folder else str(drafter.location),
+        drafter=f"{mount}/drafter" if folder else str(drafter.location),
         local_drafter=folder is not None,
         method=drafter.method,
         k=k,
@@ -67,6 +74,7 @@ def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
         name=options.name or "",
         served_model_name=options.served_model_name or "",
         custom_image=options.image,
+        learn=options.learn,
         flags=production.flags,
         weights_gb=production.memory.weights_gb,
         need_gb=production.memory.need_gb(context),
@@ -75,15 +83,24 @@ def plan(name: str, kind: str, options: DeployOptions | None = None) -> Plan:
     return Plan(pair, deployment, folder)
 
 
-def target_location(pair: Pair) -> tuple[str, str | None]:
-    """(name of the target for vLLM, folder of this machine that is mounted there)."""
+def learn_folder(options: DeployOptions, folder: Path | None) -> Path | None:
+    """The drafter to copy for `peagle serve`; None: the image has the pair's own."""
+    if options.drafter is None:
+        return None
+    if folder is None:
+        raise UserError(f"`drafter` {options.drafter!r} must be a folder with `learn`: download it")
+    return folder
+
+
+def target_location(pair: Pair, mount: str) -> tuple[str, str | None]:
+    """(name of the target for the server, folder of this machine that is mounted there)."""
     if pair.target.folder is not None:
         if is_gguf_file(pair.target.folder):
             raise UserError(
                 f"{pair.name} is a GGUF file, which is not deployed: give the folder or the hub id"
                 " of the same model with config.json and safetensors"
             )
-        return TARGET_MOUNT, str(pair.target.folder.resolve())
+        return f"{mount}/target", str(pair.target.folder.resolve())
     if pair.target.hub is None:
         raise UserError(
             f"the target of {pair.name!r} is not on the hub:"

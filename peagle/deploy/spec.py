@@ -15,8 +15,11 @@ from peagle.core import Method
 from peagle.errors import UserError
 
 DEFAULT_IMAGE = "vllm/vllm-openai"
-DRAFTER_MOUNT = "/models/drafter"
-TARGET_MOUNT = "/models/target"
+MODEL_MOUNT = "/models"
+# The home of `peagle serve` in its image, which its user may write to (deploy/docker).
+NATIVE_MOUNT = "/var/lib/peagle"
+LEARN_KINDS = ("compose", "kubernetes")
+LEARN_GB = 10  # stored answers, and versions of the drafter
 NAME_PATTERN = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 IMAGE_PATTERN = re.compile(r"[\w.:/@-]+:[\w.-]+")
 GPU_MEMORY_UTILIZATION = 0.9  # the default of vLLM
@@ -25,13 +28,13 @@ GPU_MEMORY_UTILIZATION = 0.9  # the default of vLLM
 @dataclass(frozen=True, slots=True)
 class Deployment:
     pair: str
-    target: str  # a hub id, or TARGET_MOUNT
-    drafter: str  # a hub id, or DRAFTER_MOUNT
+    target: str  # a hub id, or a folder in `model_mount`
+    drafter: str  # likewise
     method: Method
     k: int
     vllm: str
-    local_drafter: bool = False  # exported to `drafter/` beside the files, mounted as DRAFTER_MOUNT
-    target_folder: str | None = None  # folder of this machine, mounted as TARGET_MOUNT
+    local_drafter: bool = False  # in `drafter/` beside the files, mounted as `drafter`
+    target_folder: str | None = None  # folder of this machine, mounted as `target`
     context: int | None = None
     gpus: int = 1  # GPUs of each replica (tensor parallel)
     gpu: str | None = None  # GPU type
@@ -40,6 +43,7 @@ class Deployment:
     name: str = ""
     served_model_name: str = ""
     custom_image: str | None = None  # replaces DEFAULT_IMAGE at the version
+    learn: bool = False  # `peagle serve --learn` in `custom_image` instead of vLLM
     flags: Mapping[str, Any] = field(default_factory=dict)
     weights_gb: float | None = None
     # GPU memory of a replica, over all its GPUs, for one request of the full context.
@@ -58,6 +62,7 @@ class Deployment:
         if not IMAGE_PATTERN.fullmatch(self.image):
             raise UserError(f"`image` {self.image!r} has no version: give NAME:TAG")
         self._check_printable()
+        self._check_learning()
         check_flags(self.flags, "`flags`")
 
     def _check_fields(self) -> None:
@@ -85,6 +90,19 @@ class Deployment:
             if not valid:
                 raise UserError(f"`{name}` {rule}; it is {getattr(self, name)!r}")
 
+    def _check_learning(self) -> None:
+        if not self.learn:
+            return
+        if self.custom_image is None:
+            raise UserError(
+                "`learn` needs an image with `peagle serve`: build deploy/docker/Dockerfile.cuda,"
+                " and give its name with `image`"
+            )
+        if self.gpus > 1:
+            raise UserError("`learn` needs the native engine, which uses one GPU: set `gpus` to 1")
+        if self.replicas > 1:
+            raise UserError("each server that learns needs a volume of its own: use `replicas` 1")
+
     def _check_printable(self) -> None:
         names = (self.pair, self.served_model_name, self.target, self.drafter)
         for name in (*names, self.target_folder or ""):
@@ -94,6 +112,20 @@ class Deployment:
     @property
     def image(self) -> str:
         return self.custom_image or f"{DEFAULT_IMAGE}:v{self.vllm}"
+
+    @property
+    def model_mount(self) -> str:
+        """Where the volume with weights, and with what was learned, is mounted."""
+        return NATIVE_MOUNT if self.learn else MODEL_MOUNT
+
+    @property
+    def command(self) -> list[str]:
+        return ["peagle", "serve"] if self.learn else ["vllm", "serve"]
+
+    @property
+    def key_variable(self) -> str:
+        """The environment variable of the API key."""
+        return "PEAGLE_API_KEY" if self.learn else "VLLM_API_KEY"
 
     @property
     def local(self) -> bool:
@@ -116,7 +148,9 @@ class Deployment:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `vllm serve TARGET` without host and port; True is a bare flag."""
+        """Options of `command` and its target, without host and port; True is a bare flag."""
+        if self.learn:
+            return self.learn_options
         options: dict[str, Any] = {
             "served-model-name": self.served_model_name,
             "tensor-parallel-size": self.gpus,
@@ -126,8 +160,18 @@ class Deployment:
         return {**options, **self.flags, "speculative-config": self.speculative_config}
 
     @property
+    def learn_options(self) -> dict[str, Any]:
+        """The pair's own drafter is in the image, and K adapts to the load."""
+        options: dict[str, Any] = {"served-model-name": self.served_model_name}
+        if self.context is not None:
+            options["max-model-len"] = self.context
+        if self.local_drafter:
+            options["drafter"] = self.drafter
+        return options | {"method": self.method, "learn": f"{NATIVE_MOUNT}/learn"}
+
+    @property
     def arguments(self) -> list[str]:
-        """The command line after `vllm serve`."""
+        """The command line after `command`."""
         return [self.target, "--host=0.0.0.0", f"--port={self.port}", *self.option_arguments]
 
     @property
@@ -155,13 +199,16 @@ class Deployment:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of vLLM. P-EAGLE runs only on its first model runner."""
+        if self.learn:
+            return {}
         runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if self.method == "p-eagle" else {}
         return runner | {"VLLM_NO_USAGE_STATS": "1"}
 
     @property
     def disk_gb(self) -> int:
         """Disk space for weights, drafter and compiled kernels, with a reserve."""
-        return 200 if self.weights_gb is None else 20 + math.ceil(1.5 * self.weights_gb)
+        weights = 200 if self.weights_gb is None else 20 + math.ceil(1.5 * self.weights_gb)
+        return weights + (LEARN_GB if self.learn else 0)
 
     @property
     def host_gb(self) -> int:

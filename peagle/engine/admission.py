@@ -72,7 +72,7 @@ class Admission:
         request = Request(
             id, prompt, options.sampling, limits, options.user, cache_salt=options.cache_salt
         )
-        stream = Stream(id, len(prompt), partial(abort, request))
+        stream = Stream(id, len(prompt), partial(abort, request), request.output)
         return request, RequestState(stream, detokenizer, stop_ids, constraint)
 
     def _constraint(

@@ -18,6 +18,7 @@ class EngineConfig:
     drafter_window: int | None = None  # sliding window of the drafter, see below
     context: int | None = None  # tokens of a prompt and its answer; None: the target's context
     kv_tokens: int | None = None  # positions in the KV cache, all requests together
+    reserved_gib: float = 0.0  # GPU memory that the KV cache leaves to other processes
     prefill_chunk: int | None = None  # prompt tokens computed per step
     max_queue: int = 1024
     page_size: int = PAGE_SIZE  # positions per KV page

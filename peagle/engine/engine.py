@@ -324,6 +324,11 @@ class Engine:
         return request is not None and request.status == "waiting"
 
     @property
+    def drafter_version(self) -> int:
+        """The version of the drafter, as `replace_drafter` was told; 0: the pair's own."""
+        return self.loop.drafter_version
+
+    @property
     def max_batch(self) -> int:
         return self.config.max_batch
 

@@ -140,6 +140,7 @@ def kv_page_count(
         return min(usable, -(-max(CPU_KV_TOKENS, context + nodes) // page_size))
     page_bytes = page_size * sum(shape.bytes for shape in kv_shapes(target, drafter))
     free_bytes, _ = torch.cuda.mem_get_info(target.device)
+    free_bytes -= int(config.reserved_gib * (1 << 30))
     return max(1, min(usable, int(free_bytes * KV_MEMORY_FRACTION) // page_bytes))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -47,10 +47,17 @@ class RequestRefused(RequestFailed):
 class Stream:
     """An answer to iterate over once, with `for` or `async for`; `abort()` ends it early."""
 
-    def __init__(self, id: str, prompt_tokens: int, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        id: str,
+        prompt_tokens: int,
+        abort: Callable[[], None],
+        answer: Sequence[int] = (),
+    ) -> None:
         """`abort`: ends the request of this stream, and no other with the same id."""
         self.id = id
         self.prompt_tokens = prompt_tokens
+        self.answer = answer  # All tokens so far: the list that the engine extends.
         # Prompt tokens found in the prefix cache. None: the request has not left the queue yet.
         self.cached_tokens: int | None = None
         self.ended = False

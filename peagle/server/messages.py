@@ -53,6 +53,7 @@ class Add(Message):
     user: str = ""
     cache_salt: str = ""
     thinking: Thinking | None = None
+    learn: bool = False  # Whether the request and its answer may be stored.
 
 
 class Abort(Message):
@@ -120,6 +121,28 @@ class TargetInfo(Message):
     methods: list[Method]
 
 
+class VersionCounts(Message):
+    """What one version of the drafter did in an engine process."""
+
+    drafts: int = 0
+    accepted_tokens: int = 0
+
+
+class LearnReport(Message):
+    """Learning in an engine process."""
+
+    version: int = 0  # Of the drafter that drafts; 0: the pair's own.
+    drafter: str = ""  # Folder of version 0.
+    failure: str | None = None  # Why nothing is stored and no version is loaded.
+    failed_version: int | None = None  # The current version, if it cannot be loaded.
+    version_failure: str | None = None
+    documents: int = 0  # Stored by this process.
+    tokens: int = 0
+    dropped: int = 0
+    store_failure: str | None = None  # Why the last document was not written.
+    versions: dict[int, VersionCounts] = {}
+
+
 class WorkerStatus(Message):
     """Sent twice a second at most, and on request: the source of /metrics and of the status."""
 
@@ -129,6 +152,7 @@ class WorkerStatus(Message):
     counts: dict[str, dict[str, int]] = {}  # By engine name, closed engines included.
     scorings: int = 0  # Prompts whose own log-probabilities are computed or waited for.
     pid: int = 0
+    learn: LearnReport | None = None  # None: the server does not learn.
 
 
 class WorkerBatch(Message):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from peagle.server.anthropic.messages_api import count_tokens, create_message
+from peagle.server.drafter_api import change_drafter, show_drafter
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.front.engine_client import EngineClient
 from peagle.server.http.backend import RouteHandler
@@ -25,6 +26,8 @@ def create_handlers(settings: ServerSettings) -> Mapping[str, RouteHandler]:
         "delete_response": responses.delete,
         "create_message": create_message,
         "count_tokens": count_tokens,
+        "show_drafter": show_drafter,
+        "change_drafter": change_drafter,
     }
 
 

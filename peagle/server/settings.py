@@ -80,6 +80,15 @@ class ServerSettings:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     trust_remote_code: bool = False
+    learn: str | None = None  # folder to learn from answers; None: off
+    learn_share: float = 1.0  # fraction of the answered requests that is stored
+    learn_size: float = 1024.0  # MB of stored requests
+    learn_days: float = 30.0  # after which stored requests are deleted
+    learn_opt_out: tuple[str, ...] = ()  # users or API keys whose requests are not stored
+    # Fraction of time for the trainer while requests run; None: 0 on a CPU, 0.1 on a GPU.
+    learn_time: float | None = None
+    learn_memory: float = 8.0  # GiB of a GPU's memory that the KV cache leaves to the trainer
+    learn_replay: str | None = None  # folder of regenerated answers that are trained on too
     # Keys of the speculative config that only vLLM reads.
     vllm_speculative: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,6 +96,7 @@ class ServerSettings:
         check_tree_nodes(self.tree or 0, (self.k,), self.method)
         check_window(self.drafter_window or None, "drafter_window")
         self._check_common()
+        self._check_learning()
         if self.engine == "vllm":
             self._check_vllm()
         else:
@@ -119,6 +129,27 @@ class ServerSettings:
         require(
             all(self.served_model_names), "`served_model_names` must not be empty: leave it out"
         )
+
+    def _check_learning(self) -> None:
+        if self.learn is None:
+            given = self.learn_opt_out or self.learn_time is not None or self.learn_replay
+            require(not given, "`learn_opt_out`, `learn_time` and `learn_replay` need `learn`")
+            return
+        require(bool(self.learn), "`learn` must name a folder")
+        require(
+            self.engine == "native",
+            "`learn` is not supported with `engine` vllm: leave it out, or use `engine` native",
+        )
+        require(
+            self.method not in ("none", "ngram"),
+            f"`learn` trains a drafter, and `method` {self.method} has none: leave out one of them",
+        )
+        require(0 < self.learn_share <= 1, "`learn_share` must be above 0 and at most 1")
+        require(1 <= self.learn_size < float("inf"), "`learn_size` must be 1 (MB) or more")
+        require(0 < self.learn_days < float("inf"), "`learn_days` must be above 0")
+        require(all(self.learn_opt_out), "`learn_opt_out` must not be empty: leave it out")
+        require(self.learn_time is None or 0 <= self.learn_time <= 1, "`learn_time` must be 0 to 1")
+        require(0 <= self.learn_memory < float("inf"), "`learn_memory` must be 0 or more")
 
     def _check_vllm(self) -> None:
         reserved = " ".join(word for word in self.vllm_arguments if is_reserved(word))

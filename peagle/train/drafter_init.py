@@ -144,6 +144,19 @@ def init_from_drafter(drafter: Drafter, folder: Path, target: Target) -> None:
     drafter.embed_tokens = earlier.embed_tokens.to(target.dtype)
 
 
+def continue_drafter(folder: Path, target: Target) -> Drafter:
+    """The float32 drafter of a folder, ready to be trained; its config stays as it is."""
+    drafter = checkpoint.load(folder.expanduser(), target, torch.float32)
+    ids = drafter.target_ids
+    head = target.lm_head if ids is None else target.lm_head[ids]
+    if not torch.equal(drafter.lm_head, head.float()):
+        raise UserError(
+            f"the drafter in {folder} has an lm_head of its own: training needs the target's"
+        )
+    drafter.set_embed_and_head(drafter.embed_tokens.to(target.dtype), target.lm_head, ids)
+    return drafter.train().requires_grad_(True)
+
+
 def trained_copy(drafter: Drafter, state: dict[str, Any], target: Target) -> Drafter:
     """A drafter with the weights of a state, marked as trained, apart from the one in training."""
     copy = Drafter(replace(drafter.config, trained=True), drafter.context)

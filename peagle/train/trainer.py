@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from peagle.core import Step
+from peagle.drafter import Drafter
 from peagle.drafter.formats import compact
 from peagle.errors import UserError
 from peagle.target import Target
@@ -54,6 +55,10 @@ class LogInterval:
     losses: list[Tensor] = field(default_factory=list)  # of each step
 
 
+class NonFiniteLoss(UserError):
+    """A loss or a gradient is not finite: the same documents give it again."""
+
+
 class Trainer:
     def __init__(
         self,
@@ -62,15 +67,19 @@ class Trainer:
         data: TrainingData,
         world: World,
         features: FeatureSource | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`features` may come from another run over the same documents, with more taps."""
+        """`features` may come from another run over the same documents, with more taps.
+
+        `drafter`: a drafter to train, as it is; None: a new one as the config describes.
+        """
         self.config = config
         self.target = target
         self.data = data
         self.world = world
         self.out = Path(config.out).expanduser()
         self.flex = target.device.type == "cuda"
-        self.drafter = new_drafter(config, target, data.target_ids)
+        self.drafter = drafter or new_drafter(config, target, data.target_ids)
         self.drafter.gradient_checkpointing = config.checkpointing
         dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
         self.passes = DrafterPasses(self.drafter, dtype)
@@ -228,7 +237,7 @@ class Trainer:
             if not math.isfinite(value):
                 step = self.step - len(values) + i
                 keys = ", ".join(self.dataset.document_keys(step)[:8])
-                raise UserError(
+                raise NonFiniteLoss(
                     f"the loss of step {step} is {value}: stopped. Good states are kept in"
                     f" {self.out / 'state'}; examine the documents of that batch ({keys}, ...),"
                     " lower lr, or use dtype = 'float32'"

@@ -22,8 +22,20 @@ COUNTERS = {
     "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total",
     "peagle:requests_total",
+    *(f"peagle:learn_{name}_total" for name in ("documents", "tokens", "dropped")),
+    *(f"peagle:learn_{name}_total" for name in ("drafts", "accepted_tokens")),
 }
-GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+GAUGES = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "peagle:learn_up",
+    "peagle:learn_version",
+    "peagle:learn_versions",
+    "peagle:learn_held_back_acceptance_length",
+    "peagle:learn_store_bytes",
+    "peagle:learn_trainer",
+}
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
@@ -51,11 +63,13 @@ WORDS = {
     "group_left",
     "histogram_quantile",
     "max",
+    "min",
     "min_over_time",
     "and",
     "up",
 }
 LABELS = {"le", "engine", "model_name", "position", "finished_reason", "status", "instance", "job"}
+LABELS |= {"version", "process", "drafter", "state"}
 
 
 def names(expression: str) -> set[str]:
@@ -108,7 +122,13 @@ def test_the_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
 
 def test_the_dashboards_rows(dashboard: dict[str, Any]) -> None:
     rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert rows == ["Traffic", "Latency", "KV cache and queue", "Speculative decoding"]
+    assert rows == [
+        "Traffic",
+        "Latency",
+        "KV cache and queue",
+        "Speculative decoding",
+        "Learning",
+    ]
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         position = panel["gridPos"]

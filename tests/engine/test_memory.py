@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from peagle import loaded
-from peagle.engine import Engine, EngineConfig
+from peagle.engine import Engine, EngineConfig, sizing
 from peagle.engine.model import weight
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.weight import Weight
@@ -20,6 +21,7 @@ from peagle.errors import UserError
 from peagle.kernels.cpu.matrix import can_pack
 from peagle.kernels.cpu.reordered import can_reorder
 from peagle.loaded import MAX_ENGINES, EngineKey, LoadedPair
+from peagle.target import Target
 from tests.support.cpu_features import needs_c
 from tests.support.engines import TIGHT, engine_of, pair_of, small, small_with_words
 from tests.support.tiny_models import make_drafter, make_target
@@ -229,3 +231,21 @@ def test_close_waits_for_the_step_of_another_thread() -> None:
     engine.close()
     thread.join(20)
     assert not errors and not engine.loop.run()  # A step after the release does nothing.
+
+
+def test_memory_that_is_left_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the trainer of `peagle serve --learn` on the same GPU."""
+    pair = pair_of(make_target())
+    page_bytes = 1 << 20
+    shapes = [SimpleNamespace(bytes=page_bytes // EngineConfig().page_size)]
+    monkeypatch.setattr(sizing, "kv_shapes", lambda target, drafter: shapes)
+    monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 30, 0))
+
+    def pages(reserved_gib: float) -> int:
+        config = EngineConfig(max_batch=1 << 20, reserved_gib=reserved_gib)
+        return sizing.kv_page_count(config, pair, None, 2048, 8)
+
+    assert pages(0) == int(0.85 * 4096)
+    assert pages(1.5) == int(0.85 * 2560)
+    assert pages(9) == 1

@@ -12,9 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from peagle.learn.folder import LearnFolder
+from peagle.learn.store_reader import read_documents
 from tests.support.live_server import LiveServer, live_server
 from tests.support.relaying import descendants, is_alive, wait_for
 from tests.support.serving import TEXT, tiny_folder
+from tests.support.versions import add_version, load_folder
 
 OPTIONS = ("--max-batch", "8", "--kv-tokens", "4096", "--device", "cpu", "-k", "2")
 LONG: dict[str, Any] = {
@@ -32,7 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tiny_folder(tmp_path_factory.mktemp("tiny"))
     control = folder / "control"
     environment = {"PEAGLE_TEST_CONTROL": str(control), "PEAGLE_API_KEY": "secret"}
+    environment["PEAGLE_LEARN_OPT_OUT"] = "secret"
     options = (*OPTIONS, "--http-workers", "2", "--served-model-name", "tiny")
+    options += ("--learn", str(folder / "learn"))
     module = "tests.support.controlled_serve"
     with live_server(folder, *options, module=module, **environment) as live:
         live.control = control  # type: ignore[attr-defined]
@@ -176,6 +181,28 @@ def test_only_the_engine_loads_torch(server: LiveServer) -> None:
     assert set(pids(server, "front started")) < set(processes)
     with_torch = [pid for pid in processes if "libtorch" in libraries[pid]]
     assert with_torch == [engine_pid(server)]
+
+
+def test_learning(server: LiveServer) -> None:
+    """Any front changes the version. The key has opted out, and is not in any file or command."""
+    server.log_line("worker ready", worker="learner")
+    root: Path = server.control.parent  # type: ignore[attr-defined]
+    folder = LearnFolder(root / "learn")
+    url = f"{server.url}/v1/peagle/drafter"
+    assert httpx.post(url, json={"version": 1}).status_code == 401
+    add_version(folder, load_folder(root), root, 1, parent=0)
+    for number in (1, 0):
+        reply = httpx.post(url, json={"version": number}, headers=KEY, timeout=60)
+        assert reply.status_code == 200, reply.text
+        for _ in range(4):  # Connections go to either front.
+            shown = httpx.get(url, headers=KEY, timeout=60).json()
+            assert shown["engines"] == {"engine": number} == {"engine": shown["current"]["number"]}
+    assert list(read_documents(folder)) == []
+    written = b"".join(file.read_bytes() for file in folder.root.rglob("*") if file.is_file())
+    commands = [
+        Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(server.process.pid)
+    ]
+    assert len(commands) >= 6 and not any(b"secret" in text for text in (written, *commands))
 
 
 def test_a_front_is_killed(server: LiveServer) -> None:

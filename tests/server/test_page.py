@@ -330,3 +330,44 @@ def test_real_server(browser: "Browser") -> None:
         assert len(words["none"]) > 5 and all(word.startswith("w") for word in words["none"])
         assert words["p-eagle"] == words["eagle3"] == words["none"]
         assert not page.is_visible("#problem")
+
+
+LEARN = {
+    "current": {"number": 2, "since": 1.0, "reason": "it won"},
+    "engines": {"engine": 2},
+    "failure": None,
+    "store": {"documents": 1234, "tokens": 56789, "dropped": 0, "segments": 1, "bytes": 1000},
+    "trainer": {"state": "training", "step": 3, "steps": 40},
+    "acceptance_lengths": {"0": 2.5, "2": 3.25},
+    "versions": [
+        {
+            "number": 2,
+            "state": "promoted",
+            "documents": 64,
+            "held_back": {"before": 2.4, "after": 3.1},
+            "acceptance_length": 3.25,
+        }
+    ],
+    "events": [{"time": 1.0, "kind": "promoted", "text": "<b>version 2</b>", "version": 2}],
+}
+
+
+def test_learning_panel(browser: "Browser", server: PageServer) -> None:
+    with opened(browser, server) as page:
+        assert not page.locator("#learn").is_visible()
+    server.learn = LEARN
+    with opened(browser, server) as page:
+        page.wait_for_selector("#learn:not([hidden])")
+        facts = page.inner_text("#learn-facts")
+        assert "1,234" in facts and "training, step 3 of 40" in facts
+        rows = page.locator("#learn-versions tr")
+        assert rows.count() == 2
+        assert "2, in use" in rows.nth(0).inner_text() and "2.40 → 3.10" in rows.nth(0).inner_text()
+        assert "2.50" in rows.nth(1).inner_text()
+        assert "<b>version 2</b>" in page.inner_text("#learn-events")
+        assert not page.locator("#learn-problem").is_visible()
+        assert not page.evaluate(LOW_CONTRAST)
+    server.learn = LEARN | {"failure": "the disk is full"}
+    with opened(browser, server) as page:
+        page.wait_for_selector("#learn-problem:not([hidden])")
+        assert page.inner_text("#learn-problem") == "the disk is full"

@@ -13,12 +13,17 @@ import httpx
 import pytest
 
 from peagle.errors import UserError
+from peagle.learn.engine_load import EngineLoad
+from peagle.learn.folder import LearnFolder
+from peagle.learn.store_reader import read_documents
+from peagle.paths import write_json
 from peagle.server.engine_process import replica_devices
 from peagle.server.engine_process.engine_supervisor import worker_settings
 from peagle.server.engine_process.replica_devices import device_environments, visible_gpus
 from peagle.server.settings import ServerSettings
 from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
 from tests.support.serving import tiny_folder
+from tests.support.versions import add_version, load_folder
 
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -74,6 +79,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, P
         "float32",
     ]
     options += ["--served-model-name", "tiny", "-k", "2", "--max-batch", "8", "--kv-tokens", "4096"]
+    write_json(folder / "learn" / "training.json", {"min_documents": 1_000_000})  # Never trains.
+    options += ["--learn", str(folder / "learn")]
     log = folder / "log"
     with running_command(log, str(folder / "target"), *options) as (process, url):
         wait_for(lambda: ready(url) == 2, 120)
@@ -153,6 +160,34 @@ def test_answers_and_statistics(live: tuple[Any, str, Path]) -> None:
         f"{url}/v1/completions", json=LONG | {"prompt": "w6", "top_p": 7}, timeout=60
     )
     assert shown.status_code == 400 and "top_p" in shown.json()["error"]["message"]
+
+
+def test_learning(live: tuple[Any, str, Path]) -> None:
+    """Both replicas store and swap; a killed trainer is started again, and nothing else ends."""
+    _, url, log = live
+    root = log.parent
+    folder = LearnFolder(root / "learn")
+    wait_for(lambda: learners(log, "worker ready") == 1)
+    wait_for(lambda: {d.engine for d in read_documents(folder)} == {"replica-0", "replica-1"})
+    add_version(folder, load_folder(root), root, 1, parent=0)
+    learner = read_learner_pid(log)
+    os.kill(learner, signal.SIGKILL)
+    changed = httpx.post(f"{url}/v1/peagle/drafter", json={"version": 1}, timeout=60)
+    assert changed.status_code == 200
+    assert changed.json()["engines"] == {"replica-0": 1, "replica-1": 1}
+    wait_for(lambda: learners(log, "worker ready") == 2)
+    assert {load.engine for load in EngineLoad.read_all(folder)} == {"replica-0", "replica-1"}
+    assert ready(url) == 2
+
+
+def learners(log: Path, event: str) -> int:
+    """How often this was logged of the trainer."""
+    return sum(line.get("worker") == "learner" for line in log_events(log, event))
+
+
+def read_learner_pid(log: Path) -> int:
+    started = [e for e in log_events(log, "worker ready") if e["worker"] == "learner"]
+    return int(started[-1]["pid"])
 
 
 @pytest.mark.slow  # test_engine_process.py kills one of two replicas, too.

@@ -97,14 +97,15 @@ class RouteHandler(BaseHTTPRequestHandler):
             self.json({"object": "list", "data": [{"id": "smollm2-135m", "object": "model"}]})
         elif self.path == "/v1/peagle/status":
             engines = {name: self.server.status(name) for name in self.server.methods}
-            self.json(
-                {
-                    "methods": list(engines),
-                    "method": self.server.method,
-                    "k": "auto",
-                    "engines": engines,
-                }
-            )
+            status = {
+                "methods": list(engines),
+                "method": self.server.method,
+                "k": "auto",
+                "engines": engines,
+            }
+            if self.server.learn is not None:
+                status["learn"] = self.server.learn
+            self.json(status)
         else:
             self.refuse(404, "no such page")
 
@@ -256,6 +257,7 @@ class PageServer(ThreadingHTTPServer):
         self.pace = pace  # factor on the time of a step
         self.locked = False  # every request needs KEY
         self.texts = True  # chunks hold the text of each token
+        self.learn: dict[str, Any] | None = None  # the field of the status, if the server learns
         self.scripts: list[Script] = []  # the next answers, in order
         self.requests: list[dict[str, Any]] = []
         self.running = Counter[str]()
@@ -281,6 +283,8 @@ class PageServer(ThreadingHTTPServer):
             "waiting": 0,
             "kv_usage": 0.013 * self.running[method],
             "generated_tokens": 4711,
+            "drafts": 1000 + 10 * len(self.requests),
+            "accepted_tokens": 2000 + 25 * len(self.requests),
         }
 
 

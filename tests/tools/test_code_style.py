@@ -8,9 +8,10 @@ PACKAGE = Path(__file__).parents[2] / "peagle"
 MAX_LONG_LINES = 0.01  # fraction of all lines
 # Typer commands, whose options are their parameters: their current numbers of lines.
 LONG_COMMANDS = {
+    ("cli/deployment/deploy_sagemaker.py", "sagemaker"): 52,
     ("cli/measurement/bench.py", "bench"): 54,
     ("cli/measurement/evaluate.py", "evaluate"): 57,
-    ("cli/serving/serve.py", "serve"): 64,
+    ("cli/serving/serve.py", "serve"): 72,
     ("cli/training/capture.py", "capture"): 64,
     ("cli/training/make_drafter.py", "make_drafter"): 68,
     ("cli/training/regenerate.py", "regenerate"): 95,

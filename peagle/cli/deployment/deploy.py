@@ -70,6 +70,7 @@ def write_deployment(
     served_model_name: option.ServedModelName = None,
     vllm: option.VllmVersion = None,
     image: option.VllmImage = None,
+    learn: option.Learn = False,
     force: option.Force = False,
     as_json: Json = False,
 ) -> None:
@@ -91,6 +92,7 @@ def write_deployment(
         name=name,
         served_model_name=served_model_name,
         image=image,
+        learn=learn,
     )
     written = write_plan(plan(pair, kind, options), kind, out.expanduser(), force, as_json)
     report(written, as_json)
@@ -114,7 +116,8 @@ def write_plan(plan: "Plan", kind: str, out: Path, force: bool, quiet: bool) -> 
     if plan.drafter_folder is not None:
         if export_drafter_beside(plan, plan.drafter_folder, out, force, quiet):
             written.append(str(out / "drafter"))
-        notes += subset_notices(plan.drafter_folder)
+        if not deployment.learn:
+            notes += subset_notices(plan.drafter_folder)
         names.append("drafter")
     write_files(changed)
     return WrittenDeployment(
@@ -134,9 +137,11 @@ def write_plan(plan: "Plan", kind: str, out: Path, force: bool, quiet: bool) -> 
 
 
 def export_drafter_beside(plan: "Plan", folder: Path, out: Path, force: bool, quiet: bool) -> bool:
-    from peagle.deploy.drafter import export_drafter
+    from peagle.deploy.drafter import copy_drafter, export_drafter
     from peagle.progress import progress_bars
 
+    if plan.deployment.learn:
+        return copy_drafter(folder, out / "drafter", force)
     with progress_bars(err, quiet=quiet) as progress:
         return export_drafter(
             folder, plan.pair, plan.deployment.k, out / "drafter", force, progress

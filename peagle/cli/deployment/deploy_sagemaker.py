@@ -51,6 +51,7 @@ def sagemaker(
     owner: option.BucketOwner = None,
     from_hub: option.FromHub = False,
     image: option.ContainerImage = None,
+    learn: option.EndpointLearn = False,
     k: K = None,
     method: Method = None,
     concurrency: option.Concurrency = None,
@@ -77,6 +78,7 @@ def sagemaker(
         from_hub=from_hub,
         isolated=not from_hub if isolated is None else isolated,
         startup_seconds=startup_seconds,
+        learn=learn,
         **variable_settings(variables or [], secrets or [], public or []),
         **without_empty(bucket=bucket, bucket_owner=owner, image=image, ami=ami, notify=notify),
     )
@@ -159,7 +161,9 @@ def plan_endpoint(
     from peagle.deploy.sagemaker.plan.instances import instance_types
 
     instance = instance_types().get(settings.instance)
-    default_gpus = instance.gpus if instance else 1
+    default_gpus = instance.gpus if instance and not settings.learn else 1
+    if settings.learn and (gpus or 1) > 1:
+        raise UserError("--learn needs the native engine, which uses one GPU: omit --gpus")
     endpoint_plan = plan(
         name, "sagemaker", replace(options, vllm=settings.vllm, gpus=gpus or default_gpus)
     )
@@ -176,7 +180,9 @@ def plan_notes(settings: EndpointSettings, plan: "Plan") -> list[str]:
     from peagle.pull import target_folder
 
     notes = [*plan.deployment.notes, *check_memory(settings.instance, plan.deployment)]
-    if settings.vllm is None:
+    if settings.learn:
+        notes.append("what is learned lies on the instance: a replaced instance begins anew")
+    elif settings.vllm is None:
         notes.append(
             f"the version of vLLM in {settings.image} is unknown:"
             " whether it serves the pair was not checked"

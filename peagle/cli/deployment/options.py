@@ -65,6 +65,13 @@ VllmVersion = Annotated[str | None, optional("--vllm", help="Version of vLLM.")]
 VllmImage = Annotated[
     str | None, optional("--image", help="An image with vLLM, instead of vllm/vllm-openai.")
 ]
+Learn = Annotated[
+    bool,
+    typer.Option(
+        "--learn",
+        help="Serve with `peagle serve --learn` in --image instead of vLLM: compose, kubernetes.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that differ.")]
 
 # AWS
@@ -91,6 +98,12 @@ Instance = Annotated[
 ]
 EndpointName = Annotated[
     str | None, optional("--name", help="Name of the endpoint. Default: peagle-PAIR.")
+]
+EndpointLearn = Annotated[
+    bool,
+    typer.Option(
+        "--learn", help="Learn from answers: needs an --image with `peagle serve`, and one GPU."
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print every call instead of calling AWS.")]
 OutputFormat = Annotated[

@@ -199,6 +199,60 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="vLLM only: run code from the checkpoint.")
 ]
 
+# Learning from answers.
+Learn = Annotated[
+    str | None,
+    typer.Option(
+        "--learn",
+        help="Folder: store answered requests there as token ids, train the drafter on them in the"
+        " background, and swap in versions that win. Default: off.",
+        show_default=False,
+    ),
+]
+LearnShare = Annotated[
+    float, typer.Option("--learn-share", help="Fraction of the answered requests that is stored.")
+]
+LearnSize = Annotated[
+    float, typer.Option("--learn-size", help="Maximum size of the stored requests, in MB.")
+]
+LearnDays = Annotated[
+    float, typer.Option("--learn-days", help="Days after which stored requests are deleted.")
+]
+LearnOptOut = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--learn-opt-out",
+        help="User or API key whose requests are never stored. May be repeated.",
+        envvar="PEAGLE_LEARN_OPT_OUT",
+        show_envvar=True,
+        show_default=False,
+    ),
+]
+LearnTime = Annotated[
+    float | None,
+    typer.Option(
+        "--learn-time",
+        help="Fraction of time that the trainer may use while requests run; 0: only when idle."
+        " Default: 0 on a CPU, 0.1 on a GPU.",
+        show_default=False,
+    ),
+]
+LearnMemory = Annotated[
+    float,
+    typer.Option(
+        "--learn-memory",
+        help="GiB of a GPU's memory that the KV cache leaves to the trainer, with --learn.",
+    ),
+]
+LearnReplay = Annotated[
+    str | None,
+    typer.Option(
+        "--learn-replay",
+        help="Folder of `peagle regenerate`: its answers are trained on too, against forgetting.",
+        show_default=False,
+    ),
+]
+
 # Limits and logs.
 MaxBodyMb = Annotated[
     float, typer.Option("--max-body-mb", help="Maximum size of a request's body, in MB.")

@@ -11,6 +11,15 @@ from peagle.server.http_workers.worker_count import default_http_workers
 from peagle.server.settings import ENGINES, EngineKind, ServerSettings
 from peagle.server.speculative import SpeculativeConfig, parse_speculative_config
 
+# Options that may be repeated.
+TUPLE_OPTIONS = (
+    "served_model_names",
+    "api_keys",
+    "allow_origins",
+    "learn_opt_out",
+    "vllm_arguments",
+)
+
 
 def build_settings(options: Mapping[str, Any]) -> ServerSettings:
     """`options` are the values of the command's parameters, by the name of the parameter.
@@ -21,10 +30,7 @@ def build_settings(options: Mapping[str, Any]) -> ServerSettings:
     for_vllm = engine == "vllm"
     settings = {name: options[name] for name in setting_names() if name in options}
     settings |= drafting_settings(options, for_vllm)
-    settings |= {
-        name: tuple(options[name] or ())
-        for name in ("served_model_names", "api_keys", "allow_origins", "vllm_arguments")
-    }
+    settings |= {name: tuple(options[name] or ()) for name in TUPLE_OPTIONS}
     settings |= {
         "pair": options["pair"] or options["model"] or DEFAULT_PAIR,
         "engine": engine,

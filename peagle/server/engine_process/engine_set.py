@@ -1,12 +1,13 @@
-"""EngineSet: the engine processes of a server: one, or one for each of `replicas`."""
+"""EngineSet: the engine processes of a server, one or `replicas`, and the trainer beside them."""
 
 import asyncio
 import shutil
 from collections.abc import Callable
 
 from peagle.server.engine_process.engine_supervisor import WORKER_MODULE, EngineSupervisor
+from peagle.server.engine_process.learner_supervisor import LearnerSupervisor
 from peagle.server.engine_process.replica_devices import device_environments, visible_gpus
-from peagle.server.messages import ServerState
+from peagle.server.messages import ServerState, WorkerStatus
 from peagle.server.settings import ServerSettings
 from peagle.server.supervisor.detached import run_detached
 from peagle.server.supervisor.process_supervisor import start_task
@@ -58,6 +59,14 @@ class EngineSet:
         elif not self.engines:
             self._create(["engine"], [{}])
         self._tasks += [start_task(engine.run(), on_failure) for engine in self.engines]
+        if settings.learn is not None:
+            learner = LearnerSupervisor(settings, self.folder, self._ready_status)
+            self._tasks.append(start_task(learner.run_beside(), on_failure))
+
+    def _ready_status(self) -> WorkerStatus | None:
+        """The status of an engine that is ready; None: there is none."""
+        ready = [engine.status_message for engine in self.engines if engine.state == "ready"]
+        return next((status for status in ready if status.learn is not None), None)
 
     def _create(self, names: list[str], devices: list[dict[str, str]]) -> None:
         self.engines = [

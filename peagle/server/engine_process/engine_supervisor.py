@@ -62,6 +62,11 @@ class EngineSupervisor(ProcessSupervisor):
         return EngineState(self.name, self.address, self._link is not None, self.restarts, counts)
 
     @property
+    def status_message(self) -> WorkerStatus:
+        """The last status of the process."""
+        return self._status
+
+    @property
     def pid(self) -> int | None:
         """The engine's own process, once it has reported; its guard is the parent."""
         return self._status.pid or super().pid
@@ -135,6 +140,7 @@ def worker_settings(settings: ServerSettings, device: Mapping[str, str]) -> Serv
         replicas=None,
         http_workers=1,
         api_keys=(),
+        learn_opt_out=(),  # There may be keys among them; fronts check them.
         served_model_names=settings.model_names,
         device=settings.device.partition(":")[0] if device else settings.device,
     )

@@ -34,7 +34,7 @@ class EngineFactory:
         self._loader = loader or (lambda: load_pair(settings))
         self._phases: dict[str, float] = {}  # Seconds of the start so far.
 
-    def load(self) -> None:
+    def load(self) -> "LoadedPair":
         started = time.perf_counter()
         import_models(self.settings.device)
         imported = time.perf_counter()
@@ -46,6 +46,7 @@ class EngineFactory:
                 " folder"
             )
         self.key, self.methods = choose_method(self.settings, pair.pair)
+        return pair
 
     def build_main(self) -> "Engine":
         engine = self.build(self.key, self.settings.kv_tokens, self.settings.max_batch)
@@ -78,6 +79,7 @@ class EngineFactory:
             max_batch=max_batch,
             context=settings.context,
             kv_tokens=kv_tokens,
+            reserved_gib=settings.learn_memory if settings.learn else 0.0,
             prefill_chunk=settings.chunk,
             max_queue=settings.max_queue,
             exact=settings.exact,

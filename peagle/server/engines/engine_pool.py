@@ -41,6 +41,8 @@ class EnginePool:
         self.factory = EngineFactory(settings, loader)
         self.main: EngineSlot | None = None
         self.status_counts = StatusCounts()
+        # Called on the driver's thread: the pair is loaded, and its engine is built next.
+        self.on_loaded: Callable[[LoadedPair], None] = lambda pair: None
         # Called on the driver's thread: the pair cannot be served.
         self.on_load_failure: Callable[[str], None] = lambda reason: None
         # Called on the driver's thread: the main engine or the device failed.
@@ -92,7 +94,7 @@ class EnginePool:
     def _load(self) -> None:
         started = time.monotonic()
         try:
-            self.factory.load()
+            self.on_loaded(self.factory.load())
             engine = self.factory.build_main()
         except Exception as error:
             self._end()

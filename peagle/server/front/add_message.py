@@ -26,4 +26,5 @@ def add_message(request_id: int, key: EngineKey, ids: list[int], params: Generat
         user=params.user,
         cache_salt=params.cache_salt,
         thinking=params.thinking,
+        learn=params.learn,
     )

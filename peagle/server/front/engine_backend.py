@@ -1,17 +1,23 @@
 """EngineBackend: the backend that answers with engines of this package, in their processes."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
 
+from peagle.learn.folder import LearnFolder
 from peagle.server.front.engine_client import UNAVAILABLE, EngineClient
 from peagle.server.front.engine_counts import EngineCounts
 from peagle.server.front.metrics import RequestMetrics
 from peagle.server.http.backend import RouteHandler, check_model_name, get_backend
 from peagle.server.http.drain import Drain
 from peagle.server.http.response_counts import ResponseCounts
+from peagle.server.learning.consent import LearnConsent
+from peagle.server.learning.folder_state import FolderState, describe_learning, read_state
+from peagle.server.learning.metrics import LearnCollector
 from peagle.server.settings import ServerSettings
 
 
@@ -25,6 +31,9 @@ class EngineBackend:
     drain: Drain = field(init=False)
     response_counts: ResponseCounts = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
+    learn_consent: LearnConsent = field(init=False)
+    learn_folder: LearnFolder | None = field(init=False)  # None: the server does not learn.
+    learn_state: FolderState = field(default_factory=FolderState)  # As of the last `refresh`.
     model_names: tuple[str, ...] = field(init=False)
     model_name: str = field(init=False)
     open_streams: int = 0  # Answers that are being sent chunk by chunk.
@@ -37,9 +46,17 @@ class EngineBackend:
         self.engines.grammar_queue.check_accepting = self.drain.check_accepting
         self.response_counts = ResponseCounts(self.model_name)
         self.counts = EngineCounts(self.engines)
+        self.learn_consent = LearnConsent(self.settings)
+        learn = self.settings.learn
+        self.learn_folder = None if learn is None else LearnFolder(Path(learn))
         self.request_metrics = RequestMetrics(
             self.model_name, self.counts, self.response_counts, self.settings.http_workers > 1
         )
+        if self.learn_folder is not None:
+            learning = LearnCollector(
+                self.model_name, self.counts.learn_reports, lambda: self.learn_state
+            )
+            self.request_metrics.registry.register(learning)
 
     def require(self, model: str | None) -> None:
         """Check that the server accepts a request for the model of this name."""
@@ -67,10 +84,16 @@ class EngineBackend:
     async def close(self) -> None:
         await self.engines.close()
 
+    async def refresh(self) -> None:
+        """Get a new status of every process, and of the learn folder."""
+        await self.engines.refresh()
+        if self.learn_folder is not None:
+            self.learn_state = await asyncio.to_thread(read_state, self.learn_folder)
+
     async def status(self) -> dict[str, Any]:
         engines = self.engines
-        await engines.refresh()
-        return {
+        await self.refresh()
+        status = {
             "model": self.model_name,
             "state": engines.state,
             "restarts": self.counts.restarts,
@@ -82,9 +105,13 @@ class EngineBackend:
             "engines": self.counts.summed(),
             "workers": [connection.report() for connection in self.counts.connections],
         }
+        if self.learn_folder is not None:
+            reports = self.counts.learn_reports()
+            status["learn"] = describe_learning(self.learn_state, reports)
+        return status
 
     async def metrics(self) -> bytes:
-        await self.engines.refresh()
+        await self.refresh()
         return self.request_metrics.page()
 
 

@@ -9,6 +9,7 @@ from peagle.server.engines.status_counts import StatusCounts
 from peagle.server.front.engine_client import EngineClient
 from peagle.server.front.engine_connection import EngineConnection
 from peagle.server.front.engine_status import sum_statuses
+from peagle.server.messages import LearnReport
 
 
 class EngineCounts:
@@ -41,6 +42,14 @@ class EngineCounts:
         """Seconds since the last message of the process that has been silent for the longest."""
         heard = [connection.last_heard for connection in self.connections if connection.ready]
         return time.monotonic() - min(heard) if heard else 0.0
+
+    def learn_reports(self) -> dict[str, LearnReport]:
+        """By process: what it reports on learning; {}: the server does not learn."""
+        return {
+            connection.name: connection.status.learn
+            for connection in self.connections
+            if connection.status.learn is not None
+        }
 
     def statuses(self) -> dict[str, Mapping[str, Any]]:
         """By label: the status of each engine of each process."""

@@ -22,3 +22,4 @@ class GenerationParams:
     cache_salt: str = ""  # Requests with different salts share no prefixes.
     thinking: Thinking | None = None  # None: no budget, and a grammar binds the whole answer.
     shows_special_tokens: bool = False  # The text contains special tokens, but no stop tokens.
+    learn: bool = False  # The request and its answer may be stored.

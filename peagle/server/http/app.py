@@ -27,6 +27,7 @@ from peagle.server.http.schema import (
     CompletionRequest,
     CountTokensRequest,
     DetokenizeRequest,
+    DrafterRequest,
     MessageRequest,
     RequestModel,
     ResponseRequest,
@@ -51,6 +52,7 @@ POST_ROUTES: tuple[tuple[str, str, type[RequestModel]], ...] = (
     ("/v1/messages/count_tokens", "count_tokens", CountTokensRequest),
     ("/tokenize", "tokenize", TokenizeRequest),
     ("/detokenize", "detokenize", DetokenizeRequest),
+    ("/v1/peagle/drafter", "change_drafter", DrafterRequest),
 )
 
 
@@ -113,6 +115,9 @@ def add_routes(app: FastAPI, handlers: Mapping[str, RouteHandler], budget: BodyB
     app.get("/v1/models")(models)
     app.get("/v1/models/{name:path}", responses=ERROR_RESPONSES)(model)
     app.get("/v1/peagle/status")(status)
+    app.get("/v1/peagle/drafter", name="show_drafter", responses=ERROR_RESPONSES)(
+        without_body(handlers["show_drafter"])
+    )
     app.get("/version")(version)
     app.get("/metrics")(metrics)
     app.get("/", include_in_schema=False)(page)

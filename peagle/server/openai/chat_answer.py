@@ -116,7 +116,8 @@ async def start_chat(request: Request, backend: EngineBackend, body: ChatRequest
     tools = await chat_tools(backend, body, form)
     rules = answer_rules(body, form, tools, prompt.ending)
     salt = derive_salt(request.scope, body.cache_salt)
-    answer = await submit(backend, body, [prompt.ids], salt, rules)
+    learn = backend.learn_consent.allows(request.scope, body)
+    answer = await submit(backend, body, [prompt.ids], salt, rules, learn)
     parsers = [
         form.parser(tools.tools, tools.grammar is not None, form.is_thinking(prompt.ending))
         for _ in answer.choices

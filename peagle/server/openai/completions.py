@@ -40,7 +40,8 @@ async def respond(request: Request, backend: EngineBackend, body: CompletionRequ
     if body.echo:
         echo = [await prompt_text(backend, prompt) for prompt in body.prompts]
     salt = derive_salt(request.scope, body.cache_salt)
-    answer = await submit(backend, body, prompts, salt)
+    learn = backend.learn_consent.allows(request.scope, body)
+    answer = await submit(backend, body, prompts, salt, learn=learn)
     layout = CompletionLayout(
         backend.engines.require_text().texts, body.logprobs_count is not None, echo, body.choices
     )

@@ -32,10 +32,11 @@ async def submit(
     prompts: list[list[int]],
     cache_salt: str = "",
     rules: AnswerRules | None = None,
+    learn: bool = False,
 ) -> Answer:
     """Start the answers to these prompts, `body.choices` for each.
 
-    `cache_salt`: see http/cache_salt.py.
+    `cache_salt`: see http/cache_salt.py. `learn`: they may be stored, see learning/consent.py.
     """
     rules = rules or AnswerRules()
     extension = body.peagle
@@ -59,6 +60,7 @@ async def submit(
                     generation_params(body, room, grammar, cache_salt),
                     thinking=rules.thinking_for(grammar),
                     shows_special_tokens=rules.shows_special_tokens,
+                    learn=learn,
                 )
                 for i in range(body.choices):
                     choice = await start_choice(backend, slot, ids, with_seed(params, i))

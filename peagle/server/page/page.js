@@ -2,6 +2,7 @@
 
 import "./race.js";
 import "./chat/chat.js";
+import "./learn.js";
 import { startTabs } from "./tabs.js";
 
 startTabs();

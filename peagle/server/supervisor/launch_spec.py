@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-API_KEY_VARIABLES = ("PEAGLE_API_KEY", "SM_VLLM_API_KEY", "VLLM_API_KEY")
+API_KEY_VARIABLES = (
+    "PEAGLE_API_KEY",
+    "PEAGLE_LEARN_OPT_OUT",
+    "SM_VLLM_API_KEY",
+    "SM_VLLM_LEARN_OPT_OUT",
+    "VLLM_API_KEY",
+)
 
 
 @dataclass(frozen=True, slots=True)

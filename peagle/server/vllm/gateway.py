@@ -56,7 +56,13 @@ class Gateway:
     @property
     def route_handlers(self) -> Mapping[str, RouteHandler]:
         relayed = {name: self._relay_handler(path) for name, path in RELAYED_PATHS.items()}
-        return relayed | {"retrieve_response": not_stored, "delete_response": not_stored}
+        own = {
+            "retrieve_response": not_stored,
+            "delete_response": not_stored,
+            "show_drafter": no_versions,
+            "change_drafter": no_versions,
+        }
+        return relayed | own
 
     @property
     def is_healthy(self) -> bool:
@@ -130,3 +136,7 @@ class Gateway:
 
 async def not_stored(_: Request, __: dict[str, Any]) -> Response:
     raise ApiError(404, "responses are not stored with engine vllm: keep them in the client")
+
+
+async def no_versions(_: Request, __: dict[str, Any]) -> Response:
+    raise ApiError(404, "the drafter of engine vllm has no versions: use --engine native --learn")

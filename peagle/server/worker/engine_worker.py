@@ -25,6 +25,7 @@ from peagle.server.messages import TargetInfo, WorkerStatus
 from peagle.server.worker.calls import CallHandler, engine_info
 from peagle.server.worker.engine_builds import EngineBuilds
 from peagle.server.worker.fronts import Front
+from peagle.server.worker.learning import create_learning
 from peagle.server.worker.requests import RequestHandler
 from peagle.server.worker.socket_event import SocketEvent
 
@@ -41,7 +42,9 @@ class EngineWorker:
         self.fronts: dict[bytes, Front] = {}
         self.failure: str | None = None
         builds = EngineBuilds(pool)
-        self.requests = RequestHandler(pool, builds)
+        self.learning = create_learning(pool, address)
+        store = self.learning.store if self.learning is not None else None
+        self.requests = RequestHandler(pool, builds, store)
         self.calls = CallHandler(pool, builds)
         self._next_status = 0.0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -67,6 +70,8 @@ class EngineWorker:
         for front in list(self.fronts.values()):
             if front.cannot_wait:  # No step follows that would send it.
                 self._send(front)
+        if self.learning is not None:
+            self.learning.write_load(now)
 
     def end_process(self) -> None:
         """Send the tokens of earlier steps, and end: the supervisor starts a fresh process."""
@@ -79,6 +84,8 @@ class EngineWorker:
 
     def close(self) -> None:
         self.requests.close()
+        if self.learning is not None:
+            self.learning.close()
         self._socket.close()
 
     def _report_failure(self, reason: str) -> None:
@@ -152,6 +159,7 @@ class EngineWorker:
             {name: dict(counter) for name, counter in pool.counts().items()},
             pool.driver.long_jobs,
             os.getpid(),
+            self.learning.report() if self.learning is not None else None,
         )
 
     def _target_info(self) -> TargetInfo:

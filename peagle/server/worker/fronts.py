@@ -1,6 +1,7 @@
 """Front: a web server that an engine process answers, and what it has under way here."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ class WorkerRequest:
     stream: "Stream"
     timing: RequestTiming
     sent: bool = False  # Whether tokens were sent.
+    on_answered: Callable[[], None] = lambda: None  # Called when it ends with an answer.
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ Everything happens on the driver's thread, but for grammars: those are compiled 
 """
 
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,16 +21,19 @@ from peagle.server.worker.fronts import Front, WorkerRequest
 from peagle.server.worker.refusal import refusal_of
 
 if TYPE_CHECKING:
-    from peagle.engine.stream import Stream, TokenLogprob
+    from peagle.engine.stream import TokenLogprob
 
+Store = Callable[[list[int], Sequence[int]], None]
 MAX_GRAMMAR_BYTES = 1 << 30  # Memory of compiled grammars, cached or in use.
 COMPILER_THREADS = 2
 
 
 class RequestHandler:
-    def __init__(self, pool: EnginePool, builds: EngineBuilds) -> None:
+    def __init__(self, pool: EnginePool, builds: EngineBuilds, store: Store | None) -> None:
+        """`store` is called with requests that were answered and may be learned from."""
         self.pool = pool
         self.builds = builds
+        self.store = store
         self._compilers = ThreadPoolExecutor(COMPILER_THREADS, "peagle-grammar")
 
     def add(self, front: Front, add: Add) -> None:
@@ -48,6 +52,8 @@ class RequestHandler:
         if request is not None:
             request.stream.on_piece(None)
             request.slot.engine.abort(request.stream.id, abort.reason)
+            if abort.reason == "stop":  # The front has found a stop string.
+                request.on_answered()
 
     def abort_all(self, front: Front) -> None:
         front.preparing.clear()
@@ -120,14 +126,18 @@ class RequestHandler:
             front.batch.refusals.append(refusal_of(add.id, error))
             return
         front.batch.accepted.append(add.id)
-        front.requests[add.id] = WorkerRequest(slot, stream, timing)
-        stream.on_piece(partial(collect, front, add.id, stream))
+        request = WorkerRequest(slot, stream, timing)
+        if self.store is not None and add.learn:
+            request.on_answered = partial(self.store, add.prompt, stream.answer)
+        front.requests[add.id] = request
+        stream.on_piece(partial(collect, front, add.id, request))
 
 
-def collect(front: Front, request_id: int, stream: "Stream") -> None:
+def collect(front: Front, request_id: int, request: WorkerRequest) -> None:
     """Add the new pieces of a stream to the next message to its front."""
     from peagle.engine.stream import RequestRefused
 
+    stream = request.stream
     outputs = front.batch.outputs
     try:
         for piece in stream.poll():
@@ -139,6 +149,8 @@ def collect(front: Front, request_id: int, stream: "Stream") -> None:
                 outputs.append(output)
             if piece.reason is not None:
                 end_output(outputs, request_id, piece.reason)
+                if piece.reason in ("stop", "length"):
+                    request.on_answered()
     except UserError as error:
         reason = "refused" if isinstance(error, RequestRefused) else "error"
         end_output(outputs, request_id, reason, str(error))

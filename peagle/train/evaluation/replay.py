@@ -64,16 +64,25 @@ def replay_steps(
     packed: PackedDocuments, anchors: np.ndarray, matches: np.ndarray, k: int
 ) -> list[Step]:
     """The steps of decoding every answer of the pack with K = k, without the prefill's token."""
+    by_document = replay_by_document(packed, anchors, matches, k)
+    return [step for steps in by_document.values() for step in steps]
+
+
+def replay_by_document(
+    packed: PackedDocuments, anchors: np.ndarray, matches: np.ndarray, k: int
+) -> dict[int, list[Step]]:
+    """The steps of each document of the pack, by its number in the pack."""
     accepted_at = dict(zip(anchors.tolist(), matches.tolist(), strict=True))
-    steps = []
+    by_document: dict[int, list[Step]] = {}
     for start, end in answer_spans(packed):
+        steps = by_document.setdefault(int(packed.doc[start]), [])
         newest = start
         while newest < end - 1:
             accepted = accepted_at[newest - 1]
             tokens = packed.ids[newest + 1 : min(newest + 2 + accepted, end)]
             steps.append(Step(tuple(tokens.tolist()), drafted=k, accepted=accepted))
             newest += accepted + 1
-    return steps
+    return by_document
 
 
 def answer_spans(packed: PackedDocuments) -> list[tuple[int, int]]:

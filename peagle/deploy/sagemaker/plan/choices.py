@@ -13,6 +13,9 @@ CUDA_13_AMI = "al2023-ami-sagemaker-inference-gpu-4-1"
 MIN_STARTUP_SECONDS = 60
 MAX_STARTUP_SECONDS = 3600
 
+LEARN_VARIABLE = "SM_VLLM_LEARN"
+LEARN_FOLDER = "/tmp/peagle-learn"
+
 
 @dataclass(frozen=True, slots=True)
 class Autoscale:
@@ -54,6 +57,7 @@ class EndpointSettings:
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment
     public: frozenset[str] = frozenset()  # names of variables whose values may be printed
     secret: frozenset[str] = frozenset()  # and of those that are never printed
+    learn: bool = False  # `peagle serve --learn` in `image`
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -64,7 +68,19 @@ class EndpointSettings:
         self._check_numbers()
         if self.from_hub and self.isolated:
             raise UserError("`from_hub` needs the network: omit `isolated`")
+        if self.learn:
+            self._add_learning()
         self._fill_defaults()
+
+    def _add_learning(self) -> None:
+        """What is learned lies on the instance, and ends with it."""
+        if not self.image:
+            raise UserError(
+                "`learn` needs an image with `peagle serve`: push deploy/docker/Dockerfile.cuda,"
+                " and give its URI with `image`"
+            )
+        object.__setattr__(self, "variables", {LEARN_VARIABLE: LEARN_FOLDER} | dict(self.variables))
+        object.__setattr__(self, "public", self.public | {LEARN_VARIABLE})
 
     def _check_location(self) -> None:
         if not re.fullmatch(r"[a-z]{2,3}(-[a-z]+)+-\d", self.region):

@@ -3,6 +3,7 @@
 from peagle.server.http.schema.base import MAX_LOGIT_BIAS, MAX_NAME_CHARS, RequestModel
 from peagle.server.http.schema.chat_request import AgentChatRequest, ChatRequest
 from peagle.server.http.schema.completion_request import CompletionRequest
+from peagle.server.http.schema.drafter_request import DrafterRequest
 from peagle.server.http.schema.generation_request import (
     Extension,
     GenerationRequest,
@@ -24,6 +25,7 @@ __all__ = [
     "CompletionRequest",
     "CountTokensRequest",
     "DetokenizeRequest",
+    "DrafterRequest",
     "Extension",
     "GenerationRequest",
     "Message",

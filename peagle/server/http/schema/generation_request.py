@@ -58,11 +58,12 @@ class StructuredOutputs(RequestModel):
 
 
 class Extension(RequestModel):
-    """The field `peagle`: method and K of this request, and whether its stream traces drafts."""
+    """The field `peagle`: method and K of a request, a trace of its drafts, and an opt-out."""
 
     method: Name | None = None
     k: Annotated[int, Field(ge=1, le=MAX_K)] | Literal["auto"] | None = None
     trace: bool | None = None
+    learn: bool | None = None  # False: the request and its answer are not stored.
 
 
 class GenerationRequest(RequestModel):

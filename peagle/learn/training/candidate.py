@@ -1,0 +1,46 @@
+"""The candidate of a round: the trained weights, perhaps mixed with the current ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peagle.drafter import Drafter
+from peagle.drafter.formats import checkpoint, compact
+from peagle.errors import UserError
+from peagle.target import Target
+from peagle.train.data.documents import Documents
+from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.evaluation.calibration import calibrate
+
+
+def mix_weights(current: Drafter, trained: Drafter, share: float) -> Drafter:
+    """A copy of the trained drafter whose weights are `share` trained and the rest current."""
+    weights: dict[str, Tensor] = {}
+    before = current.state_dict()
+    for name, tensor in trained.state_dict().items():
+        weights[name] = torch.lerp(before[name].float(), tensor.float(), share)
+    mixed = Drafter(current.config, current.context).to(current.fc.weight.device)
+    mixed.set_embed_and_head(current.embed_table, current.head_table, current.target_ids)
+    mixed.load_state_dict(weights)
+    return mixed.eval().requires_grad_(False)
+
+
+def calibrate_candidate(candidate: Drafter, replay: DraftReplay, documents: Documents) -> None:
+    """Fit the calibration factors again, if the drafter has some."""
+    config = candidate.config
+    if config.calibration:
+        factors = calibrate(replay, documents, len(config.calibration)).factors
+        candidate.config = replace(config, calibration=factors)
+
+
+def save_candidate(candidate: Drafter, folder: Path, target: Target) -> None:
+    """Write the drafter, read it again, and check that it can replace the current one."""
+    compact.save(candidate, folder, target, torch.bfloat16)
+    stored = checkpoint.read(folder)
+    if replace(stored.config, calibration=candidate.config.calibration) != candidate.config:
+        raise UserError(f"the config of the drafter in {folder} differs from the current one's")
+    for name, tensor in stored.tensors.items():
+        if isinstance(tensor, Tensor) and not torch.isfinite(tensor.float()).all():
+            raise UserError(f"the candidate's {name} has values that are not finite")

@@ -1,0 +1,138 @@
+"""The throttle: a job uses no CPU time while requests run, and never outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peagle.learn.engine_load import EngineLoadWriter
+from peagle.learn.folder import LearnFolder
+from peagle.learn.training.pacer import Pacer, is_busy
+from peagle.learn.training.throttle import IDLE_SECONDS, Throttle, ThrottledJob, run_throttled
+
+SPIN = [sys.executable, "-c", "while True: pass"]
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def process_state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone"
+
+
+def ignores(pid: int, number: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_job_runs_when_engines_are_idle_and_a_share_of_the_time() -> None:
+    throttle = Throttle(0.25)
+    assert throttle.allows(False, 10.9)
+    assert throttle.allows(True, 11.2)  # 0.2 s of this second are over
+    assert not throttle.allows(True, 11.3)
+    assert not throttle.allows(False, 11.4)  # idle, but not for long enough
+    assert throttle.allows(False, 11.3 + IDLE_SECONDS)
+    assert not Throttle(0.0).allows(True, 12.0)
+
+
+def test_a_stopped_job_uses_no_cpu_time(tmp_path: Path) -> None:
+    folder = LearnFolder(tmp_path)
+    load = EngineLoadWriter(folder, "engine")
+    job = ThrottledJob(SPIN)
+    log: list[tuple[bool, int]] = []
+
+    def stopping() -> bool:
+        """Idle, then busy from 20 ticks of CPU time on, then idle again."""
+        ticks = cpu_ticks(job.pid)
+        if not log:
+            load.write(int(ticks >= 20), 0, 0.0)
+        elif not log[-1][0]:
+            busy = time.monotonic() < stopped_at[0] + 0.5
+            load.write(int(busy), 0, 0.0)
+        return len(log) > 1 and ticks > log[-1][1] + 5
+
+    stopped_at: list[float] = []
+
+    def changed(running: bool) -> None:
+        stopped_at.append(time.monotonic())
+        log.append((running, cpu_ticks(job.pid)))
+
+    run_throttled(job, Throttle(0.0), lambda: is_busy(folder), stopping, changed)
+    assert [running for running, _ in log[:2]] == [False, True]
+    assert log[1][1] - log[0][1] <= 1  # not one tick while stopped for half a second
+    assert job.exit_code() == -signal.SIGTERM
+
+
+def test_a_job_that_ignores_sigterm_is_killed_even_if_stopped() -> None:
+    ignore = "import signal, time; signal.signal(15, signal.SIG_IGN)"
+    job = ThrottledJob([sys.executable, "-c", f"{ignore}\nwhile True: time.sleep(1)"])
+    wait_for(lambda: ignores(job.pid, signal.SIGTERM))
+    job.set_running(False)
+    wait_for(lambda: process_state(job.pid) == "T")
+    assert job.end(timeout=0.1) == -signal.SIGKILL
+
+
+def test_a_job_has_the_lowest_priority() -> None:
+    job = ThrottledJob(SPIN)
+    assert os.getpriority(os.PRIO_PROCESS, job.pid) == 19
+    job.end()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
+def test_a_killed_learner_leaves_no_stopped_job() -> None:
+    script = (
+        "import sys, time; from peagle.learn.training.throttle import ThrottledJob\n"
+        "job = ThrottledJob([sys.executable, '-c', 'while True: pass'])\n"
+        "job.set_running(False); print(job.pid, flush=True); time.sleep(60)"
+    )
+    learner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert learner.stdout is not None
+    pid = int(learner.stdout.readline())
+    wait_for(lambda: process_state(pid) == "T")
+    learner.kill()
+    learner.wait()
+    wait_for(lambda: process_state(pid) in ("gone", "Z"))
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_pacer_keeps_the_share_while_requests_run(tmp_path: Path) -> None:
+    folder = LearnFolder(tmp_path)
+    load = EngineLoadWriter(folder, "engine")
+    fake = FakeTime()
+    pacer = Pacer(folder, 0.1, fake.clock, fake.sleep)
+    load.write(1, 0, 0.0)
+    fake.now += 0.02
+    pacer.pause()
+    assert fake.now == pytest.approx(0.2)
+    load.write(0, 0, 0.0)
+    fake.now += 0.02
+    pacer.pause()
+    assert fake.now == pytest.approx(0.22)
