@@ -8,9 +8,7 @@ A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the c
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from peagle.catalog import DEFAULT_PAIR
 from peagle.core import DRAFTER_METHODS, Method, Sampling, parse_method
@@ -23,13 +21,7 @@ from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
-from peagle.engine.model.batch_invariance import enable_batch_invariance
-from peagle.engine.model.exactness import exact_multiple
-from peagle.engine.ngram.host_slots import HostNgramSlots
-from peagle.engine.ngram.policy import NgramPolicy
-from peagle.engine.policy.adaptive import AdaptivePolicy
-from peagle.engine.policy.candidates import candidate_shapes
-from peagle.engine.policy.draft_policy import DraftPolicy, FixedPolicy
+from peagle.engine.policy.engine_policies import choose_draft_policy, choose_ngram_policy
 from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.request import FinishReason, RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
@@ -42,6 +34,7 @@ from peagle.engine.sizing import (
     scheduler_config,
     uses_ngrams,
 )
+from peagle.engine.step.exact_mode import enable_exact_mode
 from peagle.engine.step.expert_load import ExpertLoad
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_output import StepRecord
@@ -51,8 +44,6 @@ from peagle.errors import UserError
 from peagle.grammar import CompiledGrammar, Grammar
 from peagle.kernels.cpu.library import kernel_state
 from peagle.model_pair import ModelPair, Prompt, load_models
-
-ExactMode = Literal["batched", "one by one"]
 
 
 class Engine:
@@ -81,7 +72,10 @@ class Engine:
         if config.int8:
             self._stepper.quantize()
         self.weights = "int8" if config.int8 else self._stepper.weights
-        self.exact_mode = self._enable_exact()
+        exact = enable_exact_mode(config, self._stepper, self.max_shape)
+        self.exact_mode = exact.mode
+        if exact.max_shape != self.max_shape:
+            self.max_shape, self.drafter_shape = exact.max_shape, self.drafter_shape.as_chain()
         self._allocator = self._page_allocator()
         self._scheduler = Scheduler(
             self._allocator,
@@ -90,17 +84,7 @@ class Engine:
         self._admission = Admission(
             pair, prompt_rules(self._scheduler.context, self.context, self.target)
         )
-        policy = self._policy()
-        self.loop = EngineLoop(  # Internal: only the engine's own tests look inside.
-            self._stepper,
-            self._scheduler,
-            policy,
-            self.max_shape,
-            self.drafter_shape,
-            self._one_by_one,
-            config.cuda_graphs and self._on_gpu,
-            self._ngram_policy(policy),
-        )
+        self.loop = self._build_loop()  # Internal: only the engine's own tests look inside.
         self.startup.add("build", time.perf_counter() - started)
         self._lock = self.loop.lock
         self._closed = False
@@ -457,33 +441,17 @@ class Engine:
     def _one_by_one(self) -> bool:
         return self.exact_mode == "one by one"
 
-    def _enable_exact(self) -> ExactMode | None:
-        """Turn exact mode on, if it is wanted: for batches where kernels allow it.
-
-        Elsewhere every request has its own passes, which are padded to a multiple of rows.
-        """
-        requested = self.config.exact
-        if requested is False or (requested is None and self.target.dtype == torch.float32):
-            return None
-        verifier = self._stepper.verifier
-        page_size = self.config.page_size
-        reason = enable_batch_invariance(verifier, self.target, page_size, self.max_shape)
-        if reason is None:
-            return "batched"
-        if requested and self.config.tree is None:  # A tree is only the default here.
-            self.max_shape = self.max_shape.as_chain()
-            self.drafter_shape = self.drafter_shape.as_chain()
-        if self.max_shape.is_chain:
-            multiple = exact_multiple(verifier, self.target, page_size, self.max_k)
-            if multiple is not None:
-                self._stepper.row_multiple = multiple
-                return "one by one"
-        if requested is None:
-            return None
-        fix = "Leave" if self.max_shape.is_chain else "Set `tree` to 0, or leave"
-        raise UserError(
-            f"exact mode is not supported for {self.target.name!r}: {reason}."
-            f" {fix} out `exact` and set `dtype` to float32: a near tie is unlikely there"
+    def _build_loop(self) -> EngineLoop:
+        policy = choose_draft_policy(self.config, self.method, self.drafter_shape)
+        return EngineLoop(
+            self._stepper,
+            self._scheduler,
+            policy,
+            self.max_shape,
+            self.drafter_shape,
+            self._one_by_one,
+            self.config.cuda_graphs and self._on_gpu,
+            choose_ngram_policy(policy, self._stepper, self.max_shape),
         )
 
     def _page_allocator(self) -> PageAllocator:
@@ -492,22 +460,6 @@ class Engine:
         return PageAllocator(
             self._stepper.kv_cache.num_pages, self.config.page_size, caching=caching
         )
-
-    def _policy(self) -> DraftPolicy:
-        drafter_shape = self.drafter_shape
-        if self.config.k != "auto" or self.method == "none":
-            return FixedPolicy(drafter_shape)
-        nodes = 0 if drafter_shape.is_chain else drafter_shape.nodes
-        return AdaptivePolicy(candidate_shapes(drafter_shape.k, nodes))
-
-    def _ngram_policy(self, policy: DraftPolicy) -> NgramPolicy | None:
-        """On a CPU the host sees matches before it chooses a chain."""
-        ngram_slots = self._stepper.slots.ngram
-        if not isinstance(ngram_slots, HostNgramSlots) or not self.max_shape.is_chain:
-            return None
-        has_drafter = self._stepper.drafter is not None
-        ngram_slots.skips_drafter = has_drafter
-        return NgramPolicy(policy, self.max_shape.k, has_drafter)
 
 
 def first_line(error: Exception) -> str:

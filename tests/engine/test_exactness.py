@@ -174,7 +174,8 @@ def test_one_by_one_no_request_is_preempted(
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for targets without batch-invariant kernels."""
     monkeypatch.setattr(
-        "peagle.engine.engine.enable_batch_invariance", lambda *_: "rows depend on the batch"
+        "peagle.engine.step.exact_mode.enable_batch_invariance",
+        lambda *_: "rows depend on the batch",
     )
 
 
