@@ -18,6 +18,7 @@ from peagle.train.features.teacher import PackFeatures, Teacher
 from peagle.train.objective.confidence_loss import ConfidenceLoss
 from peagle.train.objective.length_objective import LengthObjective
 from peagle.train.objective.loss import Loss, LossSums
+from peagle.train.objective.on_policy import landing_weights
 from peagle.train.objective.passes import DrafterPasses, KeysValues
 
 
@@ -58,11 +59,22 @@ def pack_gradients(
     lengths = LengthObjective(loss, len(batch.ids), normed.device)
     confidence = ConfidenceLoss(passes)
     lengths.add_rows(outputs, teacher, rows, depth)
+    result = None
+    if loss.on_policy:
+        result = loss(outputs, teacher, depth, scale)
+        lengths.anchor_weights = landing_weights(
+            loss.on_policy, rows, result.matches, len(batch.ids)
+        )
     sums = LossSums.zeros(loss.k, features.teacher.device)
     context = PackContext(passes, batch, features.teacher, loss, lengths, confidence, scale, flex)
     for segment in batch.segments:
         sums += segment_gradients(context, segment, cache_leaves, feedback_leaf)
-    result = loss(outputs, teacher, depth, scale * lengths.weights(rows, depth))
+    weights = lengths.weights(rows, depth)
+    result = (
+        loss(outputs, teacher, depth, scale * weights)
+        if result is None
+        else result.weighted(weights)
+    )
     confidence.add_rows(outputs, rows, depth, result)
     confidence.backward(len(batch.ids), loss.k, scale)
     sums += result.sums
