@@ -41,6 +41,7 @@ class DrafterConfig:
     attention_bias: bool = False
     inject: bool = False  # the combined taps enter every layer, not only the first
     bidirectional: bool = False  # the mask rows of a block see each other, also later ones
+    convolution: bool = False  # a mask row adds the state of the row before it (convolution.py)
     # A row attends to the last `sliding_window` positions, its own included; None: to all.
     sliding_window: int | None = None
     dependency: int = 0  # rank of the correction by the previous draft (dependency.py); 0: none

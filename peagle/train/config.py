@@ -22,7 +22,7 @@ def doc(default: Any, text: str) -> Any:
 LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace", "tree")
 SCHEDULES = ("cosine", "linear", "constant")
 # Keys of what a plain drafter does not have; only p-eagle drafters do.
-P_EAGLE_KEYS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
+P_EAGLE_KEYS = ("inject", "bidirectional", "convolution", "dependency", "confidence", "freeze")
 NON_NEGATIVE_KEYS = (
     "intermediate_size",
     "draft_vocab",
@@ -75,6 +75,7 @@ class TrainConfig:
     # Extensions of the plain drafter (p-eagle only).
     inject: bool = doc(False, "add the fused taps to the input of every layer, not only the first")
     bidirectional: bool = doc(False, "mask rows of a block see all rows of the block")
+    convolution: bool = doc(False, "mask rows add the state of the row before them, behind a gate")
     dependency: int = doc(
         0, "rank of the dependency head, which corrects a row by the draft before it; 0: none"
     )

@@ -28,7 +28,7 @@ MAY_DIFFER = (
     "calibration",
 )
 # Parts that an earlier drafter may lack.
-MAY_LACK = ("inject", "dependency", "confidence")
+MAY_LACK = ("inject", "dependency", "confidence", "convolution")
 
 
 def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) -> Drafter:
@@ -45,6 +45,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         fc_norm=config.fc_norm,
         inject=config.inject,
         bidirectional=config.bidirectional,
+        convolution=config.convolution,
         sliding_window=config.window,
         dependency=config.dependency,
         confidence=config.confidence,
@@ -130,8 +131,9 @@ def _copy_block(block: Any, layer: torch.nn.Module) -> None:
 def _copy_channels(mlp: Any, source: Any) -> None:
     """Copy the channels of a wider MLP that have the largest product of norms."""
     projections = ("gate_proj", "up_proj", "down_proj")
-    weights = [getattr(getattr(source, name, None), "weight", None) for name in projections]
-    if any(weight is None or weight.ndim != 2 for weight in weights):
+    found = (getattr(getattr(source, name, None), "weight", None) for name in projections)
+    weights: list[Tensor] = [weight for weight in found if weight is not None]
+    if [weight.ndim for weight in weights] != [2, 2, 2]:
         return
     gate, up, down = weights
     d, width = mlp.down_proj.weight.shape

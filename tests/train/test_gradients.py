@@ -217,7 +217,12 @@ def dense_rows(
             0
         ].transpose(0, 1)
 
-    normed, _ = drafter(embeds, hidden, position + d, attend)
+    before = torch.where(d > 1, torch.arange(len(d)) - 1, a)
+
+    def previous(layer: int, rows: Tensor) -> Tensor:
+        return rows[before] * (d > 0)[:, None]
+
+    normed, _ = drafter(embeds, hidden, position + d, attend, previous)
     return normed[torch.from_numpy(np.concatenate([anchor[~deeper], size + np.arange(more)]))]
 
 

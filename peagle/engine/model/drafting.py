@@ -110,8 +110,11 @@ class DraftRunner:
             page_size=self.page_size,
             bidirectional_rows=self.bidirectional_rows(shape.k),
         )
+        is_mask = None
+        if self.layers.convolution and width > 1:
+            is_mask = mask_row_flags(expanded, width)
         normed, residual = self.layers.forward(
-            expanded.embeds, expanded.hidden, rows, self.kv_cache
+            expanded.embeds, expanded.hidden, rows, self.kv_cache, is_mask
         )
         if not shape.k:
             return None
@@ -190,6 +193,13 @@ class DraftRunner:
         """normed [T, d] -> the most likely target id of each row, [T]."""
         ids, _ = argmax(self.lm_head(normed))
         return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
+
+
+def mask_row_flags(expanded: ExpandedRows, width: int) -> Tensor:
+    """[T, 1] whether a row is a mask row; of a request's `width` draft rows, all but the first."""
+    flags = expanded.kv_slots.new_zeros(len(expanded.kv_slots), 1, dtype=torch.bool)
+    mask_rows = expanded.draft_rows.view(-1, width)[:, 1:].flatten().long()
+    return flags.index_fill_(0, mask_rows, True)
 
 
 def drop_padding_rows(expanded: ExpandedRows) -> ExpandedRows:
