@@ -20,7 +20,7 @@ from peagle.train.objective.confidence_loss import ConfidenceLoss
 from peagle.train.objective.length_objective import LengthObjective
 from peagle.train.objective.loss import Loss, LossSums
 from peagle.train.objective.on_policy import landing_weights
-from peagle.train.objective.passes import DrafterPasses, PassCache
+from peagle.train.objective.passes import DrafterPasses, PassCache, rows_before_in_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,10 @@ def run_level(
     `previous_ids` replaces those of the level: in evaluation EAGLE-3 is fed its own drafts.
     """
     if passes.drafter.config.method == "p-eagle":
-        return passes("parallel", level.rows, level.positions, cache, mask), feedback, cache
+        before = None
+        if cache.outputs:
+            before = rows_before_in_chain(level.rows, len(cache.outputs[0]))
+        return passes("parallel", level.positions, cache, mask, before), feedback, cache
     ids = level.previous_ids if previous_ids is None else previous_ids
     normed, feedback, new = passes(
         "chain", ids, feedback[level.parent], level.positions, cache, mask

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from peagle.drafter import Drafter
-from peagle.drafter.convolution import PreviousRows
 from peagle.drafter.model import Attend
 from peagle.train.data.attention_mask import Mask, RowSet, attention
 
@@ -90,15 +89,24 @@ class DrafterPasses(nn.Module):
         cache = PassCache(*(tuple(part.values()) for part in (keys, values, outputs)))
         return normed, feedback, cache
 
-    def parallel(self, rows: RowSet, positions: Tensor, cache: PassCache, mask: Mask) -> Tensor:
-        """Run P-EAGLE's deeper rows, all depths at once: normed [R, d]."""
+    def parallel(
+        self, positions: Tensor, cache: PassCache, mask: Mask, before: Tensor | None = None
+    ) -> Tensor:
+        """Run P-EAGLE's deeper rows, all depths at once: normed [R, d].
+
+        A convolution needs `before` [R], the index of the row before each row: of the context rows,
+        or behind them of these rows.
+        """
         drafter = self.drafter
         assert drafter.mask_hidden is not None and drafter.mask_embedding is not None
-        count = len(positions)
-        hidden = drafter.combine_hidden_states(drafter.mask_hidden[None]).expand(count, -1)
-        embeds = drafter.mask_embedding.expand(count, -1).to(hidden.dtype)
+        rows = len(positions)
+        hidden = drafter.combine_hidden_states(drafter.mask_hidden[None]).expand(rows, -1)
+        embeds = drafter.mask_embedding.expand(rows, -1).to(hidden.dtype)
         attend = _attend_with_context(cache, mask)
-        previous = _previous_in_chain(cache, rows) if cache.outputs else None
+
+        def previous(layer: int, hidden: Tensor) -> Tensor | None:
+            return None if before is None else torch.cat([cache.outputs[layer], hidden])[before]
+
         return drafter(embeds, hidden, positions, attend, previous)[0]
 
     def chain(
@@ -145,14 +153,10 @@ def _attend_with_context(cache: PassCache, mask: Mask) -> Attend:
     return attend
 
 
-def _previous_in_chain(cache: PassCache, rows: RowSet) -> PreviousRows:
-    """Before depth 1 is the context row of the anchor; deeper rows follow one another."""
-    context = len(cache.outputs[0])
+def rows_before_in_chain(rows: RowSet, context: int) -> Tensor:
+    """[R]: before depth 1 is the context row of the anchor; deeper rows follow one another.
+
+    The anchors of padding rows lie behind the `context` rows; what these rows read has no effect.
+    """
     own = context + torch.arange(len(rows), device=rows.anchor.device)
-    # The anchors of padding rows lie behind the context; what these rows read has no effect.
-    before = torch.where(rows.depth > 1, own - 1, rows.anchor.clamp(max=context - 1))
-
-    def previous(layer: int, hidden: Tensor) -> Tensor:
-        return torch.cat([cache.outputs[layer], hidden])[before]
-
-    return previous
+    return torch.where(rows.depth > 1, own - 1, rows.anchor.clamp(max=context - 1))
