@@ -25,7 +25,7 @@ class Recipe:
 
     settings: dict[str, Any]  # of all heads
     methods: dict[Method, dict[str, Any]]
-    target: dict[str, int]  # sizes of the target, as keys of DrafterConfig
+    target: dict[str, Any]  # sizes of the target, as keys of DrafterConfig
     shipped: Path  # folder of the heads that training continues, if they exist
     max_rounding_loss: float = 0.01  # acceptance length that 4 or 8 bits may cost
 

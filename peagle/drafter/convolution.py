@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from peagle.drafter.linear import Linear
+from peagle.kernels.triton.convolve_rows import CHANNELS_PER_GROUP
 
-CHANNELS_PER_GROUP = 16
+GATE_EPS = 1e-6
 
 # (layer, its output [R, d]) -> the output of the row before each mask row, zero for other rows,
 # [R, d]; None: there are no mask rows
@@ -37,7 +38,7 @@ class RowConvolution(nn.Module):
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """hidden, previous [R, d] -> what is added to hidden, [R, d]."""
-        normed = rms_norm(hidden, hidden.shape[-1:], eps=1e-6)
+        normed = rms_norm(hidden, hidden.shape[-1:], eps=GATE_EPS)
         groups = self.gate(normed).repeat_interleave(CHANNELS_PER_GROUP, -1)
         factors = self.base + groups[:, : hidden.shape[-1]]
         return (factors * previous).to(hidden.dtype)

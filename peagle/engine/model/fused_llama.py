@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.drafter import Drafter
+from peagle.drafter.convolution import GATE_EPS
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import attend
 from peagle.engine.model.dense_mlp import DenseMLP
@@ -39,6 +40,7 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
+from peagle.kernels.triton.convolve_rows import convolve_rows
 from peagle.kernels.triton.rope_store import rope_store
 
 
@@ -325,6 +327,7 @@ class FusedLlamaDrafter:
         if len(drafter.inject):
             self.inject = merged_weight(list(drafter.inject), drafter.dtype)
         self.convolution: list[Any] = list(drafter.convolution)  # one for each layer, or none
+        self.ones = torch.ones_like(self.norm)
 
     def quantize(self) -> None:
         """Multiply in int8 from now on."""
@@ -353,19 +356,25 @@ class FusedLlamaDrafter:
         residual = normed if self.norm_before_residual else hidden
         first = self.first_layer
         x, residual = self.layers[0].run(fused_input, residual, rows, kv_cache, first, self.rope)
-        residual = self._convolve(0, x, residual, is_mask)
+        x, residual = self._convolve(0, x, residual, is_mask)
         injected = None if self.inject is None else self.inject(hidden).unflatten(1, (-1, d))
         for i, layer in enumerate(self.layers[1:], start=1):
             if injected is not None:
                 residual = residual + injected[:, i - 1]
             normed, residual = add_norm(x, residual, layer.input_norm, self.eps)
             x, residual = layer.run(normed, residual, rows, kv_cache, first + i, self.rope)
-            residual = self._convolve(i, x, residual, is_mask)
+            x, residual = self._convolve(i, x, residual, is_mask)
         return add_norm(x, residual, self.norm, self.eps)
 
-    def _convolve(self, layer: int, x: Tensor, residual: Tensor, is_mask: Tensor | None) -> Tensor:
-        """The residual [T, d] behind a layer with output x + residual (drafter/convolution.py)."""
+    def _convolve(
+        self, layer: int, x: Tensor, residual: Tensor, is_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the rows before the mask rows to the output x + residual of a layer; x may be split.
+
+        Returns x and residual again: their sum is the convolved output.
+        """
         if not self.convolution or is_mask is None:
-            return residual
-        hidden = x + residual
-        return residual + self.convolution[layer](hidden, hidden.roll(1, 0) * is_mask)
+            return x, residual
+        convolution = self.convolution[layer]
+        normed, hidden = add_norm(x, residual, self.ones, GATE_EPS)
+        return convolve_rows(hidden, convolution.gate(normed), convolution.base, is_mask), hidden
