@@ -54,10 +54,3 @@ def rows_before(mask_rows: int) -> PreviousRows:
         return rows
 
     return previous
-
-
-def add_previous_rows(
-    convolution: RowConvolution, hidden: Tensor, previous: Tensor | None
-) -> Tensor:
-    """The output of a layer, [R, d], convolved; unchanged where there is no previous row."""
-    return hidden if previous is None else hidden + convolution(hidden, previous)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.convolution import PreviousRows, RowConvolution, add_previous_rows
+from peagle.drafter.convolution import PreviousRows, RowConvolution
 from peagle.drafter.dependency import Dependency, select_chain
 from peagle.drafter.linear import Linear
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, select_rows, table_rows
@@ -227,7 +227,9 @@ class Drafter(nn.Module):
             else:
                 hidden = block(hidden, embeds, rope, attend)
             if previous is not None and self.config.convolution:
-                hidden = add_previous_rows(self.convolution[i], hidden, previous(i, hidden))
+                before = previous(i, hidden)
+                if before is not None:
+                    hidden = hidden + self.convolution[i](hidden, before)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
