@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from peagle.draft_shape import DraftShape
+from peagle.drafter import convolution
 from peagle.engine.model.weight import Weight
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.row_pass import RowPass
@@ -18,7 +19,6 @@ from peagle.kernels.triton import (
     accept,
     add_norm,
     argmax,
-    convolve_rows,
     expand_rows,
     gather_rows,
     paged_attention,
@@ -40,8 +40,8 @@ def check_convolve_rows(rows: int, d: int, device: str, dtype: torch.dtype) -> N
     groups = torch.randn(rows, -(-d // 16), device=device, dtype=dtype)
     base = torch.randn(d, device=device, dtype=dtype)
     is_mask = torch.arange(rows, device=device)[:, None] % 3 > 0
-    result = convolve_rows.convolve_rows(hidden, groups, base, is_mask)
-    expected = convolve_rows.reference(hidden, groups, base, is_mask)
+    result = convolution.convolve_rows(hidden, groups, base, is_mask)
+    expected = convolution.reference(hidden, groups, base, is_mask)
     rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(result, expected, rtol=rtol, atol=1e-5)
     assert not rows or (result.any() and not result[::3].any())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.drafter import Drafter
-from peagle.drafter.convolution import GATE_EPS
+from peagle.drafter.convolution import GATE_EPS, convolve_rows
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import attend
 from peagle.engine.model.dense_mlp import DenseMLP
@@ -40,7 +40,6 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
-from peagle.kernels.triton.convolve_rows import convolve_rows
 from peagle.kernels.triton.rope_store import rope_store
 
 
