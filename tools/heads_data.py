@@ -23,6 +23,7 @@ from peagle.regenerate.prompts import Prompt, read_prompts, split_validation, wr
 from peagle.target import Target
 from peagle.train.data.documents import Documents
 from peagle.train.evaluation.benchmark_answers import answer_tasks
+from tools.heads_recipes import Recipe
 
 VALIDATION = 200  # prompts
 PROMPTS_FILE = "prompts.jsonl.gz"
@@ -66,6 +67,9 @@ class Job:
     files: Path  # folder of the results
     size: Size
     start: float
+    recipe: Recipe
+    rungs: tuple[str, ...] = ()
+    rung_seconds: float = 60.0  # of each rung's training
 
     @property
     def left(self) -> float:

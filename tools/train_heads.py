@@ -1,4 +1,4 @@
-"""Train the shipped heads of SmolLM2-135M again: answers, P-EAGLE, EAGLE-3, measurement.
+"""Train the heads of a pair: answers, P-EAGLE, EAGLE-3, measurement; or compare rungs.
 
     python -m tools.train_heads prepare PROMPTS --out prompts/
     python -m tools.train_heads run --prompts prompts/ --bench bench/ --out OUT --seconds 580
@@ -13,6 +13,11 @@ The seconds of each stage are options. In one run: the defaults. In two, for lon
     python -m tools.train_heads run ... --seconds 560 --stages answers,p-eagle \\
         --answers 110,35,45 --p-eagle 215
     python -m tools.train_heads run ... --seconds 500 --stages eagle3,measure
+
+`--pair` chooses the recipe (heads_recipes.py). The stage `rungs` trains changes of the P-EAGLE
+recipe in turn, each for as many seconds, and prints their acceptance lengths (heads_rungs.py):
+
+    python -m tools.train_heads run ... --stages answers,rungs --rungs base,tree --rung-seconds 60
 """
 
 import argparse
@@ -22,7 +27,8 @@ import math
 import sys
 import tarfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,77 +37,60 @@ import torch
 
 from peagle.core import Method
 from peagle.data.records import ignore
-from peagle.draft_shape import DraftShape
-from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
 from peagle.drafter.formats.row_format import INT8
 from peagle.errors import UserError
-from peagle.evaluate.evaluate import summarize
 from peagle.evaluate.offline_acceptance import new_extractor
 from peagle.loaded import load
 from peagle.paths import write_bytes, write_json
 from peagle.target import Target
 from peagle.train.config import TrainConfig, read_config
 from peagle.train.data.documents import Documents
-from peagle.train.evaluation.acceptance import DraftReplay
-from peagle.train.features.features import FeatureSource
-from peagle.train.objective.passes import DrafterPasses
 from peagle.train.publish import publish
 from peagle.train.records import StepRecord
 from peagle.train.run import TrainRun
 from tools.heads_data import SMALL, Job, Size, bench_answers, prepare, stage, write_answers
+from tools.heads_measure import K, measure_set, new_replay
+from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS
+from tools.heads_rungs import train_rungs
 
-PAIR = "smollm2-135m"
-SHIPPED = Path(__file__).resolve().parent.parent / "peagle" / "drafters" / PAIR
-TREE_ANSWERS = 60  # of a set
-K = 7
-STAGES = ("answers", "p-eagle", "eagle3", "measure")
+STAGES = ("answers", "p-eagle", "eagle3", "measure", "rungs")
+DEFAULT_STAGES = "answers,p-eagle,eagle3,measure"
 MEASURE_SECONDS = 45.0  # left for the last stage
 OVERHEAD_SECONDS = 75.0  # for reading, compiling and publishing
 MIN_TRAINING_SECONDS = 20.0
 SNAPSHOT_SECONDS = 20.0
 
-RECIPE: dict[str, Any] = {
-    "target": PAIR,
-    "aux_layer_ids": (2, 15, 27),
-    "mask_token_id": 16,
-    "draft_vocab": 24576,
-    "pack_tokens": 16384,
-    "max_anchors": 6144,
-    "keep": 0.75,
-    "joined": 0.2,
-    "held_out": 200,
-    "loss": "lk",
-    "mix": 0.95,
-    "lr": 1.5e-3,
-    "warmup": 0.02,
-    "final_lr": 0.0,
-    "epochs": 8.0,
-    "log_every": 50,
-    "save_every": 1500,
-    "eval_every": 0,
-}
 SMALL_CHANGES = {"pack_tokens": 512, "max_anchors": 128, "held_out": 3, "log_every": 1, "epochs": 1}
-METHODS: dict[Method, dict[str, Any]] = {
-    "p-eagle": {"k": 11, "dependency": 64, "layers": 4},
-    "eagle3": {"k": 7, "layers": 1},
-}
 
 
 def training_config(job: Job, method: Method, minutes: float, steps: int) -> TrainConfig:
     folders = [job.out / name for name, seconds in job.answer_seconds.items() if seconds]
-    settings = RECIPE | METHODS[method] | (SMALL_CHANGES if job.size.long == SMALL.long else {})
+    recipe = job.recipe
+    settings = recipe.settings | recipe.methods[method]
+    settings |= SMALL_CHANGES if job.size.long == SMALL.long else {}
     settings |= {"method": method, "data": ",".join(map(str, folders))}
-    settings |= {"out": str(job.out / method), "init": str(SHIPPED / method)}
+    shipped = recipe.shipped / method
+    settings |= {
+        "out": str(job.out / method),
+        "init": str(shipped) if shipped.is_dir() else "target",
+    }
     settings |= {"max_length": job.size.long, "minutes": minutes, "steps": steps}
     return read_config(None, settings | job.changes)
+
+
+def rung_config(job: Job, name: str, changes: dict[str, Any], minutes: float) -> TrainConfig:
+    """The P-EAGLE recipe with the changes of a rung; `--set` changes all rungs."""
+    base = training_config(job, "p-eagle", minutes, 0)
+    return read_config(None, asdict(base) | changes | {"out": str(job.out / "rungs" / name)})
 
 
 class TrainingLog:
     """Prints some steps; in the second half of the time it stores the head now and then."""
 
-    def __init__(self, job: Job, run: TrainRun) -> None:
+    def __init__(self, job: Job, run: TrainRun, snapshots: bool = True) -> None:
         self.job = job
+        self.snapshots = snapshots
         self.run = run
         self.next_snapshot = math.inf
 
@@ -111,7 +100,8 @@ class TrainingLog:
         if self.next_snapshot == math.inf:
             self.next_snapshot = now + 60 * config.minutes / 2
         if now >= self.next_snapshot:
-            store_snapshot(self.job, self.run)
+            if self.snapshots:
+                store_snapshot(self.job, self.run)
             self.next_snapshot = now + SNAPSHOT_SECONDS
         if step % 500 < config.log_every:
             print(
@@ -138,7 +128,8 @@ def train_head(
     run.train(TrainingLog(job, run), print)
     print(f"{method}: {trainer.step} steps, {trainer.tokens:,} tokens, {trainer.seconds:.1f} s")
     write_record(job, method, run)
-    published = publish(run, ["python -m tools.train_heads run"])
+    command = f"python -m tools.train_heads run --pair {run.config.target}"
+    published = publish(run, [command], job.recipe.max_rounding_loss)
     print(f"{method}: held-out acceptance length {published.acceptance_length}", flush=True)
     pack_folder(published.folder, job.files / f"{method}.tar")
     (job.files / f"{method}-snapshot.tar").unlink(missing_ok=True)
@@ -212,8 +203,9 @@ def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, D
     """The acceptance of the new and of the earlier heads; chains first, then trees."""
     records: dict[str, Any] = {}
     features = None if run is None else run.trainer.features.uncached()
-    folders = {f"new {m}": job.out / m / "published" for m in METHODS}
-    folders |= {f"shipped {m}": SHIPPED / m for m in METHODS}
+    methods = job.recipe.methods
+    folders = {f"new {m}": job.out / m / "published" for m in methods}
+    folders |= {f"shipped {m}": job.recipe.shipped / m for m in methods}
     for tree in (False, True):
         for name, folder in folders.items():
             if job.left < 3 or (tree and "p-eagle" not in name) or not folder.is_dir():
@@ -228,34 +220,13 @@ def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, D
             print(name, json.dumps(records[name]), flush=True)
 
 
-def new_replay(drafter: Drafter, features: FeatureSource) -> DraftReplay:
-    """Not compiled: that takes longer than what is measured here."""
-    target = features.target
-    cuda = target.device.type == "cuda"
-    dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
-    return DraftReplay(DrafterPasses(drafter, dtype), features, 16384 if cuda else 2048, cuda)
-
-
-def measure_set(replay: DraftReplay, documents: Documents, tree: bool) -> dict[str, float | int]:
-    """The acceptance length of chains, or of trees of 31 nodes on some of the answers."""
-    if not tree:
-        result = summarize(replay.chain_steps(documents, [K])[K], K)
-        return {"answers": len(documents), f"K={K}": round(result.acceptance_length, 4)}
-    chosen = documents.subset(
-        np.arange(0, len(documents), math.ceil(len(documents) / TREE_ANSWERS))
-    )
-    shape = DraftShape(K, 31)
-    result = summarize(replay.tree_steps(chosen, [shape])[shape], K)
-    return {"tree answers": len(chosen), "tree 31": round(result.acceptance_length, 4)}
-
-
 def run_job(job: Job) -> None:
     job.files.mkdir(parents=True, exist_ok=True)
     job.out.mkdir(parents=True, exist_ok=True)
     answers = {}
     with stage("loading"):
-        target = load(PAIR, stored=False).target
-    if "measure" in job.stages:
+        target = load(job.recipe.settings["target"], stored=False).target
+    if {"measure", "rungs"} & set(job.stages):
         with stage("answers to benchmark sets"):
             answers = bench_answers(job, target)
     if "answers" in job.stages:
@@ -264,6 +235,9 @@ def run_job(job: Job) -> None:
     if "measure" in job.stages:
         with stage("measuring"):
             measure(job, target, run, answers)
+    if "rungs" in job.stages:
+        new_log = partial(TrainingLog, job, snapshots=False)
+        train_rungs(job, answers, partial(rung_config, job), new_log)
     print(f"done, {job.left:.0f} s left", flush=True)
 
 
@@ -271,6 +245,11 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
     stages = tuple(options.stages.split(","))
     if unknown := set(stages) - set(STAGES):
         raise UserError(f"unknown stage {unknown.pop()}: use some of {', '.join(STAGES)}")
+    if options.pair not in RECIPES:
+        raise UserError(f"no recipe for {options.pair}: use one of {', '.join(RECIPES)}")
+    rungs = tuple(options.rungs.split(","))
+    if unknown := set(rungs) - set(RUNGS):
+        raise UserError(f"unknown rung {unknown.pop()}: use some of {', '.join(RUNGS)}")
     seconds = [float(word) for word in options.answers.split(",")]
     changes = [word.partition("=") for word in options.set]
     size = SMALL if options.small else Size()
@@ -288,6 +267,9 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
         options.files or options.out / "files",
         replace(size, tasks=tasks, context_prompts=prompts),
         start,
+        RECIPES[options.pair],
+        rungs,
+        options.rung_seconds,
     )
 
 
@@ -307,7 +289,10 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         "--answers", default="70,22,34", help="seconds for short, invented and long answers"
     )
     running.add_argument("--p-eagle", type=float, default=85.0, help="seconds of its training")
-    running.add_argument("--stages", default=",".join(STAGES))
+    running.add_argument("--pair", default=DEFAULT_PAIR, help=", ".join(RECIPES))
+    running.add_argument("--stages", default=DEFAULT_STAGES, help=", ".join(STAGES))
+    running.add_argument("--rungs", default="base,on-policy,tree,convolution")
+    running.add_argument("--rung-seconds", type=float, default=60.0, help="of each training")
     running.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     running.add_argument("--small", action="store_true", help="a trial with a few prompts")
     running.add_argument("--tasks", type=int, help="of each set that is measured")

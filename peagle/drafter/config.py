@@ -41,6 +41,7 @@ class DrafterConfig:
     attention_bias: bool = False
     inject: bool = False  # the combined taps enter every layer, not only the first
     bidirectional: bool = False  # the mask rows of a block see each other, also later ones
+    convolution: bool = False  # a mask row adds the state of the row before it (convolution.py)
     # A row attends to the last `sliding_window` positions, its own included; None: to all.
     sliding_window: int | None = None
     dependency: int = 0  # rank of the correction by the previous draft (dependency.py); 0: none
@@ -119,9 +120,10 @@ def config_for(
     aux_layer_ids: tuple[int, ...] | None = None,
     mask_token_id: int | None = None,
     draft_vocab_size: int | None = None,
+    intermediate_size: int | None = None,
     **switches: Any,
 ) -> DrafterConfig:
-    """Configure a drafter with the target's width, heads, MLP size, RoPE and context."""
+    """Configure a drafter with the target's width, heads, RoPE, context and, by default, MLP."""
     from peagle.target import default_aux_layer_ids
     from peagle.target.rope import freeze_parameters
 
@@ -129,11 +131,12 @@ def config_for(
     ids = aux_layer_ids or default_aux_layer_ids(len(target.layers))
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    target_mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return DrafterConfig(
         method=method,
         num_layers=num_layers,
         hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate_size=intermediate_size or target_mlp,
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=head_dim,

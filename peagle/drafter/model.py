@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.convolution import PreviousRows, RowConvolution
 from peagle.drafter.dependency import Dependency, select_chain
 from peagle.drafter.linear import Linear
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, select_rows, table_rows
@@ -127,6 +128,8 @@ class Drafter(nn.Module):
             self.inject = nn.ModuleList(Linear(d, d, bias=False) for _ in injected_layers)
             self.dependency = Dependency(d, config.dependency) if config.dependency else None
             self.confidence = Linear(d, 1) if config.confidence else None
+            convolved_layers = range(config.num_layers if config.convolution else 0)
+            self.convolution = nn.ModuleList(RowConvolution(d) for _ in convolved_layers)
         self.rope = self.make_rope(config, context)
         self.stored_embedding: StoredMatrix | None = None
         self.stored_head: StoredMatrix | None = None
@@ -201,9 +204,14 @@ class Drafter(nn.Module):
         return table_rows(self.stored_embedding, ids, self.dtype)
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        previous: PreviousRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers.
+        """Run all layers; `previous` is called by drafters with a convolution only.
 
         embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden state that
         EAGLE-3 feeds back), [R, d] each.
@@ -218,6 +226,10 @@ class Drafter(nn.Module):
                 hidden = checkpoint(block, hidden, embeds, rope, attend, use_reentrant=False)
             else:
                 hidden = block(hidden, embeds, rope, attend)
+            if previous is not None and self.config.convolution:
+                before = previous(i, hidden)
+                if before is not None:
+                    hidden = hidden + self.convolution[i](hidden, before)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 

@@ -1,8 +1,8 @@
 """The part of a drafter that vLLM supports.
 
 The rows do not depend on the dependency, the confidence output or the calibration: without them, a
-plain drafter remains. Taps in every layer and bidirectional blocks change every row, so a drafter
-with these cannot be converted.
+plain drafter remains. Taps in every layer, bidirectional blocks and a convolution change the mask
+rows themselves, so a drafter with these cannot be converted.
 """
 
 from dataclasses import replace
@@ -17,7 +17,11 @@ from peagle.errors import UserError
 from peagle.kernels.stored_matrix import dense
 
 REMOVABLE: dict[str, Any] = {"dependency": 0, "confidence": False, "calibration": ()}
-REQUIRED = {"inject": "taps in every layer", "bidirectional": "bidirectional blocks"}
+REQUIRED = {
+    "inject": "taps in every layer",
+    "bidirectional": "bidirectional blocks",
+    "convolution": "the convolution",
+}
 
 
 def left_out_parts(config: DrafterConfig) -> list[str]:

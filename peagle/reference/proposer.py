@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from peagle.drafter import Drafter
+from peagle.drafter.convolution import rows_before
 from peagle.drafter.model import Attend, row_mask
 from peagle.row_layout import DrafterRows, draft_rows
 from peagle.target.cache import RollbackCache
@@ -52,7 +53,9 @@ class ParallelProposer:
         config = self.drafter.config
         block = k - 1 if config.bidirectional else 0
         attend = attend_over(self.cache, block, config.sliding_window)
-        normed, _ = self.drafter(self.drafter.embed(rows.ids), hidden, rows.positions, attend)
+        normed, _ = self.drafter(
+            self.drafter.embed(rows.ids), hidden, rows.positions, attend, rows_before(k - 1)
+        )
         self.cache.rollback(verified.first + rows.num_real)
         return self.drafter.drafts(normed[rows.sampled])[0]
 

@@ -18,7 +18,8 @@ states and positions are not; K drafts need K - 1 mask rows:
 
 Every row sees itself and all rows before it; with a sliding window of W, only itself and the W - 1
 positions before it. In a bidirectional drafter the mask rows also see each other; with a
-dependency, each draft corrects the next one without another pass.
+dependency, each draft corrects the next one without another pass; with a convolution, a mask row
+adds the states of the row before it.
 
 Acceptance rule: the target consumes x_n and the drafts d_1..d_K in one pass and chooses its own
 tokens t_0..t_K there. The longest prefix with d_i == t_{i-1} is accepted, say a drafts; then t_a
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from peagle.core import Sampling, Step
 from peagle.drafter import Drafter
+from peagle.drafter.convolution import rows_before
 from peagle.drafter.model import Attend, causal_attend, masked_attend, row_mask
 from peagle.reference.sampling_rule import choose, uniforms
 from peagle.target import Target
@@ -46,7 +48,7 @@ def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
         mask_hidden = drafter.combine_hidden_states(drafter.mask_hidden.expand(k - 1, -1))
         block = k - 1 if drafter.config.bidirectional else 0
         normed, _ = run_drafter(
-            drafter, torch.cat([row_ids, mask_ids]), torch.cat([hidden, mask_hidden]), block
+            drafter, torch.cat([row_ids, mask_ids]), torch.cat([hidden, mask_hidden]), block, k - 1
         )  # [n + k - 1, d]
         return drafter.drafts(normed[None, -k:])[0]
     for _ in range(k):
@@ -57,11 +59,12 @@ def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
 
 
 def run_drafter(
-    drafter: Drafter, row_ids: Tensor, hidden: Tensor, block: int = 0
+    drafter: Drafter, row_ids: Tensor, hidden: Tensor, block: int = 0, mask_rows: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Run all rows, row_ids [R] and hidden [R, d], with causal attention, perhaps in a window.
 
-    The last `block` rows also see each other. Returns (normed output, hidden state to feed back).
+    The last `block` rows also see each other; the last `mask_rows` rows are mask rows. Returns
+    (normed output, hidden state to feed back).
     """
     attend: Attend = causal_attend
     window = drafter.config.sliding_window
@@ -69,7 +72,8 @@ def run_drafter(
         mask = row_mask(len(row_ids), block=block, device=row_ids.device, window=window)
         attend = masked_attend(mask)
     positions = torch.arange(len(row_ids), device=row_ids.device)
-    return drafter(drafter.embed(row_ids), hidden, positions, attend)
+    previous = rows_before(mask_rows)
+    return drafter(drafter.embed(row_ids), hidden, positions, attend, previous)
 
 
 def decode(

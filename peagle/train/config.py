@@ -19,11 +19,12 @@ def doc(default: Any, text: str) -> Any:
     return field(default=default, metadata={"doc": text})
 
 
-LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace")
+LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace", "tree")
 SCHEDULES = ("cosine", "linear", "constant")
 # Keys of what a plain drafter does not have; only p-eagle drafters do.
-P_EAGLE_KEYS = ("inject", "bidirectional", "dependency", "confidence", "freeze")
+P_EAGLE_KEYS = ("inject", "bidirectional", "convolution", "dependency", "confidence", "freeze")
 NON_NEGATIVE_KEYS = (
+    "intermediate_size",
     "draft_vocab",
     "context",
     "max_anchors",
@@ -49,6 +50,7 @@ class TrainConfig:
     method: Method = doc("p-eagle", "p-eagle, or eagle3 (training-time test)")
     layers: int = doc(0, "decoder layers of the drafter; 0: 4 for p-eagle, 1 for eagle3")
     k: int = doc(10, "number of trained depths: the row of depth k drafts token k + 1")
+    intermediate_size: int = doc(0, "width of the drafter's MLP; 0: the target's")
     aux_layer_ids: tuple[int, ...] = doc((), "tapped layers; empty: (2, L // 2, L - 3)")
     mask_token_id: int = doc(
         -1, "an unused vocabulary row for p-eagle; -1: the pair's, or the last row"
@@ -73,6 +75,7 @@ class TrainConfig:
     # Extensions of the plain drafter (p-eagle only).
     inject: bool = doc(False, "add the fused taps to the input of every layer, not only the first")
     bidirectional: bool = doc(False, "mask rows of a block see all rows of the block")
+    convolution: bool = doc(False, "mask rows add the state of the row before them, behind a gate")
     dependency: int = doc(
         0, "rank of the dependency head, which corrects a row by the draft before it; 0: none"
     )
@@ -103,14 +106,19 @@ class TrainConfig:
     loss: str = doc(
         "mix",
         "kl (to the target's distribution), ce (its most likely token), mix, tv (total variation),"
-        " tvmix, lk (kl where drafts are refused, tv where they are accepted), length, dpace",
+        " tvmix, lk (kl where drafts are refused, tv where they are accepted), length, dpace, tree",
     )
     mix: float = doc(
         0.5,
-        "fraction of kl in mix, of tv in tvmix, of lk, of the acceptance length in length; the rest"
-        " is ce; the smoothing of dpace",
+        "fraction of kl in mix, of tv in tvmix, of lk, of the acceptance length in length and tree;"
+        " the rest is ce; the smoothing of dpace",
     )
     depth_weight: float = doc(1.0, "w: the loss of depth k has the weight w^k")
+    on_policy: float = doc(
+        0.0,
+        "s: anchors where decoding with the current drafter would not start a step have the weight"
+        " 1 - s; 0: all anchors have the same weight",
+    )
     optimizer: str = doc("muon", "muon (for matrices, adamw for the rest), or adamw")
     lr: float = doc(3e-3, "peak learning rate; with adamw use about 1e-3")
     schedule: str = doc("cosine", "cosine, linear, or constant, after the warm-up")
@@ -175,6 +183,7 @@ class TrainConfig:
             "joined": (0 <= self.joined <= 1, "in [0, 1]"),
             "dependency_drop": (0 <= self.dependency_drop <= 1, "in [0, 1]"),
             "mix": (0 <= self.mix <= 1, "in [0, 1]"),
+            "on_policy": (0 <= self.on_policy < 1, "in [0, 1)"),
             "optimizer": (self.optimizer in ("adamw", "muon"), "adamw or muon"),
             "schedule": (self.schedule in SCHEDULES, "cosine, linear or constant"),
             **{name: (0 <= getattr(self, name) < 1, "in [0, 1)") for name in ("beta1", "beta2")},

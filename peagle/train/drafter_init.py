@@ -28,7 +28,7 @@ MAY_DIFFER = (
     "calibration",
 )
 # Parts that an earlier drafter may lack.
-MAY_LACK = ("inject", "dependency", "confidence")
+MAY_LACK = ("inject", "dependency", "confidence", "convolution")
 
 
 def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) -> Drafter:
@@ -40,10 +40,12 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         config.aux_layer_ids or default_aux_layer_ids(len(target.layers)),
         choose_mask_token_id(config, target),
         None if target_ids is None else len(target_ids),
+        config.intermediate_size or None,
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
         inject=config.inject,
         bidirectional=config.bidirectional,
+        convolution=config.convolution,
         sliding_window=config.window,
         dependency=config.dependency,
         confidence=config.confidence,
@@ -92,8 +94,8 @@ def choose_mask_token_id(config: TrainConfig, target: Target) -> int | None:
 def init_from_target(drafter: Drafter, target: Target) -> None:
     """Copy the target's last blocks and its norm; fc begins by adding the last tap.
 
-    The drafter then already produces states that lm_head can read. Weights of another shape or name
-    keep their random values.
+    The drafter then already produces states that lm_head can read. A narrower MLP gets the channels
+    with the largest weights. Weights of another shape or name keep their random values.
     """
     if "gemma" in target.config.model_type:  # Its norms multiply by 1 + weight.
         return
@@ -112,7 +114,7 @@ def init_from_target(drafter: Drafter, target: Target) -> None:
         drafter.norm.weight.copy_(norm.weight)
 
 
-def _copy_block(block: torch.nn.Module, layer: torch.nn.Module) -> None:
+def _copy_block(block: Any, layer: torch.nn.Module) -> None:
     """Copy a decoder layer of the target into a block of the drafter, where shapes allow."""
     layer_weights = dict(layer.named_parameters())
     for name, weight in block.named_parameters():
@@ -123,6 +125,25 @@ def _copy_block(block: torch.nn.Module, layer: torch.nn.Module) -> None:
             weight.copy_(source)
         elif weight.ndim == 2 and weight.shape == (source.shape[0], 2 * source.shape[1]):
             weight[:, source.shape[1] :] = source  # Layer 0 reads [embedding, hidden].
+    _copy_channels(block.mlp, getattr(layer, "mlp", None))
+
+
+def _copy_channels(mlp: Any, source: Any) -> None:
+    """Copy the channels of a wider MLP that have the largest product of norms."""
+    projections = ("gate_proj", "up_proj", "down_proj")
+    found = (getattr(getattr(source, name, None), "weight", None) for name in projections)
+    weights: list[Tensor] = [weight for weight in found if weight is not None]
+    if [weight.ndim for weight in weights] != [2, 2, 2]:
+        return
+    gate, up, down = weights
+    d, width = mlp.down_proj.weight.shape
+    if len(down) != d or width >= len(gate):
+        return
+    size = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    channels = size.topk(width).indices.sort().values
+    mlp.gate_proj.weight.copy_(gate[channels])
+    mlp.up_proj.weight.copy_(up[channels])
+    mlp.down_proj.weight.copy_(down[:, channels])
 
 
 def init_from_drafter(drafter: Drafter, folder: Path, target: Target) -> None:

@@ -93,6 +93,7 @@ class Trainer:
             config.mix,
             config.depth_weight,
             self.features.softcap,
+            on_policy=config.on_policy,
         )
         self.dataset = StepDataset(data.documents, config, world, str(target.device))
         epoch_steps = config.epochs * self.dataset.steps_per_epoch()

@@ -189,7 +189,7 @@ def test_one_by_one_verifies_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_by_one_replaces_the_default_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU drafts trees unless `tree` is set: nobody asked for them."""
     one_by_one(monkeypatch)
-    monkeypatch.setattr("peagle.engine.engine.max_draft_shape", lambda *_: DraftShape(4, 12))
+    monkeypatch.setattr("peagle.engine.sizing.max_draft_shape", lambda *_: DraftShape(4, 12))
     engine = engine_of(pair("llama"), "p-eagle", "auto", exact=True)
     assert engine.exact_mode == "one by one"
     assert engine.max_shape == engine.drafter_shape == DraftShape(4, 4)

@@ -75,7 +75,12 @@ def test_an_export_without_what_vllm_lacks(target: Target, tmp_path: Path, to: s
 
 
 @pytest.mark.parametrize(
-    ("switch", "words"), [("inject", "taps in every layer"), ("bidirectional", "bidirectional")]
+    ("switch", "words"),
+    [
+        ("inject", "taps in every layer"),
+        ("bidirectional", "bidirectional"),
+        ("convolution", "the convolution"),
+    ],
 )
 def test_what_changes_every_row_is_refused(target: Target, tmp_path: Path, switch: str, words: str):
     drafter = make_drafter(target, "p-eagle", 2, **{switch: True})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from peagle.draft_shape import DraftShape
+from peagle.drafter import convolution
 from peagle.engine.model.weight import Weight
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.row_pass import RowPass
@@ -32,6 +33,18 @@ from tests.support.comparing import near, same_fields, some
 from tests.support.tree_kernel_cases import no_trees
 
 Case = Callable[[str, torch.dtype], None]
+
+
+def check_convolve_rows(rows: int, d: int, device: str, dtype: torch.dtype) -> None:
+    hidden = torch.randn(rows, 2 * d, device=device, dtype=dtype)[:, :d]
+    groups = torch.randn(rows, -(-d // 16), device=device, dtype=dtype)
+    base = torch.randn(d, device=device, dtype=dtype)
+    is_mask = torch.arange(rows, device=device)[:, None] % 3 > 0
+    result = convolution.convolve_rows(hidden, groups, base, is_mask)
+    expected = convolution.reference(hidden, groups, base, is_mask)
+    rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(result, expected, rtol=rtol, atol=1e-5)
+    assert not rows or (result.any() and not result[::3].any())
 
 
 def check_add_norm(rows: int, d: int, device: str, dtype: torch.dtype) -> None:
@@ -359,6 +372,9 @@ CASES: dict[str, Case] = {
     "best, one piece": partial(check_argmax, 3, 77),
     "take": partial(check_gather_rows, 5, 5, 7),
     "take, one row, many pages": partial(check_gather_rows, 2, 0, 300),
+    "convolve_rows": partial(check_convolve_rows, 9, 576),
+    "convolve_rows, odd": partial(check_convolve_rows, 5, 33),
+    "convolve_rows, no rows": partial(check_convolve_rows, 0, 32),
     "add_norm": partial(check_add_norm, 5, 576),
     "add_norm, odd": partial(check_add_norm, 3, 33),
     "add_norm, no rows": partial(check_add_norm, 0, 16),

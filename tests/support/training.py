@@ -139,7 +139,14 @@ RUNGS: dict[str, dict[str, int | bool]] = {
     "inject": {"inject": True},
     "bidirectional": {"bidirectional": True},
     "dependency": {"dependency": 8},
-    "all": {"inject": True, "bidirectional": True, "dependency": 8, "confidence": True},
+    "convolution": {"convolution": True},
+    "all": {
+        "inject": True,
+        "bidirectional": True,
+        "convolution": True,
+        "dependency": 8,
+        "confidence": True,
+    },
 }
 
 

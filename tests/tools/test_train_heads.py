@@ -4,16 +4,21 @@ import json
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from peagle.core import Method
+from peagle.core import Method, Step
 from peagle.drafter.formats import checkpoint
+from peagle.drafter.formats.row_format import INT4, INT8
 from peagle.regenerate.job import VALIDATION_FILE
 from peagle.regenerate.prompts import read_prompts
+from peagle.train.data.documents import Document, join_documents
 from tests.support.benching import tiny_folder, write_set
 from tests.support.tiny_models import MASK
 from tools import heads_data, train_heads
 from tools.heads_data import Size
+from tools.heads_measure import answer_counts
+from tools.heads_recipes import DEFAULT_PAIR, RECIPES, Recipe, stored_bytes
 
 TINY = Size(
     prompts=24,
@@ -29,7 +34,7 @@ TINY = Size(
     context_prompts=1,
     context_answer=12,
 )
-METHODS = ("p-eagle", "eagle3")
+METHODS: tuple[Method, ...] = ("p-eagle", "eagle3")
 RECIPE = {
     "aux_layer_ids": (1, 3, 6),
     "mask_token_id": MASK,
@@ -63,10 +68,9 @@ def tiny(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(heads_data, "VALIDATION", 4)
     monkeypatch.setattr(train_heads, "Size", lambda: TINY)
-    monkeypatch.setattr(train_heads, "PAIR", str(place / "target"))
-    monkeypatch.setattr(train_heads, "SHIPPED", place)
-    monkeypatch.setattr(train_heads, "RECIPE", RECIPE | {"target": str(place / "target")})
-    monkeypatch.setattr(train_heads, "METHODS", shapes)
+    settings = RECIPE | {"target": str(place / "target")}
+    recipe = Recipe(settings, shapes, {}, place)
+    monkeypatch.setitem(RECIPES, DEFAULT_PAIR, recipe)
     monkeypatch.setattr(train_heads, "SNAPSHOT_SECONDS", 0.0)
 
 
@@ -113,6 +117,71 @@ def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> No
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_rungs_in_two_runs(
+    place: Path, tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same documents and minutes; a rung with a record is not trained again."""
+    prompts, out = place / "prompts-3", tmp_path / "out"
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    words += ["--stages", "answers,rungs", "--answers", "9,0,9", "--rung-seconds", "0.5"]
+    assert train_heads.main([*words, "--rungs", "base,on-policy"]) == 0
+    first = json.loads((out / "files" / "rungs.json").read_text())
+    assert list(first) == ["base", "on-policy"] and first["base"]["settings"] == {}
+    assert train_heads.main([*words, "--rungs", "on-policy,tree,convolution"]) == 0
+    records = json.loads((out / "files" / "rungs.json").read_text())
+    assert records["on-policy"] == first["on-policy"]
+    assert list(records) == ["base", "on-policy", "tree", "convolution"]
+    assert {r["bytes"] for r in records.values()} > {records["base"]["bytes"]}
+    assert all(r["steps"] > 0 for r in records.values())
+    table = capsys.readouterr().out.splitlines()
+    assert table[-2].startswith("| convolution |") and "validation K=7" in table[-7]
+    assert checkpoint.read(out / "rungs" / "tree" / "int8").config.trained
+
+
+def test_rungs_without_time(place: Path, tiny: None, tmp_path: Path, capsys) -> None:
+    prompts = place / "prompts-4"
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench")]
+    words += ["--out", str(tmp_path), "--stages", "answers,rungs", "--answers", "9,0,9"]
+    assert train_heads.main([*words, "--seconds", "1"]) == 0
+    assert "base: no time left; run again" in capsys.readouterr().out
+    assert not list((tmp_path / "rungs").glob("*.json"))
+
+
+def test_counts_of_answers() -> None:
+    """Steps in the order of the documents; the first token of an answer is not replayed."""
+    masks = ([0, 1, 1, 1, 1], [0, 0, 1], [1, 1, 0, 1, 1, 0, 1, 1, 1])
+    documents = join_documents(
+        [Document(np.arange(len(m)), np.array(m, bool), f"{i}") for i, m in enumerate(masks)]
+    )
+    steps = [Step((1, 2), 7, 1), Step((3,), 7, 0), Step((4,), 7, 3), Step((5, 6), 7, 2)]
+    assert answer_counts(steps, documents).tolist() == [[2, 1], [0, 0], [2, 5]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sizes_of_recipes(method: Method) -> None:
+    """The computed size is that of the shipped head, whose draft vocabulary costs one bitmap."""
+    config = RECIPES[DEFAULT_PAIR].config(method)
+    shipped = RECIPES[DEFAULT_PAIR].shipped / method / "model.safetensors"
+    assert abs(stored_bytes(config, INT8) - shipped.stat().st_size) < 1024
+
+
+def test_all_heads_fit() -> None:
+    sizes = [stored_bytes(r.config(m), INT4) for r in RECIPES.values() for m in r.methods]
+    assert len(sizes) == 4 and sum(sizes) < 28e6
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [(("--pair", "gpt-5"), "no recipe for gpt-5"), (("--rungs", "moon"), "unknown rung moon")],
+)
+def test_bad_options(option: tuple[str, str], words: str, tmp_path: Path, capsys) -> None:
+    folders = ["--prompts", "p", "--bench", "b", "--out", str(tmp_path)]
+    assert train_heads.main(["run", *folders, *option]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_bad_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from peagle.train.data.chains import Chains, sample_chains
 from peagle.train.data.pack import BatchLayout, PackedDocuments, build_batch, pack_sequences
 from peagle.train.features.teacher import PackFeatures
 from peagle.train.objective.gradients import pack_gradients
+from peagle.train.objective.length_objective import TREE_THRESHOLD, TREE_WIDTH
 from peagle.train.objective.loss import Loss
 from peagle.train.objective.passes import DrafterPasses
 from tests.support.tiny_models import make_drafter, make_target
@@ -37,6 +38,8 @@ OPTIONS = {
     "length alone": ("length", 1.0, 1.0, 0.0),
     "dpace": ("dpace", 0.4, 1.0, 0.0),
     "lk": ("lk", 0.9, 1.0, 0.0),
+    "tree": ("tree", 0.7, 1.0, 0.0),
+    "tree alone, lighter with depth": ("tree", 1.0, 0.8, 0.0),
 }
 
 Gradients = dict[str, Tensor]
@@ -63,6 +66,7 @@ def gradients(
     options: str = "kl",
     level_sizes: tuple[int, ...] | None = None,
     passes: DrafterPasses | None = None,
+    on_policy: float = 0.0,
 ) -> Gradients:
     drafter.zero_grad()
     by_depth = drafter.config.method != "p-eagle"
@@ -70,7 +74,7 @@ def gradients(
         by_depth, segments, level_sizes, bidirectional=drafter.config.bidirectional
     )
     batch = build_batch(packed, some_chains(packed, drafter), layout)
-    loss = Loss(drafter.lm_head, K, *OPTIONS[options])
+    loss = Loss(drafter.lm_head, K, *OPTIONS[options], on_policy=on_policy)
     pack_gradients(
         passes or DrafterPasses(drafter), batch, features, loss, 1 / batch.num_supervised
     )
@@ -98,7 +102,11 @@ def right_before(anchor: np.ndarray, depth: np.ndarray, right: Tensor) -> Tensor
 
 
 def reference(
-    drafter: Drafter, packed: PackedDocuments, features: PackFeatures, options: str
+    drafter: Drafter,
+    packed: PackedDocuments,
+    features: PackFeatures,
+    options: str,
+    on_policy: float = 0.0,
 ) -> Gradients:
     """Autograd through whole logits of every row; no segments, no chunks, no kept keys."""
     drafter.zero_grad()
@@ -122,8 +130,17 @@ def reference(
         log_q = (mix + (1 - mix) * (-ce.detach()).exp()).log().requires_grad_()
         [weights] = torch.autograd.grad(expected_lengths(anchor, depth, log_q.exp()), log_q)
         objective = (weights * ce).sum()
+    elif kind == "tree":
+        ce = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, "ce", 0.0, softcap)
+        weighted = weight ** torch.from_numpy(depth) * (ce - ce.detach()) + ce.detach()
+        objective = (1 - mix) * weighted.sum() - mix * expected_nodes(anchor, depth, -weighted)
     else:
         losses = row_losses(normed, last[anchor + depth + 1], drafter.lm_head, kind, mix, softcap)
+        if on_policy:
+            right = [
+                linear(x, drafter.lm_head).argmax(-1) for x in (normed, last[anchor + depth + 1])
+            ]
+            losses = losses * anchor_weights(anchor, depth, right[0] == right[1], on_policy)
         objective = (losses * weight ** torch.from_numpy(depth)).sum()
     if drafter.confidence is not None:
         best, expected = (
@@ -153,6 +170,28 @@ def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor
     return total
 
 
+def expected_nodes(anchor: np.ndarray, depth: np.ndarray, log_q: Tensor) -> Tensor:
+    """Of every anchor's chain, how many of its prefixes a tree keeps, softly; summed."""
+    row = {pair: i for i, pair in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True))}
+    total = torch.zeros(())
+    for a in sorted(set(anchor.tolist())):
+        path, d = torch.zeros(()), 0
+        while (a, d) in row:
+            path = path + log_q[row[a, d]]
+            total, d = total + torch.sigmoid((path - TREE_THRESHOLD) / TREE_WIDTH), d + 1
+    return total
+
+
+def anchor_weights(
+    anchor: np.ndarray, depth: np.ndarray, right: Tensor, on_policy: float
+) -> Tensor:
+    """1 - on_policy behind a depth-0 row that is right, else 1; 1 in the mean over depth 0."""
+    first = {int(a): bool(ok) for a, d, ok in zip(anchor, depth, right, strict=True) if d == 0}
+    weight = {a: 1 - on_policy * first.get(a - 1, False) for a in first}
+    mean = sum(weight.values()) / len(weight)
+    return torch.tensor([weight[a] / mean for a in anchor.tolist()])
+
+
 def dense_rows(
     drafter: Drafter, packed: PackedDocuments, g: Tensor, anchor: np.ndarray, depth: np.ndarray
 ) -> Tensor:
@@ -178,7 +217,12 @@ def dense_rows(
             0
         ].transpose(0, 1)
 
-    normed, _ = drafter(embeds, hidden, position + d, attend)
+    before = torch.where(d > 1, torch.arange(len(d)) - 1, a)
+
+    def previous(layer: int, rows: Tensor) -> Tensor:
+        return rows[before] * (d > 0)[:, None]
+
+    normed, _ = drafter(embeds, hidden, position + d, attend, previous)
     return normed[torch.from_numpy(np.concatenate([anchor[~deeper], size + np.arange(more)]))]
 
 
@@ -259,6 +303,32 @@ def test_equals_a_plain_computation(method: Method, draft_vocab: int | None, opt
     naive = reference(drafter, packed, features, options)
     for segments in (1, 4):
         assert_same(gradients(drafter, packed, features, segments, options), naive)
+
+
+@pytest.mark.parametrize("options", ["kl", "mix, soft-capped", "ce, lighter with depth"])
+@pytest.mark.parametrize("method", METHODS)
+def test_anchors_by_mistakes(method: Method, options: str):
+    """Targets that the drafter meets at some rows: else every anchor has the same weight."""
+    drafter, packed = ready(method), some_pack(SHORT)
+    features = half_right(drafter, packed, some_features(packed))
+    naive = reference(drafter, packed, features, options, on_policy=0.8)
+    for segments in (1, 4):
+        weighted = gradients(drafter, packed, features, segments, options, on_policy=0.8)
+        assert_same(weighted, naive)
+    plain = gradients(drafter, packed, features, 1, options)
+    assert not torch.allclose(weighted["fc.weight"], plain["fc.weight"], rtol=0.05)
+
+
+def half_right(drafter: Drafter, packed: PackedDocuments, features: PackFeatures) -> PackFeatures:
+    """Last hidden states of which every second gives the token that depth 0 drafts there."""
+    rows = np.arange(0, len(packed.ids) - 1, 2)
+    own = dense_rows if drafter.config.method == "p-eagle" else unrolled_rows
+    with torch.no_grad():
+        valid = rows[packed.max_chain_lengths[rows] > 0]
+        normed = own(drafter, packed, features.taps, valid, np.zeros_like(valid))
+    teacher = features.teacher.clone()
+    teacher[valid + 1] = normed
+    return PackFeatures(features.taps, teacher)
 
 
 @pytest.mark.parametrize("method", METHODS)

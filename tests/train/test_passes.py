@@ -109,7 +109,7 @@ def test_a_training_row_equals_the_inference_row(
         )
 
 
-@pytest.mark.parametrize("rung", ["inject", "bidirectional"])
+@pytest.mark.parametrize("rung", ["inject", "bidirectional", "convolution"])
 def test_every_rung_matters(rung: str, monkeypatch):
     """The same drafter without it says something else; the real row of a bidirectional block
     does not.
@@ -117,7 +117,7 @@ def test_every_rung_matters(rung: str, monkeypatch):
     one = trained("p-eagle", 48, rung)
     plain = Drafter(replace(one.drafter.config, **{rung: False}))
     plain.load_state_dict(
-        {name: t for name, t in one.drafter.state_dict().items() if "inject" not in name}
+        {name: t for name, t in one.drafter.state_dict().items() if rung not in name}
     )
     plain.set_embed_and_head(one.drafter.embed_tokens, one.drafter.lm_head, one.drafter.target_ids)
     ids = document(one, 3).tolist()

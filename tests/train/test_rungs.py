@@ -164,6 +164,30 @@ def test_lean_layers_inject(prompt) -> None:
     )
 
 
+def test_fused_layers_convolve(prompt) -> None:
+    """They draft what the plain ones draft, behind prompts and behind verified drafts."""
+    one = trained("p-eagle", 48, "convolution")
+    drafter = copy.deepcopy(one.drafter)
+    generator = torch.Generator().manual_seed(0)
+    for part in drafter.convolution:
+        for weight in part.parameters():
+            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    asked = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
+    served = []
+    for convolved in (True, False):
+        engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
+        if not convolved:
+            engine.loop.stepper.drafter.layers.convolution = []
+        served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
+    one.target.tap(AUX)
+    alone = [
+        list(decode(one.target, proposer_for(drafter), ids, K, 20, GREEDY)) for ids, _ in asked
+    ]
+    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in alone]
+    assert served[0] != served[1]
+    assert sum(accepted for steps in served[0] for _, accepted in steps) > 20
+
+
 # Taps.
 
 
@@ -236,11 +260,13 @@ def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Tar
                 {"method": "eagle3", name: 1 if name == "dependency" else True},
                 f"{name} needs a p-eagle drafter",
             )
-            for name in ("inject", "bidirectional", "dependency", "confidence")
+            for name in ("inject", "bidirectional", "convolution", "dependency", "confidence")
         ),
         ({"dependency": 257}, "dependency is 257"),
         ({"dependency": -1}, "dependency is -1"),
         ({"dependency_drop": 1.5}, "dependency_drop is 1.5"),
+        ({"on_policy": 1.0}, r"on_policy is 1.0: it must be in \[0, 1\)"),
+        ({"intermediate_size": -8}, "intermediate_size is -8: it must be 0 or more"),
         ({"freeze": True, "init": "some/folder"}, "freeze trains a dependency or a confidence"),
         ({"freeze": True, "dependency": 8}, "init to that drafter's folder"),
         (

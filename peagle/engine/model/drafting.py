@@ -134,8 +134,11 @@ class DraftRunner:
             page_size=self.page_size,
             bidirectional_rows=self.bidirectional_rows(shape.k),
         )
+        is_mask = None
+        if self.layers.convolution and width > 1:
+            is_mask = mask_row_flags(expanded, width)
         normed, residual = self.layers.forward(
-            expanded.embeds, expanded.hidden, rows, self.kv_cache
+            expanded.embeds, expanded.hidden, rows, self.kv_cache, is_mask
         )
         if not shape.k:
             return None
@@ -220,6 +223,13 @@ class DraftRunner:
 def combined_mask(drafter: Drafter, mask_hidden: Tensor) -> Tensor:
     """The hidden input [d] of mask rows, from the taps [taps * d] that they have."""
     return drafter.combine_hidden_states(mask_hidden[None])[0]
+
+
+def mask_row_flags(expanded: ExpandedRows, width: int) -> Tensor:
+    """[T, 1] whether a row is a mask row; of a request's `width` draft rows, all but the first."""
+    flags = expanded.kv_slots.new_zeros(len(expanded.kv_slots), 1, dtype=torch.bool)
+    mask_rows = expanded.draft_rows.view(-1, width)[:, 1:].flatten().long()
+    return flags.index_fill_(0, mask_rows, True)
 
 
 def drop_padding_rows(expanded: ExpandedRows) -> ExpandedRows:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.drafter import Drafter
+from peagle.drafter.convolution import GATE_EPS, convolve_rows
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.attention import attend
 from peagle.engine.model.dense_mlp import DenseMLP
@@ -324,6 +325,8 @@ class FusedLlamaDrafter:
         self.inject: Weight | None = None
         if len(drafter.inject):
             self.inject = merged_weight(list(drafter.inject), drafter.dtype)
+        self.convolution: list[Any] = list(drafter.convolution)  # one for each layer, or none
+        self.ones = torch.ones_like(self.norm)
 
     def quantize(self) -> None:
         """Multiply in int8 from now on."""
@@ -332,12 +335,18 @@ class FusedLlamaDrafter:
             self.inject.quantize()
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, rows: RowPass, kv_cache: KVCache
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        rows: RowPass,
+        kv_cache: KVCache,
+        is_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """embeds, hidden [T, d] -> the residual stream after the last layer [T, d]: normed, raw.
 
         Attention of layer 0 reads cat[input_norm(embeds), hidden_norm(hidden)]; its residual is
-        `hidden`, normed or not. The other layers are plain Llama layers.
+        `hidden`, normed or not. The other layers are plain Llama layers. A convolution needs
+        `is_mask` [T, 1]; each mask row is behind the row before it.
         """
         d = hidden.shape[1]
         fused_input = torch.empty(len(hidden), 2 * d, dtype=hidden.dtype, device=hidden.device)
@@ -346,10 +355,25 @@ class FusedLlamaDrafter:
         residual = normed if self.norm_before_residual else hidden
         first = self.first_layer
         x, residual = self.layers[0].run(fused_input, residual, rows, kv_cache, first, self.rope)
+        x, residual = self._convolve(0, x, residual, is_mask)
         injected = None if self.inject is None else self.inject(hidden).unflatten(1, (-1, d))
         for i, layer in enumerate(self.layers[1:], start=1):
             if injected is not None:
                 residual = residual + injected[:, i - 1]
             normed, residual = add_norm(x, residual, layer.input_norm, self.eps)
             x, residual = layer.run(normed, residual, rows, kv_cache, first + i, self.rope)
+            x, residual = self._convolve(i, x, residual, is_mask)
         return add_norm(x, residual, self.norm, self.eps)
+
+    def _convolve(
+        self, layer: int, x: Tensor, residual: Tensor, is_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the rows before the mask rows to the output x + residual of a layer; x may be split.
+
+        Returns x and residual again: their sum is the convolved output.
+        """
+        if not self.convolution or is_mask is None:
+            return x, residual
+        convolution = self.convolution[layer]
+        normed, hidden = add_norm(x, residual, self.ones, GATE_EPS)
+        return convolve_rows(hidden, convolution.gate(normed), convolution.base, is_mask), hidden

@@ -186,7 +186,7 @@ class PrefillRunner:
         ends = self.slots.ends[inputs.slot]
         rows = draft_rows(inputs, consumed.tables, size, ends, self.slots.page_size)
         rows.bidirectional_rows = drafter.bidirectional_rows(k)
-        normed, residual = drafter.layers.forward(embeds, hidden, rows, self.kv_cache)
+        normed, residual = drafter.layers.forward(embeds, hidden, rows, self.kv_cache, is_mask)
         if not k:
             return
         if drafter.parallel:

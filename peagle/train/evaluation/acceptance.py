@@ -24,7 +24,7 @@ from peagle.train.evaluation.replay import (
 )
 from peagle.train.features.features import FeatureSource
 from peagle.train.objective.gradients import run_level
-from peagle.train.objective.passes import DrafterPasses, KeysValues
+from peagle.train.objective.passes import DrafterPasses, PassCache
 
 
 class AnchorDrafts(NamedTuple):
@@ -40,7 +40,7 @@ class ContextOutput(NamedTuple):
 
     normed: Tensor  # [T, d]
     feedback: Tensor  # [T, d]
-    cache: KeysValues
+    cache: PassCache
 
 
 @dataclass(frozen=True, slots=True)

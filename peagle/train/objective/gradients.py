@@ -1,8 +1,9 @@
 """The gradients of one pack: depth 0 once, chains in segments, then the backward pass of depth 0.
 
-A segment reads the depth-0 keys and values of the context rows it may see as autograd leaves: their
-gradients add up over the segments and enter the context's backward pass at the end. The sum over
-segments is the gradient of the single pass, and no depth-0 row runs twice.
+A segment reads the depth-0 keys and values of the context rows it may see (with a convolution also
+the outputs of their layers) as autograd leaves: their gradients add up over the segments and enter
+the context's backward pass at the end. The sum over segments is the gradient of the single pass,
+and no depth-0 row runs twice.
 
 A frozen drafter runs without gradients: only its dependency and confidence heads are trained.
 """
@@ -18,7 +19,8 @@ from peagle.train.features.teacher import PackFeatures, Teacher
 from peagle.train.objective.confidence_loss import ConfidenceLoss
 from peagle.train.objective.length_objective import LengthObjective
 from peagle.train.objective.loss import Loss, LossSums
-from peagle.train.objective.passes import DrafterPasses, KeysValues
+from peagle.train.objective.on_policy import landing_weights
+from peagle.train.objective.passes import DrafterPasses, PassCache, rows_before_in_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def pack_gradients(
             "context", batch.next_ids, features.taps, batch.positions, mask
         )
     feedback_leaf = _leaf(feedback)
-    cache_leaves = (tuple(map(_leaf, cache[0])), tuple(map(_leaf, cache[1])))
+    cache_leaves = cache.map(_leaf)
     rows = batch.supervised
     depth = torch.zeros_like(rows)
     outputs = normed.detach()[rows]
@@ -58,11 +60,22 @@ def pack_gradients(
     lengths = LengthObjective(loss, len(batch.ids), normed.device)
     confidence = ConfidenceLoss(passes)
     lengths.add_rows(outputs, teacher, rows, depth)
+    result = None
+    if loss.on_policy:
+        result = loss(outputs, teacher, depth, scale)
+        lengths.anchor_weights = landing_weights(
+            loss.on_policy, rows, result.matches, len(batch.ids)
+        )
     sums = LossSums.zeros(loss.k, features.teacher.device)
     context = PackContext(passes, batch, features.teacher, loss, lengths, confidence, scale, flex)
     for segment in batch.segments:
         sums += segment_gradients(context, segment, cache_leaves, feedback_leaf)
-    result = loss(outputs, teacher, depth, scale * lengths.weights(rows, depth))
+    weights = lengths.weights(rows, depth)
+    result = (
+        loss(outputs, teacher, depth, scale * weights)
+        if result is None
+        else result.weighted(weights)
+    )
     confidence.add_rows(outputs, rows, depth, result)
     confidence.backward(len(batch.ids), loss.k, scale)
     sums += result.sums
@@ -71,8 +84,8 @@ def pack_gradients(
         _context_backward(
             normed,
             gradient,
-            [feedback, *cache[0], *cache[1]],
-            [feedback_leaf, *cache_leaves[0], *cache_leaves[1]],
+            [feedback, *cache.tensors],
+            [feedback_leaf, *cache_leaves.tensors],
         )
     return sums
 
@@ -91,7 +104,7 @@ def _context_backward(
 
 
 def segment_gradients(
-    context: PackContext, segment: Segment, cache: KeysValues, feedback: Tensor
+    context: PackContext, segment: Segment, cache: PassCache, feedback: Tensor
 ) -> LossSums:
     """Add the gradients of the chains of a segment.
 
@@ -117,12 +130,12 @@ def segment_gradients(
 
 
 def _run_segment(
-    context: PackContext, segment: Segment, cache: KeysValues, feedback: Tensor
+    context: PackContext, segment: Segment, cache: PassCache, feedback: Tensor
 ) -> tuple[list[Tensor], list[Teacher]]:
     """The normed rows [R, d] of each level and the teachers of its rows without padding."""
     passes = context.passes
     keys = context.batch.context[: segment.context_length]
-    cache = _first_rows(cache, segment.context_length)
+    cache = cache.map(lambda x: x[: segment.context_length])
     outputs = []
     teachers = []
     for level in segment.levels:
@@ -146,31 +159,32 @@ def run_level(
     passes: DrafterPasses,
     level: ChainLevel,
     feedback: Tensor,
-    cache: KeysValues,
+    cache: PassCache,
     mask: Mask,
     previous_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor, KeysValues]:
+) -> tuple[Tensor, Tensor, PassCache]:
     """Run the rows of a level: (normed, feedback, keys and values with this level's rows added).
 
     `previous_ids` replaces those of the level: in evaluation EAGLE-3 is fed its own drafts.
     """
     if passes.drafter.config.method == "p-eagle":
-        return passes("parallel", level.positions, cache, mask), feedback, cache
+        before = None
+        if cache.outputs:
+            before = rows_before_in_chain(level.rows, len(cache.outputs[0]))
+        return passes("parallel", level.positions, cache, mask, before), feedback, cache
     ids = level.previous_ids if previous_ids is None else previous_ids
     normed, feedback, new = passes(
         "chain", ids, feedback[level.parent], level.positions, cache, mask
     )
-    keys, values = (tuple(map(_join, old, more)) for old, more in zip(cache, new, strict=True))
-    return normed, feedback, (keys, values)
+    return (
+        normed,
+        feedback,
+        PassCache(*(tuple(map(_join, *part)) for part in zip(cache, new, strict=True))),
+    )
 
 
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
-
-
-def _first_rows(cache: KeysValues, rows: int) -> KeysValues:
-    keys, values = (tuple(x[:rows] for x in part) for part in cache)
-    return keys, values
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:

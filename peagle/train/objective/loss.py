@@ -1,7 +1,7 @@
 """The loss of a set of rows, in chunks: logits of [rows, vocabulary] never exist as a whole."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from peagle.train.objective.chunk_loss import (
 )
 
 CHUNK_ROWS = 4096
+CE_ONLY = ("ce", "length", "dpace", "tree")  # losses that are cross-entropy with weights
 
 
 @dataclass(slots=True)
@@ -45,6 +46,11 @@ class LossOutput:
     matches: Tensor  # [R] 1 where the row's most likely token is the teacher's, else 0
     log_probs: Tensor  # [R] log-probability of the row's own most likely token
 
+    def weighted(self, weights: Tensor | float) -> "LossOutput":
+        """The output for rows with these weights, [R]; sums do not depend on weights."""
+        factor = weights[:, None] if isinstance(weights, Tensor) else weights
+        return replace(self, gradient=(self.gradient * factor).to(self.gradient.dtype))
+
 
 class Loss:
     """The loss of a set of rows and its gradient with respect to their normed outputs."""
@@ -58,17 +64,20 @@ class Loss:
         depth_weight: float,
         softcap: float,
         chunk_rows: int = CHUNK_ROWS,
+        on_policy: float = 0.0,
     ) -> None:
         self.lm_head = lm_head
         self.k = k
         self.softcap = softcap
         self.chunk_rows = chunk_rows
-        self.mix = {"kl": 1.0, "tv": 1.0, "ce": 0.0, "length": 0.0, "dpace": 0.0}.get(kind, mix)
+        self.on_policy = on_policy  # see on_policy.py
+        self.mix = 0.0 if kind in CE_ONLY else {"kl": 1.0, "tv": 1.0}.get(kind, mix)
         distances: dict[str, Distance] = {"tv": "tv", "tvmix": "tv", "lk": "lk"}
         self.distance: Distance = distances.get(kind, "kl")
-        # See length_objective.py for these two.
-        self.length_share = {"length": mix, "dpace": 1.0}.get(kind, 0.0)
+        # See length_objective.py for these three.
+        self.length_share = {"length": mix, "tree": mix, "dpace": 1.0}.get(kind, 0.0)
         self.smoothing = mix if kind == "dpace" else 0.0
+        self.tree = kind == "tree"
         self.depth_weights = depth_weight ** torch.arange(
             k, device=lm_head.device, dtype=torch.float32
         )

@@ -6,7 +6,8 @@ mask_hidden), depth after depth for EAGLE-3 (the real next token and the drafter
 previous row: training-time test). Segments share the context pass: depth 0 runs once.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,23 @@ from torch.nn.functional import embedding
 
 from peagle.drafter import Drafter
 from peagle.drafter.model import Attend
-from peagle.train.data.attention_mask import Mask, attention
+from peagle.train.data.attention_mask import Mask, RowSet, attention
 
-KeysValues = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # per layer [T, kv_heads, head_dim]
+
+class PassCache(NamedTuple):
+    """What chains read of the context rows, for each layer."""
+
+    keys: tuple[Tensor, ...]  # [T, kv_heads, head_dim]
+    values: tuple[Tensor, ...]  # [T, kv_heads, head_dim]
+    outputs: tuple[Tensor, ...] = ()  # [T, d] of drafters with a convolution
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "PassCache":
+        return PassCache(*(tuple(map(function, part)) for part in self))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.keys, *self.values, *self.outputs]
+
 
 COMPILED_PASSES = ("context", "parallel", "chain", "apply_dependency")
 MIN_RECOMPILE_LIMIT = 64
@@ -53,34 +68,50 @@ class DrafterPasses(nn.Module):
 
     def context(
         self, ids: Tensor, taps: Tensor, positions: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, KeysValues]:
-        """Run depth 0: (normed [T, d], feedback [T, d], keys and values of every layer)."""
+    ) -> tuple[Tensor, Tensor, PassCache]:
+        """Run depth 0: (normed [T, d], feedback [T, d], what chains read of it)."""
         drafter = self.drafter
         keys: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.setdefault(layer, k)  # A checkpointed block calls this twice.
             values.setdefault(layer, v)
             return attention(q, k, v, mask)
 
-        normed, feedback = drafter(
-            drafter.embed(ids), drafter.combine_hidden_states(taps), positions, attend
-        )
-        return normed, feedback, (tuple(keys.values()), tuple(values.values()))
+        def previous(layer: int, hidden: Tensor) -> None:
+            outputs[layer] = hidden
 
-    def parallel(self, positions: Tensor, cache: KeysValues, mask: Mask) -> Tensor:
-        """Run P-EAGLE's deeper rows, all depths at once: normed [R, d]."""
+        normed, feedback = drafter(
+            drafter.embed(ids), drafter.combine_hidden_states(taps), positions, attend, previous
+        )
+        cache = PassCache(*(tuple(part.values()) for part in (keys, values, outputs)))
+        return normed, feedback, cache
+
+    def parallel(
+        self, positions: Tensor, cache: PassCache, mask: Mask, before: Tensor | None = None
+    ) -> Tensor:
+        """Run P-EAGLE's deeper rows, all depths at once: normed [R, d].
+
+        A convolution needs `before` [R], the index of the row before each row: of the context rows,
+        or behind them of these rows.
+        """
         drafter = self.drafter
         assert drafter.mask_hidden is not None and drafter.mask_embedding is not None
         rows = len(positions)
         hidden = drafter.combine_hidden_states(drafter.mask_hidden[None]).expand(rows, -1)
         embeds = drafter.mask_embedding.expand(rows, -1).to(hidden.dtype)
-        return drafter(embeds, hidden, positions, _attend_with_context(cache, mask))[0]
+        attend = _attend_with_context(cache, mask)
+
+        def previous(layer: int, hidden: Tensor) -> Tensor | None:
+            return None if before is None else torch.cat([cache.outputs[layer], hidden])[before]
+
+        return drafter(embeds, hidden, positions, attend, previous)[0]
 
     def chain(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, cache: KeysValues, mask: Mask
-    ) -> tuple[Tensor, Tensor, KeysValues]:
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, cache: PassCache, mask: Mask
+    ) -> tuple[Tensor, Tensor, PassCache]:
         """Run one depth of EAGLE-3: (normed, feedback [R, d], this depth's keys and values)."""
         drafter = self.drafter
         own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -92,7 +123,7 @@ class DrafterPasses(nn.Module):
         normed, feedback = drafter(drafter.embed(ids), hidden, positions, attend)
         keys = tuple(k for k, _ in own.values())
         values = tuple(v for _, v in own.values())
-        return normed, feedback, (keys, values)
+        return normed, feedback, PassCache(keys, values)
 
     def apply_dependency(self, normed: Tensor, previous_ids: Tensor) -> Tensor:
         """Correct rows [R, d] by the drafts before them, [R]; a row with -1 stays as it is."""
@@ -114,9 +145,18 @@ class DrafterPasses(nn.Module):
         )
 
 
-def _attend_with_context(cache: KeysValues, mask: Mask) -> Attend:
+def _attend_with_context(cache: PassCache, mask: Mask) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = cache
-        return attention(q, torch.cat([keys[layer], k]), torch.cat([values[layer], v]), mask)
+        keys = torch.cat([cache.keys[layer], k])
+        return attention(q, keys, torch.cat([cache.values[layer], v]), mask)
 
     return attend
+
+
+def rows_before_in_chain(rows: RowSet, context: int) -> Tensor:
+    """[R]: before depth 1 is the context row of the anchor; deeper rows follow one another.
+
+    The anchors of padding rows lie behind the `context` rows; what these rows read has no effect.
+    """
+    own = context + torch.arange(len(rows), device=rows.anchor.device)
+    return torch.where(rows.depth > 1, own - 1, rows.anchor.clamp(max=context - 1))

@@ -1,0 +1,142 @@
+"""Rungs: changes of the P-EAGLE recipe, trained in turn on the same documents for equal minutes.
+
+`tools.train_heads run --stages answers,rungs` trains them. OUT/rungs/NAME holds the run of a rung,
+OUT/rungs/NAME.json its record. A rung that has a record is not repeated, and one that was cut off
+resumes from its last state. All rungs share the target, the documents and the cache of features.
+"""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.drafter_bits import mean_length, standard_error
+from peagle.data.records import ignore
+from peagle.drafter.formats import checkpoint, compact
+from peagle.drafter.formats.row_format import INT8
+from peagle.paths import write_json
+from peagle.train.config import TrainConfig
+from peagle.train.data.documents import Documents
+from peagle.train.run import TrainRun
+from peagle.train.trainer import Progress
+from tools.heads_data import Job, stage
+from tools.heads_measure import TREE, K, answer_counts, new_replay, some_answers
+from tools.heads_recipes import RUNGS
+
+# Seconds beside training: compiling and the first step, storing and measuring the head.
+RUNG_OVERHEAD_SECONDS = 45.0
+MEASURE_SECONDS = 12.0
+RECORDS_FILE = "rungs.json"
+LONG = "context-"  # sets of long prompts: chains only, not in the table
+
+NewConfig = Callable[[str, dict[str, Any], float], TrainConfig]  # name, changes, minutes
+NewLog = Callable[[TrainRun], Progress]
+
+
+def train_rungs(
+    job: Job, answers: dict[str, Documents], new_config: NewConfig, new_log: NewLog
+) -> None:
+    """Train and measure what is left of the rungs while there is time; print the table."""
+    run: TrainRun | None = None
+    for name in job.rungs:
+        if record_file(job, name).is_file():
+            continue
+        if job.left < job.rung_seconds + RUNG_OVERHEAD_SECONDS and not resumable(job, name):
+            print(f"{name}: no time left; run again", flush=True)
+            continue
+        with stage(f"rung {name}"):
+            config = new_config(name, RUNGS[name], job.rung_seconds / 60)
+            run = TrainRun(config, ignore, run)
+            if not run.train(new_log(run), print, max(1.0, job.left - MEASURE_SECONDS)):
+                print(f"{name}: cut off after {run.trainer.step} steps; run again", flush=True)
+                break
+            write_json(record_file(job, name), rung_record(job, name, run, answers))
+        gc.collect()
+        torch._dynamo.reset_code_state()  # Forget the recorded shapes; compiled code stays.
+    records = read_records(job)
+    write_json(job.files / RECORDS_FILE, records)
+    print(rung_table(records), flush=True)
+
+
+def record_file(job: Job, name: str) -> Path:
+    return job.out / "rungs" / f"{name}.json"
+
+
+def resumable(job: Job, name: str) -> bool:
+    """Whether a rung has a state, and time to go on."""
+    return job.left > RUNG_OVERHEAD_SECONDS and (job.out / "rungs" / name / "state").is_dir()
+
+
+def rung_record(
+    job: Job, name: str, run: TrainRun, answers: dict[str, Documents]
+) -> dict[str, Any]:
+    """The head in 8 bits on every set of answers: chains, and trees on some of the answers."""
+    trainer = run.trainer
+    drafter = checkpoint.load(trainer.out / "drafter", run.target, torch.float32)
+    folder = trainer.out / "int8"
+    compact.save(drafter, folder, run.target, torch.bfloat16, INT8)
+    drafter = checkpoint.load(folder, run.target, torch.float32)
+    replay = new_replay(drafter, trainer.features.uncached())
+    record: dict[str, Any] = {
+        "settings": RUNGS[name],
+        "steps": trainer.step,
+        "target_tokens": trainer.tokens,
+        "seconds": round(trainer.seconds, 1),
+        "bytes": (folder / "model.safetensors").stat().st_size,
+        "chain": {},
+        "tree": {},
+    }
+    for key, documents in answers.items():
+        steps = replay.chain_steps(documents, [K])[K]
+        record["chain"][key] = answer_counts(steps, documents).tolist()
+        if key.startswith(LONG):
+            continue
+        chosen = some_answers(documents)
+        tree_steps = replay.tree_steps(chosen, [TREE])[TREE]
+        record["tree"][key] = answer_counts(tree_steps, chosen).tolist()
+    return record
+
+
+def read_records(job: Job) -> dict[str, dict[str, Any]]:
+    files = {name: record_file(job, name) for name in RUNGS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+
+
+def rung_table(records: dict[str, dict[str, Any]]) -> str:
+    """Acceptance lengths of chains and trees on the validation answers and on the other sets.
+
+    Changes are against the first rung, with the standard error of a bootstrap over answers.
+    """
+    lines = [
+        f"| rung | steps | seconds | validation K={K} | change | tree 31 | change |"
+        f" sets K={K} | tree 31 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    base = next(iter(records.values()), None)
+    for name, record in records.items():
+        assert base is not None
+        cells = [name, f"{record['steps']:,}", f"{record['seconds']:.0f}"]
+        for kind in ("chain", "tree"):
+            counts = set_counts(record, kind, validation=True)
+            first = set_counts(base, kind, validation=True)
+            change = mean_length(counts) / mean_length(first) - 1
+            error = standard_error(counts, first)
+            cells += [f"{mean_length(counts):.3f}", f"{change:+.1%} ± {error:.1%}"]
+        for kind in ("chain", "tree"):
+            counts = set_counts(record, kind, validation=False)
+            cells.append(f"{mean_length(counts):.3f}" if counts else "–")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def set_counts(record: dict[str, Any], kind: str, validation: bool) -> dict[str, np.ndarray]:
+    """By set, [answers, 2]: the validation answers, or the benchmark sets without long contexts."""
+    return {
+        key: np.array(counts)
+        for key, counts in record[kind].items()
+        if (key == "validation") == validation and not key.startswith(LONG)
+    }
