@@ -1,7 +1,6 @@
 """Helpers of the training tests: answers of a tiny target, packs, features, runs."""
 
 import json
-import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from peagle.core import Method, Sampling
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
+from peagle.paths import write_json
 from peagle.reference.decode import decode
 from peagle.target import Target
 from peagle.train.config import TrainConfig
@@ -28,6 +28,7 @@ from peagle.train.journal import Journal
 from peagle.train.optim.parallel import World
 from peagle.train.setup import load_training_data
 from peagle.train.trainer import Trainer
+from tests.support.built_once import built_once
 from tests.support.tiny_models import AUX, MASK, make_target
 
 # tokens of a document, first token of its answer
@@ -128,10 +129,11 @@ class Trained:
 
 @cache
 def some_answers() -> tuple[Target, Path]:
-    """A target and a folder with 40 of its answers, once per process."""
-    target, folder = make_target(), Path(tempfile.mkdtemp())
-    write_answers(target, folder / "answers.jsonl", count=40, tokens=30)
-    return target, folder
+    """A target and a folder with 40 of its answers."""
+    target = make_target()
+    return target, built_once(
+        "answers", lambda folder: write_answers(target, folder / "answers.jsonl", 40, tokens=30)
+    )
 
 
 # Extensions of a plain drafter.
@@ -144,14 +146,14 @@ RUNGS: dict[str, dict[str, int | bool]] = {
 
 
 def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
-    """A tiny drafter with a meaningful acceptance length; trained once per process."""
+    """A tiny drafter with a meaningful acceptance length; trained once per run of the tests."""
     return _trained(method, draft_vocab, rung)
 
 
 @cache
 def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
-    target, folder = some_answers()
-    data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab} {rung}"
+    target, answers = some_answers()
+    data = answers / "answers.jsonl"
     settings: dict[str, Any] = {
         "method": method,
         "draft_vocab": draft_vocab,
@@ -159,12 +161,16 @@ def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
         "steps": 30,
     }
     settings |= {"init": "target", "save_every": 0} | (RUNGS[rung] if rung else {})
-    trainer = make_run(target, some_config(data, out, **settings))
-    entries = train(trainer, curves=False)
-    drafter = checkpoint.load(out / "drafter", target, torch.float32)
+
+    def build(folder: Path) -> None:
+        trainer = make_run(target, some_config(data, folder / "run", **settings))
+        write_json(folder / "entries.json", train(trainer, curves=False))
+
+    folder = built_once(f"{method} {draft_vocab} {rung}", build)
+    drafter = checkpoint.load(folder / "run" / "drafter", target, torch.float32)
     for parameter in drafter.dependency.parameters() if drafter.dependency else ():
         parameter.data.mul_(5)  # A short training corrects little.
-    return Trained(target, drafter, data, entries)
+    return Trained(target, drafter, data, json.loads((folder / "entries.json").read_text()))
 
 
 def prompts(count: int) -> list[list[int]]:
