@@ -59,7 +59,7 @@ def _train_drafters(target: Target, folder: Path) -> None:
             "init": "target",
             "aux_layer_ids": (0, 1, 2),
         }
-        train(make_run(target, some_config(data, folder / method, **options)), curves=False)
+        train(make_run(target, some_config(data, folder / method, **options)))
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
