@@ -40,7 +40,8 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunScript]:
         def run(script: str) -> dict[str, Any]:
             cache = tmp_path_factory.mktemp("cache")
             begin = f"os.environ['TRITON_CACHE_DIR'] = {str(cache)!r}"
-            return dict(json.loads(server.run(f"{begin}\n{script}")))
+            output = server.run(f"{begin}\n{script}")
+            return dict(json.loads(output.splitlines()[-1]))
 
         yield run
 
